@@ -1,0 +1,40 @@
+"""flexattn compiles attention: write score_mod and mask_mod in plain Python, get fused, block-sparse kernels.
+
+    query, key, value, mods  ->  trace  ->  differentiate  ->  plan  ->  lower  ->  render  ->  build  ->  run
+
+The names of torch.nn.attention.flex_attention are here with the same meaning; `explain` shows each stage of a call.
+"""
+
+from flexattn import mods as mods
+from flexattn import reference as reference
+from flexattn.api import AuxOutput as AuxOutput
+from flexattn.api import AuxRequest as AuxRequest
+from flexattn.api import explain as explain
+from flexattn.api import flex_attention as flex_attention
+from flexattn.block_mask import BlockMask as BlockMask
+from flexattn.classify import create_block_mask as create_block_mask
+from flexattn.classify import create_mask as create_mask
+from flexattn.errors import FlexAttentionError as FlexAttentionError
+from flexattn.explain import Explanation as Explanation
+from flexattn.mods import and_masks as and_masks
+from flexattn.mods import noop_mask as noop_mask
+from flexattn.mods import or_masks as or_masks
+from flexattn.options import FlexKernelOptions as FlexKernelOptions
+
+__all__ = [
+    "AuxOutput",
+    "AuxRequest",
+    "BlockMask",
+    "Explanation",
+    "FlexAttentionError",
+    "FlexKernelOptions",
+    "and_masks",
+    "create_block_mask",
+    "create_mask",
+    "explain",
+    "flex_attention",
+    "mods",
+    "noop_mask",
+    "or_masks",
+    "reference",
+]

@@ -1,0 +1,286 @@
+"""flex_attention and explain: the only module that knows the whole sequence of stages."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as upstream
+
+from flexattn.autograd import Engine, attention
+from flexattn.block_mask import BlockMask, from_torch
+from flexattn.differentiate import differentiate
+from flexattn.engines import cpu, empty, triton
+from flexattn.errors import ArgumentError, DtypeError, MaskError, OptionError, message
+from flexattn.explain import Explanation, target_named
+from flexattn.facts import analyze
+from flexattn.graph import BoundMod, ModGraph, Node
+from flexattn.options import option, validate_options
+from flexattn.problem import Problem
+from flexattn.render import render
+from flexattn.target import target_of
+from flexattn.trace import trace
+from flexattn.triton_versions import is_interpreting
+from flexattn.validate import (
+    DEVICES,
+    DTYPES,
+    check_block_mask,
+    check_mask_reads,
+    check_scale,
+    check_tensors,
+    place_captures,
+)
+
+Mod = Callable[..., object]
+
+
+class AuxRequest(NamedTuple):
+    """What flex_attention returns besides the output."""
+
+    lse: bool = False
+    max_scores: bool = False
+
+
+class AuxOutput(NamedTuple):
+    """What was requested; None where it was not."""
+
+    lse: Tensor | None = None  # [B, Hq, M] float32 (float64 for float64), natural logarithm, differentiable
+    max_scores: Tensor | None = None  # [B, Hq, M] float32, largest score of each row, not differentiable
+
+
+def flex_attention(
+    query: Tensor,  # [B, Hq, M, D]
+    key: Tensor,  # [B or 1, Hkv, N, D]
+    value: Tensor,  # [B or 1, Hkv, N, Dv]
+    score_mod: Mod | None = None,
+    block_mask: BlockMask | upstream.BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, object] | None = None,
+    *,
+    return_aux: AuxRequest | upstream.AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """Return attention of query over key and value, its scores changed by `score_mod` and masked by `block_mask`.
+
+    Args:
+        query: [B, Hq, M, D], float16, bfloat16, float32 or float64.
+        key: [B or 1, Hkv, N, D], of the same dtype and device.
+        value: [B or 1, Hkv, N, Dv].
+        score_mod: `(score, b, h, q_idx, kv_idx) -> score`, plain Python on scalars; it may read any tensor.
+        block_mask: from `create_block_mask`, or PyTorch's own; None attends everywhere.
+        scale: factor of the scores before score_mod, 1 / sqrt(D) where None.
+        enable_gqa: let groups of Hq // Hkv query heads share a key head.
+        return_lse: deprecated, use return_aux=AuxRequest(lse=True).
+        kernel_options: how to compute; see FlexKernelOptions.
+        return_aux: what to return besides the output, as (out, AuxOutput).
+
+    Returns:
+        The output [B, Hq, M, Dv] in the dtype of query; a row whose keys are all masked is 0, its lse -inf.
+
+    Example:
+        >>> import flexattn
+        >>> q = k = v = torch.randn(1, 2, 64, 32)
+        >>> mask = flexattn.create_block_mask(flexattn.mods.causal, None, None, 64, 64, device="cpu")
+        >>> flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: 20 * torch.tanh(score / 20), mask).shape
+        torch.Size([1, 2, 64, 32])
+    """
+    request = _request(return_lse, return_aux)
+    problem = _pose(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, request.max_scores)
+    out, lse, max_scores = attention(_engine(problem), problem)
+    if return_aux is not None:
+        return out, AuxOutput(lse if request.lse else None, max_scores)
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    score_mod: Mod | None = None,
+    block_mask: BlockMask | upstream.BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    kernel_options: Mapping[str, object] | None = None,
+    *,
+    mask_mod: Mod | None = None,
+    target: str | None = None,
+) -> Explanation:
+    """Return every stage of the call with these arguments, without running it: print the result to read it.
+
+    `target` names a GPU architecture ("sm_90") to show the kernels for, on any machine. Without tensors, score_mod and
+    mask_mod are explained alone, as graphs and what is known about them.
+
+    Example:
+        >>> q = k = v = torch.randn(1, 2, 64, 32)
+        >>> explain(q, k, v, lambda score, b, h, q_idx, kv_idx: -score).score
+        def score_mod(score, b, h, q_idx, kv_idx):
+            t0 = neg(score)  # f32
+            return t0
+    """
+    if query is None and key is None and value is None and block_mask is None:
+        return _explain_mods(score_mod, mask_mod)
+    if mask_mod is not None:
+        mend = "Pass block_mask=create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) instead."
+        raise ArgumentError(message("mask_mod", "one beside other arguments", "score_mod and mask_mod alone", mend))
+    problem = _pose(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, False)
+    score, mask = problem.score, problem.mask
+    if score is not None and problem.score_grad is None:
+        problem = replace(problem, score_grad=differentiate(score.graph, ()))
+    engine = triton if target else _engine(problem)
+    plans = (
+        triton.plans(problem, target_named(target) if target else target_of(problem.query.device))
+        if engine is triton
+        else ()
+    )
+    return Explanation(
+        score=None if score is None else score.graph,
+        gradient=problem.score_grad,
+        mask=None if mask is None else mask.graph,
+        score_facts=None if score is None else analyze(score.graph),
+        mask_facts=None if mask is None else analyze(mask.graph),
+        block_mask=problem.block_mask,
+        engine=engine.__name__.rpartition(".")[2],  # type: ignore[attr-defined]
+        plans=plans,
+        sources=tuple(map(render, plans)),
+    )
+
+
+def _explain_mods(score_mod: Mod | None, mask_mod: Mod | None) -> Explanation:
+    if score_mod is None and mask_mod is None:
+        mend = "Pass query, key and value, or score_mod or mask_mod."
+        raise ArgumentError(message("explain", "nothing", "tensors or mods", mend))
+    score = None if score_mod is None else trace(score_mod, "score").graph
+    mask = None if mask_mod is None else trace(mask_mod, "mask").graph
+    return Explanation(
+        score=score,
+        gradient=None if score is None else differentiate(score, tuple(range(len(score.captures)))),
+        mask=mask,
+        score_facts=None if score is None else analyze(score),
+        mask_facts=None if mask is None else analyze(mask),
+    )
+
+
+def _pose(
+    query: Tensor | None, key: Tensor | None, value: Tensor | None, score_mod: Mod | None,
+    block_mask: BlockMask | upstream.BlockMask | None, scale: float | None, enable_gqa: bool,
+    kernel_options: Mapping[str, object] | None, max_scores: bool,
+) -> Problem:  # fmt: skip
+    """Turn the arguments of a call into a Problem: everything before the engine, stage by stage."""
+    query, key, value = check_tensors(*_autocast(query, key, value), enable_gqa)
+    options = validate_options(kernel_options)
+    scale = check_scale(scale, query.shape[3])
+    score = _score(score_mod, query)  # Python -> BoundMod
+    captures = () if score is None else score.captures
+    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *captures))
+    blocks = _blocks(block_mask)  # PyTorch's BlockMask -> BlockMask
+    mask = None
+    if blocks is not None:
+        check_block_mask(blocks, query, key, backward=gradient)
+        by_hand = blocks is block_mask and not blocks.is_built
+        mask = _mask(blocks, query, by_hand)  # Python -> BoundMod
+    learned = tuple(i for i, c in enumerate(captures) if c.requires_grad)
+    score_grad = differentiate(score.graph, learned) if gradient and score is not None else None  # ModGraph -> ModGraph
+    return Problem(query, key, value, scale, score, mask, blocks, score_grad, options, max_scores)
+
+
+def _autocast(query: object, key: object, value: object) -> tuple[object, object, object]:
+    """Cast to the dtype of the autocast region around the call, as scaled_dot_product_attention does."""
+    kind = query.device.type if isinstance(query, Tensor) else ""
+    if kind not in DEVICES or not torch.is_autocast_enabled(kind):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(kind)
+    return _cast(query, dtype), _cast(key, dtype), _cast(value, dtype)
+
+
+def _cast(x: object, dtype: torch.dtype) -> object:
+    return x.to(dtype) if isinstance(x, Tensor) and x.dtype in DTYPES and x.dtype != torch.float64 else x
+
+
+def _score(score_mod: Mod | None, query: Tensor) -> BoundMod | None:
+    """Trace score_mod for scores of this query; None where it returns its score unchanged."""
+    if score_mod is None:
+        return None
+    bound = trace(score_mod, "score", torch.float64 if query.dtype == torch.float64 else torch.float32)
+    result = _result(bound.graph)
+    if result.op == "input" and result.value == "score":
+        return None
+    return place_captures(bound, query.device, "score_mod")
+
+
+def _mask(blocks: BlockMask, query: Tensor, by_hand: bool) -> BoundMod | None:
+    """Trace the mod of a mask, whose lists may be made by hand; None where it is true everywhere."""
+    bound = trace(blocks.mask_mod, "mask")
+    result = _result(bound.graph)
+    if result.op == "const" and result.value:
+        return None
+    check_mask_reads(blocks, bound, query, by_hand)
+    blocks.check_captures(bound)
+    return place_captures(bound, query.device, "mask_mod")
+
+
+def _result(graph: ModGraph) -> Node:
+    return graph.nodes[graph.outputs[0]]  # type: ignore[index]
+
+
+def _blocks(block_mask: BlockMask | upstream.BlockMask | None) -> BlockMask | None:
+    """Return the mask as ours; PyTorch's stand-in for "no mask", a single boundless block, becomes None."""
+    if block_mask is None or isinstance(block_mask, BlockMask):
+        return block_mask
+    if not isinstance(block_mask, upstream.BlockMask):
+        mend = "Make one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)."
+        raise DtypeError(message("block_mask", f"a {type(block_mask).__name__}", "a BlockMask or None", mend))
+    boundless = upstream._LARGE_SPARSE_BLOCK_SIZE
+    if tuple(block_mask.BLOCK_SIZE) == (boundless, boundless) and block_mask.mask_mod is upstream.noop_mask:
+        return None
+    if block_mask.mask_mod is getattr(upstream, "_sliced_mask_mod_error", None):
+        mend = "Slice flexattn's own mask: its mask_mod follows."
+        raise MaskError(message("block_mask", "a slice of PyTorch's BlockMask", "a mask with its mask_mod", mend))
+    return from_torch(block_mask)
+
+
+def _engine(problem: Problem) -> Engine:
+    """Choose who runs the problem: by the device, or as kernel_options["BACKEND"] says."""
+    query, backend = problem.query, option(problem.options, "BACKEND") or "AUTO"
+    if query.numel() == 0 or problem.key.shape[2] == 0:
+        return empty
+    if query.device.type == "cuda" or backend == "TRITON":
+        return _triton(query.device, str(backend))
+    return cpu
+
+
+def _triton(device: torch.device, backend: str) -> Engine:
+    if backend == "CPU":
+        mend = "Leave BACKEND out, or move the tensors to the CPU."
+        raise OptionError(message("kernel_options", f"BACKEND='CPU' with tensors on {device}", "AUTO or TRITON", mend))
+    if device.type == "cpu" and not is_interpreting():
+        mend = "Leave BACKEND out, or set TRITON_INTERPRET=1 before Python starts to run kernels in the interpreter."
+        raise OptionError(message("kernel_options", "BACKEND='TRITON' with tensors on the CPU", "AUTO or CPU", mend))
+    return triton
+
+
+def _request(return_lse: bool, return_aux: AuxRequest | upstream.AuxRequest | None) -> AuxRequest:
+    """Return what is asked for besides the output; PyTorch's own AuxRequest is understood too."""
+    if return_aux is None:
+        if return_lse:
+            _warn_return_lse()
+        return AuxRequest(lse=bool(return_lse))
+    if return_lse:
+        mend = "Keep return_aux=AuxRequest(lse=True)."
+        raise ArgumentError(message("return_lse", "True beside return_aux", "one of the two", mend))
+    if not isinstance(return_aux, (AuxRequest, upstream.AuxRequest)):
+        mend = "Write return_aux=AuxRequest(lse=True)."
+        raise DtypeError(message("return_aux", f"a {type(return_aux).__name__}", "an AuxRequest", mend))
+    return AuxRequest(*return_aux)
+
+
+@cache
+def _warn_return_lse() -> None:
+    """Warn once in a process."""
+    text = "return_lse is deprecated: use return_aux=AuxRequest(lse=True), which returns (out, AuxOutput)."
+    warnings.warn(text, FutureWarning, stacklevel=4)

@@ -1,0 +1,177 @@
+"""The one differentiable operation: attention over (query, key, value, captured tensors), run by an engine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from flexattn.config import debug, settings
+from flexattn.errors import MutationError, UnsupportedError, message
+from flexattn.graph import BoundMod
+from flexattn.problem import Problem
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]
+
+
+class Engine(Protocol):
+    """Who runs a problem: a module of `engines/`."""
+
+    def forward(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return out, lse (float32 or, where it can, float64) and, where asked for, the largest score of each row."""
+        ...
+
+    def backward(
+        self,
+        problem: Problem,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor | None,
+        needs: tuple[bool, bool, bool],
+    ) -> Gradients:
+        """Return dq, dk, dv and the gradients of the tensors that score_mod captures."""
+        ...
+
+
+def attention(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return out, lse and max_scores, recorded for a backward where the problem has any gradient to give."""
+    if settings().debug:
+        mods = tuple(m.graph.name for m in (problem.score, problem.mask) if m is not None)
+        _tell(getattr(engine, "__name__", type(engine).__name__), problem.query.dtype, mods)
+    if wants_gradient(problem):
+        return _Attention.apply(engine, problem, *_tensors(problem))
+    out, lse, max_scores = _without_autocast(problem, engine.forward, problem)
+    return out, _shown(lse, problem), max_scores
+
+
+@cache
+def _tell(engine: str, dtype: torch.dtype, mods: tuple[str, ...]) -> None:
+    """Tell once what runs."""
+    debug("call", f"engine {engine}, {dtype}, mods: {', '.join(mods) or 'none'}")
+
+
+def _shown(lse: Tensor, problem: Problem) -> Tensor:
+    """Return lse in the dtype that the user sees; the backward keeps what the engine gave."""
+    return lse.to(torch.float64 if problem.query.dtype == torch.float64 else torch.float32)
+
+
+def wants_gradient(problem: Problem) -> bool:
+    """Tell whether a backward may follow."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(problem))
+
+
+class _Attention(Function):
+    """Saves its tensors with `save_for_backward`: so changing one before the backward raises, and hooks see them."""
+
+    @staticmethod
+    def forward(ctx: Any, engine: Engine, problem: Problem, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        out, lse, max_scores = _without_autocast(problem, engine.forward, problem)
+        if out._is_view():  # of another order of dimensions; autograd would refuse to let the user change it in place
+            out = out.new_empty(0).set_(out)
+        shown = _shown(lse, problem)
+        ctx.engine = engine
+        ctx.problem = _with_tensors(problem, (tensors[0].new_empty(0),) * len(tensors))
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.shapes = [tuple(x.shape) for x in (*tensors, out, lse)]
+        ctx.set_materialize_grads(False)
+        if max_scores is not None:
+            ctx.mark_non_differentiable(max_scores)
+        return out, shown, max_scores
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, out, lse = _unpack(ctx)
+        needs = ctx.needs_input_grad[2:]
+        if d_out is None and d_lse is None:
+            return (None,) * (2 + len(needs))
+        if d_out is None:
+            d_out = out.new_zeros(()).expand(out.shape)
+        problem = _with_tensors(ctx.problem, tensors)
+        if torch.is_grad_enabled():
+            return None, None, *_AttentionGradient.apply(ctx.engine, problem, needs, d_out, d_lse, out, lse, *tensors)
+        return None, None, *_gradients(ctx.engine, problem, needs, d_out, d_lse, out, lse)
+
+
+class _AttentionGradient(Function):
+    """The backward as an operation of its own, so that differentiating it fails with a word instead of being wrong."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, engine: Engine, problem: Problem, needs: tuple[bool, ...], d_out: Tensor, d_lse: Tensor | None,
+        out: Tensor, lse: Tensor, *tensors: Tensor,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        return _gradients(engine, problem, needs, d_out, d_lse, out, lse)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        mend = "Use flexattn.reference.attention where gradients of gradients are needed."
+        raise UnsupportedError(message("flex_attention", "a second derivative", "first derivatives only", mend))
+
+
+def _gradients(
+    engine: Engine, problem: Problem, needs: tuple[bool, ...], d_out: Tensor, d_lse: Tensor | None, out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return one gradient, or None, for each of the problem's tensors."""
+    dq, dk, dv, captured = _without_autocast(
+        problem, engine.backward, problem, out, lse, d_out, d_lse, (needs[0], needs[1], needs[2])
+    )
+    of_mask = (None,) * (len(needs) - 3 - len(captured))
+    grads = (dq, dk, dv, *captured, *of_mask)
+    return tuple(g if need else None for g, need in zip(grads, needs, strict=True))
+
+
+def _tensors(problem: Problem) -> tuple[Tensor, ...]:
+    """Return query, key, value, the captures of score_mod and those of mask_mod."""
+    score = () if problem.score is None else problem.score.captures
+    mask = () if problem.mask is None else problem.mask.captures
+    return problem.query, problem.key, problem.value, *score, *mask
+
+
+def _with_tensors(problem: Problem, tensors: Sequence[Tensor]) -> Problem:
+    """Return the problem with other tensors, in the order of `_tensors`."""
+    query, key, value, *rest = tensors
+    split = 0 if problem.score is None else len(problem.score.captures)
+    score, mask = _with_captures(problem.score, rest[:split]), _with_captures(problem.mask, rest[split:])
+    return replace(problem, query=query, key=key, value=value, score=score, mask=mask)
+
+
+def _with_captures(bound: BoundMod | None, captures: Sequence[Tensor]) -> BoundMod | None:
+    return None if bound is None else BoundMod(bound.graph, tuple(captures), bound.numbers)
+
+
+def _without_autocast(problem: Problem, function: Callable[..., Any], *args: Any) -> Any:
+    """Run with autocast off: the inputs have their dtypes already, and engines sum in float32 on purpose."""
+    kind = problem.query.device.type
+    if not torch.is_autocast_enabled(kind):
+        return function(*args)
+    with torch.autocast(kind, enabled=False):
+        return function(*args)
+
+
+def _unpack(ctx: Any) -> tuple[Tensor, ...]:
+    """Return the saved tensors; where one was changed in place, say which it may be."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        found = re.search(r"modified by an inplace operation: \[[\w.]+ \[([\d, ]*)\]", str(error))
+        if found is None:
+            raise
+        shape = tuple(int(size) for size in found[1].split(",") if size.strip())
+        names = [name for name, other in zip(_names(ctx.problem), ctx.shapes, strict=True) if other == shape]
+        mend = "Change it after the backward, or pass a clone."
+        expected = "the values that the forward saw"
+        raise MutationError(message(" or ".join(names), f"shape {shape} changed in place", expected, mend)) from error
+
+
+def _names(problem: Problem) -> tuple[str, ...]:
+    """Return the names of everything that is saved for the backward, in its order."""
+    mods = [m for m in (problem.score, problem.mask) if m is not None]
+    return "query", "key", "value", *(c.name for m in mods for c in m.graph.captures), "out", "lse"

@@ -1,0 +1,9 @@
+"""BlockMask: which blocks of (query, key) are empty, full or partial, stored as runs of blocks. Builds nothing."""
+
+from flexattn.block_mask.from_torch import from_torch as from_torch
+from flexattn.block_mask.mask import BlockMask as BlockMask
+from flexattn.block_mask.record import BuildCounts as BuildCounts
+from flexattn.block_mask.runs import RunLists as RunLists
+from flexattn.block_mask.runs import Runs as Runs
+from flexattn.block_mask.runs import run_lists as run_lists
+from flexattn.block_mask.runs import run_lists_of as run_lists_of

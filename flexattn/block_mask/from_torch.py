@@ -1,0 +1,60 @@
+"""A torch BlockMask as one of ours, converted once."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+
+from flexattn.block_mask.mask import METADATA, BlockMask
+from flexattn.errors import ArgumentError, message
+from flexattn.mods.combine import noop_mask
+
+_converted: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], BlockMask]] = weakref.WeakKeyDictionary()
+
+
+def from_torch(mask: Any) -> BlockMask:
+    """Return a torch BlockMask as one of ours: converted once, and again when it or its tensors changed."""
+    state = _torch_state(mask)
+    known = _converted.get(mask)
+    if known is not None and _same_state(known[0], state):
+        return known[1]
+    mod = mask.mask_mod
+    if getattr(mod, "__module__", "") == "torch.nn.attention.flex_attention" and mod.__name__ == "noop_mask":
+        mod = noop_mask
+    fields: dict[str, Any] = {name: getattr(mask, name) for name in ("seq_lengths", *_LISTS, "BLOCK_SIZE")}
+    fields |= {name: getattr(mask, name, None) for name in (*METADATA, "dq_kv_order_spt")}
+    converted = BlockMask(**fields, mask_mod=mod)
+    _converted[mask] = (state, converted)
+    return converted
+
+
+_LISTS = (
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+    "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
+)  # fmt: skip
+
+
+def _torch_state(mask: Any) -> tuple[Any, ...]:
+    try:
+        tensors = [getattr(mask, name) for name in _LISTS]
+        rest = (tuple(mask.seq_lengths), tuple(mask.BLOCK_SIZE), mask.mask_mod)
+    except AttributeError as error:
+        mend = "Build one with create_block_mask."
+        raise ArgumentError(message("block_mask", type(mask).__name__, "a BlockMask", mend)) from error
+    return (*(None if t is None else (weakref.ref(t), _version(t)) for t in tensors), *rest)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _same_state(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    return all(_same(a, b) for a, b in zip(before, now, strict=True))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple) and a and isinstance(a[0], weakref.ref):
+        return a[0]() is b[0]() and a[1] == b[1]
+    return a is b or (isinstance(a, tuple) and a == b)

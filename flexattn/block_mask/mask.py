@@ -1,0 +1,607 @@
+"""BlockMask: PyTorch's block-sparse mask, with runs of blocks as what is stored."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import GetAttrKey
+
+from flexattn.block_mask import picture
+from flexattn.block_mask.lists import check_transposed, lists_of, read_lists
+from flexattn.block_mask.record import BuildCounts, CaptureRecord, Shell, lift, move
+from flexattn.block_mask.runs import RunLists, run_lists_of
+from flexattn.block_mask.slices import SlicedMod, as_tensor, offset_of, positions, sliced_length
+from flexattn.errors import ArgumentError, MaskError, UnsupportedError, message
+from flexattn.graph import BoundMod
+from flexattn.mods.combine import noop_mask
+from flexattn.trace import trace
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Lists = tuple[Tensor, Tensor]
+
+
+class BlockMask:
+    """Which blocks of queries and keys attend: full (every pair), partial (where mask_mod says so), or not at all.
+
+    The arguments, the fields and the methods are those of `torch.nn.attention.flex_attention.BlockMask`. What is stored
+    is `kv_runs` (for each block of queries, runs of blocks of keys) and `q_runs` (the other way, for the backward, or
+    None); PyTorch's index lists are computed from them each time that they are asked for.
+
+    >>> import torch
+    >>> count, index = torch.tensor([[[1, 2]]]), torch.tensor([[[[0, 0], [0, 1]]]])
+    >>> mask = BlockMask.from_kv_blocks(count, index, BLOCK_SIZE=128)
+    >>> mask.shape, mask.sparsity()
+    ((1, 1, 256, 256), 25.0)
+    """
+
+    seq_lengths: tuple[int, int]  # queries, keys
+    BLOCK_SIZE: tuple[int, int]  # queries, keys
+    kv_runs: RunLists  # rows are query blocks, runs of key blocks
+    q_runs: RunLists | None  # rows are key blocks, runs of query blocks
+    full_overhangs: bool  # a full block may reach past seq_lengths[1]: only lists from outside do
+    dq_write_order: Tensor | None
+    dq_write_order_full: Tensor | None
+    dq_kv_order: Tensor | None
+    dq_kv_order_spt: bool | None
+    build_counts: BuildCounts | None = None  # what create_block_mask did; None for any other mask
+
+    def __init__(
+        self,
+        seq_lengths: tuple[int, int],
+        kv_num_blocks: Tensor,
+        kv_indices: Tensor,
+        full_kv_num_blocks: Tensor | None,
+        full_kv_indices: Tensor | None,
+        q_num_blocks: Tensor | None,
+        q_indices: Tensor | None,
+        full_q_num_blocks: Tensor | None,
+        full_q_indices: Tensor | None,
+        BLOCK_SIZE: int | tuple[int, int] = (128, 128),
+        mask_mod: MaskMod = noop_mask,
+        *,
+        dq_write_order: Tensor | None = None,
+        dq_write_order_full: Tensor | None = None,
+        dq_kv_order: Tensor | None = None,
+        dq_kv_order_spt: bool | None = None,
+    ) -> None:
+        if dq_write_order_full is not None and dq_write_order is None:
+            raise ArgumentError("dq_write_order_full requires dq_write_order: found None. Pass both or neither.")
+        lengths, block_size = _pair("seq_lengths", seq_lengths, 0), _pair("BLOCK_SIZE", BLOCK_SIZE, 1)
+        rows, columns = (-(-n // size) for n, size in zip(lengths, block_size, strict=True))
+        partial, full = read_lists("kv", kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, rows, columns)
+        if q_num_blocks is not None or q_indices is not None:
+            found = read_lists("q", q_num_blocks, q_indices, full_q_num_blocks, full_q_indices, columns, rows)
+            check_transposed(partial, full, found)
+        self._fill(
+            partial, full, lengths, block_size, mask_mod,
+            batch_dims=tuple(kv_indices.shape[:-2]),
+            widths=(kv_indices.shape[-1], None if full_kv_indices is None else full_kv_indices.shape[-1]),
+            compute_q_blocks=q_num_blocks is not None,
+        )  # fmt: skip
+        self.full_overhangs = full is not None and lengths[1] % block_size[1] != 0
+        self.dq_write_order = dq_write_order
+        self.dq_write_order_full = dq_write_order_full
+        self.dq_kv_order = dq_kv_order
+        self.dq_kv_order_spt = dq_kv_order_spt
+
+    @classmethod
+    def from_kv_blocks(
+        cls,
+        kv_num_blocks: Tensor,
+        kv_indices: Tensor,
+        full_kv_num_blocks: Tensor | None = None,
+        full_kv_indices: Tensor | None = None,
+        BLOCK_SIZE: int | tuple[int, int] = 128,
+        mask_mod: MaskMod | None = None,
+        seq_lengths: tuple[int, int] | None = None,
+        compute_q_blocks: bool = True,
+        *,
+        dq_write_order: Tensor | None = None,
+        dq_write_order_full: Tensor | None = None,
+        dq_kv_order: Tensor | bool | None = None,
+    ) -> Self:
+        """Build a mask from lists of key blocks for each block of queries; both are rows of what the mask computes.
+
+        The lists rule: mask_mod is asked in `kv_indices` only, and nothing outside of the lists attends. They may be
+        in any order, narrower than the sequence, and entries past the counts are ignored.
+        """
+        if dq_kv_order is not None and not isinstance(dq_kv_order, bool | Tensor):
+            raise ArgumentError(f"dq_kv_order must be a bool, Tensor, or None: found {type(dq_kv_order).__name__}.")
+        if seq_lengths is None:
+            shape = getattr(kv_indices, "shape", ())
+            if len(shape) < 2:
+                raise MaskError(message("kv_indices", f"{len(shape)} dimensions", "at least 2", "[B, H, rows, width]."))
+            sizes = _pair("BLOCK_SIZE", BLOCK_SIZE, 1)
+            seq_lengths = (shape[-2] * sizes[0], shape[-1] * sizes[1])
+        mask = cls(
+            seq_lengths, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, None, None, None, None,
+            BLOCK_SIZE, noop_mask if mask_mod is None else mask_mod,
+            dq_write_order=dq_write_order, dq_write_order_full=dq_write_order_full,
+            dq_kv_order=dq_kv_order if isinstance(dq_kv_order, Tensor) else None,
+            dq_kv_order_spt=dq_kv_order if isinstance(dq_kv_order, bool) else None,
+        )  # fmt: skip
+        if compute_q_blocks:
+            mask.q_runs = run_lists_of(*(blocks.transpose(-1, -2) for blocks in mask._blocks()))
+        return mask
+
+    @classmethod
+    def from_blocks(
+        cls,
+        partial: Tensor,
+        full: Tensor | None,
+        seq_lengths: tuple[int, int],
+        BLOCK_SIZE: int | tuple[int, int] = 128,
+        mask_mod: MaskMod = noop_mask,
+        compute_q_blocks: bool = True,
+    ) -> Self:
+        """Build a mask from dense bool [B, H, query blocks, key blocks], apart or `full` None."""
+        self = cls.__new__(cls)
+        lengths, block_size = _pair("seq_lengths", seq_lengths, 0), _pair("BLOCK_SIZE", BLOCK_SIZE, 1)
+        grid = tuple(-(-n // size) for n, size in zip(lengths, block_size, strict=True))
+        for name, blocks in (("partial", partial), ("full", full)):
+            if blocks is not None and (blocks.dtype != torch.bool or blocks.dim() != 4 or blocks.shape[2:] != grid):
+                found = f"{blocks.dtype} {list(blocks.shape)}"
+                raise MaskError(
+                    message(name, found, f"torch.bool [B, H, {grid[0]}, {grid[1]}]", "Or give seq_lengths.")
+                )
+        self._fill(partial, full, lengths, block_size, mask_mod, tuple(partial.shape[:2]), None, compute_q_blocks)
+        self.full_overhangs = full is not None and lengths[1] % block_size[1] != 0
+        return self
+
+    @classmethod
+    def from_runs(
+        cls,
+        kv_runs: RunLists,
+        q_runs: RunLists | None,
+        B: int,
+        H: int,
+        seq_lengths: tuple[int, int],
+        BLOCK_SIZE: int | tuple[int, int] = 128,
+        mask_mod: MaskMod = noop_mask,
+        *,
+        separate_full_blocks: bool = True,
+        full_overhangs: bool = True,
+    ) -> Self:
+        """Build a mask from what it stores; only the numbers of rows are checked."""
+        self = cls.__new__(cls)
+        lengths, block_size = _pair("seq_lengths", seq_lengths, 0), _pair("BLOCK_SIZE", BLOCK_SIZE, 1)
+        self._fill_fields(lengths, block_size, mask_mod, (B, H), separate_full_blocks, None)
+        for name, lists, blocks in (("kv_runs", kv_runs, self._grid[0]), ("q_runs", q_runs, self._grid[1])):
+            if lists is not None and (lists.partial.rows, lists.full.rows) != (B * H * blocks,) * 2:
+                found = f"{lists.partial.rows} and {lists.full.rows} rows"
+                raise MaskError(message(name, found, f"B * H * {blocks} = {B * H * blocks}", "Check B, H and lengths."))
+        self.kv_runs = kv_runs
+        self.q_runs = q_runs
+        self.full_overhangs = full_overhangs
+        return self
+
+    def _fill(
+        self,
+        partial: Tensor,
+        full: Tensor | None,
+        seq_lengths: tuple[int, int],
+        block_size: tuple[int, int],
+        mask_mod: MaskMod,
+        batch_dims: tuple[int, ...],
+        widths: tuple[int, int | None] | None,
+        compute_q_blocks: bool,
+    ) -> None:
+        self._fill_fields(seq_lengths, block_size, mask_mod, batch_dims, full is not None, widths)
+        partial = partial.reshape(self.B, self.H, *self._grid)
+        full = torch.zeros_like(partial) if full is None else full.reshape(self.B, self.H, *self._grid)
+        self.kv_runs = run_lists_of(partial & ~full, full)
+        if compute_q_blocks:
+            self.q_runs = run_lists_of((partial & ~full).transpose(-1, -2), full.transpose(-1, -2))
+
+    def _fill_fields(
+        self,
+        seq_lengths: tuple[int, int],
+        block_size: tuple[int, int],
+        mask_mod: MaskMod,
+        batch_dims: tuple[int, ...],
+        separate: bool,
+        widths: tuple[int, int | None] | None,
+    ) -> None:
+        """Set everything but the runs, which stay the caller's to set."""
+        self.seq_lengths = seq_lengths
+        self.BLOCK_SIZE = block_size
+        self.q_runs = None
+        self.full_overhangs = False
+        self.dq_write_order = self.dq_write_order_full = self.dq_kv_order = self.dq_kv_order_spt = None
+        self._batch_dims = batch_dims  # as given: PyTorch's lists may lack B and H
+        self._separate = separate  # whether PyTorch's full_* fields exist
+        self._widths = widths  # of the lists given, None: as wide as the sequence
+        self.mask_mod = mask_mod
+
+    # What the mask is.
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        """Decides in partial blocks. Assigning another one keeps the blocks and forgets what they were built from."""
+        return self._mask_mod
+
+    @mask_mod.setter
+    def mask_mod(self, mask_mod: MaskMod) -> None:
+        if not callable(mask_mod):
+            found = type(mask_mod).__name__
+            raise ArgumentError(message("mask_mod", found, "a function of (b, h, q_idx, kv_idx)", "Or use noop_mask."))
+        self._mask_mod = mask_mod
+        self._record: CaptureRecord | None = None
+        self._built_from_mod = False
+
+    @property
+    def B(self) -> int:
+        return self._batch_dims[-2] if len(self._batch_dims) > 1 else 1
+
+    @property
+    def H(self) -> int:
+        return self._batch_dims[-1] if self._batch_dims else 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.kv_runs.order.device
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(B, H, queries, keys)."""
+        return (*self._batch_dims, *self.seq_lengths)
+
+    @property
+    def _grid(self) -> tuple[int, int]:
+        """Blocks of queries and of keys."""
+        return tuple(-(-n // size) for n, size in zip(self.seq_lengths, self.BLOCK_SIZE, strict=True))  # type: ignore[return-value]
+
+    def numel(self) -> int:
+        """Return the number of (query, key) pairs, masked or not."""
+        return math.prod(self.shape)
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return how many blocks are full, partial and empty."""
+        full, partial = (int((r.runs[:, 1] - r.runs[:, 0]).sum()) for r in (self.kv_runs.full, self.kv_runs.partial))
+        return full, partial, self.B * self.H * math.prod(self._grid) - full - partial
+
+    def sparsity(self) -> float:
+        """Return the percentage of pairs in empty blocks, in [0, 100]; blocks end where the sequences end."""
+        if self.numel() == 0:
+            return 0.0
+        computed = 0
+        for runs in (self.kv_runs.full, self.kv_runs.partial):
+            overhang = self._grid[1] * self.BLOCK_SIZE[1] - self.seq_lengths[1]
+            keys = runs.count().long() * self.BLOCK_SIZE[1]
+            last = (runs.runs[:, 1] == self._grid[1]).long()
+            ends = torch.nn.functional.pad(last.cumsum(0), (1, 0))
+            keys -= (ends[runs.row_ptr[1:].long()] - ends[runs.row_ptr[:-1].long()]) * overhang
+            computed += int((keys.view(-1, self._grid[0]) * self._heights()).sum())
+        return 100.0 * (1.0 - computed / self.numel())
+
+    def _heights(self) -> Tensor:
+        """Return the number of queries in each block of queries."""
+        starts = torch.arange(self._grid[0], device=self.device) * self.BLOCK_SIZE[0]
+        return (self.seq_lengths[0] - starts).clamp(max=self.BLOCK_SIZE[0])
+
+    def check_captures(self, bound: BoundMod) -> None:
+        """Raise MutationError if what mask_mod captures, bound now in `bound`, changed since the mask was built."""
+        if self._record is not None:
+            self._record.check(bound if self._record.mod is self._mask_mod else trace(self._record.mod, "mask"))
+
+    @property
+    def is_built(self) -> bool:
+        """Whether the blocks were computed from mask_mod, not given as lists."""
+        return self._built_from_mod
+
+    def _remember(self, bound: BoundMod) -> None:
+        """Note that the blocks were computed from mask_mod with the values of `bound`."""
+        self._record = CaptureRecord.of(self._mask_mod, bound)
+        self._built_from_mod = True
+
+    # PyTorch's fields, computed when asked for.
+
+    def _blocks(self, transposed: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the partial and the full blocks, dense bool [B, H, rows, columns]."""
+        lists, grid = (self.q_runs, self._grid[::-1]) if transposed else (self.kv_runs, self._grid)
+        assert lists is not None
+        return tuple(r.dense(grid[1]).view(self.B, self.H, *grid) for r in (lists.partial, lists.full))  # type: ignore[return-value]
+
+    def _lists(self, transposed: bool, full: bool) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        lists, grid = (self.q_runs, self._grid[::-1]) if transposed else (self.kv_runs, self._grid)
+        if lists is None or (full and not self._separate):
+            return None, None
+        runs = lists.full if full else lists.partial
+        width = None if transposed or self._widths is None else self._widths[full]
+        blocks = runs.dense(grid[1]).view(*self._batch_dims, *grid)
+        return lists_of(blocks, grid[1] if width is None else width)
+
+    @property
+    def kv_num_blocks(self) -> Tensor:
+        return self.kv_runs.partial.count().view(*self._batch_dims, self._grid[0])
+
+    @property
+    def kv_indices(self) -> Tensor:
+        return self._lists(transposed=False, full=False)[1]  # type: ignore[return-value]
+
+    @property
+    def full_kv_num_blocks(self) -> Tensor | None:
+        return self.kv_runs.full.count().view(*self._batch_dims, self._grid[0]) if self._separate else None
+
+    @property
+    def full_kv_indices(self) -> Tensor | None:
+        return self._lists(transposed=False, full=True)[1]
+
+    @property
+    def q_num_blocks(self) -> Tensor | None:
+        return None if self.q_runs is None else self.q_runs.partial.count().view(*self._batch_dims, self._grid[1])
+
+    @property
+    def q_indices(self) -> Tensor | None:
+        return self._lists(transposed=True, full=False)[1]
+
+    @property
+    def full_q_num_blocks(self) -> Tensor | None:
+        if self.q_runs is None or not self._separate:
+            return None
+        return self.q_runs.full.count().view(*self._batch_dims, self._grid[1])
+
+    @property
+    def full_q_indices(self) -> Tensor | None:
+        return self._lists(transposed=True, full=True)[1]
+
+    def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
+        """Return the constructor's arguments in PyTorch's order, 17 with the pairs flattened, else 15."""
+        q_lists = (*self._lists(True, False), *self._lists(True, True))
+        return (
+            *(self.seq_lengths if flatten else (self.seq_lengths,)),
+            *(*self._lists(False, False), *self._lists(False, True), *q_lists),
+            *(self.dq_write_order, self.dq_write_order_full, self.dq_kv_order, self.dq_kv_order_spt),
+            *(self.BLOCK_SIZE if flatten else (self.BLOCK_SIZE,)),
+            self.mask_mod,
+        )
+
+    def to_dense(self) -> Tensor:
+        """Return int32 [B, H, query blocks, key blocks]: 1 where a block is partial or full."""
+        partial, full = self._blocks()
+        return (partial | full).int().view(*self._batch_dims, *self._grid)
+
+    # Other masks from this one.
+
+    def __getitem__(self, index: Any) -> Self:
+        """Return the mask of some batches, heads and query blocks, each an int, a slice, or a 1-D tensor.
+
+        An int keeps its axis, with size 1. The result's mask_mod maps its indices to those of this mask, so it computes
+        what this mask computes there.
+
+        >>> import torch
+        >>> mask = BlockMask.from_blocks(torch.ones(2, 4, 3, 3, dtype=torch.bool), None, (300, 300), 128)
+        >>> mask[0, 1:3].shape, mask[:, :, -1].shape
+        ((1, 2, 300, 300), (2, 4, 44, 300))
+        """
+        self._refuse_dq_kv_order("Slicing")
+        sizes = (*self._batch_dims, self._grid[0])
+        given = positions(index, sizes, self.device)
+        taken = [range(1)] * (3 - len(given)) + given
+        heads = as_tensor(taken[0], self.device)[:, None] * self.H + as_tensor(taken[1], self.device)
+        kept = type(self).__new__(type(self))
+        length = sliced_length(taken[2], self.seq_lengths[0], self.BLOCK_SIZE[0])
+        kept._fill_fields(
+            (length, self.seq_lengths[1]), self.BLOCK_SIZE, self._sliced_mod(taken),
+            tuple(len(t) for t in given[:-1]), self._separate, self._widths,
+        )  # fmt: skip
+        kept.kv_runs, kept.q_runs = self.kv_runs.take(heads.flatten()), None
+        if self.q_runs is not None and taken[2] == range(self._grid[0]):
+            kept.q_runs = self.q_runs.take(heads.flatten())
+        elif taken[2] != range(self._grid[0]):
+            rows = as_tensor(taken[2], self.device)
+            dense = [
+                r.dense(self._grid[1]).view(-1, *self._grid)[:, rows] for r in (kept.kv_runs.partial, kept.kv_runs.full)
+            ]
+            shape = (kept.B, kept.H, *kept._grid)
+            kept._set_blocks(dense[0].reshape(shape), dense[1].reshape(shape), self.q_runs is not None)
+        return kept._inherit(self)
+
+    def _sliced_mod(self, taken: list[Tensor | range]) -> MaskMod:
+        b, h, q = (offset_of(t, self.device) for t in taken)
+        if isinstance(q, int):
+            q *= self.BLOCK_SIZE[0]
+        if self._mask_mod is noop_mask or (b is None and h is None and q is None):
+            return self._mask_mod
+        return SlicedMod(self._mask_mod, b, h, q, self.BLOCK_SIZE[0])
+
+    def _adjust(self, new_q_len: int, new_kv_len: int) -> Self:
+        """Return the mask of the first `new_q_len` queries and `new_kv_len` keys."""
+        self._refuse_dq_kv_order("Adjusting")
+        lengths = _pair("new lengths", (new_q_len, new_kv_len), 0)
+        if any(new > old for new, old in zip(lengths, self.seq_lengths, strict=True)):
+            mend = "Build a mask for the longer sequence with create_block_mask."
+            raise ArgumentError(message("new lengths", lengths, f"at most those of the mask, {self.seq_lengths}", mend))
+        kept = type(self).__new__(type(self))
+        kept._fill_fields(lengths, self.BLOCK_SIZE, self._mask_mod, self._batch_dims, self._separate, self._widths)
+        rows, columns = kept._grid
+        if kept._widths is not None:
+            partial_width, full_width = kept._widths
+            kept._widths = (min(partial_width, columns), None if full_width is None else min(full_width, columns))
+        partial, full = (blocks[..., :rows, :columns].clone() for blocks in self._blocks())
+        if self._built_from_mod:  # what reaches past the new end becomes partial, as in a mask built for these lengths
+            for axis, length in ((-2, lengths[0]), (-1, lengths[1])):
+                if length % self.BLOCK_SIZE[axis]:
+                    cut = full.narrow(axis, full.shape[axis] - 1, 1)
+                    partial.narrow(axis, full.shape[axis] - 1, 1).logical_or_(cut)
+                    cut.zero_()
+        kept._set_blocks(partial, full, self.q_runs is not None)
+        kept = kept._inherit(self)
+        kept.full_overhangs = self._separate and not self._built_from_mod and lengths[1] % self.BLOCK_SIZE[1] != 0
+        return kept
+
+    def expand(self, B: int, H: int) -> Self:
+        """Return the mask with its one batch or head repeated."""
+        for name, have, wanted in (("B", self.B, B), ("H", self.H, H)):
+            if have not in (1, wanted):
+                raise MaskError(message(name, wanted, f"{have}, which the mask has", "Only an axis of 1 is repeated."))
+            if have < wanted and self._record is not None and self._record.graph.reads(name.lower()):
+                mend = f"Build it with create_block_mask(..., {name}={wanted}, ...)."
+                raise MaskError(message(name, wanted, f"1, as the mask_mod reads {name.lower()}", mend))
+        if (B, H) == (self.B, self.H):
+            return self
+        heads = torch.arange(self.B * self.H, device=self.device).view(self.B, self.H).expand(B, H).flatten()
+        kept = type(self).__new__(type(self))
+        kept._fill_fields(self.seq_lengths, self.BLOCK_SIZE, self._mask_mod, (B, H), self._separate, self._widths)
+        kept.kv_runs = self.kv_runs.take(heads)
+        kept.q_runs = None if self.q_runs is None else self.q_runs.take(heads)
+        return kept._inherit(self)
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return the mask on a device, with the tensors that its mask_mod captured where these can be reached.
+
+        They can in closures, globals, default arguments, partials, and attributes that the mod names. The user's own
+        objects stay as they are: the new mask has a copy of the mod.
+        """
+        device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        moved = type(self).__new__(type(self))
+        moved.__dict__.update(self.__dict__)
+        moved._mask_mod = move(self._mask_mod, device)
+        if moved._mask_mod is not self._mask_mod:
+            moved._record = None
+        moved.kv_runs = self.kv_runs.map(lambda t: t.to(device))
+        moved.q_runs = None if self.q_runs is None else self.q_runs.map(lambda t: t.to(device))
+        for name in METADATA:
+            value = getattr(self, name)
+            setattr(moved, name, value if value is None else value.to(device))
+        return moved
+
+    def _set_blocks(self, partial: Tensor, full: Tensor, transposed: bool) -> None:
+        self.kv_runs = run_lists_of(partial, full)
+        self.q_runs = run_lists_of(partial.transpose(-1, -2), full.transpose(-1, -2)) if transposed else None
+
+    def _inherit(self, whole: BlockMask) -> Self:
+        """Take from the mask that this one is a part of what holds for parts too."""
+        self._record, self._built_from_mod = whole._record, whole._built_from_mod
+        self.full_overhangs = whole.full_overhangs
+        self.dq_kv_order_spt = whole.dq_kv_order_spt
+        if whole.dq_write_order is not None and self.q_runs is not None:
+            self._set_dq_write_order(bool(whole.dq_kv_order_spt))
+        return self
+
+    def _refuse_dq_kv_order(self, doing: str) -> None:
+        if self.dq_kv_order is not None:
+            raise UnsupportedError(
+                f"{doing} BlockMask with tensor dq_kv_order is not supported: found one that was made for the whole "
+                "mask. Construct a new BlockMask with matching precomputed dq_write_order metadata."
+            )
+
+    def _set_dq_write_order(self, spt: bool) -> None:
+        """Set PyTorch's metadata: for each entry of q_indices, its turn among the key blocks of that row of queries."""
+        partial, full = self._blocks()
+        live = (partial | full).int()
+        before = live.cumsum(-1, dtype=torch.int32) - live
+        turn = (live.sum(-1, keepdim=True, dtype=torch.int32) - 1 - before if spt else before).transpose(-1, -2)
+        turn = turn.reshape(*self._batch_dims, *self._grid[::-1])
+        (_, partial_q), (_, full_q) = self._lists(True, False), self._lists(True, True)
+        assert partial_q is not None
+        self.dq_write_order = turn.gather(-1, partial_q.long())
+        self.dq_write_order_full = None if full_q is None else turn.gather(-1, full_q.long())
+        self.dq_kv_order_spt = spt
+
+    # How it prints.
+
+    def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
+        """Return a picture for each of the first `limit` batches and heads: █ full, ░ mixed, blank empty.
+
+        `grid_size` is the most cells down and across, -1 one cell for each block.
+        """
+        grid = (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
+        pictures = []
+        for place in itertools.islice(itertools.product(*map(range, self._batch_dims)), limit):
+            pictures.append("\n".join((str(place), *self._draw(place, grid, 2))) + "\n")
+        if math.prod(self._batch_dims) > limit:
+            pictures += [
+                "...",
+                "To print out more, set BlockMask.to_string(limit=N)",
+                "You can also index (BlockMask[batch, head]) to choose a specific batch or head",
+            ]
+        return "\n".join(pictures)
+
+    def _draw(self, place: tuple[int, ...], grid: tuple[int, int], width: int) -> list[str]:
+        rows, columns = self._grid
+        b, h = (0,) * (2 - len(place)) + place
+        start = (b * self.H + h) * rows
+        lists = self.kv_runs.map(lambda t: t.cpu())
+        cells = tuple(blocks if most == -1 else most for blocks, most in zip(self._grid, grid, strict=True))
+        return picture.draw(lists.partial, lists.full, range(start, start + rows), columns, cells, width)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        head = f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%, \n"
+        return head + self.to_string().strip("\n") + "\n)"
+
+    def __repr__(self) -> str:
+        full, partial, empty = self.counts()
+        name = getattr(self._mask_mod, "__name__", type(self._mask_mod).__name__)
+        q_length, kv_length = self.seq_lengths
+        head = (
+            f"BlockMask({name}, B={self.B}, H={self.H}, Q_LEN={q_length}, KV_LEN={kv_length}, "
+            f"BLOCK_SIZE={self.BLOCK_SIZE}, full={full}, partial={partial}, empty={empty}, "
+            f"sparsity={self.sparsity():.2f}%)"
+        )
+        if 0 in self._batch_dims:
+            return head
+        return "\n".join(
+            (head, *(f"    {line}".rstrip() for line in self._draw((0,) * len(self._batch_dims), (16, 16), 2)))
+        )
+
+    # As a pytree, and pickled.
+
+    def _flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Return the tensors, those that mask_mod captured included, and the rest, which compares by value."""
+        pairs, context = self._flatten_with_keys()
+        return tuple(value for _, value in pairs), context
+
+    def _flatten_with_keys(self) -> tuple[tuple[tuple[GetAttrKey, Any], ...], tuple[Any, ...]]:
+        """Return what `_flatten` does, with the name of each tensor."""
+        named = {f"kv_runs_{i}": t for i, t in enumerate(self.kv_runs.tensors)}
+        named |= {} if self.q_runs is None else {f"q_runs_{i}": t for i, t in enumerate(self.q_runs.tensors)}
+        named |= {name: getattr(self, name) for name in METADATA if getattr(self, name) is not None}
+        values, shell = lift(self._mask_mod)
+        context = (*(getattr(self, name) for name in _CONTEXT), tuple(named), shell)
+        named |= {f"_closure_{i}": value for i, value in enumerate(values)}
+        return tuple((GetAttrKey(name), value) for name, value in named.items()), context
+
+    @classmethod
+    def _unflatten(cls, leaves: tuple[Any, ...], context: tuple[Any, ...]) -> Self:
+        """Undo `_flatten`."""
+        leaves = tuple(leaves)
+        *fields, names, shell = context
+        assert isinstance(shell, Shell)
+        named = dict(zip(names, leaves[: len(names)], strict=True))
+        self = cls.__new__(cls)
+        self.__dict__.update(zip(_CONTEXT, fields, strict=True))
+        self._mask_mod, self._record = shell.fill(leaves[len(names) :]), None
+        self.kv_runs = RunLists.from_tensors(tuple(named[f"kv_runs_{i}"] for i in range(5)))
+        transposed = tuple(named[f"q_runs_{i}"] for i in range(5)) if "q_runs_0" in named else None
+        self.q_runs = None if transposed is None else RunLists.from_tensors(transposed)
+        for name in METADATA:
+            setattr(self, name, named.get(name))
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy's mod may hold copies of the captured tensors: what the blocks were built from is not known any more.
+        return self.__dict__ | {"_record": None}
+
+
+METADATA = ("dq_write_order", "dq_write_order_full", "dq_kv_order")
+_CONTEXT = (
+    "seq_lengths", "BLOCK_SIZE", "full_overhangs", "dq_kv_order_spt", "_batch_dims", "_separate", "_widths",
+    "_built_from_mod",
+)  # fmt: skip
+
+
+def _pair(name: str, value: Any, least: int) -> tuple[int, int]:
+    """Return an int or a pair as two ints, each at least `least`."""
+    pair = (
+        (value, value) if least and isinstance(value, int) else tuple(value) if isinstance(value, tuple | list) else ()
+    )
+    if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n >= least for n in pair):
+        what = "an int or a pair of ints" if least else "a pair of ints"
+        raise ArgumentError(message(name, repr(value), f"{what}, each >= {least}", "They are (query, key)."))
+    return pair  # type: ignore[return-value]

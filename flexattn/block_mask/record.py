@@ -1,0 +1,108 @@
+"""What a mask was built from: the values that its mask_mod captured, watched for changes, moved and taken out."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.captures import substitute, survey
+from flexattn.errors import MutationError
+from flexattn.graph import BoundMod, ModGraph
+
+Mod = Callable[..., Any]
+Seen = tuple["weakref.ref[Tensor]", int | None]  # a tensor and its version
+
+
+@dataclass(frozen=True)
+class BuildCounts:
+    """What building a mask took."""
+
+    boxes: int  # boxes of blocks that were bounded
+    samples: int  # single places that were looked at
+    blocks: int  # blocks that were evaluated pair by pair; of batches and heads that the mod tells apart
+
+
+@dataclass(frozen=True)
+class CaptureRecord:
+    """The graph, tensors and numbers that a mask was built from; tensors are held weakly, with their versions."""
+
+    mod: Mod
+    graph: ModGraph
+    captures: tuple[Seen, ...]  # those of the graph
+    numbers: tuple[int | float, ...]
+    reached: tuple[Seen, ...]  # those of the user, from which a prologue may compute captures at each call
+
+    @staticmethod
+    def of(mod: Mod, bound: BoundMod) -> CaptureRecord:
+        captures, reached = (tuple(_seen(t) for t in ts) for ts in (bound.captures, survey(mod).tensors))
+        return CaptureRecord(mod, bound.graph, captures, bound.numbers, reached)
+
+    def check(self, bound: BoundMod) -> None:
+        """Raise MutationError if `bound`, the same mod bound now, has other values than those recorded."""
+        if bound.graph != self.graph:
+            raise _changed("what mask_mod computes", "is something else")
+        for number, before, now in zip(self.graph.numbers, self.numbers, bound.numbers, strict=True):
+            if before != now:
+                raise _changed(f"mask_mod's captured number {number.name!r}", f"was {before} and is {now}")
+        if all(_same(seen, now) for seen, now in zip(self.captures, bound.captures, strict=True)):
+            return
+        found = survey(self.mod)
+        if len(found.tensors) != len(self.reached):
+            raise _changed("the tensors that mask_mod captures", "are others")
+        for seen, now in zip(self.reached, found.tensors, strict=True):
+            if not _same(seen, now):
+                name = substitute(self.mod, {}, found.numbers)[1].tensor_names.get(id(now), "")
+                how = "was changed in place" if seen[0]() is now else "is another tensor"
+                raise _changed(f"mask_mod's captured tensor {name!r}", how)
+
+
+def _seen(tensor: Tensor) -> Seen:
+    return weakref.ref(tensor), _version(tensor)
+
+
+def _same(seen: Seen, tensor: Tensor) -> bool:
+    return seen[0]() is tensor and seen[1] == _version(tensor)
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _changed(what: str, how: str) -> MutationError:
+    return MutationError(
+        f"block_mask: {what} {how}, expected the values that the mask was built from. "
+        "Build the mask again with create_block_mask, or assign block_mask.mask_mod to keep its blocks."
+    )
+
+
+def move(mod: Mod, device: torch.device) -> Mod:
+    """Return the mod with the tensors that it captured on `device`; the same mod where none has to move."""
+    found = survey(mod)
+    moved = {id(t): t.to(device) for t in found.tensors if t.device != device}
+    return substitute(mod, moved, found.numbers)[0] if moved else mod
+
+
+@dataclass(frozen=True)
+class Shell:
+    """A mod without the tensors that it captured: equal for closures of one definition with equal other values."""
+
+    key: tuple[Any, ...]
+    mod: Mod = field(compare=False)
+
+    def fill(self, tensors: Sequence[Any]) -> Mod:
+        """Return the mod with these captured tensors."""
+        found = survey(self.mod)
+        pairs = {id(old): new for old, new in zip(found.tensors, tensors, strict=True)}
+        return substitute(self.mod, pairs, found.numbers)[0] if pairs else self.mod
+
+
+def lift(mod: Mod) -> tuple[list[Tensor], Shell]:
+    """Take the captured tensors out of a mod."""
+    found = survey(mod)
+    whole = () if found.followed else (id(mod),)
+    return found.tensors, Shell((*found.key, *found.numbers, *whole), mod)

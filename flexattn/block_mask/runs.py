@@ -1,0 +1,101 @@
+"""Runs and RunLists: sets of blocks, row by row, and the way between them and dense arrays of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Runs:
+    """For each row, the half-open runs of blocks that it holds, ascending and disjoint (touching ones are joined)."""
+
+    row_ptr: Tensor  # int32 [rows + 1]; row r holds runs[row_ptr[r]:row_ptr[r + 1]]
+    runs: Tensor  # int32 [n, 2], first and one past the last block
+
+    @property
+    def rows(self) -> int:
+        return self.row_ptr.numel() - 1
+
+    def count(self) -> Tensor:
+        """Return the number of blocks of each row, int32 [rows]."""
+        ends = _offsets(self.runs[:, 1] - self.runs[:, 0])
+        return (ends[self.row_ptr[1:].long()] - ends[self.row_ptr[:-1].long()]).int()
+
+    def dense(self, columns: int) -> Tensor:
+        """Return the blocks as bool [rows, columns]."""
+        row = torch.repeat_interleave(
+            torch.arange(self.rows, device=self.runs.device), self.row_ptr.diff(), output_size=len(self.runs)
+        )
+        steps = torch.zeros(self.rows, columns + 1, dtype=torch.int8, device=self.runs.device)
+        ones = torch.ones(len(self.runs), dtype=torch.int8, device=self.runs.device)
+        steps.index_put_((row, self.runs[:, 0].long()), ones, accumulate=True)
+        steps.index_put_((row, self.runs[:, 1].long()), -ones, accumulate=True)
+        return steps.cumsum(1, dtype=torch.int8)[:, :columns].bool()
+
+    def take(self, rows: Tensor) -> Runs:
+        """Return the runs of some rows (int64 [n]), in that order."""
+        count = self.row_ptr.diff()[rows]
+        row_ptr = _offsets(count)
+        shift = self.row_ptr[:-1][rows] - row_ptr[:-1]
+        total = int(row_ptr[-1])
+        source = torch.arange(total, device=rows.device) + torch.repeat_interleave(shift, count, output_size=total)
+        return Runs(row_ptr.int(), self.runs[source])
+
+
+@dataclass(frozen=True)
+class RunLists:
+    """The blocks of one direction. A row is (b, h, block), row-major, b and h of the mask (1 where it broadcasts)."""
+
+    partial: Runs  # the mask_mod decides, element by element
+    full: Runs  # every pair attends, the mask_mod is not asked
+    order: Tensor  # int32 [B_mask * H_mask, blocks]: blocks of each (b, h) with the longest row first
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.partial.row_ptr, self.partial.runs, self.full.row_ptr, self.full.runs, self.order)
+
+    @staticmethod
+    def from_tensors(tensors: tuple[Tensor, ...]) -> RunLists:
+        """Undo `tensors`."""
+        return RunLists(Runs(tensors[0], tensors[1]), Runs(tensors[2], tensors[3]), tensors[4])
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> RunLists:
+        """Return the lists with `f` applied to each tensor."""
+        return RunLists.from_tensors(tuple(f(t) for t in self.tensors))
+
+    def take(self, heads: Tensor) -> RunLists:
+        """Return the lists of some (b, h) pairs (int64 [n], positions b * H + h), in that order."""
+        blocks = self.order.shape[1]
+        rows = (heads[:, None] * blocks + torch.arange(blocks, device=heads.device)).flatten()
+        return RunLists(self.partial.take(rows), self.full.take(rows), self.order[heads])
+
+
+def runs_of(blocks: Tensor) -> Runs:
+    """Return the runs of a dense array of blocks, bool [..., columns], each of its rows a row."""
+    columns = blocks.shape[-1]
+    edges = blocks.new_zeros((blocks.shape[:-1].numel(), columns + 1))
+    rows = blocks.reshape(len(edges), columns)
+    edges[:, :columns] = rows
+    edges[:, 1:] ^= rows  # now true at the first block of a run and one past its last
+    row_ptr = _offsets(edges.sum(1) // 2)
+    return Runs(row_ptr.int(), edges.nonzero()[:, 1].reshape(-1, 2).int())
+
+
+def run_lists_of(partial: Tensor, full: Tensor) -> RunLists:
+    """Return the lists of two dense arrays of blocks, bool [B, H, rows, columns], which have no block in common."""
+    return run_lists(runs_of(partial), runs_of(full), partial.shape[:2].numel())
+
+
+def run_lists(partial: Runs, full: Runs, heads: int) -> RunLists:
+    """Return the lists of runs whose rows are (b, h, block), of `heads` pairs (b, h) in all."""
+    total = (partial.count() + full.count()).view(heads, partial.rows // max(heads, 1))
+    return RunLists(partial, full, total.argsort(dim=-1, descending=True, stable=True).int())
+
+
+def _offsets(counts: Tensor) -> Tensor:
+    """Return 0 and the running sums of `counts`, int64 [n + 1]."""
+    return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int64), (1, 0))

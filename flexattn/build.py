@@ -1,0 +1,372 @@
+"""build: KernelSource -> Kernel, compiled once for each machine and loaded once for each process and device."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import linecache
+import re
+import sys
+import threading
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexattn import triton_versions
+from flexattn.config import debug, settings
+from flexattn.errors import CompileError, message
+from flexattn.kernel_store import KernelStore, open_store, temporary_store
+from flexattn.target import Target
+
+_KEPT_FILES = ("json", "ptx", "ttgir", "cubin", "amdgcn", "hsaco")
+_LARGEST_TEXT = 1 << 20  # bytes of an intermediate text that are worth keeping
+_LONGEST_REASON = 2000  # characters of an error of Triton's, which may end with the whole PTX
+_MEMORY = 512  # kernels of one process
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """One kernel as a whole Python file; constants are baked in, so that it has runtime arguments only."""
+
+    name: str  # the kernel function's name
+    text: str  # the file, which defines mods and kernel
+    header: tuple[str, ...]  # comment lines for the file's top: no part of the key
+    signature: tuple[tuple[str, str], ...]  # (argument, Triton type), as ("q_ptr", "*bf16"), ("sm_scale", "fp32")
+    divisible: tuple[str, ...]  # arguments that are multiples of 16; pointers: 16-byte aligned
+    num_warps: int = 4
+    num_stages: int = 3
+    maxnreg: int | None = None
+
+
+class OutOfResources(CompileError):
+    """A kernel asks for more than the device has; a smaller tile may fit."""
+
+    def __init__(self, kernel: str, resource: str, asked: int, available: int) -> None:
+        mend = "Use smaller tiles or fewer stages."
+        super().__init__(message(f"kernel {kernel}", f"{asked} of {resource}", f"at most {available}", mend))
+        self.resource = resource
+        self.asked = asked
+        self.available = available
+
+
+class Kernel:
+    """A built kernel. Launches go to the current device, on its current stream unless one is given."""
+
+    def __init__(self, source: KernelSource, target: Target, digest: str, folder: Path) -> None:
+        self.name = source.name
+        self.target = target
+        self.digest = digest
+        self.path = folder / f"{source.name}.py"
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.name}, {self.target}, {self.digest[:12]})"
+
+    def launch(self, programs: int, arguments: tuple[Any, ...], stream: int | None = None) -> None:
+        """Run `programs` instances of the kernel; pointers are tensors or addresses, the latter being faster."""
+        raise NotImplementedError
+
+    def load(self) -> None:
+        """Load the kernel on the current device now, not at its first launch; OutOfResources where it does not fit."""
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of one program."""
+        return 0
+
+    @property
+    def registers(self) -> int:
+        """Registers of one thread."""
+        return 0
+
+    @property
+    def spills(self) -> int:
+        """Bytes of stack of one thread."""
+        return 0
+
+    @property
+    def ptx(self) -> str:
+        """What Triton handed to the assembler, where it was kept."""
+        return ""
+
+
+class _InterpretedKernel(Kernel):
+    def __init__(self, source: KernelSource, target: Target, digest: str, folder: Path) -> None:
+        super().__init__(source, target, digest, folder)
+        self._function = _import(self.path, self.path.read_text(), source)
+
+    def launch(self, programs: int, arguments: tuple[Any, ...], stream: int | None = None) -> None:
+        self._function[(programs,)](*arguments)
+
+
+class _GpuKernel(Kernel):
+    def __init__(self, source: KernelSource, target: Target, digest: str, folder: Path) -> None:
+        super().__init__(source, target, digest, folder)
+        self._request = _request(source)
+        self._files = {file.suffix[1:]: file for file in folder.glob(f"{source.name}.*") if file.suffix != ".py"}
+        self._launchers: dict[int, triton_versions.Launch] = {}  # by device
+
+    def launch(self, programs: int, arguments: tuple[Any, ...], stream: int | None = None) -> None:
+        device = _current_device()
+        launch = self._launchers.get(device)
+        if launch is None:
+            launch = self._load(device)
+        launch(programs, _current_stream(device) if stream is None else stream, arguments)
+
+    def load(self) -> None:
+        device = _current_device()
+        if device not in self._launchers:
+            self._load(device)
+
+    def _load(self, device: int) -> triton_versions.Launch:
+        if not torch.cuda.is_available():
+            raise CompileError(message(f"kernel {self.name}", "no GPU", "one to launch it on", "Use CPU tensors."))
+        from triton.runtime.errors import OutOfResources as TritonOutOfResources
+
+        try:
+            with triton_versions.cache_folder(_triton_folder()):
+                compiled = triton_versions.load_kernel(self._request, self._files)
+                launch = triton_versions.launcher(compiled)
+        except TritonOutOfResources as error:
+            raise OutOfResources(self.name, error.name, error.required, error.limit) from error
+        except Exception as error:
+            raise CompileError(
+                f"kernel {self.name} ({self.path}) cannot be loaded on cuda:{device}: {error}"
+            ) from error
+        debug("load", f"{self.name} on GPU {device}")
+        self._launchers[device] = launch
+        return launch
+
+    @property
+    def shared(self) -> int:
+        return self._metadata["shared"]
+
+    @property
+    def registers(self) -> int:
+        return self._usage.get("REG", 0)
+
+    @property
+    def spills(self) -> int:
+        return self._usage.get("STACK", 0)
+
+    @property
+    def ptx(self) -> str:
+        return self._files["ptx"].read_text() if "ptx" in self._files else ""
+
+    @functools.cached_property
+    def _metadata(self) -> dict[str, Any]:
+        return json.loads(self._files["json"].read_text())
+
+    @functools.cached_property
+    def _usage(self) -> dict[str, int]:
+        if "cubin" not in self._files:
+            return {}
+        line = triton_versions.resource_usage(self._files["cubin"])
+        return {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", line)}
+
+
+def build(source: KernelSource, target: Target) -> Kernel:
+    """Return the kernel of `source`, compiled if neither this process nor its cache folder has it."""
+    key = digest(source, target)
+    with _lock:
+        if (kernel := _kernels.get(key)) is not None:
+            _kernels.move_to_end(key)
+            _counts["memory_hits"] += 1
+            return kernel
+    _check(source, target)
+    folder = _find_or_compile(source, target, key)
+    kernel = (_InterpretedKernel if target.backend == "interpreter" else _GpuKernel)(source, target, key, folder)
+    _dump(kernel)
+    with _lock:
+        _kernels[key] = kernel
+        while len(_kernels) > _MEMORY:
+            _kernels.popitem(last=False)
+    return kernel
+
+
+def digest(source: KernelSource, target: Target) -> str:
+    """Return the key of a kernel: all that changes its binary."""
+    parts = {
+        "package": _package_version(),
+        "triton": triton_versions.version(),
+        "torch": torch.__version__,
+        "environment": triton_versions.binary_settings(),
+        "target": [target.backend, target.arch, target.warp_size],
+        "name": source.name,
+        "text": source.text,
+        "signature": source.signature,
+        "divisible": sorted(source.divisible),
+        "options": [source.num_warps, source.num_stages, source.maxnreg],
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def stats() -> dict[str, int]:
+    """Return how many kernels this process compiled, found on disk, and found in memory."""
+    with _lock:
+        return dict(_counts)
+
+
+def clear_memory() -> None:
+    """Forget the kernels of this process and start its counts anew; the disk keeps them."""
+    with _lock:
+        _kernels.clear()
+        _counts.update(dict.fromkeys(_counts, 0))
+
+
+_lock = threading.Lock()
+_kernels: OrderedDict[str, Kernel] = OrderedDict()
+_counts = {"compiles": 0, "disk_hits": 0, "memory_hits": 0}
+
+
+def _check(source: KernelSource, target: Target) -> None:
+    interpreting = triton_versions.is_interpreting()
+    if interpreting != (target.backend == "interpreter"):
+        found = "TRITON_INTERPRET=1" if interpreting else "no TRITON_INTERPRET"
+        raise CompileError(
+            message(f"target {target.backend}", found, "the contrary", "Set it before importing triton.")
+        )
+    unknown = set(source.divisible) - {name for name, _ in source.signature}
+    if unknown:
+        raise CompileError(f"kernel {source.name}: divisible arguments {sorted(unknown)} are not in its signature")
+
+
+def _find_or_compile(source: KernelSource, target: Target, key: str) -> Path:
+    failure: OSError | None = None
+    for store in _stores():
+        if (folder := store.find(key)) is not None:
+            return _found(source, folder)
+        try:
+            with store.lock(key):
+                if (folder := store.find(key)) is not None:  # another process was faster
+                    return _found(source, folder)
+                return _compile(source, target, key, store)
+        except OSError as error:
+            _tell_unwritable(store.root, str(error))
+            failure = error
+    raise CompileError(
+        f"kernel {source.name} has no folder to be built in ({failure}): set FLEXATTN_CACHE_DIR"
+    ) from failure
+
+
+def _stores() -> Iterator[KernelStore]:
+    if (store := open_store(settings().cache_dir)) is not None:
+        yield store
+    yield temporary_store()
+
+
+def _found(source: KernelSource, folder: Path) -> Path:
+    with _lock:
+        _counts["disk_hits"] += 1
+    debug("build", f"{source.name} found in {folder}")
+    return folder
+
+
+@functools.cache
+def _tell_unwritable(folder: Path, reason: str) -> None:
+    debug("build", f"{folder} cannot be written ({reason}), kernels are kept for this process only")
+
+
+def _compile(source: KernelSource, target: Target, key: str, store: KernelStore) -> Path:
+    text = _file_text(source, target, key)
+    files = {f"{source.name}.py": text.encode()}
+    if target.backend != "interpreter":
+        place = store.root / key / f"{source.name}.py"
+        with store.staging() as triton_files, triton_versions.cache_folder(triton_files):
+            compiled = _run_triton(source, target, place, text)
+        files |= {f"{source.name}.{ending}": compiled[ending] for ending in _KEPT_FILES if _worth(compiled, ending)}
+    with _lock:
+        _counts["compiles"] += 1
+    folder = store.add(key, files)
+    debug("build", f"{source.name} written to {folder}")
+    return folder
+
+
+def _worth(compiled: dict[str, bytes], ending: str) -> bool:
+    return ending in compiled and (ending in {"json", "cubin", "hsaco"} or len(compiled[ending]) <= _LARGEST_TEXT)
+
+
+def _run_triton(source: KernelSource, target: Target, place: Path, text: str) -> dict[str, bytes]:
+    options = {"num_warps": source.num_warps, "num_stages": source.num_stages}
+    if source.maxnreg is not None:
+        options["maxnreg"] = source.maxnreg
+    function = _import(place, text, source)
+    try:
+        return triton_versions.compile_kernel(function, _request(source, function), target, options)
+    except OSError:
+        raise  # the folder's fault, not the kernel's
+    except Exception as error:
+        reason = str(error)[:_LONGEST_REASON]
+        raise CompileError(f"kernel {source.name} cannot be compiled for {target}: {reason}") from error
+
+
+def _request(source: KernelSource, function: Any = None) -> triton_versions.Request:
+    gluon = function is not None and function.is_gluon()
+    return triton_versions.Request(source.name, source.signature, source.divisible, gluon)
+
+
+def _import(place: Path, text: str, source: KernelSource) -> Any:
+    """Run a generated file as a module and return its kernel. The file may not be at its place yet."""
+    module = types.ModuleType(f"flexattn_generated_{source.name}")
+    module.__file__ = str(place)
+    # Triton reads the source of each function; a traceback shows it as well.
+    linecache.cache[str(place)] = (len(text), None, text.splitlines(keepends=True), str(place))
+    try:
+        exec(compile(text, str(place), "exec"), module.__dict__)
+        kernel = getattr(module, source.name)
+    except Exception as error:
+        raise CompileError(f"kernel {source.name}: its source does not run: {error!r}") from error
+    expected = [name for name, _ in source.signature]
+    if kernel.arg_names != expected:
+        raise CompileError(
+            message(f"kernel {source.name}", kernel.arg_names, f"arguments {expected}", "Correct the template.")
+        )
+    return kernel
+
+
+def _file_text(source: KernelSource, target: Target, key: str) -> str:
+    versions = f"flexattn {_package_version()}, triton {triton_versions.version()}, torch {torch.__version__}"
+    head = [*source.header, f"key {key}", f"{versions}, {target}"]
+    lines = [line.removeprefix("# ").rstrip() for entry in head for line in entry.splitlines()]
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines) + "\n" + source.text
+
+
+def _dump(kernel: Kernel) -> None:
+    if settings().print_source:
+        print(kernel.path.read_text(), file=sys.stderr, flush=True)
+    if (folder := settings().dump_dir) is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = f"{kernel.name}-{kernel.digest[:12]}"
+        (folder / f"{stem}.py").write_text(kernel.path.read_text())
+        if kernel.ptx:
+            (folder / f"{stem}.ptx").write_text(kernel.ptx)
+
+
+def _triton_folder() -> Path:
+    """Return where Triton keeps the C stubs that launch our kernels, so that a second process finds them."""
+    for store in _stores():
+        folder = store.root / "triton"
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            return folder
+        except OSError as error:
+            _tell_unwritable(folder, str(error))
+    raise CompileError("there is no folder to write to: set FLEXATTN_CACHE_DIR")
+
+
+@functools.cache
+def _package_version() -> str:
+    try:
+        return importlib.metadata.version("flexattn")
+    except importlib.metadata.PackageNotFoundError:
+        return "clone"
+
+
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
+_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)

@@ -1,0 +1,252 @@
+"""The engine for CPUs: attention tile by tile over the block mask, in torch operations; no tensor of size M x N.
+
+Both directions first run without guards. An excluded pair has weight 0, which hides everything but NaN and infinity
+(0 * NaN); so a result that is not finite is computed again with guards, that make excluded pairs contribute nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexattn.engines.cpu_mods import CaptureGradients
+from flexattn.engines.cpu_scores import Scores, computing_dtype
+from flexattn.engines.cpu_threads import Queue, in_threads
+from flexattn.engines.cpu_tiles import Strip, Tile, shares, strips
+from flexattn.problem import Problem
+
+_LOG2E = math.log2(math.e)
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]
+
+
+@torch.no_grad()
+def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return out in the dtype and stride order of query, lse, and the largest scores where asked for.
+
+    In float32 problems lse is float64: half an ulp of it would be lse / 2 ulp in every weight of the backward.
+    """
+    query, value = problem.query, problem.value
+    wide = computing_dtype(query)
+    out = _zeros_in_order_of(query, (*query.shape[:3], value.shape[3]), query.dtype)
+    lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float64 if query.dtype == torch.float32 else wide)
+    largest = torch.full_like(lse, -torch.inf, dtype=wide) if problem.max_scores else None
+    if query.numel() > 0:
+        queue = Queue(strips(problem))
+
+        def work(_: int) -> None:
+            tiles = Scores(problem)
+            for strip in queue:
+                if strip.tiles:
+                    _forward_strip(tiles, strip, out, lse, largest)
+
+        in_threads(_threads(problem), work)
+    return out, lse, None if largest is None else largest.float()
+
+
+def _forward_strip(tiles: Scores, strip: Strip, out: Tensor, lse: Tensor, largest: Tensor | None) -> None:
+    unit = _unit(tiles.problem)
+    m_i, l_i, acc = _softmax_strip(tiles, strip, unit, guard=False)
+    if not _all_finite(acc, l_i):
+        m_i, l_i, acc = _softmax_strip(tiles, strip, unit, guard=True)
+    acc.div_(l_i.masked_fill(l_i == 0, 1.0))
+    tiles.rows(out, strip).copy_(tiles.unstack(acc, strip))
+    tiles.rows(lse[..., None], strip).copy_(tiles.unstack(m_i.double().div_(unit).add_(l_i.double().log_()), strip))
+    if largest is not None:
+        tiles.rows(largest[..., None], strip).copy_(tiles.unstack(m_i.div_(unit), strip))
+
+
+def _unit(problem: Problem) -> float:
+    """Return the factor of the scores: exp2 is faster than exp, and without a mod the product changes base."""
+    return _LOG2E if problem.score is None else 1.0
+
+
+def _softmax_strip(tiles: Scores, strip: Strip, unit: float, guard: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the running maximum (times `unit`), the sum and the weighted values of all tiles."""
+    query = tiles.stack(tiles.problem.query, strip)  # [heads, rows, D]
+    m_i = query.new_full((*query.shape[:2], 1), -torch.inf)
+    l_i = torch.zeros_like(m_i)
+    acc = query.new_zeros((*query.shape[:2], tiles.problem.value.shape[-1]))
+    for tile in strip.tiles:
+        p = tiles.scores(strip, tile, query, guard, unit)
+        m_new = torch.maximum(m_i, p.amax(-1, keepdim=True))
+        # Rows without a score yet: any finite number keeps -inf - m from being NaN.
+        m_safe = m_new.masked_fill(m_new == -torch.inf, 0.0)
+        p.sub_(m_safe)
+        decay = m_i.sub_(m_safe)
+        if unit != _LOG2E:  # after the difference, which is small: so the product is precise
+            p.mul_(_LOG2E)
+            decay.mul_(_LOG2E)
+        p.exp2_()
+        decay.exp2_()
+        l_i.mul_(decay).add_(p.sum(-1, keepdim=True))
+        acc.mul_(decay)
+        _add_product(acc, p, tiles.keys_of(tiles.problem.value, strip, tile), guard)
+        m_i = m_new
+    return m_i, l_i, acc
+
+
+@torch.no_grad()
+def backward(
+    problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: tuple[bool, bool, bool]
+) -> Gradients:
+    """Return the gradients of query, key and value (where needed) and of the captured tensors of the score mod."""
+    given = (out, lse[..., None], d_out, None if d_lse is None else d_lse[..., None])
+    sums = _backward(problem, given, needs, guard=False)
+    if not _all_finite(*sums.all()):
+        sums = _backward(problem, given, needs, guard=True)
+    return sums.finish(problem)
+
+
+@dataclass
+class _Sums:
+    """Gradients in the computing dtype, while they are summed."""
+
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+    captures: CaptureGradients | None
+
+    def all(self) -> list[Tensor]:
+        inner = [] if self.captures is None else list(self.captures.sums.values())
+        return [x for x in (self.dq, self.dk, self.dv, *inner) if x is not None]
+
+    def finish(self, problem: Problem) -> Gradients:
+        captures = () if problem.score is None else problem.score.captures
+        sums = {} if self.captures is None else self.captures.sums
+        return (
+            None if self.dq is None else self.dq.to(problem.query.dtype),
+            None if self.dk is None else self.dk.to(problem.key.dtype),
+            None if self.dv is None else self.dv.to(problem.value.dtype),
+            tuple(sums[i].to(c.dtype) if i in sums else None for i, c in enumerate(captures)),
+        )
+
+
+def _backward(
+    problem: Problem,
+    given: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    needs: tuple[bool, bool, bool],
+    guard: bool,
+) -> _Sums:
+    wide = computing_dtype(problem.query)
+    inputs = (problem.query, problem.key, problem.value)
+    dq, dk, dv = (_zeros_in_order_of(x, x.shape, wide) if need else None for x, need in zip(inputs, needs, strict=True))
+    learned = problem.score is not None and problem.score_grad is not None and problem.score_grad.sites
+    if problem.query.numel() == 0:
+        return _Sums(dq, dk, dv, CaptureGradients.of(problem, wide) if learned else None)
+    parts = shares(problem, _threads(problem))
+
+    def work(i: int) -> CaptureGradients | None:
+        tiles = Scores(problem)
+        captures = CaptureGradients.of(problem, wide) if learned else None
+        for strip in strips(problem, parts[i]):
+            if strip.tiles:
+                _backward_strip(tiles, strip, given, _Sums(dq, dk, dv, captures), guard)
+        return captures
+
+    first, *others = in_threads(len(parts), work)
+    for other in others:
+        if first is not None and other is not None:
+            first.add_all(other)
+    return _Sums(dq, dk, dv, first)
+
+
+def _backward_strip(
+    tiles: Scores, strip: Strip, given: tuple[Tensor, Tensor, Tensor, Tensor | None], sums: _Sums, guard: bool
+) -> None:
+    problem = tiles.problem
+    out, d_out = tiles.stack(given[0], strip), tiles.stack(given[2], strip)
+    exact_lse = tiles.stack(given[1], strip, torch.float64)
+    d_lse = None if given[3] is None else tiles.stack(given[3], strip)
+    query = tiles.stack(problem.query, strip)
+    # A row without a live key: exp(-inf - inf) is 0 where -inf - -inf would be NaN.
+    exact_lse = exact_lse.masked_fill(exact_lse == -torch.inf, torch.inf)
+    unit = _unit(problem)
+    lse = (exact_lse * unit).to(tiles.dtype)
+    delta = (out.double() * d_out).sum(-1, keepdim=True)
+    if d_lse is not None:
+        delta -= d_lse
+    # What rounding lse took away is a factor of each row of weights; their gradients carry it instead of the weights.
+    factor = (lse.double() / unit - exact_lse).nan_to_num_().exp_()  # inf - inf: a row without a key
+    delta = (delta * factor).to(tiles.dtype)
+    d_out = (d_out * factor).to(tiles.dtype)
+    dq = torch.zeros_like(query) if sums.dq is not None else None
+    for tile in strip.tiles:
+        p = tiles.scores(strip, tile, query, guard, unit)  # the very numbers of the forward: so the weights sum to 1
+        excluded = p == -torch.inf if guard else None
+        p.sub_(lse)
+        (p if unit == _LOG2E else p.mul_(_LOG2E)).exp2_()
+        if sums.dv is not None:
+            tiles.add_to_keys(sums.dv, strip, tile, _product(p.mT, d_out, guard))
+        if sums.dq is None and sums.dk is None and sums.captures is None:
+            continue
+        ds = tiles.buffer("gradient", strip, tile)
+        torch.bmm(d_out, tiles.keys_of(problem.value, strip, tile).mT, out=ds).sub_(delta).mul_(p)
+        ds = _through_mod(tiles, strip, tile, query, ds, excluded, sums.captures)
+        if ds is None:
+            continue
+        if dq is not None:
+            _add_product(dq, ds, tiles.keys_of(problem.key, strip, tile), guard)
+        if sums.dk is not None:
+            tiles.add_to_keys(sums.dk, strip, tile, _product(ds.mT, query, guard), problem.scale)
+    if dq is not None and sums.dq is not None:
+        tiles.rows(sums.dq, strip).copy_(tiles.unstack(dq.mul_(problem.scale), strip))
+
+
+def _through_mod(
+    tiles: Scores, strip: Strip, tile: Tile, query: Tensor, ds: Tensor, excluded: Tensor | None,
+    captures: CaptureGradients | None,
+) -> Tensor | None:  # fmt: skip
+    """Turn the gradient of modified scores into that of plain ones (None: zero), and sum those of captured tensors."""
+    if tiles.gradient is not None:
+        shape = tiles.shape(strip, tile)
+        score = tiles.plain_scores(strip, tile, query, tiles.problem.scale, "plain").view(shape)
+        inputs = tiles.indices(strip, tile) | {"grad": ds.view(shape), "score": score}
+        values = tiles.gradient.run(inputs, shape, writable=("grad", "score"))
+        if captures is not None:
+            captures.add(values, shape, None if excluded is None else excluded.view(shape))
+        output = tiles.gradient.graph.outputs[0]
+        if output is None:
+            return None
+        ds = values[output].to(tiles.dtype).expand(shape).reshape(ds.shape)
+    return ds if excluded is None else torch.where(excluded, 0.0, ds)
+
+
+def _product(weights: Tensor, values: Tensor, guard: bool) -> Tensor:
+    """Return weights @ values; with `guard`, values that are not finite count only where their weight is not 0."""
+    plain = torch.bmm(weights, values)
+    if not guard or _all_finite(values):
+        return plain
+    bad = ~values.isfinite()
+    clean = torch.bmm(weights, values.masked_fill(bad, 0.0))
+    touched = torch.bmm((weights != 0).to(values.dtype), bad.to(values.dtype)) > 0
+    return torch.where(touched, plain, clean)
+
+
+def _add_product(total: Tensor, weights: Tensor, values: Tensor, guard: bool) -> None:
+    if guard:
+        total.add_(_product(weights, values, guard))
+    else:
+        total.baddbmm_(weights, values)
+
+
+def _all_finite(*tensors: Tensor) -> bool:
+    """Tell whether all are finite, by their sums; a sum that overflows says no, which costs time only."""
+    return all(math.isfinite(x.sum().item()) for x in tensors)
+
+
+def _zeros_in_order_of(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros whose dimensions but the last lie in memory in the order of those of `x`; the last stride is 1."""
+    order = sorted(range(x.ndim - 1), key=lambda d: -x.stride(d))
+    zeros = torch.zeros([*(shape[d] for d in order), shape[-1]], dtype=dtype)
+    return zeros.permute([*(order.index(d) for d in range(x.ndim - 1)), x.ndim - 1])
+
+
+def _threads(problem: Problem) -> int:
+    """Return how many threads the problem is worth: one if it takes about a millisecond."""
+    B, Hq, M, D = problem.query.shape
+    large = B * Hq * M * problem.key.shape[2] * D >= 1 << 24
+    return torch.get_num_threads() if large else 1

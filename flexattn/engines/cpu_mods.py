@@ -1,0 +1,189 @@
+"""Runs the graphs of mods on tiles: in place where a value is not needed again, captured tensors read and added to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flexattn.errors import IndexRangeError, message
+from flexattn.graph import ModGraph, Node
+from flexattn.ops import OPS
+from flexattn.problem import Problem
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Places where an index lies outside of a captured tensor: an error only if one of them attends."""
+
+    capture: str
+    dimension: int
+    size: int
+    index: Tensor
+    places: Tensor  # bool, broadcasts to the tile
+
+    def check(self, live: Tensor | None) -> None:
+        """Raise if a place of `live` (None: everywhere) is concerned."""
+        places = self.places if live is None else self.places & live
+        if not places.any():
+            return
+        index = int(torch.where(places, self.index, 0).flatten()[places.flatten().int().argmax()])
+        raise IndexRangeError(
+            message(
+                f"captured tensor `{self.capture}`",
+                f"index {index} in dimension {self.dimension} at an attended place",
+                f"{-self.size} to {self.size - 1}",
+                "Clamp the index in the mod, or exclude the place in the mask_mod.",
+            )
+        )
+
+
+@dataclass
+class TileGraph:
+    """A graph made ready for many tiles: its constants exist, and it is known where each value is read last."""
+
+    graph: ModGraph
+    captures: Sequence[Tensor]
+    numbers: Sequence[int | float]
+    outside: list[Outside] = field(default_factory=list)  # of the last run
+
+    def __post_init__(self) -> None:
+        nodes = self.graph.nodes
+        self._fixed: dict[int, Tensor] = {}
+        for i, node in enumerate(nodes):
+            if node.op == "number":
+                self._fixed[i] = torch.tensor(self.numbers[node.value], dtype=node.dtype)  # type: ignore[index]
+            elif node.op == "const":
+                self._fixed[i] = torch.tensor(node.value, dtype=node.dtype)
+        sites = (a for s in self.graph.sites for a in nodes[s].args)
+        self._kept = {o for o in (*self.graph.outputs, *sites) if o is not None}
+        last = {a: i for i, node in enumerate(nodes) for a in node.args}
+        self._released: list[list[int]] = [[] for _ in nodes]
+        for a, i in last.items():
+            if a not in self._kept:
+                self._released[i].append(a)
+
+    def run(self, inputs: dict[str, Tensor], shape: torch.Size, writable: tuple[str, ...] = ()) -> dict[int, Tensor]:
+        """Evaluate on a tile of this shape; return the values of outputs and of the index expressions of sites.
+
+        The tensors of the inputs in `writable` may be overwritten, and must have the shape of the tile.
+        """
+        self.outside = []
+        values = dict(self._fixed)
+        own: set[int] = set()  # full-size values that nobody else holds
+        for i, node in enumerate(self.graph.nodes):
+            match node.op:
+                case "input":
+                    values[i] = inputs[str(node.value)]
+                    if node.value in writable:
+                        own.add(i)
+                    continue
+                case "number" | "const":
+                    continue
+                case "load":
+                    values[i] = self._load(node, values)
+                case "cast" | "detach":
+                    values[i] = values[node.args[0]].to(node.dtype)
+                    if values[i] is values[node.args[0]]:
+                        own.discard(node.args[0])  # two nodes hold it now
+                case _:
+                    args = [values[a] for a in node.args]
+                    reuse = next((a for a in self._released[i] if a in own and values[a].dtype == node.dtype), None)
+                    if reuse is None:
+                        values[i] = OPS[node.op].torch(*args)
+                    else:
+                        values[i] = OPS[node.op].torch(*args, out=values[reuse])
+                    if values[i].shape == shape:
+                        own.add(i)
+            for a in self._released[i]:
+                if a not in self._fixed:
+                    del values[a]
+        return {i: values[i] for i in self._kept}
+
+    def _load(self, node: Node, values: dict[int, Tensor]) -> Tensor:
+        source = self.captures[node.value]  # type: ignore[index]
+        if not node.args:
+            return source.to(node.dtype)
+        index = [self._inside(node, d, values[a]) for d, a in enumerate(node.args)]
+        if source.numel() == 0:
+            return torch.zeros((), dtype=node.dtype)
+        place = flat_index(index, source.shape, source.stride())
+        span = sum((n - 1) * s for n, s in zip(source.shape, source.stride(), strict=True)) + 1
+        line = source.as_strided((span,), (1,))
+        return line.index_select(0, place.reshape(-1)).view(place.shape).to(node.dtype)
+
+    def _inside(self, node: Node, dimension: int, index: Tensor) -> Tensor:
+        """Note the places where the index is out of range, and clamp it there."""
+        capture = self.graph.captures[node.value]  # type: ignore[index]
+        size = self.captures[node.value].shape[dimension]  # type: ignore[index]
+        low, high = (int(x) for x in index.aminmax())
+        if low >= -size and high < size:
+            return index
+        places = (index < -size) | (index >= size)
+        self.outside.append(Outside(capture.name, dimension, size, index, places))
+        return index.clamp(-size, max(size - 1, -size))
+
+
+def flat_index(index: Sequence[Tensor], sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """Return the place in memory of each indexed element (int64); negative indices count from the end."""
+    terms = []
+    for i, size, stride in zip(index, sizes, strides, strict=True):
+        i = i.long()
+        terms.append(torch.where(i < 0, i + size, i) * stride)
+    # The smallest first, so that only the last addition has the size of the tile.
+    total, *others = sorted(terms, key=Tensor.numel)
+    for term in others:
+        total = total + term
+    return total
+
+
+class CaptureGradients:
+    """Sums the gradients of captured tensors over tiles."""
+
+    def __init__(self, gradient: ModGraph, captures: Sequence[Tensor], dtype: torch.dtype) -> None:
+        self._gradient = gradient
+        self._captures = captures
+        self.sums: dict[int, Tensor] = {}  # by position of the capture; contiguous, float32 or float64
+        for site in gradient.sites:
+            source = captures[gradient.nodes[site].value]  # type: ignore[index]
+            wide = torch.promote_types(source.dtype, dtype)
+            self.sums[gradient.nodes[site].value] = torch.zeros(source.shape, dtype=wide)  # type: ignore[index]
+
+    @staticmethod
+    def of(problem: Problem, dtype: torch.dtype) -> CaptureGradients:
+        assert problem.score is not None and problem.score_grad is not None
+        return CaptureGradients(problem.score_grad, problem.score.captures, dtype)
+
+    def add_all(self, other: CaptureGradients) -> None:
+        for i, total in self.sums.items():
+            total.add_(other.sums[i])
+
+    def add(self, values: dict[int, Tensor], shape: torch.Size, excluded: Tensor | None) -> None:
+        """Add a tile: `values` are those of the gradient graph, `excluded` places contribute nothing."""
+        for site, output in zip(self._gradient.sites, self._gradient.outputs[1:], strict=True):
+            if output is None:
+                continue
+            node = self._gradient.nodes[site]
+            into = self.sums[node.value]  # type: ignore[index]
+            if into.numel() == 0:
+                continue
+            grad = values[output].expand(shape)
+            if excluded is not None:
+                grad = torch.where(excluded, 0, grad)
+            index = [_four_dims(values[a]) for a in node.args]
+            alike = tuple(d for d in range(4) if all(i.shape[d] == 1 for i in index))
+            if alike:
+                grad = grad.sum(alike, keepdim=True)
+            grad = grad.to(into.dtype)
+            if not index:
+                into += grad.reshape(())
+                continue
+            index = [i.clamp(-n, n - 1) for i, n in zip(index, into.shape, strict=True)]
+            place = flat_index(index, into.shape, into.stride()).expand(grad.shape)
+            into.view(-1).scatter_add_(0, place.reshape(-1), grad.reshape(-1))
+
+
+def _four_dims(x: Tensor) -> Tensor:
+    return x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))

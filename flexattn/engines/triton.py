@@ -1,0 +1,100 @@
+"""The Triton engine: the kernels of forward and backward, on a GPU, or on a CPU under Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flexattn.launch import buffer_name, padded_rows, run
+from flexattn.lower import scatter_captures
+from flexattn.plan import KERNELS, KernelPlan, plan_kernel
+from flexattn.problem import Problem
+from flexattn.target import Target
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]
+
+
+def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return out [B, Hq, M, Dv], lse [B, Hq, M] and, where asked for, the largest score of each row [B, Hq, M]."""
+    problem = _with_rows(problem)
+    q, v = problem.query, problem.value
+    out = _like_strides(q, v.size(-1))
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    arrays = {"lse_ptr": lse}
+    if problem.max_scores:
+        arrays["max_ptr"] = torch.empty_like(lse)
+    run("forward", problem, {"q": q, "k": problem.key, "v": v, "o": out}, arrays)
+    return out, lse, arrays.get("max_ptr")
+
+
+def backward(
+    problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: tuple[bool, bool, bool]
+) -> Gradients:
+    """Return the gradients of query, key and value (None where not needed) and of each captured tensor."""
+    problem, d_out = _with_rows(problem), _rows(d_out)
+    q, k, v = problem.query, problem.key, problem.value
+    delta, lse2 = (q.new_empty((*q.shape[:2], padded_rows(problem)), dtype=torch.float32) for _ in range(2))
+    padded = {"delta_ptr": delta, "lse2_ptr": lse2}
+    rows = {"lse_ptr": lse} if d_lse is None else {"lse_ptr": lse, "dlse_ptr": d_lse.float().contiguous()}
+    run("backward_delta", problem, {"o": out, "do": d_out}, rows | padded)
+
+    inputs = {"q": q, "k": k, "v": v, "do": d_out}
+    buffers = _gradient_buffers(problem)
+    dq = dk = dv = None
+    if needs[0] or buffers:
+        dq = _like_strides(q, q.size(-1))
+        named = {buffer_name(problem, i): buffer for i, buffer in buffers.items()}
+        run("backward_dq", problem, inputs | {"dq": dq}, padded | named)
+    if needs[1] or needs[2]:
+        dk, dv = _like_strides(k, k.size(-1)), _like_strides(v, v.size(-1))
+        run("backward_dkdv", problem, inputs | {"dk": dk, "dv": dv}, padded)
+    captures = () if problem.score is None else problem.score.captures
+    captured = tuple(buffers[i].to(c.dtype) if i in buffers else None for i, c in enumerate(captures))
+    return (dq if needs[0] else None), (dk if needs[1] else None), (dv if needs[2] else None), captured
+
+
+def plans(problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
+    """Return the plans of forward and backward that this problem would run with on `target`."""
+    problem = _with_rows(problem)
+    out = _like_strides(problem.query, problem.value.size(-1))
+    q, k, v = problem.query, problem.key, problem.value
+    tensors = {"forward": [q, k, v, out], "backward_delta": [out, out]}
+    return tuple(plan_kernel(kernel, problem, target, tensors.get(kernel, [q, k, v, out]), False) for kernel in KERNELS)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Return the tensor with contiguous rows: a last stride other than 1 (or an expanded gradient) costs a copy."""
+    return tensor if tensor.stride(-1) == 1 or tensor.size(-1) == 1 else tensor.contiguous()
+
+
+def _with_rows(problem: Problem) -> Problem:
+    q, k, v = problem.query, problem.key, problem.value
+    rows = _rows(q), _rows(k), _rows(v)
+    if rows[0] is q and rows[1] is k and rows[2] is v:
+        return problem
+    return replace(problem, query=rows[0], key=rows[1], value=rows[2])
+
+
+def _gradient_buffers(problem: Problem) -> dict[int, Tensor]:
+    """Return a float32 buffer for each captured tensor that receives a gradient, by its position."""
+    if problem.score is None or problem.score_grad is None:
+        return {}
+    captures = problem.score.captures
+    return {
+        i: torch.zeros(captures[i].shape, dtype=torch.float32, device=captures[i].device)
+        for i in scatter_captures(problem.score_grad)
+    }
+
+
+def _like_strides(tensor: Tensor, width: int) -> Tensor:
+    """Return an empty [B, H, rows, width] whose dims lie in memory in the order of `tensor`'s, the last innermost."""
+    B, H, rows, _ = tensor.shape
+    strides = tensor.stride()
+    order = [0, 1, 2] if 0 in strides[:3] else sorted(range(3), key=lambda d: -strides[d])
+    if order == [0, 1, 2]:
+        return torch.empty((B, H, rows, width), dtype=tensor.dtype, device=tensor.device)
+    shape = [(B, H, rows)[d] for d in order]
+    out = torch.empty((*shape, width), dtype=tensor.dtype, device=tensor.device)
+    return out.permute(*(order.index(d) for d in range(3)), 3)

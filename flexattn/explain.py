@@ -1,0 +1,60 @@
+"""Explanation: what each stage made of a call, to be read by a person."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from flexattn.block_mask import BlockMask
+from flexattn.errors import ArgumentError, message
+from flexattn.facts import ModFacts
+from flexattn.graph import ModGraph
+from flexattn.plan import KernelPlan
+from flexattn.render import KernelSource
+from flexattn.target import Target
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Everything between a call of flex_attention and its kernels; `print` it to read it. None: no such stage."""
+
+    score: ModGraph | None
+    gradient: ModGraph | None
+    mask: ModGraph | None
+    score_facts: ModFacts | None
+    mask_facts: ModFacts | None
+    block_mask: BlockMask | None = None
+    engine: str | None = None
+    plans: tuple[KernelPlan, ...] = ()  # of each kernel; empty for engines that generate none
+    sources: tuple[KernelSource, ...] = ()  # of each plan
+
+    def __str__(self) -> str:
+        stages: list[tuple[str, object]] = [
+            (_heading("score_mod", self.score), self.score),
+            ("gradient of score_mod", self.gradient),
+            ("facts about score_mod", self.score_facts),
+            (_heading("mask_mod", self.mask), self.mask),
+            ("facts about mask_mod", self.mask_facts),
+            ("block mask", None if self.block_mask is None else str(self.block_mask)),
+            ("engine", self.engine),
+            *((f"plan {i} of {len(self.plans)}", plan) for i, plan in enumerate(self.plans, 1)),
+            *((f"source of {source.name}", source.text) for source in self.sources),
+        ]
+        return "\n\n".join(f"{_rule(title)}\n{str(text).strip()}" for title, text in stages if text is not None)
+
+
+def _heading(kind: str, graph: ModGraph | None) -> str:
+    return f"{kind} {graph.location}".strip() if graph is not None else kind
+
+
+def _rule(title: str) -> str:
+    return f"-- {title} ".ljust(80, "-")
+
+
+def target_named(name: str) -> Target:
+    """Return the target of an architecture as CUDA and HIP write it: sm_90, gfx942."""
+    if match := re.fullmatch(r"sm_?(\d+)a?", name):
+        return Target("cuda", int(match[1]), 32)
+    if name.startswith("gfx"):
+        return Target("hip", name, 64)
+    raise ArgumentError(message("target", repr(name), "an architecture", 'Write target="sm_90".'))

@@ -1,0 +1,89 @@
+"""index_range: between which values the index expressions of a mod lie, for the lengths and numbers of one call.
+
+Plain interval arithmetic on Python integers, for what indices are made of; anything else is unknown. It costs
+microseconds, so a plan can say for each load whether it needs PyTorch's wrap-around of negative indices, or a guard.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from flexattn.graph import ModGraph, Node
+
+Range = tuple[int, int] | None  # inclusive; None where nothing is known
+
+
+@lru_cache(4096)
+def index_ranges(
+    graph: ModGraph, numbers: tuple[int | float, ...], extents: tuple[int, int, int, int]
+) -> tuple[Range, ...]:
+    """Return the range of each node for b, h, q_idx, kv_idx from 0 to below `extents`; None for what is no integer."""
+    highest: dict[str, int] = dict(zip(("b", "h", "q_idx", "kv_idx"), extents, strict=True))
+    found: list[Range] = []
+    for node in graph.nodes:
+        found.append(_range(node, [found[a] for a in node.args], numbers, highest))
+    return tuple(found)
+
+
+def _range(node: Node, args: list[Range], numbers: tuple[int | float, ...], extents: dict[str, int]) -> Range:
+    match node.op:
+        case "input" if node.value in extents:
+            return 0, max(0, extents[str(node.value)] - 1)
+        case "number" | "const":
+            value = numbers[int(str(node.value))] if node.op == "number" else node.value
+            return (value, value) if isinstance(value, int) else None
+    known = [a for a in args if a is not None]
+    if len(known) < len(args) or not args or node.dtype.is_floating_point:
+        return None
+    (low, high), (other_low, other_high) = known[0], known[-1]
+    match node.op:
+        case "cast" | "detach":
+            return low, high
+        case "add":
+            return low + other_low, high + other_high
+        case "sub":
+            return low - other_high, high - other_low
+        case "neg":
+            return -high, -low
+        case "abs":
+            return max(0, low, -high), max(high, -low)
+        case "mul":
+            corners = [x * y for x in (low, high) for y in (other_low, other_high)]
+            return min(corners), max(corners)
+        case "maximum":
+            return max(low, other_low), max(high, other_high)
+        case "minimum":
+            return min(low, other_low), min(high, other_high)
+        case "floordiv" if other_low == other_high > 0:
+            return low // other_low, high // other_low
+        case "mod" if other_low == other_high > 0:
+            return 0, other_low - 1
+    return None
+
+
+def is_linear(graph: ModGraph, position: int) -> bool:
+    """Tell whether a node adds and subtracts q_idx and kv_idx and nothing else is done to them."""
+    node = graph.nodes[position]
+    if not graph.dependence[position] & {"q_idx", "kv_idx"} or node.op == "input":
+        return True
+    return node.op in ("add", "sub", "neg", "cast") and all(is_linear(graph, a) for a in node.args)
+
+
+@lru_cache(512)
+def shift_invariant(graph: ModGraph) -> tuple[bool, ...]:
+    """For each node, whether it stays the same when q_idx and kv_idx grow by one number, as q_idx - kv_idx does."""
+    growth: list[int | None] = []  # by how much a node grows when both grow by one, None where it is no constant
+    for node in graph.nodes:
+        args = [growth[a] for a in node.args]
+        if node.op == "input":
+            growth.append(1 if node.value in ("q_idx", "kv_idx") else 0 if node.value in ("b", "h") else None)
+        elif None in args:
+            growth.append(None)
+        elif not any(args):
+            growth.append(0)
+        elif node.op in ("add", "sub", "neg", "cast") and not node.dtype.is_floating_point:
+            signs = (1, -1) if node.op == "sub" else (-1,) if node.op == "neg" else (1, 1)
+            growth.append(sum(s * a for s, a in zip(signs, args, strict=False) if a is not None))
+        else:
+            growth.append(None)
+    return tuple(g == 0 for g in growth)

@@ -1,0 +1,258 @@
+"""launch: run one kernel of a problem on its tensors.
+
+Everything of a launch but the addresses follows from shapes, strides, alignment, mods and numbers. It is worked out
+once for each such signature and remembered, so that a repeated call plans nothing and only fills in addresses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.build import Kernel, OutOfResources, build
+from flexattn.errors import CompileError
+from flexattn.graph import BoundMod
+from flexattn.lower import ModPlan, layout_unit, scatter_captures
+from flexattn.plan import KernelPlan, fit, heads_per_group, plan_kernel, smaller_tiles
+from flexattn.problem import Problem
+from flexattn.render import KernelSource, render, stream_descriptors
+from flexattn.target import l2_bytes, target_of
+
+LOG2E = math.log2(math.e)
+PADDING = 128  # rows after the last query that backward kernels may read: no tile is higher
+TINY = 1e-30  # stands for a scale of zero where a kernel divides by it: no score is moved by so little
+_REMEMBERED = 4096
+
+Tensors = Mapping[str, Tensor]  # by the names that templates give them: q, k, v, o, do, dq, dk, dv
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with all arguments but its tensors: `fillers` put those in, each at its position."""
+
+    kernel: Kernel
+    programs: int
+    arguments: tuple[Any, ...]
+    fillers: tuple[tuple[int, Callable[[Tensors], Any]], ...]
+
+    def __call__(self, tensors: Tensors, device: torch.device) -> None:
+        if not self.programs:
+            return
+        arguments = list(self.arguments)
+        for position, fill in self.fillers:
+            arguments[position] = fill(tensors)
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self.kernel.launch(self.programs, tuple(arguments))
+        else:
+            self.kernel.launch(self.programs, tuple(arguments))
+
+
+_launches: OrderedDict[tuple[object, ...], Launch] = OrderedDict()
+
+
+def run(kernel: str, problem: Problem, tensors: Tensors, arrays: Tensors) -> None:
+    """Run the kernel `kernel` (one of plan.KERNELS).
+
+    `tensors` are [B, H, rows, D] with any strides but 1 for the last; `arrays` are contiguous and known by address
+    alone (lse_ptr, ...), those of the mask and the mods are found in the problem.
+    """
+    key = _signature(kernel, problem, tensors, arrays)
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _prepare(kernel, problem, tensors, arrays)
+        _launches[key] = launch
+        if len(_launches) > _REMEMBERED:
+            _launches.popitem(last=False)
+    launch({**tensors, **arrays, **_arrays_of(kernel, problem)}, problem.query.device)
+
+
+def _signature(kernel: str, problem: Problem, tensors: Tensors, arrays: Tensors) -> tuple[object, ...]:
+    """Return all that the plan and the plain arguments of a launch depend on, cheaply."""
+    mask, q, k = problem.block_mask, problem.query, problem.key
+    return (
+        kernel, q.dtype, q.device, q.shape, k.shape, problem.value.shape, problem.scale, problem.options,
+        problem.max_scores, tuple(arrays), torch.backends.cuda.matmul.allow_tf32, problem.score_grad,
+        None if mask is None else (mask.B, mask.H, mask.BLOCK_SIZE, mask.full_overhangs),
+        *((t.stride(), t.data_ptr() & 15) for t in tensors.values()),
+        *_mod_signature(problem.score), *_mod_signature(problem.mask),
+    )  # fmt: skip
+
+
+def _mod_signature(mod: BoundMod | None) -> tuple[object, ...]:
+    if mod is None:
+        return (None,)
+    return (mod.graph, mod.numbers, *((t.shape, t.stride(), t.data_ptr() & 15) for t in mod.captures))
+
+
+def _prepare(kernel: str, problem: Problem, tensors: Tensors, arrays: Tensors) -> Launch:
+    wanted = plan_kernel(kernel, problem, target_of(problem.query.device), list(tensors.values()), "dlse_ptr" in arrays)
+    plan, source, built = built_kernel(wanted)
+    values: Values = _plain_values(plan, problem)
+    for name, tensor in tensors.items():
+        values |= _strides(plan, name, tensor)
+    for mod, bound in ((plan.score, problem.score), (plan.mask, problem.mask)):
+        if mod is not None and bound is not None:
+            values |= _mod_values(mod, bound)
+    if plan.grad is not None and problem.score is not None:
+        values |= _buffer_strides(plan.grad, problem.score)
+    descriptors = dict(stream_descriptors(plan))
+    arguments: list[Any] = []
+    fillers: list[tuple[int, Callable[[Tensors], Any]]] = []
+    for position, (name, _) in enumerate(source.signature):
+        if name in descriptors:
+            fillers.append((position, _descriptor(name.partition("_desc")[0], descriptors[name])))
+        elif name.endswith("_ptr"):
+            fillers.append((position, _array(name if name not in _TENSOR_POINTERS else name.removesuffix("_ptr"))))
+        arguments.append(values.get(name))
+    rows = problem.key.size(2) if kernel == "backward_dkdv" else problem.query.size(2)
+    programs = _padded(rows) // plan.tile.BLOCK_M if kernel == "backward_delta" else _programs(plan, rows)
+    return Launch(built, programs * values["heads"], tuple(arguments), tuple(fillers))
+
+
+_TENSOR_POINTERS = {f"{name}_ptr" for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv")}
+
+
+def _array(name: str) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors[name]
+
+
+def _descriptor(name: str, tile: tuple[int, int]) -> Callable[[Tensors], Any]:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    def make(tensors: Tensors) -> Any:
+        tensor = tensors[name]
+        # The stride of a dim of one element means nothing to torch, but TMA wants a multiple of 16 bytes.
+        strides = [s if n > 1 else tensor.size(-1) for n, s in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
+        return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, *tile])
+
+    return make
+
+
+@lru_cache(1024)
+def built_kernel(plan: KernelPlan) -> tuple[KernelPlan, KernelSource, Kernel]:
+    """Build the plan's kernel; where the device refuses it for its resources, that of the next smaller tile."""
+    problems: list[OutOfResources] = []
+    for candidate in smaller_tiles(fit(plan)):
+        source = render(candidate)
+        kernel = build(source, candidate.target)
+        try:
+            if candidate.target.backend != "interpreter":
+                kernel.load()
+        except OutOfResources as error:
+            problems.append(error)
+            continue
+        return candidate, source, kernel
+    raise CompileError(f"no tile of {plan.name} fits: {problems[-1]}")
+
+
+def _programs(plan: KernelPlan, rows: int) -> int:
+    return -(-rows // plan.outer[0]) * plan.tiles_per_block
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // PADDING) * PADDING + PADDING
+
+
+def padded_rows(problem: Problem) -> int:
+    """Return how many rows each head has in the arrays that backward kernels read without a guard."""
+    return _padded(problem.query.size(2))
+
+
+def _plain_values(plan: KernelPlan, problem: Problem) -> Values:
+    """Return lengths, heads and scales."""
+    q, k = problem.query, problem.key
+    (B, Hq, M, D), (Bkv, Hkv, N, _), Dv = q.shape, k.shape, problem.value.size(3)
+    transposed = plan.kernel == "backward_dkdv"
+    heads = Bkv * Hkv if transposed else B * Hq
+    streamed = (M * (Hq // Hkv) if transposed else N) * (D + Dv) * q.element_size()
+    scale = problem.scale
+    # The forward's maximum needs a positive factor: the sign, or a scale of zero, is applied to q there.
+    qk_scale = (abs(scale) * LOG2E or 1.0) if plan.kernel == "forward" else (scale * LOG2E or TINY)
+    values: Values = {
+        "M": M, "N": N, "M_padded": _padded(M), "heads": heads, "heads_q": Hq, "heads_kv": Hkv, "group_size": Hq // Hkv,
+        "batch_repeats": B // max(1, Bkv), "batch_shares_keys": int(Bkv == 1),
+        "heads_per_group": heads_per_group(streamed, l2_bytes(q.device), heads),
+        "sm_scale": scale, "dq_scale": scale, "dk_scale": scale, "qk_scale": qk_scale, "shift_scale": -1.0 / qk_scale,
+        "q_sign": float((scale > 0) - (scale < 0)),
+    }  # fmt: skip
+    mask = problem.block_mask
+    if mask is not None:
+        blocks = -(-(N if transposed else M) // mask.BLOCK_SIZE[transposed])
+        values["stride_mask_h"] = blocks if mask.H > 1 else 0
+        values["stride_mask_b"] = blocks * mask.H if mask.B > 1 else 0
+    return values
+
+
+def _strides(plan: KernelPlan, name: str, tensor: Tensor) -> Values:
+    """Return the strides of a tensor [B, H, rows, D] in the plan's unit."""
+    batch, head, row, _ = tensor.stride()
+    if tensor.size(0) == 1:
+        batch = 0  # keys that the batch shares
+    rows = "n" if name in ("k", "v", "dk", "dv") else "m"
+    unit = plan.unit
+    return {f"stride_{name}b": batch // unit, f"stride_{name}h": head // unit, f"stride_{name}{rows}": row // unit}
+
+
+def _mod_values(mod: ModPlan, bound: BoundMod) -> Values:
+    values: Values = {}
+    for i, (tensor, layout) in enumerate(zip(bound.captures, mod.layouts, strict=True)):
+        name = mod.capture_name(i)
+        unit = layout_unit(tensor.dtype) if layout.aligned else 1
+        for d, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            values[f"{name}_size{d}"] = size
+            values[f"{name}_stride{d}"] = stride // unit
+    for i, number in enumerate(bound.numbers):
+        values[mod.number_name(i)] = number
+    return values
+
+
+def _buffer_strides(mod: ModPlan, bound: BoundMod) -> Values:
+    values: Values = {}
+    for i in scatter_captures(mod.graph):
+        stride = 1
+        for d in reversed(range(bound.captures[i].ndim)):
+            values[f"{mod.capture_name(i)}_grad_stride{d}"] = stride
+            stride *= bound.captures[i].size(d)
+    return values
+
+
+def _arrays_of(kernel: str, problem: Problem) -> dict[str, Tensor]:
+    """Return the arrays of the mask and the mods by the names of their arguments."""
+    found: dict[str, Tensor] = {}
+    if kernel == "backward_delta":
+        return found
+    mask = problem.block_mask
+    if mask is not None:
+        side, lists = ("q", mask.q_runs) if kernel == "backward_dkdv" else ("kv", mask.kv_runs)
+        assert lists is not None
+        found = {
+            f"{side}_partial_ptr": lists.partial.row_ptr, f"{side}_partial_runs_ptr": lists.partial.runs,
+            f"{side}_full_ptr": lists.full.row_ptr, f"{side}_full_runs_ptr": lists.full.runs,
+            f"{side}_order_ptr": lists.order,
+        }  # fmt: skip
+    for bound, role in ((problem.score, "score"), (problem.mask, "mask")):
+        if bound is not None:
+            names = _capture_names(bound.graph, role)
+            found.update((name, tensor.detach()) for name, tensor in zip(names, bound.captures, strict=True))
+    return found
+
+
+@lru_cache(1024)
+def _capture_names(graph: Any, role: str) -> tuple[str, ...]:
+    mod = ModPlan(graph, role, (), ())
+    return tuple(f"{mod.capture_name(i)}_ptr" for i in range(len(graph.captures)))
+
+
+def buffer_name(problem: Problem, capture: int) -> str:
+    """Return the name of the gradient buffer of a captured tensor of the score_mod."""
+    assert problem.score is not None
+    return _capture_names(problem.score.graph, "score")[capture].removesuffix("_ptr") + "_grad_ptr"

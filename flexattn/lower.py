@@ -1,0 +1,548 @@
+"""lower: ModGraph -> the text of `@triton.jit` functions that the templates call.
+
+A lowered mod is `mod(score, b, h, q_idx, kv_idx, live, <captures>, <numbers>)` on scalars b and h, rows `[BLOCK_M, 1]`
+and columns `[1, BLOCK_N]` (or transposed): an operation that depends on rows alone stays a column of BLOCK_M values,
+and what depends on neither is computed once. `live` is None, or tells for each place whether it may be read and
+written: loads that vary with both rows and columns are guarded by it, all others by the bounds of the captured tensor,
+so that nothing is read where the lengths, the lists or the mask exclude the place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from flexattn.bound import nonnegative
+from flexattn.errors import CompileError
+from flexattn.graph import ModGraph, Node
+from flexattn.index_range import is_linear, shift_invariant
+from flexattn.ops import OPS
+
+TRITON_DTYPE = {
+    torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.int64: "int64",
+    torch.int32: "int32", torch.int16: "int16", torch.int8: "int8", torch.uint8: "uint8", torch.bool: "int1",
+}  # fmt: skip
+TRITON_POINTER = {
+    torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
+    torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
+    torch.bool: "*i1",
+}  # fmt: skip
+
+# Integers of at most this size are exact in float32, and so are sums of a few lengths below INDEX_LIMIT.
+EXACT_FLOAT32 = 1 << 24
+INDEX_LIMIT = 1 << 22
+
+# Triton's interpreter has no libdevice and no inline PTX; these are the same functions in its own terms.
+_INTERPRETER_TEXT = {
+    "tanh": "(1.0 - 2.0 / (tl.exp(2.0 * {0}) + 1.0))",
+    "pow": "tl.exp({1} * tl.log({0}))",
+    "expm1": "(tl.exp({0}) - 1.0)",
+    "log1p": "tl.log(1.0 + {0})",
+    "log10": "(tl.log({0}) * 0.4342944819032518)",
+    "floor": "tl.floor({0})",
+    "ceil": "tl.ceil({0})",
+    "trunc": "tl.where({0} < 0.0, tl.ceil({0}), tl.floor({0}))",
+    "sinh": "(0.5 * (tl.exp({0}) - tl.exp(-{0})))",
+    "cosh": "(0.5 * (tl.exp({0}) + tl.exp(-{0})))",
+    "tan": "(tl.sin({0}) / tl.cos({0}))",
+    "erfc": "(1.0 - tl.erf({0}))",
+}
+
+
+@dataclass(frozen=True)
+class CaptureLayout:
+    """What generated code assumes of a captured tensor's memory; sizes and strides themselves are runtime values."""
+
+    aligned: bool  # last stride 1, the others and the pointer multiples of 16 bytes: loads are vectorised
+    wide: bool  # offsets may pass 2**31: addresses are int64
+
+
+@dataclass(frozen=True)
+class ModPlan:
+    """A graph with everything of its runtime arguments that changes the generated text."""
+
+    graph: ModGraph
+    role: str  # "score" or "mask": the prefix of its arguments
+    layouts: tuple[CaptureLayout, ...]
+    numbers: tuple[str, ...]  # Triton types of the lifted numbers: i32, i64 or fp32
+    # For the lengths of the call: nodes that are never negative, and loads that are inside of their tensor at any place
+    # of any tile. Without that knowledge an index is wrapped as PyTorch does, and a load guarded.
+    nonnegative: tuple[int, ...] = ()
+    inside: tuple[int, ...] = ()
+
+    def arguments(self) -> tuple[tuple[str, str], ...]:
+        """Return (name, Triton type) of each runtime argument, in order."""
+        found: list[tuple[str, str]] = []
+        for i, (capture, layout) in enumerate(zip(self.graph.captures, self.layouts, strict=True)):
+            name, width = self.capture_name(i), "i64" if layout.wide else "i32"
+            found.append((f"{name}_ptr", TRITON_POINTER[capture.dtype]))
+            strides = capture.ndim - 1 if layout.aligned else capture.ndim
+            found += [(f"{name}_stride{d}", width) for d in range(max(strides, 0))]
+            found += [(f"{name}_size{d}", "i32") for d in range(capture.ndim)]
+        found += [(self.number_name(i), kind) for i, kind in enumerate(self.numbers)]
+        return tuple(found)
+
+    def capture_name(self, position: int) -> str:
+        return f"{self.role}_{_identifier(self.graph.captures[position].name)}{position}"
+
+    def number_name(self, position: int) -> str:
+        return f"{self.role}_{_identifier(self.graph.numbers[position].name)}{position}"
+
+    def argument_names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.arguments())
+
+
+def layout_unit(dtype: torch.dtype) -> int:
+    """Return the elements in 16 bytes: strides of aligned captures come in this unit, so that loads are vectorised."""
+    return max(1, 16 // dtype.itemsize)
+
+
+def _identifier(name: str) -> str:
+    return "".join(c if c.isalnum() and c.isascii() else "_" for c in name)
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How the target wants operations written."""
+
+    exact: bool = False  # accurate functions instead of the hardware's approximations
+    interpreter: bool = False
+    ptx: bool = False  # NVIDIA's instructions may be written inline
+    float_index: bool = True  # lengths are below INDEX_LIMIT: index differences are formed in float32
+
+
+def lower(mod: ModPlan, function: str, dialect: Dialect) -> str:
+    """Return the text of a mask_mod, or of a gradient d(score)."""
+    writer = _Writer(mod, dialect, early_loads(mod))
+    output = mod.graph.outputs[0]
+    result = writer.value(output) if output is not None else "tl.zeros_like(grad)"
+    if mod.role == "score":
+        result = f"tl.broadcast_to({result}, score.shape)"
+    early = ["early"] if early_loads(mod) else []
+    return writer.function(function, [*_parameters(mod.graph), "live", *early], [f"return {result}"])
+
+
+def lower_score(mod: ModPlan, function: str, dialect: Dialect) -> str:
+    """Return the text of a score_mod that takes q k^T and the scale apart, and gives the new score times log2(e).
+
+    Scale and log2(e) join the other factors that are the same for all places, so that a chain of products costs one.
+    """
+    writer = _Writer(mod, dialect, early_loads(mod))
+    output = mod.graph.outputs[0]
+    assert output is not None
+    result = writer.product(output, "LOG2E")
+    if "score" not in mod.graph.dependence[output]:
+        shape = "tl.broadcast_to" if writer.varies(output) else "tl.full"
+        result = (
+            f"{shape}({result}, score.shape)"
+            if writer.varies(output)
+            else f"{shape}(score.shape, {result}, tl.float32)"
+        )
+    early = ["early"] if early_loads(mod) else []
+    return writer.function(function, [*_parameters(mod.graph), "live", *early], [f"return {result}"])
+
+
+def early_loads(mod: ModPlan) -> tuple[int, ...]:
+    """Return the loads of each place that can start before the score is known: they need neither it nor a guard."""
+    graph = mod.graph
+    return tuple(
+        i
+        for i in mod.inside
+        if {"q_idx", "kv_idx"} <= graph.dependence[i] and not graph.dependence[i] & {"score", "grad"}
+    )
+
+
+def lower_early_loads(mod: ModPlan, function: str, dialect: Dialect) -> str:
+    """Return the text of a function of (b, h, q_idx, kv_idx) that gives the early loads as a tuple."""
+    writer = _Writer(mod, dialect)
+    values = [writer.value(i) for i in early_loads(mod)]
+    return writer.function(function, ["b", "h", "q_idx", "kv_idx"], [f"return ({', '.join(values)},)"])
+
+
+def _parameters(graph: ModGraph) -> list[str]:
+    """Return the parameters of a lowered mod: the score comes unscaled, with its scale."""
+    return [p for name in graph.inputs for p in ((name, "sm_scale") if name == "score" else (name,))]
+
+
+def lower_scatter(mod: ModPlan, function: str, dialect: Dialect) -> str:
+    """Return the text of a function that adds the gradient of each captured tensor into its float32 buffer.
+
+    Each site is first summed over the axes on which its index does not depend, so a per-row table takes one atomic a
+    row; where the index depends on q_idx - kv_idx alone, over the diagonals. `live` must be given. Expects row-major
+    tiles: queries along axis 0, keys along axis 1.
+    """
+    graph = mod.graph
+    writer = _Writer(mod, dialect)
+    buffers = [n for n, _ in scatter_arguments(mod)]
+    body: list[str] = []
+    places: list[str] = []  # functions that give the address of a site
+    for i, (site, output) in enumerate(zip(graph.sites, graph.outputs[1:], strict=True)):
+        assert output is not None
+        node = graph.nodes[site]
+        place = _Writer(mod, dialect)
+        place_name = f"{function}_place{i}"
+        places.append(
+            place.function(place_name, ["b", "h", "q_idx", "kv_idx"], [f"return {place.place(node)}"], buffers)
+        )
+        arguments = ", ".join((*mod.argument_names(), *buffers))
+        reads = frozenset().union(*(graph.dependence[a] for a in node.args)) if node.args else frozenset()
+        body.append(f"d{i} = tl.where(live, tl.broadcast_to({writer.value(output)}, score.shape), 0.0)")
+        invariant = {"q_idx", "kv_idx"} <= reads and all(shift_invariant(graph)[a] for a in node.args)
+        # A clamped or bucketed distance sends many places to one cell. Where each diagonal has its own, atomics
+        # of all places are faster: 0.98 ms against 1.17 ms for dQ (16 heads of 4,096, D 64, H200).
+        if invariant and not all(is_linear(graph, a) for a in node.args):
+            body += [
+                f"d{i} = rotate(d{i})",
+                "for turn in tl.static_range(TURNS):",
+                f"    pointers, inside = {place_name}"
+                f"(b, h, tl.min(q_idx, 0, keep_dims=True) + turn * BLOCK_N, kv_idx, {arguments})",
+                f'    tl.atomic_add(pointers, diagonals(d{i}, turn), mask=inside, sem="relaxed")',
+            ]
+            continue
+        for axis, name in ((0, "q_idx"), (1, "kv_idx")):
+            if name not in reads:
+                body.append(f"d{i} = tl.sum(d{i}, {axis}, keep_dims=True)")
+        body.append(f"pointers, inside = {place_name}(b, h, q_idx, kv_idx, {arguments})")
+        guard = "live & inside" if {"q_idx", "kv_idx"} <= reads else "inside"
+        body.append(
+            f"tl.atomic_add(tl.broadcast_to(pointers, d{i}.shape), d{i}, "
+            f'mask=tl.broadcast_to({guard}, d{i}.shape), sem="relaxed")'
+        )
+    text = writer.function(function, [*_parameters(graph), "live"], [*body, "return"], buffers)
+    return "\n\n".join([_DIAGONALS, *places, text])
+
+
+def scatter_captures(graph: ModGraph) -> tuple[int, ...]:
+    """Return the captured tensors that receive a gradient, each once, in order."""
+    return tuple(sorted({int(str(graph.nodes[s].value)) for s in graph.sites}))
+
+
+def scatter_arguments(mod: ModPlan) -> tuple[tuple[str, str], ...]:
+    """Return (name, Triton type) of the arguments that describe the gradient buffers of captured tensors."""
+    found: list[tuple[str, str]] = []
+    for position in scatter_captures(mod.graph):
+        name, layout = mod.capture_name(position), mod.layouts[position]
+        found.append((f"{name}_grad_ptr", "*fp32"))
+        strides = range(mod.graph.captures[position].ndim)
+        found += [(f"{name}_grad_stride{d}", "i64" if layout.wide else "i32") for d in strides]
+    return tuple(found)
+
+
+class _Writer:
+    """Writes the nodes of a graph as Triton statements, each when it is first needed."""
+
+    def __init__(self, mod: ModPlan, dialect: Dialect, early: tuple[int, ...] = ()) -> None:
+        self.mod, self.graph, self.dialect = mod, mod.graph, dialect
+        self.lines: list[str] = []
+        self.names = {node: f"early[{i}]" for i, node in enumerate(early)}  # of nodes already written
+        self.float_names: dict[int, str] = {}
+        self.nonnegative = [a or i in mod.nonnegative for i, a in enumerate(nonnegative(mod.graph))]
+
+    def function(self, name: str, inputs: list[str], body: list[str], extra: list[str] | None = None) -> str:
+        parameters = ", ".join([*inputs, *self.mod.argument_names(), *(extra or [])])
+        text = "\n".join(f"    {line}" for line in [*self.lines, *body])
+        return f"@triton.jit\ndef {name}({parameters}):\n{text}\n"
+
+    def varies(self, position: int) -> bool:
+        """Tell whether a node is a block (and not a scalar)."""
+        return bool(self.graph.dependence[position] & {"q_idx", "kv_idx", "score", "grad"})
+
+    def value(self, position: int) -> str:
+        if position not in self.names:
+            self.names[position] = self._write(self.graph.nodes[position], position)
+        return self.names[position]
+
+    def _assign(self, text: str) -> str:
+        name = f"t{len(self.lines)}"
+        self.lines.append(f"{name} = {text}")
+        return name
+
+    def _write(self, node: Node, position: int) -> str:
+        match node.op:
+            case "input" if node.value == "score":
+                return self._assign("score * sm_scale")
+            case "input":
+                return str(node.value)
+            case "number":
+                return self.mod.number_name(int(str(node.value)))
+            case "const":
+                return _literal(node.value)
+            case "load":
+                return self._load(node, position)
+            case "cast":
+                return self._cast(node)
+            case "mul" | "div" if node.dtype.is_floating_point and not self.dialect.exact and self.varies(position):
+                return self.product(position)
+            case "floordiv" | "mod" | "fmod":
+                return self._integer_division(node)
+        return self._assign(self._text(node.op).format(*(self.value(a) for a in node.args)))
+
+    def _text(self, op: str) -> str:
+        spec = OPS[op]
+        if self.dialect.interpreter:
+            text = _INTERPRETER_TEXT.get(op, spec.triton)
+            if "libdevice." in text:
+                raise CompileError(f"{op}: Triton's interpreter does not have it; use the CPU engine or a GPU")
+            return text
+        return spec.exact_triton if self.dialect.exact and spec.exact_triton else spec.triton
+
+    def _cast(self, node: Node) -> str:
+        source = self.graph.nodes[node.args[0]]
+        if node.dtype == torch.float32 and not source.dtype.is_floating_point and self._float_range(node.args[0]):
+            return self._float_value(node.args[0])
+        if source.op == "const":
+            return _literal(source.value)
+        if node.dtype == torch.bool:
+            return self._assign(f"{self.value(node.args[0])} != 0")
+        value = self.value(node.args[0])
+        if source.op == "number":
+            # A lifted number has the type that holds its value: the conversion states the type that torch computes in.
+            return self._assign(f"tl.cast({value}, tl.{TRITON_DTYPE[node.dtype]})")
+        return self._assign(f"{value}.to(tl.{TRITON_DTYPE[node.dtype]})")
+
+    def product(self, position: int, factor: str | None = None) -> str:
+        """Write a chain of products and quotients, times `factor`: all that is the same for all places as one factor.
+
+        A division by such a value becomes a product with its reciprocal, and equal values above and below cancel:
+        one or two roundings differ from what is written, none in an exact dialect.
+        """
+        if self.dialect.exact:
+            return self.value(position) if factor is None else self._assign(f"{self.value(position)} * {factor}")
+        varying, above, below = self._factors(position)
+        for node in [n for n in above if n in below]:
+            above.remove(node)
+            below.remove(node)
+        uniform = [factor] if factor else []
+        uniform += [n if isinstance(n, str) else self.value(n) for n in above]
+        scalar = " * ".join(uniform)
+        if below:
+            scalar = f"{scalar or '1.0'} / ({' * '.join(n if isinstance(n, str) else self.value(n) for n in below)})"
+        if scalar:
+            varying = [*varying, scalar if scalar.isidentifier() else self._assign(scalar)]
+        return varying[0] if len(varying) == 1 else self._assign(" * ".join(varying))
+
+    def _factors(self, position: int) -> tuple[list[str], list[int | str], list[int | str]]:
+        """Return (texts that vary over places, nodes above, nodes below the line) of a chain of products."""
+        node = self.graph.nodes[position]
+        if not self.varies(position):
+            return [], [position], []
+        if node.op == "input" and node.value == "score" and position not in self.names:
+            return ["score"], ["sm_scale"], []
+        used_once = sum(position in n.args for n in self.graph.nodes) <= 1
+        if node.op == "mul" and node.dtype.is_floating_point and used_once and position not in self.names:
+            parts = [self._factors(a) for a in node.args]
+            return parts[0][0] + parts[1][0], parts[0][1] + parts[1][1], parts[0][2] + parts[1][2]
+        if node.op == "div" and used_once and position not in self.names:
+            x, y = node.args
+            varying, above, below = self._factors(x)
+            if not self.varies(y):
+                return varying, above, [*below, y]
+        return [self._plain(position)], [], []
+
+    def _plain(self, position: int) -> str:
+        """Return the value of a node that is no chain of products."""
+        node = self.graph.nodes[position]
+        if position not in self.names and node.op in ("mul", "div"):
+            x, y = (self.value(a) for a in node.args)
+            self.names[position] = self._assign(f"{x} {'*' if node.op == 'mul' else '/'} {y}")
+        return self.value(position)
+
+    def _integer_division(self, node: Node) -> str:
+        x, y = (self.value(a) for a in node.args)
+        whole = not node.dtype.is_floating_point
+        if whole and all(self.nonnegative[a] for a in node.args):
+            # Triton divides integers as C does, which is Python's way where neither is negative.
+            return self._assign(f"{x} // {y}" if node.op == "floordiv" else f"{x} % {y}")
+        if whole and node.op == "fmod":
+            return self._assign(f"{x} % {y}")
+        kind = "int" if whole else "float"
+        name = {"floordiv": "floor_div", "mod": "floor_mod", "fmod": "trunc_mod"}[node.op]
+        return self._assign(f"{name}_{kind}({x}, {y})")
+
+    def _load(self, node: Node, position: int) -> str:
+        capture_position = int(str(node.value))
+        name, capture = self.mod.capture_name(capture_position), self.graph.captures[capture_position]
+        index = [self._wrapped(a, f"{name}_size{d}") for d, a in enumerate(node.args)]
+        reads = frozenset().union(*(self.graph.dependence[a] for a in node.args))
+        each_place = {"q_idx", "kv_idx"} <= reads or bool(reads & {"score", "grad"})
+        address = self.address(node, index, name)
+        scattered = bool(node.args) and "q_idx" in self.graph.dependence[node.args[-1]]
+        if not node.args or position in self.mod.inside:
+            guard = "None"
+        elif each_place:
+            guard = "live"
+        else:
+            guard = " & ".join(f"({i} >= 0) & ({i} < {name}_size{d})" for d, i in enumerate(index))
+        if (
+            self.dialect.ptx
+            and each_place
+            and scattered
+            and capture.dtype.itemsize == 4
+            and not reads & {"score", "grad"}
+        ):
+            return self._assign(f"gather({address}, {guard})")
+        text = f"tl.load({address})" if guard == "None" else f"tl.load({address}, mask={guard}, other=0)"
+        return self._loaded(text, capture.dtype, guard == "live")
+
+    def _loaded(self, text: str, dtype: torch.dtype, guarded_by_live: bool = False) -> str:
+        if guarded_by_live:
+            # Without a guard Triton refuses `other`; live is None at compile time where all places are live.
+            name = f"t{len(self.lines)}"
+            bare = text.replace(", mask=live, other=0", "")
+            self.lines.append(f"if live is None:\n        {name} = {bare}\n    else:\n        {name} = {text}")
+        else:
+            name = self._assign(text)
+        return self._assign(f"{name} != 0") if dtype == torch.bool else name
+
+    def _wrapped(self, position: int, size: str) -> str:
+        """Return an index expression with PyTorch's wrap-around, which provably non-negative ones do not need."""
+        value = self.value(position)
+        node = self.graph.nodes[position]
+        if node.op == "const":
+            return value if int(str(node.value)) >= 0 else self._assign(f"{value} + {size}")
+        if self.nonnegative[position]:
+            return value
+        return self._assign(f"tl.where({value} < 0, {value} + {size}, {value})")
+
+    def address(self, node: Node, index: list[str], name: str) -> str:
+        position = int(str(node.value))
+        layout, ndim = self.mod.layouts[position], self.graph.captures[position].ndim
+        unit = f" * {layout_unit(self.graph.captures[position].dtype)}" if layout.aligned else ""
+        terms = [
+            i
+            if layout.aligned and d == ndim - 1
+            else f"{self._wide(i) if layout.wide else i} * ({name}_stride{d}{unit})"
+            for d, i in enumerate(index)
+        ]
+        return " + ".join([f"{name}_ptr", *(f"({t})" for t in terms)])
+
+    def place(self, node: Node) -> str:
+        """Return "pointer, inside" of a site in its gradient buffer."""
+        position = int(str(node.value))
+        name, layout = self.mod.capture_name(position), self.mod.layouts[position]
+        index = [self._wrapped(a, f"{name}_size{d}") for d, a in enumerate(node.args)]
+        terms = [f"({self._wide(i) if layout.wide else i} * {name}_grad_stride{d})" for d, i in enumerate(index)]
+        inside = " & ".join(f"({i} >= 0) & ({i} < {name}_size{d})" for d, i in enumerate(index))
+        return f"{' + '.join([f'{name}_grad_ptr', *terms])}, {inside or 'b >= 0'}"
+
+    def _wide(self, index: str) -> str:
+        return f"tl.cast({index}, tl.int64)"
+
+    # Index arithmetic in float32: an int-to-float conversion for each score runs at a quarter of the rate of an add.
+
+    def _float_range(self, position: int) -> int | None:
+        """Return a bound of the magnitude if the node can be computed in float32 exactly from rows and columns."""
+        if not self.dialect.float_index:
+            return None
+        bound = self._magnitude(position)
+        return bound if bound is not None and bound <= EXACT_FLOAT32 else None
+
+    def _magnitude(self, position: int) -> int | None:
+        node = self.graph.nodes[position]
+        match node.op:
+            case "input" if node.value in ("q_idx", "kv_idx"):
+                return INDEX_LIMIT
+            case "const":
+                return abs(int(str(node.value)))
+            case "add" | "sub" | "neg" | "abs" | "maximum" | "minimum":
+                parts = [self._magnitude(a) for a in node.args]
+                return None if None in parts else sum(p for p in parts if p is not None)
+        return None
+
+    def _float_value(self, position: int) -> str:
+        if position not in self.float_names:
+            node = self.graph.nodes[position]
+            if node.op == "const":
+                return repr(float(str(node.value)))
+            if node.op == "input":
+                text = f"{node.value}.to(tl.float32)"
+            else:
+                text = self._text(node.op).format(*(self._float_value(a) for a in node.args))
+            self.float_names[position] = self._assign(text)
+        return self.float_names[position]
+
+
+def _literal(value: object) -> str:
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return f'float("{value}")'
+    return repr(value)
+
+
+@lru_cache(1)
+def prelude() -> str:
+    """Return the functions that lowered mods may call."""
+    return _PRELUDE
+
+
+# Sums over diagonals: each row is turned by its number, so that a diagonal becomes a column, which holds TURNS of them.
+_DIAGONALS = '''TURNS: tl.constexpr = tl.constexpr(max(BLOCK_M.value // BLOCK_N.value, 1) + 1)
+
+
+@triton.jit
+def rotate(d):
+    """Return r[i, j] = d[i, (i + j) % BLOCK_N]."""
+    column = tl.arange(0, BLOCK_M)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    return tl.gather(d, column % BLOCK_N, 1)
+
+
+@triton.jit
+def diagonals(rotated, turn):
+    """Return [1, BLOCK_N]: at j the sum over all i, k with i - k = turn * BLOCK_N - j."""
+    column = tl.arange(0, BLOCK_M)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    return tl.sum(tl.where(column // BLOCK_N == turn, rotated, 0.0), 0, keep_dims=True)
+'''
+
+_PRELUDE = '''@triton.jit
+def fast_tanh(x):
+    """tanh by the hardware: relative error at most 2**-11 (PTX ISA, tanh.approx.f32)."""
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def gather(pointers, live):
+    """Load scattered 4-byte elements, 0 where not live.
+
+    Triton would pipeline a tl.load through shared memory, element by element: 3.2 times the time of dK/dV (D 64).
+    """
+    addresses = pointers.to(tl.int64)
+    if live is None:
+        bits = tl.inline_asm_elementwise(
+            "ld.global.nc.b32 $0, [$1];", "=r,l", [addresses], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        bits = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$1]; }", "=&r,l,r",
+            [addresses, tl.broadcast_to(live, addresses.shape).to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1,
+        )
+    return bits.to(pointers.dtype.element_ty, bitcast=True)
+
+
+@triton.jit
+def floor_div_int(x, y):
+    quotient = x // y
+    return tl.where((x % y != 0) & ((x < 0) != (y < 0)), quotient - 1, quotient)
+
+
+@triton.jit
+def floor_mod_int(x, y):
+    remainder = x % y
+    return tl.where((remainder != 0) & ((remainder < 0) != (y < 0)), remainder + y, remainder)
+
+
+@triton.jit
+def floor_div_float(x, y):
+    return tl.floor(x / y)
+
+
+@triton.jit
+def floor_mod_float(x, y):
+    return x - tl.floor(x / y) * y
+
+
+@triton.jit
+def trunc_mod_float(x, y):
+    quotient = x / y
+    return x - tl.where(quotient < 0, tl.ceil(quotient), tl.floor(quotient)) * y
+'''

@@ -1,0 +1,31 @@
+"""ALiBi (Press et al., 2022): a penalty that grows with the distance, at another rate in each head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexattn.mods.kinds import ScoreMod, named
+
+
+def alibi(slopes: int | Tensor) -> ScoreMod:
+    """Add `slope * (kv_idx - q_idx)`, with slopes [H], or 2 ** (-8 * (h + 1) / H) for H heads given as an int.
+
+    >>> import torch
+    >>> i = torch.arange(3)
+    >>> alibi(8)(torch.zeros(3, 3), i, i[0], i[:, None], i)[2].tolist()
+    [-1.0, -0.5, 0.0]
+    """
+    if isinstance(slopes, Tensor):
+
+        def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return score + slopes[h] * (kv_idx - q_idx)
+
+        return named(mod, "alibi")
+
+    heads = slopes
+
+    def standard(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + torch.exp2(-8.0 * (h + 1) / heads) * (kv_idx - q_idx)
+
+    return named(standard, f"alibi_{heads}")

@@ -1,0 +1,29 @@
+"""Block diffusion (Arriola et al., 2025): noised and clean copies of a sequence, side by side, trained in one pass."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flexattn.mods.kinds import MaskMod, named
+
+
+def block_diffusion(length: int, block: int) -> MaskMod:
+    """Mask of `2 * length` tokens: first the noised sequence, then the clean one, both cut into blocks.
+
+    A noised block sees itself and the clean blocks before it; a clean block sees the clean blocks up to itself.
+
+    >>> import torch
+    >>> i = torch.arange(4)
+    >>> block_diffusion(2, 1)(i, i, i[:, None], i).int().tolist()
+    [[1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    """
+
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        q_clean, kv_clean = q_idx >= length, kv_idx >= length
+        q_block, kv_block = q_idx % length // block, kv_idx % length // block
+        noised_itself = ~q_clean & ~kv_clean & (q_block == kv_block)
+        noised_to_clean = ~q_clean & kv_clean & (q_block > kv_block)
+        clean_to_clean = q_clean & kv_clean & (q_block >= kv_block)
+        return noised_itself | noised_to_clean | clean_to_clean
+
+    return named(mask, f"block_diffusion_{length}_{block}")

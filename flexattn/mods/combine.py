@@ -1,0 +1,100 @@
+"""Masks from masks: and, or, xor, not, and the mask that hides nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexattn.mods.kinds import MaskMod, named
+
+
+def noop_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """Attend everywhere."""
+    return b.new_ones((), dtype=torch.bool)
+
+
+def and_masks(*mask_mods: MaskMod) -> MaskMod:
+    """Attend where every mask does; with no mask, everywhere.
+
+    >>> import torch
+    >>> from flexattn.mods import causal, sliding_window
+    >>> i = torch.arange(4)
+    >>> and_masks(causal, sliding_window(2))(i, i, i[:, None], i).int().tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    """
+    _check(mask_mods)
+
+    def and_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        result = b.new_ones((), dtype=torch.bool)
+        for mask in mask_mods:
+            result = result & mask(b, h, q_idx, kv_idx)
+        return result
+
+    return named(and_mask, "_and_".join(map(_name, mask_mods)) or "and_mask")
+
+
+def or_masks(*mask_mods: MaskMod) -> MaskMod:
+    """Attend where any mask does; with no mask, nowhere.
+
+    >>> import torch
+    >>> from flexattn.mods import causal, prefix_lm
+    >>> i = torch.arange(3)
+    >>> or_masks(causal, lambda b, h, q, kv: kv < 2)(i, i, i[:, None], i).int().tolist()
+    [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    """
+    _check(mask_mods)
+
+    def or_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        result = b.new_zeros((), dtype=torch.bool)
+        for mask in mask_mods:
+            result = result | mask(b, h, q_idx, kv_idx)
+        return result
+
+    return named(or_mask, "_or_".join(map(_name, mask_mods)) or "or_mask")
+
+
+def xor_masks(*mask_mods: MaskMod) -> MaskMod:
+    """Attend where an odd number of masks does.
+
+    >>> import torch
+    >>> from flexattn.mods import causal
+    >>> i = torch.arange(3)
+    >>> xor_masks(causal, noop_mask)(i, i, i[:, None], i).int().tolist()
+    [[0, 1, 1], [0, 0, 1], [0, 0, 0]]
+    """
+    _check(mask_mods)
+
+    def xor_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        result = b.new_zeros((), dtype=torch.bool)
+        for mask in mask_mods:
+            result = result ^ mask(b, h, q_idx, kv_idx)
+        return result
+
+    return named(xor_mask, "_xor_".join(map(_name, mask_mods)) or "xor_mask")
+
+
+def not_mask(mask_mod: MaskMod) -> MaskMod:
+    """Attend where the mask does not.
+
+    >>> import torch
+    >>> from flexattn.mods import causal
+    >>> i = torch.arange(3)
+    >>> not_mask(causal)(i, i, i[:, None], i).int().tolist()
+    [[0, 1, 1], [0, 0, 1], [0, 0, 0]]
+    """
+    _check((mask_mod,))
+
+    def negated(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return ~mask_mod(b, h, q_idx, kv_idx)
+
+    return named(negated, f"not_{_name(mask_mod)}")
+
+
+def _check(mask_mods: tuple[MaskMod, ...]) -> None:
+    if not all(callable(mask) for mask in mask_mods):
+        raise RuntimeError(f"All inputs should be callable mask_mods: found {mask_mods}. Pass functions.")
+
+
+def _name(mask_mod: MaskMod) -> str:
+    name = getattr(mask_mod, "__name__", type(mask_mod).__name__)
+    return name if name.isidentifier() else "mask"  # a lambda

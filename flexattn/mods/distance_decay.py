@@ -1,0 +1,28 @@
+"""Distance decay: scores fall with the distance, the same way to both sides."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flexattn.mods.kinds import ScoreMod, named
+
+
+def distance_decay(rate: float | Tensor) -> ScoreMod:
+    """Subtract `rate * |q_idx - kv_idx|`, one rate or a tensor [H] of them, which can learn.
+
+    >>> import torch
+    >>> i = torch.arange(3)
+    >>> distance_decay(0.5)(torch.zeros(3, 3), i, i, i[:, None], i)[1].tolist()
+    [-0.5, 0.0, -0.5]
+    """
+    if isinstance(rate, Tensor):
+
+        def for_each_head(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return score - rate[h] * (q_idx - kv_idx).abs()
+
+        return named(for_each_head, "distance_decay")
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score - rate * (q_idx - kv_idx).abs()
+
+    return named(mod, "distance_decay")

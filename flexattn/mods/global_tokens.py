@@ -1,0 +1,29 @@
+"""Global tokens: some tokens that see everything and are seen by everyone (Longformer, BigBird)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flexattn.mods.kinds import MaskMod, named
+
+
+def global_tokens(tokens: int | Tensor) -> MaskMod:
+    """Attend from and to the first `tokens` tokens, or those that a bool tensor [S] marks. Join it to a local mask:
+
+    >>> import torch
+    >>> from flexattn.mods import or_masks, sliding_window
+    >>> i = torch.arange(4)
+    >>> or_masks(global_tokens(1), sliding_window(1))(i, i, i[:, None], i).int().tolist()
+    [[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]
+    """
+    if isinstance(tokens, Tensor):
+
+        def marked(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return tokens[q_idx] | tokens[kv_idx]
+
+        return named(marked, "global_tokens")
+
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx < tokens) | (kv_idx < tokens)
+
+    return named(mask, f"global_tokens_{tokens}")

@@ -1,0 +1,23 @@
+"""Head gate: each head learns how much its scores count."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexattn.mods.kinds import ScoreMod, named
+
+
+def head_gate(gate: Tensor) -> ScoreMod:
+    """Multiply scores by `sigmoid(gate[h])`, gate [H], which can learn.
+
+    >>> import torch
+    >>> i = torch.arange(1)
+    >>> head_gate(torch.zeros(1))(torch.tensor([1.0, 3.0]), i, i, i, i).tolist()
+    [0.5, 1.5]
+    """
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score * torch.sigmoid(gate)[h]
+
+    return named(mod, "head_gate")

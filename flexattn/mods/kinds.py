@@ -1,0 +1,19 @@
+"""The two kinds of mods, as types, and how a factory names what it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import Tensor
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (b, h, q_idx, kv_idx) -> bool
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # (score, b, h, q_idx, kv_idx) -> score
+
+Mod = TypeVar("Mod", MaskMod, ScoreMod)
+
+
+def named(mod: Mod, name: str) -> Mod:
+    """Give a closure a telling name: graphs, masks and kernels show it."""
+    mod.__name__ = mod.__qualname__ = name
+    return mod

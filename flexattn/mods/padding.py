@@ -1,0 +1,22 @@
+"""Padding: sequences of several lengths in one batch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flexattn.mods.kinds import MaskMod, named
+
+
+def padding(lengths: Tensor) -> MaskMod:
+    """Attend to the first `lengths[b]` keys, an integer tensor [B]. Queries of the padding attend as others do.
+
+    >>> import torch
+    >>> i = torch.arange(3)
+    >>> padding(torch.tensor([1, 3]))(i[:2, None], i, i, i).int().tolist()
+    [[1, 0, 0], [1, 1, 1]]
+    """
+
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return kv_idx < lengths[b]
+
+    return named(mask, "padding")

@@ -1,0 +1,27 @@
+"""Relative bias: a learned number for each head and distance."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flexattn.mods.kinds import ScoreMod, named
+
+
+def relative_bias(table: Tensor) -> ScoreMod:
+    """Add `table[h, q_idx - kv_idx + R]`, table [H, 2 * R + 1]; distances beyond R take its ends. The table can learn.
+
+    >>> import torch
+    >>> i, table = torch.arange(4), torch.tensor([[-1.0, 0.0, 1.0]])
+    >>> relative_bias(table)(torch.zeros(4, 4), i, i[0], i[:, None], i)[1].tolist()
+    [1.0, 0.0, -1.0, -1.0]
+    """
+    if table.dim() != 2 or table.shape[1] % 2 == 0:
+        raise ValueError(
+            f"relative_bias: found table {list(table.shape)}, expected [H, 2 * R + 1]. Make its width odd."
+        )
+    reach = table.shape[1] // 2
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + table[h, (q_idx - kv_idx).clamp(-reach, reach) + reach]
+
+    return named(mod, f"relative_bias_{reach}")

@@ -1,0 +1,25 @@
+"""Sliding window: a query attends to the keys near it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flexattn.mods.kinds import MaskMod, named
+
+
+def sliding_window(window: int, causal: bool = True) -> MaskMod:
+    """Attend to the last `window` keys, the query's own included; with causal=False, as far to the other side too.
+
+    >>> import torch
+    >>> i = torch.arange(4)
+    >>> sliding_window(2)(i, i, i[:, None], i).int().tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    """
+
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx >= kv_idx) & (q_idx - kv_idx < window)
+
+    def both_sides(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx - kv_idx).abs() < window
+
+    return named(mask if causal else both_sides, f"sliding_window_{window}{'' if causal else '_both_sides'}")

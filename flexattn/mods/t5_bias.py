@@ -1,0 +1,40 @@
+"""T5's relative bias (Raffel et al., 2020): a learned number for each head and bucket of distances."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flexattn.mods.kinds import ScoreMod, named
+
+
+def t5_bias(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
+    """Add `table[bucket, h]`, table [buckets, H]: one bucket for each near distance, logarithmic steps beyond.
+
+    Bidirectional tables have one half for keys before the query and one for keys after it. The table can learn.
+
+    >>> import torch
+    >>> i, table = torch.arange(4), torch.arange(8.0)[:, None]
+    >>> t5_bias(table, bidirectional=False)(torch.zeros(4, 4), i, i[0], i[:, None], i)[3].tolist()
+    [3.0, 2.0, 1.0, 0.0]
+    """
+    buckets = table.shape[0] // 2 if bidirectional else table.shape[0]
+    exact = buckets // 2
+    if table.dim() != 2 or exact < 1 or max_distance <= exact:
+        found = f"table {list(table.shape)} with max_distance {max_distance}"
+        raise ValueError(f"t5_bias: found {found}, expected [buckets, H] and more distances than buckets / 2.")
+    span = math.log(max_distance / exact)
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        before = q_idx - kv_idx
+        distance = before.abs() if bidirectional else before.clamp(min=0)
+        # The smallest distance that gets here in earnest is `exact`: 1 only keeps the logarithm finite.
+        far = exact + (torch.log(distance.clamp(min=1) / exact) / span * (buckets - exact)).to(torch.int32)
+        bucket = torch.where(distance < exact, distance, far.clamp(max=buckets - 1))
+        if bidirectional:
+            bucket = bucket + torch.where(before < 0, buckets, 0)
+        return score + table[bucket, h]
+
+    return named(mod, "t5_bias" if bidirectional else "t5_bias_causal")

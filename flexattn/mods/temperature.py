@@ -1,0 +1,28 @@
+"""Temperature: sharper or flatter attention."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flexattn.mods.kinds import ScoreMod, named
+
+
+def temperature(value: float | Tensor) -> ScoreMod:
+    """Divide scores by a temperature: a number, or a tensor [H] with one for each head, which can learn.
+
+    >>> import torch
+    >>> i = torch.arange(1)
+    >>> temperature(2.0)(torch.tensor([1.0, 3.0]), i, i, i, i).tolist()
+    [0.5, 1.5]
+    """
+    if isinstance(value, Tensor):
+
+        def for_each_head(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return score / value[h]
+
+        return named(for_each_head, "temperature")
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score / value
+
+    return named(mod, "temperature")

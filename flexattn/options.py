@@ -1,0 +1,138 @@
+"""kernel_options: the names, what they mean, and their checks. They choose how to compute, never what is computed.
+
+A name may start with `fwd_` or `bwd_` to hold for that pass alone, and then wins over the plain name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from functools import cache
+from typing import Literal, TypedDict, get_args, get_origin, get_type_hints
+
+from flexattn.errors import DtypeError, OptionError, UnsupportedError, message
+
+Options = tuple[tuple[str, object], ...]  # validated, sorted by name: hashable
+
+
+class FlexKernelOptions(TypedDict, total=False):
+    """The names of PyTorch's FlexKernelOptions, those it honours without a word, and `EXACT`."""
+
+    BACKEND: Literal["AUTO", "TRITON", "CPU", "FLASH", "TRITON_DECODE"]  # who computes; AUTO goes by the device
+    EXACT: bool  # tanh, exp and friends as exact as torch's, instead of the hardware's approximations
+    FLOAT32_PRECISION: Literal["ieee", "tf32", "tf32x3"]  # of fp32 products; default: torch's setting
+    num_warps: int
+    num_stages: int
+    BLOCK_M: int  # forward tile, queries
+    BLOCK_N: int  # forward tile, keys
+    BLOCK_M1: int  # dK/dV tile, queries
+    BLOCK_N1: int  # dK/dV tile, keys
+    BLOCK_M2: int  # dQ tile, queries
+    BLOCK_N2: int  # dQ tile, keys
+    PRESCALE_QK: bool  # scale q instead of the scores: faster, less exact
+    ROWS_GUARANTEED_SAFE: bool  # promise that each row has a key
+    BLOCKS_ARE_CONTIGUOUS: bool  # accepted; runs of blocks make it needless
+    WRITE_DQ: bool  # accepted; where captured gradients are summed is the plan's choice
+    FORCE_USE_FLEX_ATTENTION: bool  # never the kernel for short queries
+    USE_TMA: bool
+    SPLIT_KV: int
+    PARTITION_SIZE: int
+    SKIP_MASK_SCORE: bool
+    num_consumer_groups: int
+    num_buffers_warp_spec: int
+    kpack: int  # ROCm only, as the two that follow
+    matrix_instr_nonkdim: int
+    waves_per_eu: int
+
+
+# What PyTorch's templates call options, but are facts of the call: a user's value could only make results wrong.
+INTERNAL = frozenset({
+    "OUTPUT_LOGSUMEXP", "OUTPUT_MAX", "IS_DIVISIBLE", "SAFE_M_BOUNDARY", "SAFE_N_BOUNDARY", "SAFE_HEAD_DIM", "SM_SCALE",
+    "GQA_SHARED_HEADS", "HAS_FULL_BLOCKS", "SPARSE_Q_BLOCK_SIZE", "SPARSE_KV_BLOCK_SIZE", "QK_HEAD_DIM",
+    "QK_HEAD_DIM_ROUNDED", "V_HEAD_DIM", "V_HEAD_DIM_ROUNDED",
+})  # fmt: skip
+
+_MEND_BACKEND = 'Leave BACKEND out, or write BACKEND="AUTO".'
+
+
+@cache
+def option_kinds() -> dict[str, object]:
+    """Return the type of each option by name: bool, int or a Literal."""
+    return get_type_hints(FlexKernelOptions)
+
+
+def validate_options(kernel_options: Mapping[str, object] | None) -> Options:
+    """Check names and values and return the options in their hashable form; raise OptionError or DtypeError."""
+    if kernel_options is None:
+        return ()
+    if not isinstance(kernel_options, Mapping):
+        found = f"a {type(kernel_options).__name__}"
+        raise DtypeError(message("kernel_options", found, "a dict", 'Write kernel_options={"BLOCK_M": 64}.'))
+    checked = tuple(sorted((name, _checked(name, value)) for name, value in kernel_options.items()))
+    _check_backend(dict(checked))
+    return checked
+
+
+def option(options: Options, name: str, phase: Literal["fwd", "bwd"] | None = None) -> object:
+    """Return the value of `name` for that pass, None where the user gave none."""
+    if not options:
+        return None
+    given = dict(options)
+    return given.get(f"{phase}_{name}", given.get(name))
+
+
+def _checked(name: str, value: object) -> object:
+    """Return the value of one option as flexattn writes it."""
+    argument = f"kernel_options[{name!r}]"
+    plain = str(name).removeprefix("fwd_").removeprefix("bwd_")
+    kind = option_kinds().get(plain)
+    if plain in INTERNAL:
+        mend = "flexattn finds this by itself: leave it out."
+        raise OptionError(message(argument, repr(value), "an option of yours", mend))
+    if kind is None:
+        raise OptionError(_unknown(str(name)))
+    if get_origin(kind) is Literal:
+        return _choice(argument, value, get_args(kind))
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise DtypeError(message(argument, f"{value!r} ({type(value).__name__})", "a bool", "Write True or False."))
+        return value
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise DtypeError(message(argument, f"{value!r} ({type(value).__name__})", "an int", "Write a whole number."))
+    return _size(argument, plain, value)
+
+
+def _unknown(name: str) -> str:
+    names = tuple(option_kinds())
+    prefixed = (*names, *(f"{phase}_{n}" for phase in ("fwd", "bwd") for n in names))
+    near = difflib.get_close_matches(name, prefixed, n=1) or difflib.get_close_matches(name.upper(), prefixed, n=1)
+    mend = f"Did you mean {near[0]!r}?" if near else "Leave it out."
+    return message("kernel_options", f"the unknown name {name!r}", f"names among {', '.join(names)}", mend)
+
+
+def _choice(argument: str, value: object, choices: tuple[str, ...]) -> object:
+    # PyTorch's FLOAT32_PRECISION is pasted into its template and therefore carries quotes of its own.
+    plain = value.strip("'") if isinstance(value, str) else value
+    if plain not in choices:
+        raise OptionError(message(argument, repr(value), f"one of {', '.join(choices)}", f"Write {choices[0]!r}."))
+    return plain
+
+
+def _size(argument: str, plain: str, value: int) -> int:
+    smallest = {"num_stages": 1, "num_warps": 1}.get(plain, 16 if plain.startswith("BLOCK_") else 0)
+    power = plain.startswith("BLOCK_") or plain == "num_warps"
+    if value < smallest or (power and value & (value - 1)):
+        expected = f"{'a power of two' if power else 'a number'} from {smallest} on"
+        mend = f"Write {max(smallest, 1 << max(value, 1).bit_length() - 1) if power else smallest}."
+        raise OptionError(message(argument, value, expected, mend))
+    return value
+
+
+def _check_backend(given: dict[str, object]) -> None:
+    backend = given.get("BACKEND", "AUTO")
+    if backend in ("FLASH", "TRITON_DECODE"):
+        found = f"BACKEND={backend!r}"
+        raise UnsupportedError(message("kernel_options", found, "AUTO, TRITON or CPU", _MEND_BACKEND))
+    if backend != "AUTO" and given.get("FORCE_USE_FLEX_ATTENTION"):
+        found = f"FORCE_USE_FLEX_ATTENTION beside BACKEND={backend!r}"
+        raise OptionError(message("kernel_options", found, "one of the two", _MEND_BACKEND))

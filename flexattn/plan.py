@@ -1,0 +1,416 @@
+"""plan: what a kernel's source depends on, and nothing else. A KernelPlan is the cache key of a kernel.
+
+Lengths, strides, batch, heads, scale, captured values and lifted numbers are runtime arguments. Whether pointers and
+strides are multiples of 16 bytes is a field, since without it no load is vectorised.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from flexattn.errors import CompileError, message
+from flexattn.graph import BoundMod, ModGraph
+from flexattn.index_range import Range, index_ranges
+from flexattn.lower import INDEX_LIMIT, CaptureLayout, ModPlan
+from flexattn.options import option
+from flexattn.problem import Problem
+from flexattn.target import Target
+
+KERNELS = ("forward", "backward_delta", "backward_dq", "backward_dkdv")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A slice of a head dim that one matrix product takes: `width` is a power of two, `used` what is there."""
+
+    index: int
+    offset: int
+    width: int
+    used: int
+
+
+@lru_cache(1024)
+def split_head_dim(dim: int) -> tuple[Part, ...]:
+    """Split a head dim into powers of two: 192 = 128 + 64, 96 = 64 + 32; one padded part where two do not help."""
+    padded = max(16, 1 << (dim - 1).bit_length())
+    large = padded // 2
+    rest = max(16, 1 << (dim - large - 1).bit_length()) if dim > large else 0
+    if large >= 16 and rest and large + rest < padded:
+        return (Part(0, 0, large, large), Part(1, large, rest, dim - large))
+    return (Part(0, 0, padded, dim),)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The part of the scores that one program holds at a time, and how it is run."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+    # Queries that dK/dV takes at a time where a mask is asked; 0: BLOCK_M. What the mask holds in registers beside dK
+    # and dV spills 4 KB with 64 (D 128), and the kernel then takes 3.6 times as long.
+    PARTIAL_M: int = 0
+    # Ask for both products of the backward (q k^T, dO v^T) before using either. Then less waits in registers for the
+    # second one: with tanh at D 128 dK/dV takes 2.33 ms so and 3.08 ms otherwise, but plain causal 2.50 and 1.99 ms.
+    PRODUCTS_FIRST: bool = False
+
+    @property
+    def partial_m(self) -> int:
+        return self.PARTIAL_M or self.BLOCK_M
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """One kernel: two equal plans give the same source, byte for byte."""
+
+    kernel: str  # one of KERNELS: the name of a template
+    target: Target
+    dtype: torch.dtype
+    D: int
+    Dv: int
+    tile: Tile
+    aligned: bool  # all strides but the last, which is 1, and the pointers are multiples of 16 bytes
+    tma: bool = False  # streamed tiles come through tensor descriptors (sm_90 and later)
+    wide_rows: bool = False  # a stride between rows needs 64 bits
+    score: ModPlan | None = None
+    grad: ModPlan | None = None
+    mask: ModPlan | None = None
+    blocks: tuple[int, int] | None = None  # BLOCK_SIZE of the mask, None without one
+    full_overhangs: bool = False  # a full block may reach past the lengths
+    float_index: bool = True  # lengths are below 2**22: index differences are exact in float32
+    precision: str = "ieee"  # of float32 products: ieee, tf32 or tf32x3
+    exact: bool = False
+    max_scores: bool = False
+    has_dlse: bool = False
+
+    @property
+    def name(self) -> str:
+        """The kernel function's name, as profilers show it."""
+        mods = [m.graph.name for m in (self.score, self.mask) if m is not None]
+        text = "_".join([self.kernel, *mods])
+        return "".join(c if c.isalnum() and c.isascii() else "_" for c in text)[:120]
+
+    @property
+    def scales_gradient(self) -> bool:
+        """Whether d(score) is anything else than the gradient that comes in, as it is for `score + bias`."""
+        if self.grad is None:
+            return False
+        output = self.grad.graph.outputs[0]
+        return output is None or self.grad.graph.nodes[output].value != "grad"
+
+    @property
+    def unit(self) -> int:
+        """Elements in 16 bytes where strides are multiples of that, otherwise 1: strides are passed in this unit."""
+        return 16 // self.dtype.itemsize if self.aligned else 1
+
+    @property
+    def outer(self) -> tuple[int, int]:
+        """(rows of a mask block on the side that a program owns, tile rows): they give the programs per block."""
+        own = 1 if self.kernel == "backward_dkdv" else 0
+        tile = (self.tile.BLOCK_M, self.tile.BLOCK_N)[own]
+        return (self.blocks[own] if self.blocks else tile), tile
+
+    @property
+    def cuts_blocks(self) -> bool:
+        """Whether blocks of the streamed side are no whole number of tiles."""
+        if self.blocks is None:
+            return False
+        transposed = self.kernel == "backward_dkdv"
+        return bool(self.blocks[0] % self.tile.BLOCK_M if transposed else self.blocks[1] % self.tile.BLOCK_N)
+
+    @property
+    def tiles_per_block(self) -> int:
+        block, tile = self.outer
+        return -(-block // tile)
+
+    def __repr__(self) -> str:
+        t = self.tile
+        kinds = f"{str(self.dtype).removeprefix('torch.')}  D {self.D}  Dv {self.Dv}"
+        lines = [
+            f"KernelPlan {self.name}",
+            f"    target   {self.target}",
+            f"    dtype    {kinds}  {'aligned' if self.aligned else 'any strides'}{'  tma' if self.tma else ''}",
+            f"    tile     BLOCK_M {t.BLOCK_M}  BLOCK_N {t.BLOCK_N}  warps {t.num_warps}  stages {t.num_stages}",
+            f"    blocks   {f'{self.blocks[0]} x {self.blocks[1]}' if self.blocks else 'none: every pair attends'}",
+        ]
+        lines += [
+            f"    {m.role:<8} {m.graph.name}  {m.graph.location}" for m in (self.score, self.mask) if m is not None
+        ]
+        return "\n".join(lines)
+
+
+# Tiles by (kernel, bytes of an element): rows of (largest max(D, Dv), Tile), the first that holds is taken. Measured on
+# an H200 with triton 3.6 at 4,096 to 32,768 tokens, each kernel alone among about eight candidates.
+TILES: dict[tuple[str, int], tuple[tuple[int, Tile], ...]] = {
+    ("forward", 2): (
+        (64, Tile(64, 128, 4, 3)), (128, Tile(64, 64, 4, 3)), (192, Tile(128, 64, 8, 3)), (256, Tile(128, 32, 8, 3)),
+        (512, Tile(64, 32, 4, 2)),
+    ),
+    ("backward_dq", 2): (
+        (128, Tile(128, 64, 8, 3)), (192, Tile(128, 64, 8, 2)), (256, Tile(128, 32, 8, 2)), (512, Tile(32, 32, 4, 1)),
+    ),
+    ("backward_dkdv", 2): (
+        (64, Tile(64, 64, 4, 3, 32, True)), (128, Tile(64, 64, 4, 2, 32)), (192, Tile(32, 64, 4, 3)),
+        (256, Tile(64, 64, 8, 2)), (512, Tile(32, 32, 4, 1)),
+    ),
+    ("backward_delta", 2): ((1 << 20, Tile(64, 16, 4, 1)),),
+    ("forward", 4): (
+        (64, Tile(64, 32, 4, 2)), (128, Tile(32, 32, 4, 2)), (256, Tile(32, 32, 4, 1)), (512, Tile(16, 16, 4, 1)),
+    ),
+    ("backward_dq", 4): ((64, Tile(32, 32, 4, 2)), (128, Tile(32, 32, 4, 1)), (512, Tile(16, 16, 4, 1))),
+    ("backward_dkdv", 4): ((64, Tile(32, 32, 4, 2)), (128, Tile(32, 32, 4, 1)), (512, Tile(16, 16, 4, 1))),
+    ("backward_delta", 4): ((1 << 20, Tile(32, 16, 4, 1)),),
+}  # fmt: skip
+# The same for what a score_mod does, the first kind that holds: it transforms the score, which takes registers in the
+# backward; it loads for each place; it adds to the score.
+SCORE_TILES: dict[str, dict[tuple[str, int], tuple[tuple[int, Tile], ...]]] = {
+    "transforms": {
+        ("backward_dq", 2): ((128, Tile(128, 64, 8, 3, 0, True)),),
+        ("backward_dkdv", 2): ((128, Tile(32, 64, 4, 3, 0, True)),),
+    },
+    "gathers": {
+        ("forward", 2): ((64, Tile(64, 64, 4, 3)),),
+        ("backward_dq", 2): ((64, Tile(64, 64, 4, 3)),),
+        ("backward_dkdv", 2): ((64, Tile(64, 64, 4, 3, 32)),),
+    },
+    "adds": {("backward_dkdv", 2): ((64, Tile(64, 64, 4, 3, 32)),)},
+}
+
+# The same for rows that are not aligned to 16 bytes, which come element by element through registers. Fewer than 64
+# rows keep Triton from wgmma: fed from registers it read outside of shared memory (H200, triton 3.6; D 33, 64, 130).
+_UNALIGNED_ROWS = 32
+UNALIGNED_TILES: dict[tuple[str, int], tuple[tuple[int, Tile], ...]] = {
+    ("forward", 2): ((64, Tile(32, 64, 4, 2)), (512, Tile(32, 32, 4, 1))),
+    ("backward_dq", 2): ((64, Tile(32, 32, 4, 2)), (512, Tile(32, 16, 4, 1))),
+    ("backward_dkdv", 2): ((64, Tile(32, 32, 4, 2)), (512, Tile(16, 32, 4, 1))),
+}
+
+# kernel_options that set a kernel's tile, as PyTorch names them.
+_TILE_OPTIONS = {
+    "forward": ("BLOCK_M", "BLOCK_N"),
+    "backward_dkdv": ("BLOCK_M1", "BLOCK_N1"),
+    "backward_dq": ("BLOCK_M2", "BLOCK_N2"),
+}
+_INTERPRETER_TILE = Tile(32, 32, 4, 1)
+
+
+def shared_bytes(plan: KernelPlan) -> int:
+    """Return an upper bound of the shared memory that the kernel's tiles take."""
+    t, size = plan.tile, plan.dtype.itemsize
+    widths = sum(p.width for p in split_head_dim(plan.D)) + sum(p.width for p in split_head_dim(plan.Dv))
+    held, streamed = (t.BLOCK_N, t.BLOCK_M) if plan.kernel == "backward_dkdv" else (t.BLOCK_M, t.BLOCK_N)
+    if plan.kernel == "backward_delta":
+        return 4096
+    scores = t.BLOCK_M * t.BLOCK_N * size * (2 if plan.kernel != "forward" else 1)
+    held_bytes = held * size * (widths if plan.kernel != "forward" else sum(p.width for p in split_head_dim(plan.D)))
+    barriers_and_reductions = 2048
+    return held_bytes + max(1, t.num_stages) * streamed * widths * size + scores + barriers_and_reductions
+
+
+def smaller_tiles(plan: KernelPlan) -> Iterator[KernelPlan]:
+    """Yield the plan, then the same with ever smaller tiles, down to 16 x 16 with one stage."""
+    while True:
+        yield plan
+        t = plan.tile
+        if t.num_stages > 1:
+            t = replace(t, num_stages=t.num_stages - 1)
+        elif t.BLOCK_N >= t.BLOCK_M and t.BLOCK_N > 16:
+            t = replace(t, BLOCK_N=t.BLOCK_N // 2)
+        elif t.BLOCK_M > 16:
+            t = replace(t, BLOCK_M=t.BLOCK_M // 2, PARTIAL_M=min(t.PARTIAL_M, t.BLOCK_M // 2))
+        else:
+            return
+        plan = replace(plan, tile=t)
+
+
+def fit(plan: KernelPlan) -> KernelPlan:
+    """Return the plan with the largest tile not above its own that fits the target's shared memory."""
+    for smaller in smaller_tiles(plan):
+        if shared_bytes(smaller) <= plan.target.shared_memory:
+            return smaller
+    found = f"D {plan.D}, Dv {plan.Dv} in {plan.dtype}"
+    raise CompileError(
+        message("head dims", found, f"at most what {plan.target} holds", "Use the CPU engine or fewer channels.")
+    )
+
+
+def plan_kernel(kernel: str, problem: Problem, target: Target, tensors: list[Tensor], has_dlse: bool) -> KernelPlan:
+    """Plan one kernel of a problem; `tensors` are those [B, H, rows, D] that it reads and writes."""
+    if kernel == "backward_delta":
+        Dv = problem.value.size(-1)
+        aligned = all(is_aligned(t) for t in tensors)
+        tile = _tile(kernel, problem, target, Dv, aligned)
+        return KernelPlan(kernel, target, problem.query.dtype, Dv, Dv, tile, aligned, has_dlse=has_dlse)
+    D, Dv = problem.query.size(-1), problem.value.size(-1)
+    aligned = all(is_aligned(t) for t in tensors)
+    blocks = problem.block_mask.BLOCK_SIZE if problem.block_mask is not None else None
+    score = _mod_plan(problem.score, "score", problem)
+    grad = None
+    if kernel.startswith("backward") and score is not None and problem.score_grad is not None:
+        graph = problem.score_grad if kernel == "backward_dq" else _without_sites(problem.score_grad)
+        assert problem.score is not None
+        grad = _mod_plan(replace(problem.score, graph=graph), "score", problem)
+    plan = KernelPlan(
+        kernel=kernel, target=target, dtype=problem.query.dtype, D=D, Dv=Dv,
+        tile=_tile(kernel, problem, target, max(D, Dv), aligned), aligned=aligned,
+        wide_rows=any(t.stride(2) >= 1 << 23 for t in tensors),
+        score=score, grad=grad, mask=_mod_plan(problem.mask, "mask", problem), blocks=blocks,
+        float_index=max(problem.query.size(2), problem.key.size(2)) <= INDEX_LIMIT,
+        precision=_precision(problem), exact=bool(option(problem.options, "EXACT")),
+        max_scores=problem.max_scores and kernel == "forward",
+    )  # fmt: skip
+    plan = fit(plan)
+    if _may_stream(kernel, problem, plan):
+        streamed = [problem.query, tensors[3]] if kernel == "backward_dkdv" else [problem.key, problem.value]
+        # A descriptor has no guard of rows: where a tile passes the end of a block, it would bring in rows that no
+        # list reaches (NaN, perhaps). At the end of the tensor it brings zeros.
+        plan = replace(plan, tma=not plan.cuts_blocks and all(has_descriptor(t) for t in streamed))
+    return replace(plan, full_overhangs=problem.block_mask is not None and problem.block_mask.full_overhangs)
+
+
+def _may_stream(kernel: str, problem: Problem, plan: KernelPlan) -> bool:
+    """Tell whether tiles may come through tensor descriptors: Hopper or later, aligned rows, no user against it."""
+    wanted = option(problem.options, "USE_TMA", "fwd" if kernel == "forward" else "bwd")
+    capable = plan.target.backend == "cuda" and int(plan.target.arch) >= 90
+    return capable and plan.aligned and kernel != "backward_delta" and wanted is not False
+
+
+@lru_cache(512)
+def _without_sites(graph: ModGraph) -> ModGraph:
+    return replace(graph, sites=(), outputs=graph.outputs[:1])
+
+
+def _tile(kernel: str, problem: Problem, target: Target, width: int, aligned: bool) -> Tile:
+    """Choose the tile: from the tables, then as kernel_options ask, then within what the compiler does right."""
+    if target.backend == "interpreter":
+        tile = _INTERPRETER_TILE
+    else:
+        key = kernel, 4 if problem.query.dtype.itemsize == 4 else 2
+        kind = {} if problem.score is None else SCORE_TILES[_score_kind(problem.score.graph)]
+        special = (kind if aligned else UNALIGNED_TILES).get(key, ())
+        tile = next((t for limit, t in (*special, *TILES[key]) if width <= limit), TILES[key][-1][1])
+    if kernel not in _TILE_OPTIONS:
+        return tile
+    tile = _as_asked(tile, kernel, problem)
+    if not aligned:
+        rows = "BLOCK_N" if kernel == "backward_dkdv" else "BLOCK_M"
+        tile = replace(tile, **{rows: min(getattr(tile, rows), _UNALIGNED_ROWS)})
+    if problem.score is not None and _indexes_by_score(problem.score.graph):
+        # A load whose address depends on a product cannot be pipelined: Triton 3.6 fails on it.
+        tile = replace(tile, num_stages=1)
+    return tile
+
+
+def _as_asked(tile: Tile, kernel: str, problem: Problem) -> Tile:
+    names, phase = _TILE_OPTIONS[kernel], "fwd" if kernel == "forward" else "bwd"
+    fields = (("BLOCK_M", names[0]), ("BLOCK_N", names[1]), ("num_warps", "num_warps"), ("num_stages", "num_stages"))
+    given = {field: option(problem.options, name, phase) for field, name in fields}
+    chosen = {k: v for k, v in given.items() if v is not None}
+    return replace(tile, **chosen, PARTIAL_M=0) if "BLOCK_M" in chosen else replace(tile, **chosen)
+
+
+@lru_cache(512)
+def _score_kind(graph: ModGraph) -> str:
+    """Return the row of SCORE_TILES that a score_mod belongs to."""
+    (output,) = graph.outputs
+    if output is None or not _adds(graph, output):
+        return "transforms"
+    each_place = {"q_idx", "kv_idx"}
+    gathers = any(n.op == "load" and each_place <= graph.dependence[i] for i, n in enumerate(graph.nodes))
+    return "gathers" if gathers else "adds"
+
+
+def _adds(graph: ModGraph, position: int) -> bool:
+    """Tell whether a node is the score with something added to it that does not depend on the score."""
+    node = graph.nodes[position]
+    if node.op == "input":
+        return node.value == "score"
+    if node.op not in ("add", "sub"):
+        return False
+    x, y = node.args
+    if "score" not in graph.dependence[y]:
+        return _adds(graph, x)
+    return node.op == "add" and "score" not in graph.dependence[x] and _adds(graph, y)
+
+
+def _indexes_by_score(graph: ModGraph) -> bool:
+    return any(n.op == "load" and "score" in graph.dependence[i] for i, n in enumerate(graph.nodes))
+
+
+def _precision(problem: Problem) -> str:
+    given = option(problem.options, "FLOAT32_PRECISION")
+    if given is not None:
+        return str(given)
+    if problem.query.dtype != torch.float32:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Tell whether rows of the tensor can be read 16 bytes at a time."""
+    unit = 16 // tensor.element_size()
+    strides = tensor.stride()
+    return all(s % unit == 0 for s in strides[:-1]) and tensor.data_ptr() % 16 == 0
+
+
+def has_descriptor(tensor: Tensor) -> bool:
+    """Tell whether TMA can address the tensor: no dim of several elements is an expanded one."""
+    return all(n == 1 or 0 < s < 1 << 38 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _mod_plan(mod: BoundMod | None, role: str, problem: Problem) -> ModPlan | None:
+    if mod is None:
+        return None
+    layouts = tuple(_layout(t) for t in mod.captures)
+    plan = ModPlan(mod.graph, role, layouts, tuple(_number_type(n) for n in mod.numbers))
+    # Only for loads of each place: a guard of rows or columns costs nothing, and a bit more would be a kernel more.
+    graph, each_place = mod.graph, {"q_idx", "kv_idx"}
+    loads = [i for i, node in enumerate(graph.nodes) if node.op == "load" and each_place <= graph.dependence[i]]
+    if not loads:
+        return plan
+    # A tile may pass the last row or column by less than its own size, which is at most 128.
+    B, H, M, N = *problem.query.shape[:3], problem.key.size(2)
+    whole = problem.block_mask is None or not any(size % 128 for size in problem.block_mask.BLOCK_SIZE)
+    tiled = [n if whole and n % 128 == 0 else n + 127 for n in (M, N)]
+    valid, touched = (index_ranges(mod.graph, mod.numbers, (B, H, *lengths)) for lengths in ((M, N), tiled))
+    sizes = {i: mod.captures[int(str(mod.graph.nodes[i].value))].shape for i in loads}
+    indices = {a for i in loads for a in mod.graph.nodes[i].args}
+    return replace(
+        plan,
+        nonnegative=tuple(sorted(a for a in indices if (r := valid[a]) is not None and r[0] >= 0)),
+        inside=tuple(
+            i
+            for i in loads
+            if all(_within(touched[a], n) for a, n in zip(mod.graph.nodes[i].args, sizes[i], strict=True))
+        ),
+    )
+
+
+def _within(found: Range, size: int) -> bool:
+    return found is not None and found[0] >= 0 and found[1] < size
+
+
+def _layout(tensor: Tensor) -> CaptureLayout:
+    reach = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    aligned = tensor.ndim == 0 or (tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0)
+    unit = max(1, 16 // tensor.element_size())
+    aligned = aligned and all(s % unit == 0 for s in tensor.stride()[:-1])
+    return CaptureLayout(aligned, reach >= 1 << 31)
+
+
+def _number_type(number: int | float) -> str:
+    if isinstance(number, float):
+        return "fp32"
+    return "i32" if -(1 << 31) <= number < 1 << 31 else "i64"
+
+
+def heads_per_group(head_bytes: int, l2: int, heads: int) -> int:
+    """Return how many heads to work on at a time, so that what they stream stays in L2."""
+    return max(1, min(heads, math.floor(l2 * 0.6 / max(1, head_bytes))))

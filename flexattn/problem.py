@@ -1,0 +1,29 @@
+"""Problem: one call of flex_attention after validation, the form in which every engine receives it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flexattn.block_mask import BlockMask
+from flexattn.graph import BoundMod, ModGraph
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What to compute: tensors, mods with their values, and the scale. `None` mods do nothing.
+
+    A mask has both `block_mask` (its runs) and `mask` (its mod, for partial blocks; None where the mod is noop).
+    """
+
+    query: Tensor  # [B, Hq, M, D]
+    key: Tensor  # [B or 1, Hkv, N, D]
+    value: Tensor  # [B or 1, Hkv, N, Dv]
+    scale: float
+    score: BoundMod | None = None
+    mask: BoundMod | None = None
+    block_mask: BlockMask | None = None
+    score_grad: ModGraph | None = None  # gradient graph of `score`, where a backward may follow
+    options: tuple[tuple[str, object], ...] = ()  # validated kernel_options
+    max_scores: bool = False  # whether the forward returns the largest score of each row

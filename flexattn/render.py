@@ -1,0 +1,263 @@
+"""render: KernelPlan -> KernelSource, the templates filled with the plan's constants and its lowered mods."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache, lru_cache
+from pathlib import Path
+
+import jinja2
+
+from flexattn.build import KernelSource
+from flexattn.errors import CompileError
+from flexattn.lower import (
+    TRITON_POINTER,
+    Dialect,
+    early_loads,
+    lower,
+    lower_early_loads,
+    lower_scatter,
+    lower_score,
+    prelude,
+    scatter_arguments,
+)
+from flexattn.plan import KernelPlan, Part, split_head_dim
+
+
+@cache
+def templates_folder() -> Path:
+    """Return the folder of the templates: inside the package (wheel), or beside it (clone, editable install)."""
+    package = Path(__file__).parent
+    for folder in (package / "templates", package.parent / "templates"):
+        if (folder / "forward.py.jinja").is_file():
+            return folder
+    raise CompileError(f"templates: none beside {package}; reinstall flexattn.")
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(templates_folder()),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+@lru_cache(512)
+def render(plan: KernelPlan) -> KernelSource:
+    """Return the source of a plan's kernel: a Python file that reads as a Triton program, and how to compile it."""
+    text = _environment().get_template(f"{plan.kernel}.py.jinja").render(_names(plan))
+    arguments = _kernel_arguments(text, plan.name)
+    types = _argument_types(plan)
+    signature = tuple((a, types[a] if a in types else _default_type(a, plan)) for a in arguments)
+    header = tuple(line for line in repr(plan).splitlines())
+    return KernelSource(
+        name=plan.name, text=text, header=header, signature=signature,
+        divisible=_divisible(plan, signature), num_warps=plan.tile.num_warps, num_stages=plan.tile.num_stages,
+    )  # fmt: skip
+
+
+def _names(plan: KernelPlan) -> dict[str, object]:
+    """Return what the templates refer to."""
+    constants: list[tuple[str, object]] = [
+        ("BLOCK_M", plan.tile.BLOCK_M), ("BLOCK_N", plan.tile.BLOCK_N), ("UNIT", plan.unit),
+        ("PRECISION", repr(plan.precision)),
+    ]  # fmt: skip
+    if plan.kernel == "backward_dkdv":
+        constants.append(("PARTIAL_M", plan.tile.partial_m))
+    if plan.blocks:
+        constants += [("SPARSE_Q", plan.blocks[0]), ("SPARSE_KV", plan.blocks[1]), ("TILES", plan.tiles_per_block)]
+    score = plan.score.argument_names() if plan.score else ()
+    mask = plan.mask.argument_names() if plan.mask else ()
+    scatter = tuple(n for n, _ in scatter_arguments(plan.grad)) if plan.grad and plan.grad.graph.sites else ()
+    return {
+        "name": plan.name, "constants": constants, "mods": _mods(plan), "prelude": prelude(),
+        "qk_parts": split_head_dim(plan.D), "v_parts": split_head_dim(plan.Dv),
+        "has_score": plan.score is not None, "scales_gradient": plan.scales_gradient,
+        "early_score": bool(plan.score and early_loads(plan.score)),
+        "early_grad": bool(plan.grad and plan.scales_gradient and early_loads(plan.grad)),
+        "has_mask": plan.mask is not None, "has_blocks": plan.blocks is not None,
+        "full_tail": plan.cuts_blocks or plan.full_overhangs, "max_scores": plan.max_scores,
+        "has_dlse": plan.has_dlse, "scale": "sm_scale" if plan.score else "qk_scale",
+        "score_arguments": score, "mask_arguments": mask, "mod_arguments": (*score, *mask),
+        "scatter_arguments": scatter, "inside": lambda loop: _inside(plan, loop), "tma": plan.tma,
+        "products_first": plan.tile.PRODUCTS_FIRST,
+        "stream": lambda *a: _stream(plan, *a), "stream_arguments": _stream_arguments(plan),
+        "stream_descriptors": tuple(d for d, _ in stream_descriptors(plan) if "partial" not in d),
+        "partial_descriptors": tuple(d for d, _ in stream_descriptors(plan) if "partial" in d),
+        "partial_arguments": tuple(_partial_name(plan, n) for n in _stream_arguments(plan)),
+        "each": _each, "names": _joined, "tile": _tile, "guard": _guard, "store_guard": _store_guard,
+    }  # fmt: skip
+
+
+def _mods(plan: KernelPlan) -> list[str]:
+    dialect = Dialect(plan.exact, plan.target.backend == "interpreter", plan.target.backend == "cuda", plan.float_index)
+    found = []
+    if plan.mask:
+        found.append(lower(plan.mask, "mask_mod", dialect))
+    for mod, function in ((plan.score, "score_loads"), (plan.grad if plan.scales_gradient else None, "grad_loads")):
+        if mod and early_loads(mod):
+            found.append(lower_early_loads(mod, function, dialect))
+    if plan.score:
+        found.append(lower_score(plan.score, "score_mod", dialect))
+    if plan.grad and plan.scales_gradient:
+        found.append(lower(plan.grad, "score_grad", dialect))
+    if plan.grad and plan.grad.graph.sites:
+        found.append(lower_scatter(plan.grad, "score_scatter", dialect))
+    return found
+
+
+def _inside(plan: KernelPlan, loop: str) -> str:
+    """Return which places of a tile are inside of the lengths, or None where nothing depends on knowing it.
+
+    Rows that a program owns are computed alone and stored under a guard, so they need no check unless a captured tensor
+    is read for each place. In a "full" loop streamed rows are inside too; in a "cut" one the last may pass the end.
+    """
+    transposed = plan.kernel == "backward_dkdv"
+    own = "(kv_idx < key_end)" if transposed else "(q_idx < row_end)"
+    streamed = "(q_idx < hi)" if transposed else "(kv_idx < hi)"
+    reads = _reads_each_place(plan)
+    if loop == "full":
+        return own if reads else "None"
+    if reads:
+        return f"{own} & {streamed}"
+    # Queries past the end have lse +inf and need no check, but those of the next run do where blocks cut tiles.
+    return streamed if not transposed or plan.cuts_blocks else "None"
+
+
+def _reads_each_place(plan: KernelPlan) -> bool:
+    return any("mask=live" in mod or ", live)" in mod for mod in _mods(plan))
+
+
+def _each(pattern: str, parts: tuple[Part, ...]) -> str:
+    return ", ".join(pattern.replace("%", str(p.index)) for p in parts)
+
+
+def _joined(names: tuple[str, ...]) -> str:
+    return "".join(f"{n}, " for n in names)
+
+
+def _tile(base: str, rows: str, stride: str, part: Part) -> str:
+    """Return the addresses of a tile [rows, part.width]."""
+    columns = f"tl.arange(0, {part.width})[None, :]"
+    if part.offset:
+        columns = f"({part.offset} + {columns})"
+    return f"{base} + {rows}[:, None] * ({stride} * UNIT) + {columns}"
+
+
+def stream_descriptors(plan: KernelPlan) -> tuple[tuple[str, tuple[int, int]], ...]:
+    """Return (argument, tile shape) of each tensor descriptor that the kernel streams tiles through."""
+    if not plan.tma:
+        return ()
+    transposed = plan.kernel == "backward_dkdv"
+    tensors, rows = (("q", "do"), plan.tile.BLOCK_M) if transposed else (("k", "v"), plan.tile.BLOCK_N)
+    dims = (split_head_dim(plan.D), split_head_dim(plan.Dv))
+    parts = [(t, p) for t, d in zip(tensors, dims, strict=True) for p in d]
+    found = [(f"{t}_desc_{p.index}", (rows, p.width)) for t, p in parts]
+    if _has_partial_step(plan):
+        found += [(f"{t}_desc_partial_{p.index}", (plan.tile.partial_m, p.width)) for t, p in parts]
+    return tuple(found)
+
+
+def _has_partial_step(plan: KernelPlan) -> bool:
+    return plan.kernel == "backward_dkdv" and plan.blocks is not None and plan.tile.partial_m != plan.tile.BLOCK_M
+
+
+def _partial_name(plan: KernelPlan, argument: str) -> str:
+    return argument.replace("_desc_", "_desc_partial_") if _has_partial_step(plan) else argument
+
+
+def _stream_arguments(plan: KernelPlan) -> tuple[str, ...]:
+    """Return what the inner loop needs to address the tiles that it streams."""
+    first, second, rows = ("q", "do", "m") if plan.kernel == "backward_dkdv" else ("k", "v", "n")
+    if plan.tma:
+        head = ("b", "h") if plan.kernel == "backward_dkdv" else ("b_kv", "h_kv")
+        names = tuple(d for d, _ in stream_descriptors(plan) if "partial" not in d)
+        return names if head == ("b", "h") else (*names, *head)
+    return f"{first}_base", f"{second}_base", f"stride_{first}{rows}", f"stride_{second}{rows}"
+
+
+def _stream(plan: KernelPlan, tensor: str, rows: str, part: Part) -> str:
+    """Return the load of one streamed tile; the TMA unit fills zeros outside of the tensor, so it needs no guard."""
+    if plan.tma:
+        head = "b, h" if plan.kernel == "backward_dkdv" else "b_kv, h_kv"
+        size = "STEP" if plan.kernel == "backward_dkdv" else f"BLOCK_{rows.upper()}"
+        load = f"{tensor}_desc_{part.index}.load([{head}, {rows}0, {part.offset}])"
+        return f"{load}.reshape({size}, {part.width})"
+    address = _tile(f"{tensor}_base + {rows}0 * {tensor}_step", f"offs_{rows}", f"stride_{tensor}{rows}", part)
+    return f"tl.load({address}, {_guard('BOUNDED', f'({rows}0 + offs_{rows}) < hi', part)})"
+
+
+def _guard(condition: str, rows: str, part: Part) -> str:
+    """Return the arguments of a load: rows are checked where `condition` holds, padding columns always."""
+    row_mask, columns = f"({rows})[:, None]", f"(tl.arange(0, {part.width}) < {part.used})[None, :]"
+    padded = part.used < part.width
+    if condition == "True":
+        return f"mask={row_mask}{f' & {columns}' if padded else ''}, other=0.0"
+    if padded:
+        return f"mask={row_mask} & {columns} if {condition} else {columns}, other=0.0"
+    return f"mask={row_mask} if {condition} else None, other=0.0 if {condition} else None"
+
+
+def _store_guard(rows: str, part: Part) -> str:
+    padded = part.used < part.width
+    return f"mask=({rows})[:, None]{f' & (tl.arange(0, {part.width}) < {part.used})[None, :]' if padded else ''}"
+
+
+def _kernel_arguments(text: str, name: str) -> list[str]:
+    """Return the parameters of the kernel as the rendered file has them: the template is their one place."""
+    (kernel,) = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name == name]
+    return [a.arg for a in kernel.args.args]
+
+
+def _argument_types(plan: KernelPlan) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for mod in (plan.score, plan.mask):
+        if mod:
+            found.update(mod.arguments())
+    if plan.grad and plan.grad.graph.sites:
+        found.update(scatter_arguments(plan.grad))
+    return found
+
+
+_FLOAT_POINTERS = {"lse_ptr", "lse2_ptr", "max_ptr", "delta_ptr", "dlse_ptr"}
+_SCALES = {"shift_scale", "sm_scale", "qk_scale", "q_sign", "dq_scale", "dk_scale"}
+_ROW_STRIDES = {f"stride_{t}{d}" for t in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for d in ("m", "n")}
+
+
+def _default_type(argument: str, plan: KernelPlan) -> str:
+    """Return the Triton type of an argument that is not a mod's."""
+    if "_desc_" in argument:
+        rows, width = dict(stream_descriptors(plan))[argument]
+        return f"tensordesc<{TRITON_POINTER[plan.dtype][1:]}[1, 1, {rows}, {width}]>"
+    if argument in _FLOAT_POINTERS:
+        return "*fp32"
+    if argument in _SCALES:
+        return "fp32"
+    if argument.endswith("_ptr"):
+        is_index = argument.startswith(("kv_", "q_partial", "q_full", "q_order"))
+        return "*i32" if is_index else TRITON_POINTER[plan.dtype]
+    if argument.startswith("stride_mask"):
+        return "i32"
+    if argument in _ROW_STRIDES:
+        return "i64" if plan.wide_rows else "i32"
+    return "i64" if argument.startswith("stride_") else "i32"
+
+
+def _divisible(plan: KernelPlan, signature: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    """Return the pointers that are multiples of 16 bytes; strides carry their alignment by being passed in units."""
+    found = []
+    own = {"q_ptr", "k_ptr", "v_ptr", "do_ptr", "o_ptr", "dq_ptr", "dk_ptr", "dv_ptr"}
+    aligned_captures = {
+        f"{mod.capture_name(i)}_ptr"
+        for mod in (plan.score, plan.mask)
+        if mod
+        for i, layout in enumerate(mod.layouts)
+        if layout.aligned and mod.graph.captures[i].ndim
+    }
+    for name, kind in signature:
+        if kind.startswith("*") and ((name in own and plan.aligned) or name in aligned_captures):
+            found.append(name)
+    return tuple(found)

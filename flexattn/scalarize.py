@@ -1,0 +1,281 @@
+"""Scalarize: the FX graph of a traced mod as a ModGraph, and how to find its captures and numbers in each call.
+
+What depends on captured tensors alone becomes the prologue, a function that torch runs once per call, under autograd;
+its results are the captures of the graph. Arithmetic on numbers and sizes alone becomes the numbers of the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from flexattn.aten import CREATION, ROWS, VIEWS, Elements, Index, operator_name
+from flexattn.errors import ModError, UnsupportedError
+from flexattn.graph import MASK_INPUTS, SCORE_INPUTS, BoundMod, Builder, Capture, Expr, ModGraph, Number, wide
+from flexattn.interception import IN_PLACE, RANDOM, line_of_node
+
+Kind = Literal["score", "mask"]
+
+_MOST_CHOICES = 16  # a longer list of literals is loaded, not chosen from
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a run left: the FX graph, what it returned, the guards, and the name of every symbol's source."""
+
+    graph: fx.Graph
+    result: Any  # an FX node, or a Python or symbolic number
+    inputs: dict[fx.Node, str]
+    tensors: list[fx.Node]
+    numbers: list[fx.Node]
+    names: dict[fx.Node, str]  # of tensors, by the user
+    sources: dict[str, str]  # symbol -> Python text over t (tensors) and n (numbers)
+    symbol_names: dict[str, str]  # symbol -> the user's name
+    environment: Any  # the ShapeEnv, whose guards may still grow
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A graph and how to find its values in the leaves of a callable of this kind."""
+
+    graph: ModGraph
+    guard: Callable[[Sequence[Tensor], Sequence[int | float]], bool] | None
+    numbers: Callable[[Sequence[Tensor], Sequence[int | float]], tuple[int | float, ...]] | None
+    picks: tuple[int, ...] | None  # captures that are leaves as they stand; None: the prologue computes them
+    prologue: Callable[..., tuple[Tensor, ...]] | None
+
+    def bind(self, tensors: Sequence[Tensor], numbers: Sequence[int | float]) -> BoundMod:
+        """Return the mod with the values of this call; the prologue runs here."""
+        if self.picks is not None:
+            captures = tuple([tensors[i] for i in self.picks])
+        else:
+            captures = tuple(self.prologue(*tensors, *numbers))  # type: ignore[misc]
+        values = self.numbers(tensors, numbers) if self.numbers is not None else ()
+        if self.graph.inputs is MASK_INPUTS:
+            captures = tuple([c.detach() if c.requires_grad else c for c in captures])
+        return BoundMod(self.graph, captures, values)
+
+
+def scalarize(recorded: Recorded, kind: Kind, name: str, score_dtype: torch.dtype, location: str) -> Traced:
+    """Split the FX graph into prologue and scalar expressions."""
+    _refuse_mutation_and_randomness(recorded, name)
+    leaves = _Leaves(recorded, score_dtype)
+    elements = Elements(leaves.builder, leaves.load, leaves.number)
+    dtype = score_dtype if kind == "score" else torch.bool
+    out = _output(elements, recorded.result, kind, name, dtype)
+    graph = leaves.builder.build(
+        name, SCORE_INPUTS if kind == "score" else MASK_INPUTS, tuple(leaves.captures), tuple(leaves.numbers), [out],
+        location=location,
+    )  # fmt: skip
+    graph, roots, number_texts = _without_unused(graph, leaves)
+    direct = [recorded.tensors.index(r) if r in recorded.tensors else None for r in roots]
+    picks = tuple(i for i in direct if i is not None) if None not in direct else None
+    return Traced(
+        graph,
+        _compiled(" and ".join(f"({g})" for g in _guard_texts(recorded))),
+        _compiled(f"({', '.join(number_texts)},)" if number_texts else ""),
+        picks,
+        None if picks is not None else _prologue(recorded, roots),
+    )
+
+
+def _output(elements: Elements, result: Any, kind: Kind, name: str, dtype: torch.dtype) -> Expr:
+    """Return the result of the mod as an expression of the dtype that its kind must have."""
+    if isinstance(result, fx.Node):
+        value = result.meta["val"]
+        if value.ndim > 0:
+            mend = "Index the captured tensor down to one element, as in scale[0]."
+            raise ModError(
+                f"{kind}_mod {name}, line {line_of_node(result)}: found a result of shape {list(value.shape)}, "
+                f"expected a scalar (a 0-d tensor). {mend}"
+            )
+        if kind == "mask" and value.dtype != torch.bool:
+            raise ModError(
+                f"mask_mod {name}, line {line_of_node(result)}: found a result of dtype {value.dtype}, expected "
+                f"torch.bool. Write a comparison, such as `!= 0`."
+            )
+        return elements.cast(elements.at(result, ()), dtype)
+    if kind == "mask" and isinstance(result, (bool, torch.SymBool)):
+        return elements.builder.const(bool(result), dtype)
+    if kind == "score" and isinstance(result, (bool, int, float, torch.SymInt, torch.SymFloat)):
+        return elements.scalar(result, dtype)
+    wanted = "a bool tensor" if kind == "mask" else "a scalar tensor"
+    raise ModError(f"{kind}_mod {name}: found a result of type {type(result).__name__}, expected {wanted}. Return one.")
+
+
+class _Leaves:
+    """The leaves of the graph under construction: inputs, loads from what the prologue gives, and numbers."""
+
+    def __init__(self, recorded: Recorded, score_dtype: torch.dtype) -> None:
+        self.recorded = recorded
+        self.builder = Builder()
+        self.captures: list[Capture] = []
+        self.roots: list[fx.Node] = []  # FX node of each capture
+        self.numbers: list[Number] = []
+        self.number_texts: list[str] = []
+        self._names: set[str] = {*SCORE_INPUTS, "grad"}
+        self._inputs = {
+            node: self.builder.input(name, score_dtype if name == "score" else torch.int32)
+            for node, name in recorded.inputs.items()
+        }
+        self._moving, self._captured = _dependence(recorded)
+
+    def load(self, node: fx.Node, index: Index) -> Expr | None:
+        """Return an input or a load, or None for a node that has to be computed from its operands."""
+        if node in self._inputs:
+            return self._inputs[node]
+        if node in self._moving or (node not in self._captured and _is_constant(node)):
+            return None
+        value = node.meta["val"]
+        if node not in self.roots:
+            self.roots.append(node)
+            name = self._unique(self._captured.get(node, "constant"))
+            literal = node not in self._captured and value.device.type == "cpu"
+            self.captures.append(Capture(name, value.dtype, value.ndim, literal))
+        return self.builder.load(self.roots.index(node), value.dtype, index).cast(wide(value.dtype))
+
+    def number(self, symbol: Any) -> Expr:
+        """Return a symbolic number as a leaf that the host computes from the user's numbers and sizes."""
+        expression = symbol.node.expr
+        if expression.is_number:
+            value = float(expression) if isinstance(symbol, torch.SymFloat) else int(expression)
+            return self.builder.const(value, torch.float64 if isinstance(value, float) else torch.int64)
+        dtype = torch.float64 if isinstance(symbol, torch.SymFloat) else torch.int64
+        text = _python_text(expression, self.recorded.sources)
+        text = f"float({text})" if dtype == torch.float64 else text
+        if text not in self.number_texts:
+            self.number_texts.append(text)
+            names = self.recorded.symbol_names
+            base = next((names[str(s)] for s in sorted(expression.free_symbols, key=str)), "number")
+            self.numbers.append(Number(self._unique(base), dtype))
+        return self.builder.number(self.number_texts.index(text), dtype)
+
+    def _unique(self, name: str) -> str:
+        name = name if name.isidentifier() else "captured"
+        chosen, count = name, 1
+        while chosen in self._names:
+            chosen, count = f"{name}_{count}", count + 1
+        self._names.add(chosen)
+        return chosen
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Tell whether a node that reads neither inputs nor captures is better computed in the graph than loaded."""
+    name = operator_name(node)
+    if name in ("stack", "cat"):
+        return math.prod(node.meta["val"].shape) <= _MOST_CHOICES
+    return name in ROWS or name in CREATION or name in VIEWS
+
+
+def _dependence(recorded: Recorded) -> tuple[set[fx.Node], dict[fx.Node, str]]:
+    """Return the nodes that depend on the mod's inputs, and a name for each of the others that reads a capture."""
+    moving = set(recorded.inputs)
+    captured = dict(recorded.names)
+    for node in recorded.graph.nodes:
+        if node.op != "call_function":
+            continue
+        sources = node.all_input_nodes
+        if any(s in moving for s in sources):
+            moving.add(node)
+        elif not isinstance(node.meta.get("val"), Tensor):
+            continue
+        elif (base := next((s for s in sources if s in captured), None)) is not None:
+            captured[node] = f"{captured[base]}_{operator_name(node).rpartition('.')[2].strip('_')}"
+    return moving, captured
+
+
+def _refuse_mutation_and_randomness(recorded: Recorded, name: str) -> None:
+    given = {*recorded.inputs, *recorded.tensors}
+    aliases = set(given)
+    for node in recorded.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise ModError(f"{name} at {line_of_node(node)} {RANDOM.format(what=node.target)}")
+        source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        if node.target._schema.is_mutable and source is not None:
+            views = [n for n in (source, *source.users) if _is_view(n)]
+            if source in aliases or views:
+                what = "an argument or a captured tensor" if source in aliases else "a tensor that has views"
+                raise ModError(f"{name} at {line_of_node(node)} {IN_PLACE.format(what=what)}")
+        elif _is_view(node) and source in aliases:
+            aliases.add(node)
+    for node in recorded.graph.nodes:
+        if node.op == "get_attr" and node.users:
+            raise UnsupportedError(
+                f"{name}: found a tensor that a library made or keeps, used at {line_of_node(next(iter(node.users)))}, "
+                f"expected tensors that the mod captures. Make it before the call and capture it."
+            )
+
+
+def _is_view(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.is_view and operator_name(node) != "detach"
+
+
+def _without_unused(graph: ModGraph, leaves: _Leaves) -> tuple[ModGraph, list[fx.Node], list[str]]:
+    """Drop captures and numbers that no node reads any more (folding can remove the last use)."""
+    loads = sorted({n.value for n in graph.nodes if n.op == "load"})  # type: ignore[type-var]
+    used = sorted({n.value for n in graph.nodes if n.op == "number"})  # type: ignore[type-var]
+    builder = Builder()
+    position = {"load": {old: new for new, old in enumerate(loads)}, "number": {o: n for n, o in enumerate(used)}}
+    copied: list[Expr] = []
+    for node in graph.nodes:
+        value = position[node.op][node.value] if node.op in position else node.value  # type: ignore[index]
+        copied.append(builder.add(node.op, tuple(copied[a].index for a in node.args), node.dtype, value))
+    kept = builder.build(
+        graph.name, graph.inputs, tuple(graph.captures[i] for i in loads), tuple(graph.numbers[i] for i in used),  # type: ignore[index]
+        [copied[o] for o in graph.outputs if o is not None], location=graph.location,
+    )  # fmt: skip
+    return kept, [leaves.roots[i] for i in loads], [leaves.number_texts[i] for i in used]  # type: ignore[index]
+
+
+def _python_text(expression: Any, sources: dict[str, str]) -> str:
+    """Return a sympy expression over symbols as Python over t and n."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    class Printer(PythonPrinter):
+        def _print_Symbol(self, symbol: Any) -> str:
+            return sources[str(symbol)]
+
+    return Printer().doprint(expression)
+
+
+def _guard_texts(recorded: Recorded) -> list[str]:
+    return list(dict.fromkeys(_python_text(g.expr, recorded.sources) for g in recorded.environment.guards))
+
+
+def _compiled(text: str) -> Callable[..., Any] | None:
+    return eval(f"lambda t, n: {text}", {"math": math, "torch": torch}) if text else None
+
+
+def _prologue(recorded: Recorded, roots: list[fx.Node]) -> Callable[..., tuple[Tensor, ...]]:
+    """Return a function of all leaves that computes the captures of the graph."""
+    graph = fx.Graph()
+    copies = {n: graph.placeholder(n.name) for n in (*recorded.tensors, *recorded.numbers)}
+    needed = _ancestors(roots)
+    for node in recorded.graph.nodes:
+        if node in needed and node not in copies:
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+            copies[node].meta = {}  # the fake tensors in it would keep the whole trace alive
+            if operator_name(node) in ("view", "_unsafe_view"):  # a capture of other strides may have to be copied
+                copies[node].target = torch.ops.aten.reshape.default
+    graph.output(tuple(copies[r] for r in roots))
+    return fx.GraphModule({}, graph).forward
+
+
+def _ancestors(roots: list[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that `roots` are computed from, and themselves."""
+    found: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
