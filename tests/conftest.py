@@ -1,0 +1,55 @@
+"""What all tests share: which tests this machine can run, one thread, a cache of generated kernels of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Tools that a GPU machine without a network may lack; a test file that imports a missing one is left out, by name.
+OPTIONAL_TOOLS = ("expecttest", "hatchling", "editables", "nbformat", "nbclient", "ipykernel")
+MISSING_TOOLS = [tool for tool in OPTIONAL_TOOLS if importlib.util.find_spec(tool) is None]
+
+hypothesis.settings.register_profile("flexattn", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("flexattn")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)  # two workers share two cores, and small tensors gain nothing from threads
+    cache = getattr(config, "cache", None)  # absent with -p no:cacheprovider
+    if cache is not None:  # kept between runs and shared by the workers: that several processes may is a promise
+        os.environ.setdefault("FLEXATTN_CACHE_DIR", str(cache.mkdir("flexattn") / "kernels"))
+
+
+def pytest_report_header() -> str:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none: tests marked gpu are deselected"
+    missing = f"; not installed: {', '.join(MISSING_TOOLS)}, whose test files are left out" if MISSING_TOOLS else ""
+    return f"torch {torch.__version__}, gpu {gpu}{missing}"
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    if collection_path.suffix == ".py" and MISSING_TOOLS:
+        imported = re.findall(r"^(?:import|from) (\w+)", collection_path.read_text(), re.MULTILINE)
+        return True if set(imported) & set(MISSING_TOOLS) else None
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect, not skip, what needs a GPU where there is none, and what belongs into the other kind of process."""
+    kept, left_out = [], []
+    for item in items:
+        if Path(__file__).parent / "interpreter" in item.path.parents:
+            item.add_marker("interpreter")
+        needs_gpu = item.get_closest_marker("gpu") is not None
+        interpreted = item.get_closest_marker("interpreter") is not None
+        runs_here = interpreted == INTERPRETED and not (needs_gpu and (INTERPRETED or not torch.cuda.is_available()))
+        (kept if runs_here else left_out).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept

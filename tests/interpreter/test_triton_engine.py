@@ -1,0 +1,39 @@
+"""The templates of the Triton engine in Triton's interpreter, on small problems, against the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from kernel_cases import CASES, Setting, check_case
+from kernel_checks import CHECKS
+from test_against_reference import Case, assert_right, cases, compare
+
+from flexattn import api
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of masked places
+
+FP32, FP16 = Setting("cpu", torch.float32), Setting("cpu", torch.float16)
+# Triton's interpreter computes bfloat16 wrong. Each case runs in one dtype: there is time for few.
+HALVES = ("unmasked", "mask_softcap", "shape_masked", "block_holes", "gradient_layout")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str) -> None:
+    check_case(name, FP16 if name.startswith(HALVES) else FP32)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__)
+def test_check(check: Callable[[Setting], None]) -> None:
+    check(FP32)
+
+
+@settings(max_examples=25)
+@given(cases().filter(lambda case: case.dtype != torch.bfloat16))
+def test_random_problems_match_the_reference(case: Case) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "_engine", lambda problem: api.triton)
+        compare(case, assert_right)

@@ -1,0 +1,102 @@
+"""Compiles on CPUs what tests/test_gpu.py runs: `python kernel_warmup.py ARCH PART PARTS`, several at once.
+
+The very calls of the tests are made on CPU tensors with launches left out. What is missed here is compiled in the test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import unittest.mock
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from kernel_cases import CASES, Setting, results
+from kernel_checks import CHECKS
+from kernel_ops import check_row, rows
+
+import flexattn
+from flexattn import api, build, launch
+from flexattn.target import Target
+
+SIZE = {"size": 7, "block": 4}
+EXACT = (("EXACT", True),)
+BF16 = Setting("cuda", torch.bfloat16, **SIZE)
+FP16 = Setting("cuda", torch.float16, **SIZE, options=EXACT)
+FP32 = Setting("cuda", torch.float32, **SIZE, options=(*EXACT, ("FLOAT32_PRECISION", "ieee")))
+TF32 = Setting("cuda", torch.float32, **SIZE, options=(*EXACT, ("FLOAT32_PRECISION", "tf32")))
+# Every case in bfloat16, but scores without a mask in float16; some in the others.
+_SOME = (
+    "plain",
+    "score-relative",
+    "score-softcap",
+    "score-views",
+    "mask_alone-document",
+    "mask-per_head",
+    "layout-window",
+)
+_FEW = (*_SOME, "dims-1x1", "dims-72x16", "dims-192x128", "block-96", "lists", "scale-0.7-None", "scale0.0-alibi")
+RUNS: list[tuple[str, Setting]] = [
+    *((name, FP16 if name.startswith("unmasked") else BF16) for name in CASES),
+    *((name, FP16) for name in CASES if name.startswith(("dims", *_FEW))),
+    *((name, FP32) for name in CASES if name.startswith(_FEW)),
+    *((name, TF32) for name in CASES if name.startswith(_SOME)),
+]
+
+
+def warm_up(arch: int, processes: int) -> None:
+    """Run this file `processes` times, each on its part."""
+    command = [sys.executable, __file__, str(arch)]
+    path = os.pathsep.join(filter(None, (str(Path(flexattn.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    started = [
+        subprocess.Popen([*command, str(part), str(processes)], env=environment, stdout=subprocess.DEVNULL)
+        for part in range(processes)
+    ]
+    for process in started:
+        process.wait()
+
+
+@contextlib.contextmanager
+def compiling_only(arch: int) -> Iterator[None]:
+    """Let every launch on CPU tensors compile for `arch` and do nothing."""
+    target = Target("cuda", arch, 32)
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (launch, "target_of", lambda device: target),
+            (launch.Launch, "__call__", lambda self, tensors, device: None),
+            (build._GpuKernel, "load", lambda self: None),
+            (api, "_engine", lambda problem: api.triton),
+        ):
+            stack.enter_context(unittest.mock.patch.object(owner, name, value))
+        yield
+
+
+def main(arch: int, part: int, parts: int) -> None:
+    torch.set_num_threads(1)
+    jobs = [
+        *(("case", run) for run in RUNS),
+        *(("row", row) for row in rows()),
+        *(("check", check) for check in CHECKS),
+    ]
+    with compiling_only(arch):
+        for kind, job in jobs[part::parts]:
+            with contextlib.suppress(Exception):  # results are not computed, so assertions about them fail
+                if kind == "case":
+                    name, at = job
+                    results(CASES[name](_on_cpu(at)), "ours")
+                elif kind == "row":
+                    check_row(*job, "cpu")
+                else:
+                    job(_on_cpu(BF16))
+
+
+def _on_cpu(at: Setting) -> Setting:
+    return Setting("cpu", at.dtype, at.size, at.block, at.options)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,61 @@
+"""The comparison that decides whether a result is right: its error against that of a dense computation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+# How many times the error of a dense computation in the same dtype a result may have: (rmse, largest).
+BOUNDS = {"out": (1.2, 2.0), "lse": (1.2, 2.0), "grad": (1.5, 2.0)}
+
+
+def assert_close_to_oracle(
+    name: str,
+    got: Tensor,
+    dense_same_dtype: Tensor,
+    oracle_fp64: Tensor,
+    kind: Literal["out", "lse", "grad"] = "out",
+    floor: float = 2.0,
+    factor: float = 1.0,
+) -> None:
+    """Raise unless `got` is as near to the oracle as the dense computation is, or within `floor` ulp of the magnitude.
+
+    `factor` widens the bounds against the dense computation.
+
+    The magnitude of the rmse is that of the oracle's root mean square, that of the largest error its largest value.
+    Infinities must be where the oracle has them.
+    """
+    assert got.shape == oracle_fp64.shape, f"{name}: shape {list(got.shape)}, expected {list(oracle_fp64.shape)}"
+    if got.numel() == 0:
+        return
+    ulp = torch.finfo(got.dtype).eps if kind != "lse" else torch.finfo(dense_same_dtype.dtype).eps
+    got, dense, oracle = (x.detach().double().cpu() for x in (got, dense_same_dtype, oracle_fp64))
+    assert not oracle.isnan().any(), f"{name}: the oracle itself has NaN"
+    if got.isnan().any():
+        raise AssertionError(f"{name}: {int(got.isnan().sum())} of {got.numel()} values are NaN, {_first(got.isnan())}")
+    infinite = oracle.isinf()
+    wrong = (got.isinf() != infinite) | (infinite & (got != oracle))
+    if wrong.any():
+        raise AssertionError(f"{name}: {int(wrong.sum())} infinities are not where they belong, {_first(wrong)}")
+    error = (got - oracle).masked_fill(infinite, 0.0).abs()
+    allowed = (dense - oracle).masked_fill(infinite, 0.0).abs().nan_to_num()
+    size = oracle.masked_fill(infinite, 0.0).abs()
+    rms_factor, largest_factor = (factor * bound for bound in BOUNDS[kind])
+    rms_bound = max(rms_factor * _rms(allowed), floor * ulp * _rms(size))
+    largest_bound = max(largest_factor * float(allowed.max()), floor * ulp * float(size.max()))
+    if _rms(error) > rms_bound or float(error.max()) > largest_bound:
+        raise AssertionError(
+            f"{name}: rmse {_rms(error):.3g} (allowed {rms_bound:.3g}, dense {_rms(allowed):.3g}), largest error "
+            f"{float(error.max()):.3g} (allowed {largest_bound:.3g}, dense {float(allowed.max()):.3g}), "
+            f"{_first(error == error.max())}, values up to {float(size.max()):.3g}"
+        )
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.square().mean().sqrt())
+
+
+def _first(where: Tensor) -> str:
+    return f"the first at {where.nonzero()[0].tolist()}"

@@ -1,0 +1,514 @@
+"""build: compiled once, kept on disk, rebuilt where damaged; what Triton makes of it; how launches reach the driver."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexattn import build as build_module
+from flexattn import config
+from flexattn.build import KernelSource, OutOfResources, build, clear_memory, digest, stats
+from flexattn.errors import CompileError
+from flexattn.kernel_store import KernelStore, open_store
+from flexattn.target import INTERPRETER, Target, target_of
+
+pytest.importorskip("triton")
+
+from sm90 import SM90, report
+
+TEXT = '''\
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def mod(score, bias):
+    return score + bias
+
+
+@triton.jit
+def product(a_ptr, b_ptr, c_ptr, K, bias, stride):
+    """c = a @ b + bias: a [64, K] and b [K, 64] dense, c [64 x programs, 64] with rows `stride` apart."""
+    m = tl.arange(0, 64)
+    c = tl.zeros([64, 64], tl.float32)
+    for start in range(0, K, 64):
+        k = start + tl.arange(0, 64)
+        a = tl.load(a_ptr + m[:, None] * K + k[None, :])
+        b = tl.load(b_ptr + k[:, None] * 64 + m[None, :])
+        c = tl.dot(a, b, c)
+    rows = tl.program_id(0).to(tl.int64) * 64 + m
+    tl.store(c_ptr + rows[:, None] * stride + m[None, :], mod(c, bias))
+'''
+PRODUCT = KernelSource(
+    name="product",
+    text=TEXT,
+    header=("mod bias, user.py:3",),
+    signature=(
+        ("a_ptr", "*fp16"), ("b_ptr", "*fp16"), ("c_ptr", "*fp32"), ("K", "i32"), ("bias", "fp32"), ("stride", "i64"),
+    ),
+    divisible=("a_ptr", "b_ptr", "c_ptr", "K", "stride"),
+)  # fmt: skip
+SCRIPT = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_build import PRODUCT, SM90
+from flexattn.build import build, stats
+kernel = build(PRODUCT, SM90)
+print(json.dumps(stats() | {{"triton": "triton.compiler.code_generator" in sys.modules}}))
+"""
+no_gpu = pytest.mark.skipif(torch.version.cuda is not None, reason="a GPU machine launches for real")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch):
+    """Give each test an empty cache folder and no kernels in memory."""
+    folder = tmp_path / "cache"
+    _use(monkeypatch, FLEXATTN_CACHE_DIR=str(folder))
+    yield folder
+    monkeypatch.undo()
+    _use(monkeypatch)
+
+
+def _use(monkeypatch, **environment: str) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    config.settings.cache_clear()
+    clear_memory()
+
+
+def _start(script: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", script.format(tests=str(Path(__file__).parent))]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=os.environ | environment)
+
+
+def _result(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return out
+
+
+# What is compiled
+
+
+def test_sm90_without_a_gpu(cache: Path):
+    kernel = build(PRODUCT, SM90)
+    found = report(kernel)
+    assert found.sass["HGMMA"] > 0 and found.sass["LDGSTS"] > 0
+    assert (found.spill_bytes, kernel.spills, found.warnings) == (0, 0, ())
+    assert kernel.registers == found.registers > 0
+    assert kernel.shared == found.shared_bytes > 0
+    assert ".visible .entry product(" in kernel.ptx
+    assert kernel.path == cache / kernel.digest / "product.py"
+    assert str(kernel.path) in kernel.ptx, "debuggers and profilers find the source"
+    assert repr(kernel) == f"Kernel(product, sm_90, {kernel.digest[:12]})"
+
+
+def test_alignment_is_what_divisible_says():
+    unaligned = dataclasses.replace(PRODUCT, divisible=())
+    assert report(unaligned).sass["LDGSTS"] == 0
+
+
+def test_register_limit():
+    assert ".maxnreg 200" in build(dataclasses.replace(PRODUCT, maxnreg=200), SM90).ptx
+    with pytest.raises(CompileError) as failure:  # the accumulators alone need more
+        build(dataclasses.replace(PRODUCT, maxnreg=24), SM90)
+    assert len(str(failure.value)) < 3000, "the assembler's complaint without the whole PTX"
+
+
+def test_source_is_a_readable_file():
+    lines = build(PRODUCT, SM90).path.read_text().splitlines()
+    assert lines[0] == "# mod bias, user.py:3"
+    assert lines[1] == f"# key {digest(PRODUCT, SM90)}"
+    assert lines[2].startswith("# flexattn ") and lines[2].endswith(", sm_90")
+    assert "\n".join(lines).endswith(TEXT.rstrip())
+
+
+def test_the_users_triton_cache_is_left_alone(monkeypatch):
+    from triton import knobs
+
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    before = knobs.cache.dir
+    build(PRODUCT, SM90)
+    assert knobs.cache.dir == before
+    assert "TRITON_CACHE_DIR" not in os.environ
+
+
+# The caches
+
+
+def test_memory(cache: Path):
+    kernel = build(PRODUCT, SM90)
+    assert build(dataclasses.replace(PRODUCT, header=("another",)), SM90) is kernel
+    assert stats() == {"compiles": 1, "disk_hits": 0, "memory_hits": 1}
+    assert len(list(cache.rglob("*.cubin"))) == 1, "Triton keeps no copy"
+
+
+def test_memory_is_bounded(monkeypatch):
+    monkeypatch.setattr(build_module, "_MEMORY", 2)
+    monkeypatch.setattr(build_module, "_find_or_compile", lambda source, target, key: Path(key))
+    first, second, _ = (build(dataclasses.replace(PRODUCT, num_stages=n), SM90) for n in (1, 2, 3))
+    assert build(dataclasses.replace(PRODUCT, num_stages=2), SM90) is second
+    assert build(dataclasses.replace(PRODUCT, num_stages=1), SM90) is not first
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"text": TEXT + "\n"},
+        {"name": "other"},
+        {"signature": (("a_ptr", "*bf16"), *PRODUCT.signature[1:])},
+        {"divisible": ("a_ptr",)},
+        {"num_warps": 8},
+        {"num_stages": 1},
+        {"maxnreg": 128},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_digest_depends_on(change):
+    assert digest(dataclasses.replace(PRODUCT, **change), SM90) != digest(PRODUCT, SM90)
+
+
+@pytest.mark.parametrize("target", [Target("cuda", 80, 32), INTERPRETER], ids=str)
+def test_digest_depends_on_the_target(target):
+    assert digest(PRODUCT, target) != digest(PRODUCT, SM90)
+
+
+def test_digest_depends_on_versions_and_settings(monkeypatch):
+    seen = {digest(PRODUCT, SM90)}
+    monkeypatch.setenv("PTXAS_OPTIONS", "-O1")
+    seen.add(digest(PRODUCT, SM90))
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    seen.add(digest(PRODUCT, SM90))
+    monkeypatch.setattr("triton.__version__", "9.9.9")
+    seen.add(digest(PRODUCT, SM90))
+    monkeypatch.setattr(build_module, "_package_version", lambda: "9.9.9")
+    seen.add(digest(PRODUCT, SM90))
+    assert len(seen) == 5
+
+
+def test_digest_does_not_depend_on_the_header_or_the_order_of_divisible():
+    same = dataclasses.replace(PRODUCT, header=(), divisible=PRODUCT.divisible[::-1])
+    assert digest(same, SM90) == digest(PRODUCT, SM90)
+
+
+def test_second_process_compiles_nothing():
+    build(PRODUCT, SM90)
+    found = json.loads(_result(_start(SCRIPT)))
+    assert found == {"compiles": 0, "disk_hits": 1, "memory_hits": 0, "triton": False}
+
+
+@pytest.mark.slow
+def test_processes_at_once_compile_once(cache: Path):
+    found = [json.loads(_result(process)) for process in [_start(SCRIPT) for _ in range(4)]]
+    assert sum(f["compiles"] for f in found) == 1
+    assert sum(f["disk_hits"] for f in found) == 3
+    assert not list(cache.glob(".new-*"))
+
+
+def _truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def _flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["product.cubin", "product.json", "product.py", "manifest.json"])
+@pytest.mark.parametrize("damage", [_truncate, _flip_a_bit, Path.unlink, lambda file: file.write_text("{}")])
+def test_damaged_entry_is_not_found(cache: Path, name, damage):
+    store = KernelStore(cache)
+    cache.mkdir(mode=0o700)
+    content = os.urandom(3000)
+    folder = store.add("0" * 32, {"product.cubin": content, "product.json": content, "product.py": content})
+    assert store.find("0" * 32) == folder
+    damage(folder / name)
+    assert store.find("0" * 32) is None
+
+
+def test_damaged_entry_is_rebuilt():
+    kernel = build(PRODUCT, SM90)
+    binary = kernel.path.with_suffix(".cubin")
+    _truncate(binary)
+    clear_memory()
+    assert build(PRODUCT, SM90).path == kernel.path
+    assert stats()["compiles"] == 1
+    assert report(kernel).sass["HGMMA"] > 0
+
+
+def test_folders_are_private(cache: Path):
+    kernel = build(PRODUCT, SM90)
+    assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in (cache, kernel.path.parent))
+
+
+def test_folder_that_others_may_write_to_is_closed(cache: Path):
+    cache.mkdir()
+    cache.chmod(0o777)
+    assert build(PRODUCT, SM90).path.is_relative_to(cache)
+    assert cache.stat().st_mode & 0o777 == 0o700
+
+
+def test_entry_that_others_may_write_to_is_not_trusted(cache: Path):
+    folder = build(PRODUCT, SM90).path.parent
+    folder.chmod(0o777)
+    assert KernelStore(cache).find(folder.name) is None
+
+
+def test_folder_of_another_user_is_not_trusted(cache: Path, monkeypatch):
+    folder = build(PRODUCT, SM90).path.parent
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    open_store.cache_clear()
+    assert open_store(cache) is None
+    assert KernelStore(cache).find(folder.name) is None
+    open_store.cache_clear()
+
+
+def test_folder_that_cannot_be_made(monkeypatch, capsys):
+    _use(monkeypatch, FLEXATTN_CACHE_DIR="/proc/flexattn", FLEXATTN_DEBUG="1")
+    kernel = build(PRODUCT, SM90)
+    assert report(kernel).sass["HGMMA"] > 0
+    assert "flexattn-" in str(kernel.path), "a temporary folder"
+    assert "no kernels are kept in /proc/flexattn" in capsys.readouterr().err
+
+
+def test_read_only_folder(cache: Path, monkeypatch, capsys):
+    kept = build(PRODUCT, SM90).path
+
+    lock = KernelStore.lock
+
+    def refuse(self: KernelStore, digest: str):
+        if self.root == cache:
+            raise PermissionError("Read-only file system")
+        return lock(self, digest)
+
+    monkeypatch.setattr(KernelStore, "lock", refuse)
+    _use(monkeypatch, FLEXATTN_DEBUG="1")
+    assert build(PRODUCT, SM90).path == kept, "what is there is used"
+    others = [build(dataclasses.replace(PRODUCT, num_stages=n), SM90) for n in (1, 2)]
+    assert not any(kernel.path.is_relative_to(cache) for kernel in others)
+    assert capsys.readouterr().err.count("cannot be written (Read-only file system)") == 1
+
+
+def test_user_without_a_home(monkeypatch):
+    monkeypatch.setattr(config, "_cache_dir", lambda environment: None)
+    config.settings.cache_clear()
+    assert build(PRODUCT, SM90).path.exists()
+
+
+def test_folder_deleted_in_between(cache: Path):
+    build(PRODUCT, SM90)
+    shutil.rmtree(cache)
+    clear_memory()
+    assert build(PRODUCT, SM90).path.is_relative_to(cache)
+
+
+# What is shown
+
+
+def test_dump_to_a_folder(tmp_path: Path, monkeypatch):
+    _use(monkeypatch, FLEXATTN_DUMP=str(tmp_path / "dump"))
+    kernel = build(PRODUCT, SM90)
+    names = {file.name for file in (tmp_path / "dump").iterdir()}
+    assert names == {f"product-{kernel.digest[:12]}.py", f"product-{kernel.digest[:12]}.ptx"}
+
+
+def test_dump_prints(monkeypatch, capsys):
+    _use(monkeypatch, FLEXATTN_DUMP="1")
+    build(PRODUCT, SM90)
+    assert "def product(a_ptr, b_ptr, c_ptr, K, bias, stride):" in capsys.readouterr().err
+
+
+# What cannot be built
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            {"text": TEXT.replace("mod(c, bias)", "mod(c, nothing)")},
+            r"(?s)product cannot be compiled for sm_90: .*NameError.*nothing",
+        ),
+        ({"text": TEXT + "1 / 0"}, "source does not run: ZeroDivisionError"),
+        ({"text": TEXT.replace(" bias, stride", " stride, bias")}, r"found \['a_ptr', .*'stride', 'bias'\], expected"),
+        ({"divisible": ("missing",)}, r"divisible arguments \['missing'\] are not in its signature"),
+    ],
+)
+def test_wrong_source(cache: Path, change, text):
+    with pytest.raises(CompileError, match=text):
+        build(dataclasses.replace(PRODUCT, **change), SM90)
+    assert not list(cache.rglob("*.cubin")) and not list(cache.glob(".new-*"))
+
+
+def test_interpreter_must_be_asked_for():
+    with pytest.raises(CompileError, match="target interpreter: found no TRITON_INTERPRET"):
+        build(PRODUCT, INTERPRETER)
+
+
+@no_gpu
+def test_launch_without_a_gpu():
+    with pytest.raises(CompileError, match="kernel product: found no GPU"):
+        build(PRODUCT, SM90).launch(1, (None, None, None, 0, 0.0, 64))
+
+
+# What is launched
+
+INTERPRETED = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+from test_build import PRODUCT
+from flexattn.build import build, stats
+from flexattn.target import INTERPRETER
+a, b, c = torch.randn(64, 128).half(), torch.randn(128, 64).half(), torch.zeros(64, 80)
+kernel = build(PRODUCT, INTERPRETER)
+kernel.load()
+kernel.launch(1, (a, b, c, 128, 0.5, 80))
+torch.testing.assert_close(c[:, :64], (a @ b).float() + 0.5, atol=2e-2, rtol=1e-2)
+assert not c[:, 64:].any() and kernel.path.exists() and build(PRODUCT, INTERPRETER) is kernel
+print(stats())
+"""
+
+
+def test_interpreter():
+    out = _result(_start(INTERPRETED, TRITON_INTERPRET="1"))
+    assert out == "{'compiles': 1, 'disk_hits': 0, 'memory_hits': 1}\n"
+
+
+LAUNCHED = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaDriver
+from triton.runtime.driver import driver
+from test_build import PRODUCT, SM90
+from flexattn import build as build_module, triton_versions
+
+torch.cuda.is_available = lambda: True
+kernel = build_module.build(PRODUCT, SM90)
+with triton_versions.cache_folder(build_module._triton_folder()):
+    fake = CudaDriver()
+fake.get_current_device, fake.get_current_target = lambda: 0, lambda: GPUTarget("cuda", 90, 32)
+driver.set_active(fake)
+try:
+    a = torch.zeros(1)
+    arguments = (a, a.data_ptr(), None, -5, 0.5, 1 << 40)
+    kernel.launch(7, arguments, stream=9)  # the C launcher
+    launch, triton_versions._c_launch = triton_versions._c_launch, lambda compiled, run: None
+    kernel._launchers.clear()
+    kernel.launch(7, arguments, stream=9)  # CompiledKernel.run
+    seen = []
+    knobs.runtime.launch_enter_hook.add(lambda metadata: seen.append(metadata.get()["name"]))
+    kernel.launch(7, arguments, stream=9)  # with a profiler
+    for wrong in (arguments[:-1], (*arguments, 0)):
+        knobs.runtime.launch_enter_hook.calls.clear()
+        triton_versions._c_launch = launch
+        kernel._launchers.clear()
+        try:
+            kernel.launch(7, wrong, stream=9)
+        except TypeError as error:
+            seen.append("TypeError")
+    print(a.data_ptr(), seen)
+except build_module.OutOfResources as error:
+    print(error, error.asked, error.available)
+"""
+
+
+@pytest.fixture(scope="module")
+def fake_driver(tmp_path_factory) -> dict[str, str]:
+    """Compile a libcuda.so.1 that only writes down what is launched."""
+    compiler = shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        pytest.skip("Triton's launcher needs a C compiler and Python's headers")
+    import triton
+
+    folder = tmp_path_factory.mktemp("driver")
+    headers = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "include"
+    source = Path(__file__).parent / "fake_driver.c"
+    library = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so.1")]
+    subprocess.run([compiler, f"-I{headers}", str(source), *library], check=True)
+    return {
+        "TRITON_LIBCUDA_PATH": str(folder),
+        "LD_LIBRARY_PATH": str(folder),
+        "FAKE_DRIVER_LOG": str(folder / "log"),
+        "FAKE_DRIVER_SHARED": "232448",
+    }
+
+
+@no_gpu
+def test_launch_reaches_the_driver(cache: Path, fake_driver: dict[str, str]):
+    kernel = build(PRODUCT, SM90)
+    address, seen = _result(_start(LAUNCHED, **fake_driver)).split(maxsplit=1)
+    assert seen == "['product', 'TypeError', 'TypeError']\n"
+    launches = Path(fake_driver["FAKE_DRIVER_LOG"]).read_text().splitlines()
+    shape = f"grid 7 1 1 threads 128 shared {kernel.shared} stream 9 function 66"
+    assert launches == [f"{shape} {address} {address} 0 -5 0.5 {1 << 40} scratch 0 0"] * 3
+    stubs = {file: file.stat().st_mtime_ns for file in (cache / "triton").rglob("*.so")}
+    assert stubs
+    _result(_start(LAUNCHED, **fake_driver))
+    assert {file: file.stat().st_mtime_ns for file in (cache / "triton").rglob("*.so")} == stubs, "stubs are kept"
+
+
+@no_gpu
+def test_out_of_shared_memory(fake_driver: dict[str, str]):
+    asked = build(PRODUCT, SM90).shared
+    text = _result(_start(LAUNCHED, **fake_driver | {"FAKE_DRIVER_SHARED": "20000"}))
+    assert text == (
+        f"kernel product: found {asked} of shared memory, expected at most 20000. "
+        f"Use smaller tiles or fewer stages. {asked} 20000\n"
+    )
+
+
+@pytest.mark.gpu
+def test_launch_on_the_gpu():
+    a, b = torch.randn(64, 128, device="cuda").half(), torch.randn(128, 64, device="cuda").half()
+    expected = (a.float() @ b.float() + 0.5).repeat(3, 1)
+    kernel = build(PRODUCT, target_of(a.device))
+    for pointers in (lambda *tensors: tensors, lambda *tensors: tuple(t.data_ptr() for t in tensors)):
+        c = torch.zeros(192, 80, device="cuda")
+        kernel.launch(3, (*pointers(a, b, c), 128, 0.5, 80))
+        torch.testing.assert_close(c[:, :64], expected, atol=1e-3, rtol=1e-3)
+        assert not c[:, 64:].any()
+
+
+@pytest.mark.gpu
+def test_streams_and_graphs_on_the_gpu():
+    a, b = torch.ones(64, 64, device="cuda").half(), torch.ones(64, 64, device="cuda").half()
+    c = torch.zeros(64, 64, device="cuda")
+    kernel = build(PRODUCT, target_of(a.device))
+    kernel.load()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # captured only if the launch goes to the current stream
+        kernel.launch(1, (a, b, c, 64, 1.0, 64))
+    torch.cuda.synchronize()
+    assert not c.any()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert (c == 65).all()
+    stream = torch.cuda.Stream()
+    kernel.launch(1, (a, b, c, 64, 2.0, 64), stream=stream.cuda_stream)
+    stream.synchronize()
+    assert (c == 66).all()
+
+
+@pytest.mark.gpu
+def test_out_of_shared_memory_on_the_gpu():
+    text = re.sub(r"\b64\b", "256", TEXT)
+    device = torch.device("cuda", torch.cuda.current_device())
+    kernel = build(dataclasses.replace(PRODUCT, text=text, num_warps=8), target_of(device))
+    with pytest.raises(OutOfResources, match="of shared memory"):
+        kernel.load()

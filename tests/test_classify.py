@@ -1,0 +1,281 @@
+"""create_block_mask against brute force and against PyTorch's, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention import flex_attention as upstream
+
+from flexattn import classify, mods
+from flexattn.boxes import BlockClasses
+from flexattn.classify import create_block_mask, create_mask
+from flexattn.errors import ArgumentError, DeviceError, ModError
+from flexattn.mods import causal, noop_mask
+from flexattn.trace import trace
+
+Mod = Callable[..., Tensor]
+FIELDS = (
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+    "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
+)  # fmt: skip
+create = functools.partial(create_block_mask, device="cpu")
+
+
+def brute_force(mod: Mod, B: int, H: int, Q: int, KV: int) -> Tensor:
+    """Return the dense mask by calling the Python function on index tensors, without the tracer."""
+    index = torch.meshgrid(*(torch.arange(n) for n in (B, H, Q, KV)), indexing="ij")
+    return mod(*index).expand(B, H, Q, KV)
+
+
+def classes(dense: Tensor, block_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return whether any, and whether every, pair of each block attends; what is past the ends does not."""
+    blocks = [rows.split(block_size[1], dim=3) for rows in dense.split(block_size[0], dim=2)]
+    shape = (*dense.shape[:2], len(blocks), len(blocks[0]))
+    some = torch.stack([b.flatten(2).any(2) for row in blocks for b in row], -1).view(shape)
+    every = torch.stack(
+        [b.flatten(2).all(2) & (b.shape[2:] == block_size) for row in blocks for b in row], -1
+    ).view(shape)  # fmt: skip
+    return some, every
+
+
+def random_mods() -> st.SearchStrategy[Mod]:
+    """Draw masks of every kind of dependence: on nothing, on one index, on bands, on tables."""
+
+    def table(seed: int, share: float) -> Mod:
+        bits = torch.rand(4, 3, 64, 64, generator=torch.Generator().manual_seed(seed)) < share
+        return lambda b, h, q_idx, kv_idx: bits[b, h, q_idx, kv_idx]
+
+    def rows(seed: int) -> Mod:
+        bits = torch.rand(64, generator=torch.Generator().manual_seed(seed)) < 0.7
+        return lambda b, h, q_idx, kv_idx: bits[q_idx]
+
+    def documents(seed: int, n: int) -> Mod:
+        ids = torch.randint(n, (64,), generator=torch.Generator().manual_seed(seed)).sort().values
+        return lambda b, h, q_idx, kv_idx: (ids[q_idx] == ids[kv_idx]) & (q_idx >= kv_idx)
+
+    number, seed = st.integers(0, 70), st.integers(0, 9)
+    leaf = st.one_of(
+        st.sampled_from([causal, noop_mask, lambda b, h, q_idx, kv_idx: q_idx + h > kv_idx * (b + 1)]),
+        number.map(lambda n: lambda b, h, q_idx, kv_idx: kv_idx < n),
+        number.map(lambda n: lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() <= n),
+        number.map(lambda n: lambda b, h, q_idx, kv_idx: kv_idx < n * b),
+        seed.map(rows),
+        st.builds(table, seed, st.sampled_from([0.0, 0.02, 0.5, 0.98, 1.0])),
+        st.builds(documents, seed, st.integers(1, 6)),
+    )
+    return st.one_of(leaf, st.builds(mods.and_masks, leaf, leaf), st.builds(mods.or_masks, leaf, leaf))
+
+
+def undecided(mask, B, H, Q, KV, block_size):
+    """Return that nothing is known of any block."""
+    grid = (-(-Q // block_size[0]), -(-KV // block_size[1]))
+    boxes = np.zeros((0, 5), np.int32)
+    blocks = np.indices((B * H, *grid), dtype=np.int32).reshape(3, -1).T
+    return BlockClasses((B, H, *grid), boxes, boxes, blocks)
+
+
+batch, heads, length = st.integers(1, 4), st.integers(1, 3), st.integers(1, 64)
+block = st.one_of(st.integers(1, 80), st.sampled_from([16, 32]))
+
+
+@settings(max_examples=120)
+@given(
+    random_mods(), batch, heads, length, length, block, block, st.booleans(), st.sampled_from([7, 300, 2**21]),
+    st.sampled_from(["boxes", "undecided boxes", "no boxes"]),
+)  # fmt: skip
+def test_equal_to_brute_force_and_to_torch(mod, B, H, Q, KV, q_block, kv_block, separate, pairs, way):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(classify._PAIRS, "cpu", pairs)
+        if way == "undecided boxes":
+            patch.setattr(classify, "classify_by_boxes", undecided)
+        if way == "no boxes":
+            patch.setattr(classify, "_bounds_can_read", lambda *_: False)
+        mask = create(mod, B, H, Q, KV, BLOCK_SIZE=(q_block, kv_block), separate_full_blocks=separate)
+    some, every = classes(brute_force(mod, B, H, Q, KV), (q_block, kv_block))
+    partial, full = mask._blocks()
+    assert torch.equal(full, every & separate)
+    assert torch.equal(partial, some & ~full)
+    transposed = mask._blocks(transposed=True)
+    assert torch.equal(transposed[0].mT, partial)
+    assert torch.equal(transposed[1].mT, full)
+
+    theirs = upstream.create_block_mask(mod, B, H, Q, KV, "cpu", (q_block, kv_block), separate_full_blocks=separate)
+    for name in FIELDS:
+        ours, expected = getattr(mask, name), getattr(theirs, name)
+        assert (ours is None) == (expected is None), name
+        assert ours is None or (ours.dtype == torch.int32 and torch.equal(ours, expected)), name
+    assert torch.equal(mask.to_dense(), theirs.to_dense())
+    assert mask.shape == theirs.shape
+    assert not mask.full_overhangs
+
+
+@settings(max_examples=40)
+@given(random_mods(), batch, heads, length, length)
+def test_create_mask_is_the_dense_mask(mod, B, H, Q, KV):
+    assert torch.equal(create_mask(mod, B, H, Q, KV, device="cpu"), brute_force(mod, B, H, Q, KV))
+
+
+def test_create_mask_of_a_score_mod_tells_where_it_is_not_minus_infinity():
+    def mod(score, b, h, q_idx, kv_idx):
+        return torch.where(q_idx >= kv_idx, score + 1, -float("inf"))
+
+    dense = create_mask(mod, 2, None, 3, 3, device="cpu")
+    assert dense.shape == (2, 1, 3, 3)
+    assert torch.equal(dense[1, 0], torch.ones(3, 3).tril().bool())
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0), (1, 1), (3, 1)])
+@pytest.mark.parametrize("size", [1, 4, 128])
+def test_short_and_empty_sequences(lengths, size):
+    mask = create(causal, 2, None, *lengths, BLOCK_SIZE=size)
+    assert mask.shape == (2, 1, *lengths)
+    grid = tuple(-(-n // size) for n in lengths)
+    assert mask.kv_indices.shape == (2, 1, *grid)
+    assert mask.q_indices.shape == (2, 1, *grid[::-1])
+    assert 0 <= mask.sparsity() <= 100
+    assert torch.equal(mask.to_dense() > 0, classes(brute_force(causal, 2, 1, *lengths), (size, size))[0]) or 0 in grid
+    assert create_mask(causal, 2, None, *lengths, device="cpu").shape == (2, 1, *lengths)
+
+
+@pytest.mark.parametrize("spt", [False, True])
+def test_dq_write_order_is_torchs(spt):
+    bits = torch.rand(5, 7) < 0.4
+
+    def mod(b, h, q_idx, kv_idx):
+        return bits[q_idx // 16, kv_idx // 16]
+
+    arguments = (mod, 2, 1, 80, 112, "cpu", 16)
+    ours = create_block_mask(*arguments, compute_dq_write_order=True, dq_kv_order=spt)
+    theirs = upstream.create_block_mask(*arguments, compute_dq_write_order=True, dq_kv_order=spt)
+    assert torch.equal(ours.dq_write_order, theirs.dq_write_order)
+    assert torch.equal(ours.dq_write_order_full, theirs.dq_write_order_full)
+    assert (ours.dq_kv_order, ours.dq_kv_order_spt) == (theirs.dq_kv_order, theirs.dq_kv_order_spt)
+
+
+def test_pairs_are_evaluated_in_bounded_tiles():
+    sizes = []
+    for tile in classify._tiles([3, 2, 5000, 7000], [128, 5000], 2**16):
+        sizes.append([span.stop - span.start for span in tile])
+    assert max(b * h * q * kv for b, h, q, kv in sizes) <= 2**16
+    assert sum(b * h * q * kv for b, h, q, kv in sizes) == 3 * 2 * 5000 * 7000
+
+
+def test_a_large_mask_is_stored_as_runs():
+    mask = create(mods.sliding_window(64), None, None, 16384, 16384, BLOCK_SIZE=64)
+    assert sum(t.numel() * t.element_size() for t in (*mask.kv_runs.tensors, *mask.q_runs.tensors)) < 20 * 256 * 4
+    assert mask.counts() == (0, 511, 256 * 256 - 511)
+
+
+def test_batches_and_heads_that_the_mod_does_not_read_are_classified_once():
+    mask = create(causal, 8, 4, 64, 64, BLOCK_SIZE=16)
+    assert mask.build_counts.boxes == create(causal, None, None, 64, 64, BLOCK_SIZE=16).build_counts.boxes
+    assert mask.kv_num_blocks.shape == (8, 4, 4)
+    assert torch.equal(mask.kv_indices[7, 3], mask.kv_indices[0, 0])
+    assert mask.kv_runs.order.shape == (32, 4)
+
+
+def test_a_long_mask_costs_its_boundary():
+    lengths = torch.randint(200, 1500, (200,), generator=torch.Generator().manual_seed(0))
+    ids = torch.repeat_interleave(torch.arange(200, dtype=torch.int32), lengths)[:65536]
+    mask = create(mods.and_masks(causal, mods.document(ids)), None, None, 65536, 65536)
+    assert mask.build_counts.blocks == 0
+    assert mask.build_counts.boxes + mask.build_counts.samples < 20_000  # of 262,144 blocks
+    assert sum(mask.counts()[:2]) < 6000
+
+
+def test_only_undecided_blocks_are_evaluated():
+    bits = torch.ones(256, 256, dtype=torch.bool)
+    bits[200, 100] = False
+    mask = create(
+        lambda b, h, q_idx, kv_idx: bits[q_idx, kv_idx] & (q_idx >= kv_idx), None, None, 256, 256, BLOCK_SIZE=16
+    )
+    assert mask.counts() == (119, 17, 120)
+    assert 0 < mask.build_counts.blocks <= 120
+
+
+def test_masks_without_captures_are_built_on_the_host_for_any_device():
+    mask = create_block_mask(causal, None, None, 64, 64, device="meta", BLOCK_SIZE=16)
+    assert mask.device.type == "meta"
+    assert mask.kv_runs.full.runs.shape == (3, 2)
+
+
+def test_literal_tensors_go_where_the_mask_is():
+    def mod(b, h, q_idx, kv_idx):
+        return kv_idx < torch.tensor([[0, 7, 9, 20]]).sum(0)[q_idx % 4] + torch.tensor(list(range(40)))[q_idx % 40]
+
+    assert any(c.literal for c in trace(mod, "mask").graph.captures)
+    here = create(mod, None, None, 64, 64, BLOCK_SIZE=16)
+    there = create_block_mask(mod, None, None, 64, 64, device="meta", BLOCK_SIZE=16)
+    assert here.counts()[1] > 0
+    assert there.device.type == "meta"
+    assert there.kv_runs.full.runs.shape == here.kv_runs.full.runs.shape
+
+
+def test_dtypes_that_have_no_bounds_are_evaluated():
+    ids = torch.arange(64).to(torch.uint16)
+    mask = create(lambda b, h, q_idx, kv_idx: ids[q_idx].int() >= ids[kv_idx].int(), None, None, 64, 64, BLOCK_SIZE=16)
+    assert mask.counts() == create(causal, None, None, 64, 64, BLOCK_SIZE=16).counts()
+    assert mask.build_counts.boxes == 0
+
+
+def test_longest_rows_come_first():
+    order = create(causal, None, None, 64, 64, BLOCK_SIZE=16).kv_runs.order
+    assert order.tolist() == [[3, 2, 1, 0]]
+
+
+def test_device_is_that_of_the_captured_tensors():
+    ids = torch.zeros(8, dtype=torch.int32)
+    assert create_block_mask(mods.document(ids), None, None, 8, 8).device == torch.device("cpu")
+    with pytest.raises(DeviceError, match=re.escape("captured tensor 'of_token': found cpu, expected meta. Move of_")):
+        create_block_mask(mods.document(ids), None, None, 8, 8, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"Q_LEN": -1}, ArgumentError, "Q_LEN: found -1, expected an int >= 0. Take it from the shape"),
+        ({"KV_LEN": 2.0}, ArgumentError, "KV_LEN: found 2.0, expected an int >= 0"),
+        ({"Q_LEN": 2**30 + 1}, ArgumentError, "Q_LEN: found 1073741825, expected at most 1073741824. Cut it"),
+        ({"B": 0}, ArgumentError, "B: found 0, expected an int >= 1 or None"),
+        ({"H": True}, ArgumentError, "H: found True, expected an int >= 1 or None"),
+        ({"BLOCK_SIZE": 0}, ArgumentError, "BLOCK_SIZE: found 0, expected a positive int, or two: (query, key)"),
+        ({"BLOCK_SIZE": (16, 16, 16)}, ArgumentError, "BLOCK_SIZE: found (16, 16, 16), expected a positive int"),
+        ({"dq_kv_order": torch.zeros(1)}, ValueError, "dq_kv_order: found Tensor, expected a bool"),
+        ({"mask_mod": lambda b, h, q, kv: (b == 0) & (q >= kv)}, ModError, "reads b; give B: found B=None"),
+        ({"mask_mod": lambda b, h, q, kv: (h == 0) & (q >= kv)}, ModError, "reads h; give H: found H=None"),
+        ({"mask_mod": lambda s, b, h, q, kv: s}, AssertionError, "It looks like a score_mod"),
+        ({"mask_mod": lambda b, h, q, kv: q - kv}, AssertionError, "expected torch.bool"),
+    ],
+)
+def test_refusals(change, error, text):
+    arguments = {"mask_mod": causal, "B": None, "H": None, "Q_LEN": 8, "KV_LEN": 8} | change
+    with pytest.raises(error, match=re.escape(text)):
+        create(**arguments)
+
+
+def test_compile_flag_warns():
+    with pytest.warns(DeprecationWarning, match="_compile on create_block_mask does nothing"):
+        create(causal, None, None, 8, 8, _compile=True)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    ids = torch.arange(40, device="cuda").repeat_interleave(25)
+    mod = mods.document_causal(ids)
+    mask = create_block_mask(mod, None, None, 1000, 1000, BLOCK_SIZE=64)
+    assert mask.device == ids.device
+    other = create(mods.document_causal(ids.cpu()), None, None, 1000, 1000, BLOCK_SIZE=64)
+    assert torch.equal(mask.to("cpu").to_dense(), other.to_dense())
+    assert mask.counts() == other.counts()
+    assert mask.sparsity() == other.sparsity()
+    assert torch.equal(mask[:, :, 3:7].to_dense().cpu(), other[:, :, 3:7].to_dense())
+    assert torch.equal(mask._adjust(500, 700).to_dense().cpu(), other._adjust(500, 700).to_dense())
+    assert other.to("cuda").mask_mod(0, 0, ids[:2], ids[:2]).device == ids.device

@@ -1,0 +1,84 @@
+"""Settings: defaults, each variable, and messages that name the variable."""
+
+from __future__ import annotations
+
+import pathlib
+from pathlib import Path
+
+import pytest
+
+from flexattn import config
+from flexattn.config import Settings, read_settings
+from flexattn.errors import ArgumentError
+
+
+def test_defaults(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    home = Path("/home/someone/.cache/flexattn")
+    assert read_settings({}) == Settings(cache_dir=home, debug=False, print_source=False, dump_dir=None)
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({"XDG_CACHE_HOME": "/xdg"}, "/xdg/flexattn"),
+        ({"XDG_CACHE_HOME": "/xdg", "FLEXATTN_CACHE_DIR": "/own"}, "/own"),
+        ({"XDG_CACHE_HOME": "relative", "FLEXATTN_CACHE_DIR": ""}, "/home/someone/.cache/flexattn"),
+        ({"FLEXATTN_CACHE_DIR": "~/kernels"}, "/home/someone/kernels"),
+    ],
+)
+def test_cache_dir(monkeypatch, environment, folder):
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert read_settings(environment).cache_dir == Path(folder)
+
+
+def test_relative_cache_dir_is_made_absolute(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert read_settings({"FLEXATTN_CACHE_DIR": "kernels"}).cache_dir == tmp_path / "kernels"
+
+
+def test_user_without_a_home(monkeypatch):
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(pathlib.Path, "home", no_home)
+    assert read_settings({}).cache_dir is None
+
+
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("true", True), ("ON", True), ("0", False), ("", False)])
+def test_debug(value, on):
+    assert read_settings({"FLEXATTN_DEBUG": value}).debug is on
+
+
+@pytest.mark.parametrize(
+    ("value", "prints", "folder"),
+    [("1", True, None), ("true", True, None), ("0", False, None), ("/dump", False, Path("/dump"))],
+)
+def test_dump(value, prints, folder):
+    found = read_settings({"FLEXATTN_DUMP": value})
+    assert (found.print_source, found.dump_dir) == (prints, folder)
+
+
+@pytest.mark.parametrize("name", ["FLEXATTN_CACHE_DIR", "FLEXATTN_DUMP"])
+def test_file_in_place_of_a_folder(tmp_path, name):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ArgumentError, match=rf"{name}: found '{file}', expected a folder"):
+        read_settings({name: str(file)})
+
+
+def test_bad_switch():
+    with pytest.raises(ArgumentError, match=r"FLEXATTN_DEBUG: found 'maybe', expected 1 or 0"):
+        read_settings({"FLEXATTN_DEBUG": "maybe"})
+
+
+def test_settings_are_read_once(monkeypatch, capsys):
+    config.settings.cache_clear()
+    try:
+        monkeypatch.setenv("FLEXATTN_DEBUG", "1")
+        config.debug("plan", "tile 128x64")
+        monkeypatch.setenv("FLEXATTN_DEBUG", "0")
+        config.debug("plan", "again")
+    finally:
+        config.settings.cache_clear()
+    assert capsys.readouterr().err == "flexattn plan: tile 128x64\nflexattn plan: again\n"

@@ -1,0 +1,358 @@
+"""Every wrong call fails by name: the argument, what was found, what was expected and the mend."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as upstream
+
+import flexattn
+from flexattn import AuxRequest, create_block_mask, errors, explain, flex_attention
+from flexattn.errors import FlexAttentionError
+from flexattn.trace import trace
+from flexattn.validate import place_captures
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", grad: bool = False) -> Tensor:
+    return torch.ones(shape, dtype=dtype, device=device, requires_grad=grad)
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def mask(B=None, H=None, M=32, N=32, **kwargs):
+    return create_block_mask(causal, B, H, M, N, device="cpu", BLOCK_SIZE=16, **kwargs)
+
+
+Q = ones(2, 4, 32, 16)
+K = V = ones(2, 4, 32, 16)
+
+
+def call(q=Q, k=K, v=V, *args, **kwargs):
+    return lambda: flex_attention(q, k, v, *args, **kwargs)
+
+
+def upstream_mask():
+    return upstream.create_block_mask(causal, 2, None, 32, 32, device="cpu", BLOCK_SIZE=16)
+
+
+def per_batch(create, B, H):
+    def by_batch(b, h, q_idx, kv_idx):
+        return kv_idx < 20 + b
+
+    return create(by_batch, B, H, 32, 32, device="cpu", BLOCK_SIZE=16)
+
+
+def per_head(create, B, H):
+    def by_head(b, h, q_idx, kv_idx):
+        return kv_idx < 20 + h
+
+    return create(by_head, B, H, 32, 32, device="cpu", BLOCK_SIZE=16)
+
+
+def options(**kernel_options):
+    return call(kernel_options=kernel_options)
+
+
+def masked(**kwargs):
+    return lambda: flex_attention(Q, K, V, block_mask=mask(**kwargs))
+
+
+def without_transpose():
+    made = mask()
+    return flexattn.BlockMask.from_kv_blocks(
+        made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices, 16, causal, (32, 32),
+        compute_q_blocks=False,
+    )  # fmt: skip
+
+
+NESTED = torch.nested.nested_tensor([torch.ones(4, 8, 16), torch.ones(4, 6, 16)], layout=torch.jagged)
+TENSORS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]] = {
+    "not a tensor": (
+        call([1.0]), (TypeError,),
+        "query: found a list, expected a torch.Tensor. Pass a tensor.",
+    ),
+    "nested": (
+        call(k=NESTED), (NotImplementedError,),
+        "key: found a nested tensor, expected a dense tensor. "
+        "Pad to one length, or pack the sequences and use mods.document.",
+    ),
+    "3-D": (
+        call(ones(4, 32, 16)), (NotImplementedError,),
+        "query: found shape (4, 32, 16), expected 4 dimensions (batch, heads, length, dim). "
+        "Add the missing dimension with query.unsqueeze(0).",
+    ),
+    "1-D": (
+        call(v=ones(16)), (NotImplementedError,),
+        "value: found shape (16,), expected 4 dimensions (batch, heads, length, dim). Reshape it.",
+    ),
+    "integers": (
+        call(Q.int(), K.int(), V.int()), (TypeError, ValueError),
+        "query, key, value: found query i32, key i32, value i32, expected one dtype of f16, bf16, f32, f64. "
+        "Cast: query.to(torch.bfloat16), key.to(torch.bfloat16), value.to(torch.bfloat16).",
+    ),
+    "mixed dtypes": (
+        call(k=K.half(), v=V.double()), (TypeError, ValueError),
+        "query, key, value: found query f32, key f16, value f64, expected one dtype of f16, bf16, f32, f64. "
+        "Cast: key.to(torch.float32), value.to(torch.float32).",
+    ),
+    "8-bit keys": (
+        call(k=K.to(torch.float8_e4m3fn), v=V.to(torch.float8_e4m3fn)), (NotImplementedError,),
+        "query, key, value: found query f32, key float8_e4m3fn, value float8_e4m3fn, expected one dtype of f16, bf16, "
+        "f32, f64. Cast to bfloat16; 8-bit keys and values are not there yet.",
+    ),
+    "devices": (
+        call(k=K.to("meta")), (ValueError, RuntimeError),
+        "query, key, value: found query on cpu, key on meta, value on cpu, expected one device. "
+        "Move them with .to('cpu').",
+    ),
+    "meta": (
+        call(Q.to("meta"), K.to("meta"), V.to("meta")), (ValueError,),
+        "query: found device meta, expected cpu or cuda. Move query, key and value to one of these devices.",
+    ),
+    "too long": (
+        call(k=ones(1, 4, 1, 16).expand(1, 4, 2**30 + 1, 16), v=ones(1, 4, 1, 16).expand(1, 4, 2**30 + 1, 16)),
+        (ValueError,),
+        "key: found length 1073741825, expected at most 1073741824. "
+        "Cut it into shorter ones, and merge the results by their lse.",
+    ),
+    "head dim of key": (
+        call(k=ones(2, 4, 32, 8)), (ValueError,),
+        "key: found head dim 8, expected that of query, 16. "
+        "Both are multiplied with each other: project them to one size.",
+    ),
+    "no channels": (
+        call(v=ones(2, 4, 32, 0)), (ValueError,),
+        "value: found head dim 0, expected at least 1. Pass at least one channel.",
+    ),
+    "length of value": (
+        call(v=ones(2, 4, 31, 16)), (ValueError,),
+        "value: found length 31, expected that of key, 32. Each key needs one value: slice both alike.",
+    ),
+    "heads of value": (
+        call(v=ones(2, 2, 32, 16)), (ValueError,),
+        "value: found 2 heads, expected those of key, 4. Give key and value the same heads.",
+    ),
+    "batch of value": (
+        call(v=ones(1, 4, 32, 16)), (ValueError,),
+        "value: found batch 1, expected that of key, 2. Expand it: value.expand(2, -1, -1, -1).",
+    ),
+    "batch of key": (
+        call(k=ones(3, 4, 32, 16), v=ones(3, 4, 32, 16)), (ValueError,),
+        "key: found batch 3, expected that of query, 2, or 1. Repeat keys and values, or pass batch 1 to share them.",
+    ),
+    "groups without enable_gqa": (
+        call(k=ones(2, 2, 32, 16), v=ones(2, 2, 32, 16)), (ValueError,),
+        "key: found 2 heads, expected those of query, 4. "
+        "Pass enable_gqa=True to let groups of query heads share a key head.",
+    ),
+    "uneven groups": (
+        call(k=ones(2, 3, 32, 16), v=ones(2, 3, 32, 16), enable_gqa=True), (ValueError,),
+        "key: found 3 heads, expected a divisor of the heads of query, 4. "
+        "Query heads share key heads in groups: 4 must be a multiple of 3.",
+    ),
+}  # fmt: skip
+OTHERS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]] = {
+    "scale is a tensor": (
+        call(scale=torch.tensor(1.0)), (TypeError,),
+        "scale: found a Tensor, expected a number. "
+        "Pass a Python float; multiply a learnable scale into query or into the score in score_mod.",
+    ),
+    "scale is a string": (call(scale="1"), (TypeError,), "scale: found a str, expected a number. "),
+    "scale is nan": (
+        call(scale=float("nan")), (ValueError,),
+        "scale: found nan, expected a finite number. Pass None for 1 / sqrt(head dim).",
+    ),
+    "scale is infinite": (call(scale=float("inf")), (ValueError,), "scale: found inf, expected a finite number. "),
+    "both returns": (
+        call(return_lse=True, return_aux=AuxRequest()), (ValueError,),
+        "return_lse: found True beside return_aux, expected one of the two. Keep return_aux=AuxRequest(lse=True).",
+    ),
+    "aux is a bool": (
+        call(return_aux=True), (TypeError,),
+        "return_aux: found a bool, expected an AuxRequest. Write return_aux=AuxRequest(lse=True).",
+    ),
+    "mask is a tensor": (
+        call(block_mask=ones(32, 32)), (TypeError,),
+        "block_mask: found a Tensor, expected a BlockMask or None. "
+        "Make one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN).",
+    ),
+    "mask too short": (
+        masked(M=16), (ValueError, AssertionError),
+        "block_mask: found lengths (16, 32), expected those of query and key, (32, 32). "
+        "Build it with create_block_mask(mask_mod, B, H, Q_LEN=32, KV_LEN=32).",
+    ),
+    "mask too long": (
+        masked(N=48), (ValueError, AssertionError),
+        "block_mask: found lengths (32, 48), expected those of query and key, (32, 32). "
+        "Build it with create_block_mask(mask_mod, B, H, Q_LEN=32, KV_LEN=32), "
+        "or crop it with block_mask._adjust(32, 32) where the mod allows.",
+    ),
+    "batch of mask": (
+        masked(B=3), (ValueError,),
+        "block_mask: found batch 3, expected that of query, 2, or 1. "
+        "Build it with create_block_mask(mask_mod, B=2, ...), or B=None to share one mask.",
+    ),
+    "heads of mask": (
+        masked(H=2), (ValueError,),
+        "block_mask: found 2 heads, expected those of query, 4, or 1. "
+        "Build it with create_block_mask(mask_mod, ..., H=4), or H=None to share one mask.",
+    ),
+    "one batch of a mask that reads b": (
+        lambda: call(block_mask=per_batch(create_block_mask, 1, None))(), (ValueError,),
+        "block_mask: found batch 1 with the mask_mod by_batch, which reads b, expected that of query, 2. "
+        "Build it with create_block_mask(mask_mod, B=2, ...).",
+    ),
+    "one head of a mask that reads h": (
+        lambda: call(block_mask=per_head(create_block_mask, None, 1))(), (ValueError,),
+        "block_mask: found heads 1 with the mask_mod by_head, which reads h, expected that of query, 4. "
+        "Build it with create_block_mask(mask_mod, B=..., H=4, ...).",
+    ),
+    "one batch of PyTorch's mask that reads b": (
+        lambda: call(block_mask=per_batch(upstream.create_block_mask, None, None))(), (ValueError,),
+        "block_mask: found batch 1 with the mask_mod by_batch, which reads b, expected that of query, 2. ",
+    ),
+    "one batch of a slice that reads b": (
+        lambda: call(block_mask=per_batch(create_block_mask, 4, None)[2])(), (ValueError,),
+        "block_mask: found batch 1 with the mask_mod by_batch, which reads b, expected that of query, 2. ",
+    ),
+    "device of mask": (
+        lambda: call(block_mask=mask().to("meta"))(), (RuntimeError,),
+        "block_mask: found device meta, expected that of query, cpu. Move it with block_mask.to('cpu').",
+    ),
+    "mask without transpose": (
+        lambda: call(q=ones(2, 4, 32, 16, grad=True), block_mask=without_transpose())(), (RuntimeError,),
+        "block_mask: found no q_indices, expected both directions, as a backward may follow. "
+        "Build it with compute_q_blocks=True, or call under torch.no_grad().",
+    ),
+    "sliced upstream mask": (
+        lambda: flex_attention(Q[:1], K[:1], V[:1], block_mask=upstream_mask()[0]), (RuntimeError,),
+        "block_mask: found a slice of PyTorch's BlockMask, expected a mask with its mask_mod. "
+        "Slice flexattn's own mask: its mask_mod follows.",
+    ),
+}  # fmt: skip
+
+
+def on_meta(score, b, h, q_idx, kv_idx):
+    return score + META[h]
+
+
+META = ones(4, device="meta")
+MODS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]] = {
+    "score_mod of four": (call(score_mod=causal), (AssertionError,), "score_mod"),
+    "mask_mod of five": (
+        lambda: create_block_mask(on_meta, None, None, 32, 32, device="cpu"), (AssertionError,), "mask_mod"
+    ),
+    "score_mod is no function": (call(score_mod=3), (FlexAttentionError,), "score_mod"),
+    "data-dependent if": (
+        call(score_mod=lambda score, b, h, q_idx, kv_idx: score if q_idx > kv_idx else -score), (RuntimeError,),
+        r"test_errors.py:\d+",
+    ),
+    "mask of integers": (
+        lambda: create_block_mask(lambda b, h, q_idx, kv_idx: q_idx - kv_idx, None, None, 32, 32, device="cpu"),
+        (AssertionError, ValueError), "bool",
+    ),
+    "capture elsewhere": (
+        call(score_mod=on_meta), (RuntimeError, ValueError),
+        "score_mod: found the captured tensor META on meta, expected the device of query, cpu. "
+        "Move it with .to('cpu') outside of the mod.",
+    ),
+}  # fmt: skip
+OPTIONS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]] = {
+    "unknown": (options(BLOCK_MM=64), (ValueError,), "Did you mean 'BLOCK_M'?"),
+    "unknown with prefix": (options(bwd_BLOKC_M1=64), (ValueError,), "Did you mean 'bwd_BLOCK_M1'?"),
+    "wrong case": (options(block_n=64), (ValueError,), "found the unknown name 'block_n'"),
+    "nothing near": (options(zzz=1), (ValueError,), "Leave it out."),
+    "not a dict": (call(kernel_options=[1]), (TypeError,), "kernel_options: found a list, expected a dict."),
+    "int for bool": (options(EXACT=1), (TypeError,), "kernel_options['EXACT']: found 1 (int), expected a bool."),
+    "float for int": (
+        options(BLOCK_M=64.0), (TypeError,), "kernel_options['BLOCK_M']: found 64.0 (float), expected an int."
+    ),
+    "bool for int": (options(num_warps=True), (TypeError,), "kernel_options['num_warps']: found True (bool)"),
+    "not a power of two": (
+        options(BLOCK_N=96), (ValueError,),
+        "kernel_options['BLOCK_N']: found 96, expected a power of two from 16 on. Write 64.",
+    ),
+    "no warps": (options(num_warps=0), (ValueError,), "expected a power of two from 1 on. Write 1."),
+    "unknown backend": (
+        options(BACKEND="CUDA"), (ValueError,),
+        "kernel_options['BACKEND']: found 'CUDA', expected one of AUTO, TRITON, CPU, FLASH, TRITON_DECODE.",
+    ),
+    "flash": (options(BACKEND="FLASH"), (NotImplementedError,), "found BACKEND='FLASH', expected AUTO, TRITON or CPU."),
+    "decode": (options(BACKEND="TRITON_DECODE"), (NotImplementedError,), "found BACKEND='TRITON_DECODE'"),
+    "backend and force": (
+        options(BACKEND="TRITON", FORCE_USE_FLEX_ATTENTION=True), (RuntimeError,),
+        "found FORCE_USE_FLEX_ATTENTION beside BACKEND='TRITON', expected one of the two.",
+    ),
+    "internal": (options(OUTPUT_LOGSUMEXP=True), (AssertionError,), "flexattn finds this by itself: leave it out."),
+    "internal max": (options(OUTPUT_MAX=True), (AssertionError,), "kernel_options['OUTPUT_MAX']"),
+    "triton on cpu": (
+        options(BACKEND="TRITON"), (ValueError,),
+        "kernel_options: found BACKEND='TRITON' with tensors on the CPU, expected AUTO or CPU.",
+    ),
+}  # fmt: skip
+ROWS = [
+    pytest.param(*row, id=f"{table}: {name}")
+    for table, rows in (("tensors", TENSORS), ("others", OTHERS), ("mods", MODS), ("options", OPTIONS))
+    for name, row in rows.items()
+]
+
+
+@pytest.mark.parametrize(("wrong", "kinds", "text"), ROWS)
+def test_wrong_call_is_refused_by_name(
+    wrong: Callable[[], object], kinds: tuple[type[Exception], ...], text: str
+) -> None:
+    with pytest.raises(FlexAttentionError) as caught:
+        wrong()
+    assert all(isinstance(caught.value, kind) for kind in kinds), type(caught.value).__mro__
+    assert text in str(caught.value) or re.search(text, str(caught.value)), str(caught.value)
+
+
+def test_one_batch_of_lists_made_by_hand_serves_all() -> None:
+    made = per_batch(create_block_mask, 2, None)
+    lists = (made.kv_num_blocks[:1], made.kv_indices[:1], made.full_kv_num_blocks[:1], made.full_kv_indices[:1])
+    by_hand = flexattn.BlockMask.from_kv_blocks(*lists, 16, made.mask_mod, (32, 32))
+    torch.testing.assert_close(call(block_mask=by_hand)(), V)
+    torch.testing.assert_close(call(q=Q[1:], k=K[1:], v=V[1:], block_mask=made[1])(), V[1:])
+
+
+def test_scalars_of_the_cpu_go_along_with_any_device() -> None:
+    scalar, table = torch.tensor(2.0, requires_grad=True), torch.ones(4)
+    bound = trace(
+        lambda score, b, h, q_idx, kv_idx: score * scalar + torch.tensor([0.5 * n for n in range(40)])[h], "score"
+    )
+    placed = place_captures(bound, torch.device("meta"), "score_mod")
+    assert [c.device.type for c in placed.captures] == ["meta"] * 2
+    assert placed.captures[1] is place_captures(bound, torch.device("meta"), "score_mod").captures[1]
+    assert placed.captures[0].requires_grad or placed.captures[1].requires_grad
+    elsewhere = trace(lambda score, b, h, q_idx, kv_idx: score * scalar + table[h], "score")
+    with pytest.raises(errors.DeviceError, match="score_mod: found the captured tensor table on cpu, expected the dev"):
+        place_captures(elsewhere, torch.device("meta"), "score_mod")
+    with pytest.raises(errors.DeviceError, match="the captured tensor far on meta, expected the device of query, cpu"):
+        far = torch.ones((), device="meta")
+        flex_attention(Q, K, V, lambda score, b, h, q_idx, kv_idx: score * far)
+
+
+def test_explain_checks_as_the_call_does() -> None:
+    with pytest.raises(errors.ArgumentError, match="value: found length 31"):
+        explain(Q, K, ones(2, 4, 31, 16))
+
+
+def test_upstream_names_of_options_are_accepted() -> None:
+    given = {"BLOCK_M": 32, "fwd_num_warps": 4, "bwd_BLOCK_M1": 16, "PRESCALE_QK": True, "FLOAT32_PRECISION": "'ieee'"}
+    torch.testing.assert_close(flex_attention(Q, K, V, kernel_options=given), V)
+
+
+def test_every_name_of_upstream_is_an_option() -> None:
+    assert set(upstream.FlexKernelOptions.__annotations__) <= set(flexattn.FlexKernelOptions.__annotations__)
+
+
+def test_errors_are_one_family_of_built_in_kinds() -> None:
+    classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, Exception)]
+    assert all(issubclass(c, FlexAttentionError) for c in classes)
+    assert all(len(c.__mro__) > len(FlexAttentionError.__mro__) for c in classes if c is not FlexAttentionError)

@@ -1,0 +1,173 @@
+"""lower: what a mod becomes in Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from expecttest import TestCase
+
+from flexattn import mods
+from flexattn.differentiate import differentiate
+from flexattn.errors import CompileError
+from flexattn.lower import CaptureLayout, Dialect, ModPlan, lower, lower_scatter, lower_score, scatter_arguments
+from flexattn.ops import OPS
+from flexattn.trace import trace
+
+GPU = Dialect(ptx=True)
+
+
+def mod_plan(mod: Callable[..., object], kind: str = "score", aligned: bool = False, wide: bool = False) -> ModPlan:
+    bound = trace(mod, kind)  # type: ignore[arg-type]
+    layouts = tuple(CaptureLayout(aligned, wide) for _ in bound.captures)
+    return ModPlan(bound.graph, kind, layouts, tuple("fp32" if isinstance(n, float) else "i32" for n in bound.numbers))
+
+
+def gradient(plan: ModPlan, wrt: tuple[int, ...] = ()) -> ModPlan:
+    return replace(plan, graph=differentiate(plan.graph, wrt))
+
+
+class Goldens(TestCase):
+    maxDiff = None
+
+    def test_alibi(self):
+        """Index differences are formed in float32, the slope is loaded once."""
+        plan = mod_plan(mods.alibi(torch.tensor([0.5, 0.25])), aligned=True)
+        self.assertExpectedInline(
+            lower_score(plan, "score_mod", GPU),
+            """\
+@triton.jit
+def score_mod(score, sm_scale, b, h, q_idx, kv_idx, live, score_slopes0_ptr, score_slopes0_size0):
+    t0 = score * sm_scale
+    t1 = kv_idx.to(tl.float32)
+    t2 = q_idx.to(tl.float32)
+    t3 = t1 - t2
+    t4 = tl.load(score_slopes0_ptr + (h), mask=(h >= 0) & (h < score_slopes0_size0), other=0)
+    t5 = t3 * t4
+    t6 = t0 + t5
+    t7 = t6 * LOG2E
+    return t7
+""",
+        )
+
+    def test_softcap(self):
+        """Scale, cap and log2(e) are two factors, formed once; tanh is the hardware's."""
+        self.assertExpectedInline(
+            lower_score(mod_plan(mods.softcap(30.0)), "score_mod", GPU),
+            """\
+@triton.jit
+def score_mod(score, sm_scale, b, h, q_idx, kv_idx, live, score_cap0):
+    t0 = tl.cast(score_cap0, tl.float32)
+    t1 = sm_scale / (t0)
+    t2 = score * t1
+    t3 = fast_tanh(t2)
+    t4 = LOG2E * t0
+    t5 = t3 * t4
+    return t5
+""",
+        )
+
+    def test_softcap_gradient(self):
+        self.assertExpectedInline(
+            lower(gradient(mod_plan(mods.softcap(30.0))), "score_grad", GPU),
+            """\
+@triton.jit
+def score_grad(grad, score, sm_scale, b, h, q_idx, kv_idx, live, score_cap0):
+    t0 = tl.cast(score_cap0, tl.float32)
+    t1 = sm_scale / (t0)
+    t2 = score * t1
+    t3 = fast_tanh(t2)
+    t4 = t3 * t3
+    t5 = 1.0 - t4
+    t6 = grad * t5
+    return tl.broadcast_to(t6, score.shape)
+""",
+        )
+
+    def test_sliding_window(self):
+        self.assertExpectedInline(
+            lower(mod_plan(mods.sliding_window(5), "mask"), "mask_mod", GPU),
+            """\
+@triton.jit
+def mask_mod(b, h, q_idx, kv_idx, live, mask_window0):
+    t0 = q_idx >= kv_idx
+    t1 = q_idx - kv_idx
+    t2 = tl.cast(mask_window0, tl.int32)
+    t3 = t1 < t2
+    t4 = t0 & t3
+    return t4
+""",
+        )
+
+
+def test_dialects_choose_tanh():
+    plan = mod_plan(mods.softcap(30.0))
+    assert "fast_tanh" in lower_score(plan, "f", GPU)
+    assert "libdevice.tanh" in lower_score(plan, "f", Dialect(exact=True, ptx=True))
+    interpreted = lower_score(plan, "f", Dialect(interpreter=True))
+    assert "libdevice" not in interpreted and "fast_tanh" not in interpreted
+
+
+def test_interpreter_says_what_it_lacks():
+    plan = mod_plan(lambda s, b, h, i, j: torch.atan(s))
+    with pytest.raises(CompileError, match="atan: Triton's interpreter does not have it; use the CPU engine or a GPU"):
+        lower_score(plan, "f", Dialect(interpreter=True))
+
+
+def test_long_lengths_use_integers():
+    plan = mod_plan(lambda s, b, h, i, j: s + 0.5 * (i - j))
+    assert "q_idx - kv_idx" not in lower_score(plan, "f", GPU)
+    assert "q_idx - kv_idx" in lower_score(plan, "f", Dialect(ptx=True, float_index=False))
+
+
+def test_addresses():
+    table = torch.zeros(8, 8)
+    mod = lambda s, b, h, i, j: s * table[i, j]  # noqa: E731
+    aligned, any_stride = (lower_score(mod_plan(mod, aligned=a), "f", GPU) for a in (True, False))
+    assert "_stride0 * 4" in aligned and "_stride1" not in aligned, "strides in units of 16 bytes, the last one 1"
+    assert "_stride1" in any_stride and "_stride0 * 4" not in any_stride
+    assert "tl.int64)" not in aligned.replace("pointers.to(tl.int64)", "")
+    assert "tl.cast(q_idx, tl.int64)" in lower_score(mod_plan(mod, wide=True), "f", GPU)
+
+
+def test_negative_indices_wrap_only_where_they_may_occur():
+    table = torch.zeros(8)
+    assert "tl.where(" in lower_score(mod_plan(lambda s, b, h, i, j: s * table[i - j]), "f", GPU)
+    assert "< 0, " not in lower_score(mod_plan(lambda s, b, h, i, j: s * table[i + j]), "f", GPU)
+    # What lengths prove is told to the mod.
+    plan = mod_plan(lambda s, b, h, i, j: s * table[i - j])
+    (load,) = [n for n, node in enumerate(plan.graph.nodes) if node.op == "load"]
+    proved = replace(plan, nonnegative=plan.graph.nodes[load].args, inside=(load,))
+    assert "< 0, " not in lower_score(proved, "f", GPU)
+
+
+def test_scatter_sums_before_it_adds():
+    """A table of heads takes one atomic a tile, one of rows one a row."""
+    table = torch.zeros(8, requires_grad=True)
+    sums = []
+    for mod in (
+        lambda s, b, h, i, j: s * table[h], lambda s, b, h, i, j: s * table[i], lambda s, b, h, i, j: s * table[i * j],
+    ):  # fmt: skip
+        plan = gradient(mod_plan(mod), (0,))
+        text = lower_scatter(plan, "scatter", GPU)
+        assert text.count("tl.atomic_add") == 1
+        sums.append(text.partition("def scatter(")[2].count("tl.sum("))
+        assert [kind for _, kind in scatter_arguments(plan)] == ["*fp32", "i32"]
+    assert sums == [2, 1, 0]
+
+
+def test_names_of_captures_are_made_identifiers():
+    class Holder:
+        table = torch.zeros(4)
+
+    holder = Holder()
+    plan = mod_plan(lambda s, b, h, i, j: s * holder.table[h])
+    assert all(name.isidentifier() for name in plan.argument_names())
+
+
+def test_every_operation_has_a_text_that_formats():
+    for name, op in OPS.items():
+        for text in filter(None, (op.triton, op.exact_triton)):
+            assert text.format("x", "y", "z") != text, name

@@ -1,0 +1,203 @@
+"""The ready masks and score mods against their definitions in plain Python, and their documentation."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import math
+import pickle
+import pkgutil
+
+import pytest
+import torch
+
+from flexattn import mods
+from flexattn.classify import create_block_mask, create_mask
+from flexattn.trace import trace
+
+S = 24
+IDS = torch.tensor([0] * 5 + [1] * 7 + [2] * 12)
+OFFSETS = torch.tensor([0, 5, 12, 24])
+LENGTHS = torch.tensor([3, 24])
+PARENTS = torch.tensor([-1, 0, 0, 1, 3, 2] + [5] * (S - 6))
+MARKED = torch.arange(S) % 7 == 0
+
+
+def is_ancestor(node: int, other: int) -> bool:
+    while node >= 0 and node != other:
+        node = int(PARENTS[node])
+    return node == other
+
+
+def in_window(q: int, kv: int, size: int, kernel: int) -> bool:
+    first = min(max(q - kernel // 2, 0), size - kernel)
+    return first <= kv < first + kernel
+
+
+def diffuses(q: int, kv: int) -> bool:
+    q_clean, kv_clean, q_block, kv_block = q >= 12, kv >= 12, q % 12 // 4, kv % 12 // 4
+    if not q_clean:
+        return kv_block < q_block if kv_clean else kv_block == q_block
+    return kv_clean and kv_block <= q_block
+
+
+MASKS = {
+    "causal": (mods.causal, lambda b, q, kv: kv <= q),
+    "noop_mask": (mods.noop_mask, lambda b, q, kv: True),
+    "causal_lower_right_24_30": (mods.causal_lower_right(24, 30), lambda b, q, kv: kv <= q + 6),
+    "sliding_window_5": (mods.sliding_window(5), lambda b, q, kv: 0 <= q - kv < 5),
+    "sliding_window_5_both_sides": (mods.sliding_window(5, causal=False), lambda b, q, kv: abs(q - kv) < 5),
+    "prefix_lm_6": (mods.prefix_lm(6), lambda b, q, kv: kv < 6 or kv <= q),
+    "prefix_lm": (mods.prefix_lm(LENGTHS), lambda b, q, kv: kv < LENGTHS[b] or kv <= q),
+    "document": (mods.document(IDS), lambda b, q, kv: IDS[q] == IDS[kv]),
+    "document_causal": (mods.document_causal(offsets=OFFSETS), lambda b, q, kv: IDS[q] == IDS[kv] and kv <= q),
+    "dilated_3_4": (mods.dilated(3, 4), lambda b, q, kv: q - kv in (0, 4, 8)),
+    "strided_5": (mods.strided(5), lambda b, q, kv: kv <= q and (q - kv < 5 or (q - kv) % 5 == 0)),
+    "natten_2d_3x5": (
+        mods.natten_2d(4, 6, (3, 5)),
+        lambda b, q, kv: in_window(q // 6, kv // 6, 4, 3) and in_window(q % 6, kv % 6, 6, 5),
+    ),
+    "natten_3d_1x3x1": (
+        mods.natten_3d(2, 3, 4, (1, 3, 1)),
+        lambda b, q, kv: q // 12 == kv // 12 and in_window(q // 4 % 3, kv // 4 % 3, 3, 3) and q % 4 == kv % 4,
+    ),
+    "block_diffusion_12_4": (mods.block_diffusion(12, 4), lambda b, q, kv: diffuses(q, kv)),
+    "tree": (mods.tree(PARENTS), lambda b, q, kv: is_ancestor(q, kv)),
+    "global_tokens_3": (mods.global_tokens(3), lambda b, q, kv: q < 3 or kv < 3),
+    "global_tokens": (mods.global_tokens(MARKED), lambda b, q, kv: MARKED[q] or MARKED[kv]),
+    "padding": (mods.padding(LENGTHS), lambda b, q, kv: kv < LENGTHS[b]),
+    "causal_and_sliding_window_5": (
+        mods.and_masks(mods.causal, mods.sliding_window(5)),
+        lambda b, q, kv: 0 <= q - kv < 5,
+    ),
+    "causal_or_mask": (mods.or_masks(mods.causal, lambda b, h, q, kv: kv < 3), lambda b, q, kv: kv <= q or kv < 3),
+    "causal_xor_padding": (
+        mods.xor_masks(mods.causal, mods.padding(LENGTHS)),
+        lambda b, q, kv: (kv <= q) != bool(kv < LENGTHS[b]),
+    ),
+    "not_causal": (mods.not_mask(mods.causal), lambda b, q, kv: kv > q),
+    "and_mask": (mods.and_masks(), lambda b, q, kv: True),
+    "or_mask": (mods.or_masks(), lambda b, q, kv: False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_mask(name):
+    mod, definition = MASKS[name]
+    assert mod.__name__ == name
+    expected = torch.tensor([[[bool(definition(b, q, kv)) for kv in range(S)] for q in range(S)] for b in range(2)])
+    assert torch.equal(create_mask(mod, 2, 1, S, S, device="cpu")[:, 0], expected)
+    mask = create_block_mask(mod, 2, 1, S, S, device="cpu", BLOCK_SIZE=1)
+    assert torch.equal(mask.to_dense()[:, 0].bool(), expected)
+
+
+def test_deep_trees_and_prefixes():
+    parents = torch.arange(-1, 69)
+    dense = create_mask(mods.tree(parents, prefix=50), None, None, 70, 120, device="cpu")[0, 0]
+    assert dense[:, :50].all()
+    assert torch.equal(dense[:, 50:], torch.ones(70, 70).tril().bool())
+
+
+def test_documents_of_each_batch():
+    ids = torch.stack((IDS, IDS.flip(0)))
+    dense = create_mask(mods.document_causal(ids), 2, None, S, S, device="cpu")[:, 0]
+    assert torch.equal(dense, (ids[:, :, None] == ids[:, None]) & torch.ones(S, S).tril().bool())
+
+
+def t5_bucket(distance: torch.Tensor, bidirectional: bool, buckets: int, max_distance: int) -> torch.Tensor:
+    """The formula of the T5 code base: distance = key position - query position."""
+    result = torch.zeros_like(distance)
+    if bidirectional:
+        buckets //= 2
+        result = result + (distance > 0).long() * buckets
+        distance = distance.abs()
+    else:
+        distance = -torch.min(distance, torch.zeros_like(distance))
+    exact = buckets // 2
+    far = torch.log(distance.float() / exact) / math.log(max_distance / exact) * (buckets - exact)
+    far = torch.where(distance > 0, exact + far, 0).long().clamp(max=buckets - 1)
+    return result + torch.where(distance < exact, distance, far)
+
+
+H, LEN = 3, 300
+SCORE = torch.randn(H, LEN, LEN, generator=torch.Generator().manual_seed(0))
+DISTANCE = torch.arange(LEN) - torch.arange(LEN)[:, None]  # key position - query position
+PER_HEAD = torch.tensor([0.5, 1.25, 2.0])
+HEAD = PER_HEAD[:, None, None]
+TABLE = torch.randn(32, H, generator=torch.Generator().manual_seed(1))
+STEPS = torch.randn(H, 2 * 20 + 1, generator=torch.Generator().manual_seed(2))
+
+SCORE_MODS = {
+    "alibi_3": (mods.alibi(H), SCORE + 2.0 ** (-8 * torch.arange(1, 4) / H)[:, None, None] * DISTANCE),
+    "alibi": (mods.alibi(PER_HEAD), SCORE + HEAD * DISTANCE),
+    "softcap_30": (mods.softcap(30.0), 30 * torch.tanh(SCORE / 30)),
+    "softcap_2p5": (mods.softcap(2.5), 2.5 * torch.tanh(SCORE / 2.5)),
+    "relative_bias_20": (mods.relative_bias(STEPS), SCORE + STEPS[:, (-DISTANCE).clamp(-20, 20) + 20]),
+    "t5_bias": (mods.t5_bias(TABLE), SCORE + TABLE[t5_bucket(DISTANCE, True, 32, 128)].permute(2, 0, 1)),
+    "t5_bias_causal": (
+        mods.t5_bias(TABLE, bidirectional=False),
+        SCORE + TABLE[t5_bucket(DISTANCE, False, 32, 128)].permute(2, 0, 1),
+    ),
+    "distance_decay": (mods.distance_decay(PER_HEAD), SCORE - HEAD * DISTANCE.abs()),
+    "temperature": (mods.temperature(PER_HEAD), SCORE / HEAD),
+    "head_gate": (mods.head_gate(PER_HEAD), SCORE * torch.sigmoid(HEAD)),
+}
+
+
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_score_mod(name):
+    mod, expected = SCORE_MODS[name]
+    assert mod.__name__ == name
+    index = (torch.zeros(1, 1, 1).int(), torch.arange(H).view(-1, 1, 1).int())
+    places = (torch.arange(LEN).view(-1, 1).int(), torch.arange(LEN).int())
+    torch.testing.assert_close(trace(mod, "score")(SCORE, *index, *places), expected)
+
+
+@pytest.mark.parametrize("mod", [mods.distance_decay(0.5), mods.temperature(2.0)])
+def test_score_mods_of_one_number(mod):
+    out = trace(mod, "score")(
+        SCORE, *(torch.zeros(1).int(),) * 2, torch.arange(LEN)[:, None].int(), torch.arange(LEN).int()
+    )
+    expected = SCORE - 0.5 * DISTANCE.abs() if mod.__name__ == "distance_decay" else SCORE / 2
+    torch.testing.assert_close(out, expected)
+
+
+def test_numbers_of_factories_do_not_retrace():
+    graphs = {trace(mods.sliding_window(w), "mask").graph for w in (2, 3, 1024)}
+    assert {len(g.numbers) for g in graphs} == {1}
+
+
+def test_masks_without_captures_pickle():
+    assert pickle.loads(pickle.dumps(mods.causal)) is mods.causal
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: mods.document(), "found neither of ids and offsets, expected one"),
+        (lambda: mods.document(IDS, offsets=OFFSETS), "found both of ids and offsets"),
+        (lambda: mods.document(IDS.view(1, 1, -1)), "expected \\[S\\] or \\[B, S\\]"),
+        (lambda: mods.natten_2d(4, 4, 2), "expected odd sizes of at most \\(4, 4\\)"),
+        (lambda: mods.natten_3d(4, 4, 4, 5), "expected odd sizes"),
+        (lambda: mods.tree(torch.tensor([1, -1])), "found parent 1 of node 0, expected -1 or a node before it"),
+        (lambda: mods.relative_bias(torch.zeros(2, 4)), "expected \\[H, 2 \\* R \\+ 1\\]"),
+        (lambda: mods.t5_bias(torch.zeros(2, 4)), "expected \\[buckets, H\\]"),
+    ],
+)
+def test_refusals(build, text):
+    with pytest.raises(ValueError, match=text):
+        build()
+
+
+@pytest.mark.parametrize("combine", [mods.and_masks, mods.or_masks, mods.xor_masks, mods.not_mask])
+def test_combinators_refuse_what_is_not_callable(combine):
+    with pytest.raises(RuntimeError, match="All inputs should be callable mask_mods"):
+        combine(3)
+
+
+@pytest.mark.parametrize("name", [m.name for m in pkgutil.iter_modules(mods.__path__)])
+def test_examples_in_the_documentation(name):
+    module = importlib.import_module(f"flexattn.mods.{name}")
+    result = doctest.testmod(module)
+    assert result.failed == 0
+    assert result.attempted > 0 or name == "kinds"

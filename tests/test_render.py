@@ -1,0 +1,103 @@
+"""render: templates that a plan fills, and what it tells the compiler about their arguments."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flexattn import create_block_mask, explain, mods
+from flexattn.plan import KernelPlan
+from flexattn.render import render, templates_folder
+
+pytest.importorskip("triton")
+
+
+def works() -> dict[str, tuple[KernelPlan, ...]]:
+    """Return plans of calls that take every branch of the templates."""
+    found = {}
+    table = torch.zeros(4, 200, requires_grad=True)
+    scores = {
+        "none": None, "softcap": mods.softcap(20.0), "alibi": mods.alibi(4),
+        "learned": lambda s, b, h, i, j: s * torch.sigmoid(table[h, i]) + table[h, (i - j).clamp(-9, 9)],
+    }  # fmt: skip
+    for (name, score), masked, (D, Dv) in itertools.product(scores.items(), (False, True), ((64, 64), (40, 96))):
+        q, k, v = (torch.zeros(2, 4, 200, d, dtype=torch.bfloat16, requires_grad=True) for d in (D, D, Dv))
+        mask = create_block_mask(mods.causal, None, None, 200, 200, device="cpu") if masked else None
+        for target in ("sm_80", "sm_90"):
+            made = explain(q, k, v, score, mask, target=target)
+            found[f"{name}-{'causal' if masked else 'full'}-{D}-{target}"] = made.plans
+    return found
+
+
+WORKS = works()
+
+
+def variants(plan: KernelPlan) -> list[KernelPlan]:
+    loose = replace(plan, aligned=False, tma=False)
+    return [
+        plan,
+        replace(plan, tma=False),
+        loose,
+        replace(loose, wide_rows=True, full_overhangs=True, max_scores=True),
+        replace(plan, has_dlse=True),
+    ]
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_sources(work: str):
+    for plan in itertools.chain.from_iterable(map(variants, WORKS[work])):
+        source = render(plan)
+        tree = ast.parse(source.text)
+        functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+        assert source.name in functions and source.name == plan.name
+        names = [name for name, _ in source.signature]
+        assert [a.arg for a in functions[source.name].args.args] == names and len(set(names)) == len(names)
+        assert set(source.divisible) <= set(names)
+        assert (source.num_warps, source.num_stages) == (plan.tile.num_warps, plan.tile.num_stages)
+        assert not plan.tma or any("tensordesc" in kind for _, kind in source.signature)
+        assert "{{" not in source.text and "{%" not in source.text
+        assert str(templates_folder()) not in source.text, "the same on every machine"
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_arguments_have_the_type_of_what_is_passed(work: str):
+    for plan in itertools.chain.from_iterable(map(variants, WORKS[work])):
+        for name, kind in render(plan).signature:
+            if name.endswith("_ptr"):
+                assert kind.startswith("*"), name
+            elif "_desc_" in name:
+                assert kind.startswith("tensordesc<bf16[1, 1, "), name
+            elif name.endswith("scale") or name == "q_sign":
+                assert kind == "fp32", name
+            else:
+                assert kind in ("i32", "i64", "fp32"), name
+            if name.startswith("stride_") and name.endswith(("b", "h")) and "mask" not in name:
+                assert kind == "i64", f"{name} may pass 2**31"
+
+
+def test_a_plan_gives_one_text():
+    for one, other in zip(WORKS["learned-causal-40-sm_90"], works()["learned-causal-40-sm_90"], strict=True):
+        assert one.score is None or other.score is None or one.score.graph.nodes == other.score.graph.nodes
+        assert render.__wrapped__(one).text == render.__wrapped__(one).text
+
+
+def test_names_are_identifiers():
+    mask = create_block_mask(mods.and_masks(mods.causal, mods.sliding_window(9)), None, None, 64, 64, device="cpu")
+    q = torch.zeros(1, 1, 64, 16)
+    for plan in explain(q, q, q, lambda s, b, h, i, j: -s, mask, target="sm_80").plans:
+        assert plan.name.isidentifier() and plan.name.startswith(plan.kernel)
+        assert render(plan).name == plan.name and len(plan.name) <= 120
+
+
+def test_headers_name_the_users_lines():
+    def shifted(score, b, h, q_idx, kv_idx):
+        return score * 0.5 + h
+
+    q = torch.zeros(1, 1, 64, 16)
+    source = explain(q, q, q, shifted, target="sm_90").sources[0]
+    assert any("shifted" in line and "test_render.py" in line for line in source.header)
+    assert source.name == "forward_shifted"
