@@ -1,0 +1,35 @@
+# make demo    train a small model on this machine's device, and show what happened
+# make test    everything that must hold: lint, types, tests
+# Both set themselves up: PYTHON (>= 3.11) is all that they need.
+
+PYTHON ?= python3
+JOBS ?= 2
+ENV := .venv
+RUN := $(ENV)/bin/python
+# A step whose tool could neither be found nor installed (no network) is left out with a note; elsewhere it must pass.
+tool = if $(RUN) -m $(1) --version >/dev/null 2>&1; then echo "$(RUN) -m $(1) $(2)"; $(RUN) -m $(1) $(2); \
+       else echo "$(1) is not installed here: left out"; fi
+pytest = $(RUN) -m pytest $(shell $(RUN) -c "import xdist" 2>/dev/null && echo "-n $(JOBS)")
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+demo: $(ENV)/ready
+	$(RUN) examples/demo.py $(DEMO)
+
+test: lint
+	$(pytest) $(TESTS)
+	TRITON_INTERPRET=1 $(pytest) tests/interpreter
+
+lint: $(ENV)/ready
+	@$(call tool,ruff,check .)
+	@$(call tool,ruff,format --check .)
+	@$(call tool,pyright,--pythonpath $(RUN))
+
+$(ENV)/ready: pyproject.toml constraints.txt tools/environment.py
+	@$(PYTHON) -c 'import sys; sys.exit("Python >= 3.11 is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) tools/environment.py $(ENV)
+	@touch $@
+
+clean:
+	rm -rf $(ENV) .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Measurements of flexattn beside its peers; each module is a program: `python -m benchmarks.attention --help`."""

@@ -1,0 +1,256 @@
+"""Interleaved timing: everything warmed up first, then rounds in random order, medians with their range.
+
+The clock of a card falls under load, so two programs are only comparable inside of one process and one round.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import random
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Run = Callable[[], object]
+Clock = Callable[[Run, int, torch.device], float]  # (what to run, how many times, where) -> milliseconds of one
+
+# Spinning on the device while the host enqueues a sample keeps host time out of it (about 1 ms at 1.9 GHz).
+COVER_CYCLES = 2_000_000
+SLOW_MS = 500.0  # runs of this length need no further warming up
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where and with what a table was measured."""
+
+    device: str
+    torch: str
+    triton: str
+    flexattn: str
+    commit: str
+    date: str
+    label: str = ""
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.device} | torch {self.torch} | triton {self.triton} | "
+            f"flexattn {self.flexattn} at {self.commit} | {self.date}"
+        )
+        return f"{text} | {self.label}" if self.label else text
+
+
+@dataclass(frozen=True)
+class Config:
+    """What one number stands for."""
+
+    work: str
+    peer: str
+    direction: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """The samples of one Config, one per round, or a note that says why there are none (`n/a: ...`, `error: ...`)."""
+
+    config: Config
+    milliseconds: tuple[float, ...] = ()
+    flops: float = 0.0  # of one run; 0 where floating-point operations are not what is counted
+    note: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether something broke, as opposed to a peer that cannot do this work."""
+        return self.note.startswith("error")
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.milliseconds) if self.milliseconds else math.nan
+
+    @property
+    def tflops(self) -> float:
+        return self.flops / self.median / 1e9
+
+    def record(self) -> dict[str, Any]:
+        """Return what the JSON file holds of this result."""
+        record: dict[str, Any] = {**asdict(self.config), "note": self.note, "milliseconds": list(self.milliseconds)}
+        if self.milliseconds:
+            record |= {"median": self.median, "min": min(self.milliseconds), "max": max(self.milliseconds)}
+            record |= {"flops": self.flops, "tflops": self.tflops} if self.flops else {}
+        return record
+
+
+def environment(device: torch.device, label: str = "") -> Environment:
+    """Describe this process: device, versions, commit and date."""
+    return Environment(
+        device=device_name(device),
+        torch=torch.__version__,
+        triton=version_of("triton"),
+        flexattn=version_of("flexattn").replace("none", "clone"),
+        commit=git_commit(),
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        label=label,
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the card, or of the processor with the number of threads that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def version_of(package: str) -> str:
+    """Return the version of an installed package, or `none`."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def git_commit() -> str:
+    """Return the commit of this clone, `-dirty` where tracked files differ from it, `unknown` outside of a clone."""
+    root = Path(__file__).parent.parent
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return found.stdout.strip() or "unknown"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device. Raises if an earlier kernel failed."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def sample(run: Run, launches: int, device: torch.device) -> float:
+    """Return milliseconds per run, over `launches` runs back to back."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(launches):
+            run()
+        return (time.perf_counter() - start) * 1e3 / launches
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(COVER_CYCLES)
+    begin.record()
+    for _ in range(launches):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / launches
+
+
+def host_sample(run: Run, launches: int, device: torch.device) -> float:
+    """Return milliseconds of host time per run, the device never waited for."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(launches):
+        run()
+    elapsed = time.perf_counter() - start
+    synchronize(device)
+    return elapsed * 1e3 / launches
+
+
+def launches_needed(run: Run, device: torch.device, sample_ms: float, clock: Clock, most: int) -> int:
+    """Warm `run` up and return how many runs make a sample of at least `sample_ms`."""
+    run()
+    synchronize(device)
+    once = clock(run, 1, device)
+    if once > SLOW_MS:
+        return 1
+    steady = clock(run, max(1, min(20, math.ceil(sample_ms / max(once, 1e-3)))), device)
+    return max(1, min(most, math.ceil(sample_ms / max(steady, 1e-3))))
+
+
+def measure(
+    runs: Mapping[Config, Run],
+    device: torch.device,
+    rounds: int,
+    flops: Mapping[Config, float] | None = None,
+    sample_ms: float = 5.0,
+    seed: int = 0,
+    clock: Clock = sample,
+    most_launches: int = 2_000,
+) -> dict[Config, Result]:
+    """Time all `runs` beside one another; one that raises becomes a result with a note, the others go on."""
+    launches: dict[Config, int] = {}
+    samples: dict[Config, list[float]] = {config: [] for config in runs}
+    notes: dict[Config, str] = {}
+
+    def guarded(config: Config, step: Run) -> None:
+        try:
+            step()
+        except Exception as error:  # a broken variant must not lose the others
+            notes[config] = f"error: {one_line(error)}"
+
+    def warm(config: Config) -> None:
+        launches[config] = launches_needed(runs[config], device, sample_ms, clock, most_launches)
+
+    for config in runs:
+        guarded(config, lambda c=config: warm(c))
+    shuffle = random.Random(seed).shuffle
+    for _ in range(rounds):
+        alive = [config for config in runs if config not in notes]
+        shuffle(alive)
+        for config in alive:
+            guarded(config, lambda c=config: samples[c].append(clock(runs[c], launches[c], device)))
+    work = flops or {}
+    return {c: Result(c, tuple(samples[c]), work.get(c, 0.0), notes.get(c, "")) for c in runs}
+
+
+def one_line(error: BaseException, width: int = 160) -> str:
+    """Return the kind of an error and the first line of its text that says something."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}"[:width].rstrip(": ")
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Return the geometric mean, nan of nothing."""
+    return statistics.geometric_mean(values) if values else math.nan
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return rows as text in aligned columns, numbers to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(line[i]) for line in [list(headers), *cells]) for i in range(len(headers))]
+    numeric = [all(_is_number(row[i]) for row in cells) for i in range(len(headers))]
+
+    def line(row: Sequence[str]) -> str:
+        parts = (c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True))
+        return "  ".join(parts).rstrip()
+
+    return "\n".join([line(list(headers)), "  ".join("-" * w for w in widths), *(line(row) for row in cells)])
+
+
+def _is_number(cell: str) -> bool:
+    return not cell or cell.lstrip("-")[:1].isdigit()
+
+
+def write_json(path: str | None, record: Mapping[str, Any]) -> None:
+    """Write `record` to `path`, if there is one, with its folders. Numbers that are not finite become null."""
+    if path is None:
+        return
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(_finite(record), indent=1, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

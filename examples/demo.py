@@ -1,0 +1,272 @@
+"""Train a small byte-level GPT on packed documents, with and without attention, and look at what attention did.
+
+The text is real: the sources of Python's standard library on this machine. Each step packs excerpts of other files
+into one row, so each step has a new document mask; ALiBi's slopes are learned, so the score_mod has a gradient.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flexattn import BlockMask, and_masks, create_block_mask, flex_attention
+from flexattn.mods import alibi, causal, document
+from flexattn.reference import attention as dense_attention
+
+HELD_OUT = 10  # every tenth file is never trained on
+ALPHABET = 256
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How large the model is and how long it trains."""
+
+    length: int  # tokens of one row
+    excerpts: tuple[int, int]  # shortest and longest piece of a file, in bytes
+    width: int
+    heads: int
+    layers: int
+    steps: int
+    rate: float
+
+
+ON_CPU = Settings(length=2048, excerpts=(128, 512), width=128, heads=4, layers=2, steps=350, rate=5e-3)
+ON_GPU = Settings(length=16384, excerpts=(256, 2048), width=512, heads=8, layers=6, steps=400, rate=1e-3)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Documents packed one after the other."""
+
+    tokens: Tensor  # [S], bytes
+    targets: Tensor  # [S], the bytes that follow
+    documents: Tensor  # int32 [S], which document a token belongs to
+
+
+class Attention(nn.Module):
+    """Multi-head attention with ALiBi, whose slopes are learned."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.to_qkv = nn.Linear(width, 3 * width, bias=False)
+        self.to_out = nn.Linear(width, width, bias=False)
+        self.log_slopes = nn.Parameter(torch.arange(heads) * (-8 / heads) * torch.tensor(2.0).log())
+
+    def score_mod(self) -> Callable[..., Tensor]:
+        """Return ALiBi with the slopes of now; whatever made them, gradients flow back through it."""
+        return alibi(self.log_slopes.exp())
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.to_qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        return q, k, v  # each [B, H, S, D]
+
+    def forward(self, x: Tensor, mask: BlockMask) -> Tensor:
+        q, k, v = self.project(x)
+        out = flex_attention(q, k, v, score_mod=self.score_mod(), block_mask=mask)  # [B, H, S, D]
+        return self.to_out(out.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, mask: BlockMask | None) -> Tensor:
+        if mask is not None:
+            x = x + self.attention(self.before_attention(x), mask)
+        return x + self.mlp(self.before_mlp(x))
+
+
+class GPT(nn.Module):
+    """Without a mask attention is switched off: each byte is then predicted from the one before it alone."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(ALPHABET, settings.width)
+        self.layers = nn.ModuleList(Layer(settings.width, settings.heads) for _ in range(settings.layers))
+        self.norm = nn.LayerNorm(settings.width)
+        self.to_logits = nn.Linear(settings.width, ALPHABET)
+
+    def forward(self, tokens: Tensor, mask: BlockMask | None) -> Tensor:
+        x = self.embed(tokens)[None]  # [1, S, width]
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.to_logits(self.norm(x))[0]  # [S, 256]
+
+    def loss(self, row: Row, mask: BlockMask | None) -> Tensor:
+        with torch.autocast(row.tokens.device.type, torch.bfloat16, enabled=row.tokens.is_cuda):
+            return functional.cross_entropy(self(row.tokens, mask).float(), row.targets)
+
+
+def read_files() -> tuple[list[bytes], list[bytes]]:
+    """Return the standard library's sources, those to train on and those held out."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    paths = sorted(p for pattern in ("*.py", "*/*.py") for p in folder.glob(pattern) if "-packages" not in str(p))
+    texts = [text for text in (p.read_bytes() for p in paths) if len(text) > 1024]
+    return [t for i, t in enumerate(texts) if i % HELD_OUT], texts[::HELD_OUT]
+
+
+def pack(texts: list[bytes], settings: Settings, device: torch.device, rng: random.Random) -> Row:
+    """Fill one row with excerpts of random files."""
+    tokens, targets, documents = bytearray(), bytearray(), []
+    while len(tokens) < settings.length:
+        size = min(rng.randint(*settings.excerpts), settings.length - len(tokens))
+        text = rng.choice(texts)
+        start = rng.randrange(max(1, len(text) - size - 1))
+        excerpt = text[start : start + size + 1]
+        documents += [documents[-1] + 1 if documents else 0] * (len(excerpt) - 1)
+        tokens += excerpt[:-1]
+        targets += excerpt[1:]
+    as_tensor = [torch.tensor(list(part)).to(device) for part in (tokens, targets)]
+    return Row(*as_tensor, torch.tensor(documents, dtype=torch.int32).to(device))
+
+
+def mask_of(row: Row) -> BlockMask:
+    """Let each token see the tokens before it in its own document."""
+    length = len(row.tokens)
+    mask_mod = and_masks(causal, document(row.documents))
+    return create_block_mask(mask_mod, None, None, length, length, device=row.tokens.device)
+
+
+def progress(steps: int, label: str, loss_of: Callable[[int], float]) -> Iterator[None]:
+    """Run `loss_of(step)` for each step behind a bar; where no one watches, tell each fifth."""
+    start = time.perf_counter()
+    for step in range(steps):
+        loss = loss_of(step)
+        done = step + 1
+        bar = ("█" * (30 * done // steps)).ljust(30, "·")
+        line = f"{label:18} {bar} {done:4}/{steps}  loss {loss:.3f}  {time.perf_counter() - start:5.1f} s"
+        if sys.stdout.isatty():
+            print("\r" + line, end="" if done < steps else "\n", flush=True)
+        elif done == steps or done % max(1, steps // 5) == 0:
+            print(line, flush=True)
+        yield
+
+
+def train(texts: list[bytes], settings: Settings, device: torch.device, attend: bool) -> GPT:
+    torch.manual_seed(0)
+    rng = random.Random(0)
+    model = GPT(settings).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.rate, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.rate, settings.steps, pct_start=0.1)
+
+    def step(_: int) -> float:
+        row = pack(texts, settings, device, rng)
+        loss = model.loss(row, mask_of(row) if attend else None)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        return loss.item()
+
+    for _ in progress(settings.steps, "with attention" if attend else "without attention", step):
+        pass
+    return model
+
+
+@torch.no_grad()
+def held_out_loss(model: GPT, rows: list[Row], attend: bool) -> float:
+    return sum(model.loss(row, mask_of(row) if attend else None).item() for row in rows) / len(rows)
+
+
+@torch.no_grad()
+def check_output(model: GPT, row: Row) -> None:
+    """Compare the first layer's attention, on real activations, with dense attention in float64."""
+    size = min(2048, len(row.tokens))
+    row = Row(row.tokens[:size], row.targets[:size], row.documents[:size])
+    layer = model.layers[0]
+    dtype = torch.bfloat16 if row.tokens.is_cuda else torch.float32
+    q, k, v = (x.to(dtype) for x in layer.attention.project(layer.before_attention(model.embed(row.tokens)[None])))
+    mask = mask_of(row)
+    mods = layer.attention.score_mod(), mask.mask_mod
+    exact, _ = dense_attention(q, k, v, *mods)
+    dense, _ = dense_attention(q, k, v, *mods, dtype=None)
+    error = (flex_attention(q, k, v, score_mod=mods[0], block_mask=mask) - exact).abs().max().item()
+    allowed = max(2 * (dense - exact).abs().max().item(), 4 * torch.finfo(dtype).eps * exact.abs().max().item())
+    assert error <= allowed, f"largest error {error:.1e} where dense {dtype} attention has {allowed / 2:.1e}"
+    print(f"output: largest error {error:.1e} against float64, of {allowed:.1e} allowed in {str(dtype)[6:]}")
+
+
+def compare_speed(model: GPT, row: Row) -> None:
+    """Time forward and backward of one attention against SDPA, which needs mask and bias as one dense tensor."""
+    attention = model.layers[0].attention
+    size, dtype = len(row.tokens), torch.bfloat16 if row.tokens.is_cuda else torch.float32
+    with torch.no_grad():
+        q, k, v = (x.to(dtype) for x in attention.project(model.embed(row.tokens)[None]))
+    q, k, v = (x.detach().contiguous().requires_grad_() for x in (q, k, v))
+    positions = torch.arange(size, device=q.device)
+    distance = positions[:, None] - positions  # [S, S]
+    hidden = (distance < 0) | (row.documents[:, None] != row.documents)
+    slopes = attention.log_slopes.detach().exp()  # [H]
+    bias = (-slopes.to(dtype)[:, None, None] * distance).masked_fill_(hidden, float("-inf"))  # [H, S, S]
+    score_mod, mask = alibi(slopes), mask_of(row)
+    runs = {
+        "flexattn": lambda: flex_attention(q, k, v, score_mod=score_mod, block_mask=mask),
+        "dense SDPA": lambda: functional.scaled_dot_product_attention(q, k, v, attn_mask=bias[None]),
+    }
+    medians = {name: 1e3 * median_time(lambda run=run: run().sum().backward(), q.is_cuda) for name, run in runs.items()}
+    print(f"one attention of {size} tokens, forward and backward:", end=" ")
+    print(", ".join(f"{name} {ms:.1f} ms" for name, ms in medians.items()), end="")
+    print(f": {medians['dense SDPA'] / medians['flexattn']:.1f}x, without {bias.nbytes / 2**20:.0f} MiB of mask")
+
+
+def median_time(run: Callable[[], None], on_gpu: bool) -> float:
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        run()
+        if on_gpu:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="half a minute's version of the CPU's setting")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, help="training steps of each model")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    settings = ON_GPU if device.type == "cuda" and not arguments.small else ON_CPU
+    if arguments.small:
+        settings = replace(settings, length=1024, width=96, steps=200)
+    if arguments.steps:
+        settings = replace(settings, steps=arguments.steps)
+
+    train_texts, held_out_texts = read_files()
+    rng = random.Random(1)
+    rows = [pack(held_out_texts, settings, device, rng) for _ in range(8)]
+    print(f"{len(train_texts)} files to train on, {len(held_out_texts)} held out; {device}; {settings}")
+    mask = mask_of(rows[0])
+    print(f"one row's mask: each document attends to itself, {mask.sparsity():.0f}% of the pairs are never computed")
+    print(mask.to_string())
+
+    with_attention = train(train_texts, settings, device, attend=True)
+    without = train(train_texts, settings, device, attend=False)
+    losses = held_out_loss(with_attention, rows, attend=True), held_out_loss(without, rows, attend=False)
+    print(f"held-out loss: {losses[0]:.3f} with attention, {losses[1]:.3f} without (nats per byte)")
+    slopes = with_attention.layers[0].attention.log_slopes.exp().tolist()
+    print(f"slopes that the first layer learned: {', '.join(f'{s:.3f}' for s in slopes)}")
+    check_output(with_attention, rows[0])
+    longer = replace(settings, length=max(4096, settings.length))
+    compare_speed(with_attention, pack(held_out_texts, longer, device, rng))
+    assert losses[0] < losses[1] - 0.1, "attention should have helped more"
+
+
+if __name__ == "__main__":
+    main()

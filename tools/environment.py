@@ -1,0 +1,102 @@
+"""Make a virtual environment in which the demo and the tests run; needs nothing but Python >= 3.11 itself.
+
+    python3 tools/environment.py .venv
+
+Where the running interpreter has torch and triton within the bounds of pyproject.toml (a machine set up for its GPU),
+the environment reads them from there and gets only what is missing, so a machine without a network goes on with
+what it has. Elsewhere everything is installed, in the versions of constraints.txt.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+import venv
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BOUNDED = ("torch", "triton") if platform.system() == "Linux" else ("torch",)
+RUNTIME = (*BOUNDED, "numpy", "sympy", "jinja2")
+
+
+def main(folder: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    borrowed = all(satisfies(name, project["dependencies"]) for name in BOUNDED)
+    python = create(folder, borrowed)
+    if borrowed:
+        print(f"using torch {version('torch')} of {sys.executable}")
+        pins = [line for line in pinned() if installed(re.split("[=;]", line)[0].strip()) is None]
+    else:
+        pins = pinned()
+    done = install(python, wanted, pins, retries=0 if borrowed else 3)
+    missing = [name for name in RUNTIME if not runs(python, "-c", f"import {name}")]
+    if missing:
+        sys.exit(f"could not install {', '.join(missing)}: connect to a package index, or install by hand")
+    if not done:
+        print("not everything could be installed: steps whose tools are missing are left out, each with a note")
+
+
+def satisfies(name: str, requirements: list[str]) -> bool:
+    """Tell whether the running interpreter has `name` at least as new as its requirement says."""
+    found = installed(name)
+    bound = next(re.match(rf"{name}\s*>=\s*([\d.]+)", r) for r in requirements if r.startswith(name))
+    return found is not None and bound is not None and numbers(found) >= numbers(bound[1])
+
+
+def installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", text.split("+")[0])[:2])
+
+
+def pinned() -> list[str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def create(folder: Path, borrowed: bool) -> Path:
+    """Create the environment, with this clone on its path and, if `borrowed`, the packages of this interpreter."""
+    with_pip = importlib.util.find_spec("ensurepip") is not None
+    venv.create(folder, clear=True, with_pip=with_pip, symlinks=True)
+    python = folder.absolute() / "bin" / "python"  # not resolved: the link is what makes it the environment's own
+    purelib = output(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+    # A .pth file, since --system-site-packages would skip the packages of an interpreter that is itself in a venv.
+    paths = [str(ROOT), *(p for p in sys.path if borrowed and p.endswith(("site-packages", "dist-packages")))]
+    (Path(purelib) / "flexattn-clone.pth").write_text("\n".join(paths) + "\n")
+    return python
+
+
+def install(python: Path, wanted: list[str], pins: list[str], retries: int) -> bool:
+    """Install `wanted` with the versions of `pins`; say whether it went well."""
+    pip = [str(python), "-m", "pip"]
+    if not runs(python, "-m", "pip", "--version"):
+        pip = [sys.executable, "-m", "pip", "--python", str(python)]
+    options = ["--quiet", "--disable-pip-version-check", "--no-warn-script-location", f"--retries={retries}"]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        constraints.write("\n".join(pins) + "\n")
+        constraints.flush()
+        return subprocess.run([*pip, "install", *options, "-c", constraints.name, *wanted]).returncode == 0
+
+
+def runs(python: Path, *arguments: str) -> bool:
+    return subprocess.run([str(python), *arguments], capture_output=True).returncode == 0
+
+
+def output(python: Path, *arguments: str) -> str:
+    return subprocess.run([str(python), *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
