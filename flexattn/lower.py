@@ -10,7 +10,6 @@ so that nothing is read where the lengths, the lists or the mask exclude the pla
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
@@ -470,12 +469,6 @@ def _literal(value: object) -> str:
     return repr(value)
 
 
-@lru_cache(1)
-def prelude() -> str:
-    """Return the functions that lowered mods may call."""
-    return _PRELUDE
-
-
 # Sums over diagonals: each row is turned by its number, so that a diagonal becomes a column, which holds TURNS of them.
 _DIAGONALS = '''TURNS: tl.constexpr = tl.constexpr(max(BLOCK_M.value // BLOCK_N.value, 1) + 1)
 
@@ -494,7 +487,8 @@ def diagonals(rotated, turn):
     return tl.sum(tl.where(column // BLOCK_N == turn, rotated, 0.0), 0, keep_dims=True)
 '''
 
-_PRELUDE = '''@triton.jit
+# The functions that lowered mods may call.
+PRELUDE = '''@triton.jit
 def fast_tanh(x):
     """tanh by the hardware: relative error at most 2**-11 (PTX ISA, tanh.approx.f32)."""
     return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)

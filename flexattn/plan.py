@@ -136,7 +136,7 @@ class KernelPlan:
         lines = [
             f"KernelPlan {self.name}",
             f"    target   {self.target}",
-            f"    dtype    {kinds}  {'aligned' if self.aligned else 'any strides'}{'  tma' if self.tma else ''}",
+            f"    dtype    {kinds}  {'aligned' if self.aligned else 'unaligned rows'}{'  tma' if self.tma else ''}",
             f"    tile     BLOCK_M {t.BLOCK_M}  BLOCK_N {t.BLOCK_N}  warps {t.num_warps}  stages {t.num_stages}",
             f"    blocks   {f'{self.blocks[0]} x {self.blocks[1]}' if self.blocks else 'none: every pair attends'}",
         ]

@@ -11,6 +11,7 @@ import jinja2
 from flexattn.build import KernelSource
 from flexattn.errors import CompileError
 from flexattn.lower import (
+    PRELUDE,
     TRITON_POINTER,
     Dialect,
     early_loads,
@@ -18,7 +19,6 @@ from flexattn.lower import (
     lower_early_loads,
     lower_scatter,
     lower_score,
-    prelude,
     scatter_arguments,
 )
 from flexattn.plan import KernelPlan, Part, split_head_dim
@@ -73,7 +73,7 @@ def _names(plan: KernelPlan) -> dict[str, object]:
     mask = plan.mask.argument_names() if plan.mask else ()
     scatter = tuple(n for n, _ in scatter_arguments(plan.grad)) if plan.grad and plan.grad.graph.sites else ()
     return {
-        "name": plan.name, "constants": constants, "mods": _mods(plan), "prelude": prelude(),
+        "name": plan.name, "constants": constants, "mods": _mods(plan), "prelude": PRELUDE,
         "qk_parts": split_head_dim(plan.D), "v_parts": split_head_dim(plan.Dv),
         "has_score": plan.score is not None, "scales_gradient": plan.scales_gradient,
         "early_score": bool(plan.score and early_loads(plan.score)),
