@@ -3,7 +3,8 @@
 `python -m benchmarks.calls --calls 1000 --device cuda`, or smaller `--device interpreter` on any machine. Lengths,
 batch sizes, scales, closures, captured tensors and numbers are new in each call. Three things must hold: the cache
 folder holds the kernels that `explain` lists and no others; none is built once each kind of call was seen; a second
-process builds nothing.
+process builds nothing. With `--builders N` that many processes first make a call of each kind at once, into the same
+empty folder: a minute instead of many on a machine with cores to spare, and a test of its locks.
 """
 
 from __future__ import annotations
@@ -277,14 +278,16 @@ def entries(folder: Path) -> set[str]:
     return {path.parent.name for path in folder.glob("*/manifest.json")}
 
 
-def work(calls: int, scale: Scale, mods: Sequence[str], folder: Path, seed: int) -> Report:
-    """Make the calls in this process, checking each, and return what was seen."""
+def work(
+    calls: int, scale: Scale, mods: Sequence[str], folder: Path, seed: int, part: tuple[int, int] = (0, 1)
+) -> Report:
+    """Make the calls in this process, checking each, and return what was seen; `part` (i, n) is every n-th from i."""
     draw, started = random.Random(seed), time.monotonic()
     torch.manual_seed(seed)
     kinds = kinds_of(scale, mods)
     there, known, wrong = entries(folder), set(), []
     last_built_at, worst = 0, 0.0
-    for number, kind in enumerate(order_of_kinds(kinds, calls, draw), 1):
+    for number, kind in list(enumerate(order_of_kinds(kinds, calls, draw), 1))[part[0] :: part[1]]:
         call = make_call(kind, scale, draw)
         parts = excess(call, run(call, scale), draw)
         name = max(parts, key=parts.__getitem__)
@@ -305,18 +308,22 @@ def work(calls: int, scale: Scale, mods: Sequence[str], folder: Path, seed: int)
     )  # fmt: skip
 
 
-def elsewhere(options: argparse.Namespace, calls: int, seed: int, folder: Path) -> dict[str, Any]:
-    """Return the Report of a process of its own that uses `folder` as its cache."""
+def elsewhere(options: argparse.Namespace, calls: int, seed: int, folder: Path, parts: int = 1) -> list[dict[str, Any]]:
+    """Return the Reports of processes of their own that use `folder` as their cache and share the calls."""
     environ = os.environ | {"FLEXATTN_CACHE_DIR": str(folder)}
     if options.device == "interpreter":
         environ["TRITON_INTERPRET"] = "1"
     command = [sys.executable, "-m", "benchmarks.calls", "--worker", str(folder), "--calls", str(calls)]
     command += ["--device", options.device, "--seed", str(seed), "--mods", options.mods]
     root = Path(__file__).parent.parent
-    done = subprocess.run(command, env=environ, cwd=root, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"the process with the calls ended with exit code {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
+    running = [
+        subprocess.Popen([*command, "--part", f"{i}/{parts}"], env=environ, cwd=root, stdout=subprocess.PIPE, text=True)
+        for i in range(parts)
+    ]
+    outputs = [process.communicate()[0] for process in running]
+    if codes := [process.returncode for process in running if process.returncode]:
+        raise SystemExit(f"a process with calls ended with exit code {codes[0]}")
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
 def failures(first: dict[str, Any], second: dict[str, Any], settled: int) -> list[str]:
@@ -341,6 +348,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mods", default=",".join(MODS), help="comma-separated")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--worker", metavar="FOLDER", type=Path, help="make the calls in this process (internal)")
+    parser.add_argument("--part", default="0/1", help="which of the calls the worker makes (internal)")
+    parser.add_argument("--builders", type=int, default=0, help="processes that make each kind of call first")
     parser.add_argument("--label", default="", help="text to keep with the results")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args(argv)
@@ -351,26 +360,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     scale, mods = SCALES[options.device], options.mods.split(",")
     if options.worker:
-        print(json.dumps(asdict(work(options.calls, scale, mods, options.worker, options.seed))))
+        index, parts = (int(x) for x in options.part.split("/"))
+        report = work(options.calls, scale, mods, options.worker, options.seed, (index, parts))
+        print(json.dumps(asdict(report)))
         return 0
     kinds = len(kinds_of(scale, mods))
     if options.calls < kinds:
         raise SystemExit(f"--calls: found {options.calls}, expected at least {kinds}, one of each kind")
     with tempfile.TemporaryDirectory() as folder:
-        first = elsewhere(options, options.calls, options.seed, Path(folder))
-        second = elsewhere(options, kinds, options.seed + 1, Path(folder))
+        builders = (
+            elsewhere(options, kinds, options.seed + 2, Path(folder), options.builders) if options.builders else []
+        )
+        (first,) = elsewhere(options, options.calls, options.seed, Path(folder))
+        (second,) = elsewhere(options, kinds, options.seed + 1, Path(folder))
     settled = max(kinds, min(SETTLED, options.calls // 2))
     broken = failures(first, second, settled)
+    broken += [f"wrong results of a builder: {line}" for b in builders for line in b["wrong"]]
     where = environment(scale.device, options.label)
     rows = [
         [name, r["calls"], r["kinds"], len(r["entries"]), r["last_built_at"], *r["stats"].values(), len(r["wrong"]),
          f"{r['worst']:.2f}", f"{r['seconds']:.0f}"]
-        for name, r in (("first", first), ("second", second))
+        for name, r in (*(("builder", b) for b in builders), ("first", first), ("second", second))
     ]  # fmt: skip
     headers = ["process", "calls", "kinds", "kernels", "last built at", *first["stats"], "wrong", "worst/allowed", "s"]
     print(f"{where}\n\n{table(headers, rows)}\n")
     print("\n".join(f"FAILED {line}" for line in broken) or "all hold: nothing built twice, every result right")
-    write_json(options.json, {"environment": asdict(where), "first": first, "second": second, "failed": broken})
+    write_json(
+        options.json,
+        {"environment": asdict(where), "builders": builders, "first": first, "second": second, "failed": broken},
+    )
     return 1 if broken else 0
 
 

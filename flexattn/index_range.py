@@ -6,6 +6,7 @@ microseconds, so a plan can say for each load whether it needs PyTorch's wrap-ar
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 from flexattn.graph import ModGraph, Node
@@ -61,12 +62,33 @@ def _range(node: Node, args: list[Range], numbers: tuple[int | float, ...], exte
     return None
 
 
-def is_linear(graph: ModGraph, position: int) -> bool:
-    """Tell whether a node adds and subtracts q_idx and kv_idx and nothing else is done to them."""
+@dataclass(frozen=True)
+class Affine:
+    """An index as q * q_idx + kv * kv_idx + the sum of nodes, each with its sign, that depend on neither."""
+
+    q: int
+    kv: int
+    rest: tuple[tuple[int, int], ...]  # (sign, node)
+
+
+def affine(graph: ModGraph, position: int) -> Affine | None:
+    """Return a node as a sum of indices, None if anything but adding and subtracting is done to q_idx and kv_idx."""
     node = graph.nodes[position]
-    if not graph.dependence[position] & {"q_idx", "kv_idx"} or node.op == "input":
-        return True
-    return node.op in ("add", "sub", "neg", "cast") and all(is_linear(graph, a) for a in node.args)
+    if not graph.dependence[position] & {"q_idx", "kv_idx"}:
+        return Affine(0, 0, ((1, position),))
+    if node.op == "input":
+        return Affine(int(node.value == "q_idx"), int(node.value == "kv_idx"), ())
+    parts = [affine(graph, a) for a in node.args]
+    if node.op not in ("add", "sub", "neg", "cast") or node.dtype.is_floating_point:
+        return None
+    signs = (1, -1) if node.op == "sub" else (-1,) if node.op == "neg" else (1, 1)
+    q, kv, rest = 0, 0, ()
+    for sign, part in zip(signs, parts, strict=False):
+        if part is None:
+            return None
+        q, kv = q + sign * part.q, kv + sign * part.kv
+        rest += tuple((sign * s, n) for s, n in part.rest)
+    return Affine(q, kv, rest)
 
 
 @lru_cache(512)

@@ -19,10 +19,11 @@ from torch import Tensor
 from flexattn.build import Kernel, OutOfResources, build
 from flexattn.errors import CompileError
 from flexattn.graph import BoundMod
-from flexattn.lower import ModPlan, layout_unit, scatter_captures
+from flexattn.lower import ModPlan, layout_unit
 from flexattn.plan import KernelPlan, fit, heads_per_group, plan_kernel, smaller_tiles
 from flexattn.problem import Problem
 from flexattn.render import KernelSource, render, stream_descriptors
+from flexattn.scatter import scatter_captures
 from flexattn.target import l2_bytes, target_of
 
 LOG2E = math.log2(math.e)

@@ -16,7 +16,7 @@ import torch
 from flexattn.bound import nonnegative
 from flexattn.errors import CompileError
 from flexattn.graph import ModGraph, Node
-from flexattn.index_range import is_linear, shift_invariant
+from flexattn.index_range import affine
 from flexattn.ops import OPS
 
 TRITON_DTYPE = {
@@ -32,6 +32,9 @@ TRITON_POINTER = {
 # Integers of at most this size are exact in float32, and so are sums of a few lengths below INDEX_LIMIT.
 EXACT_FLOAT32 = 1 << 24
 INDEX_LIMIT = 1 << 22
+
+# What `gather` of the prelude loads.
+_GATHERED = (torch.float32, torch.int32, torch.float16, torch.bfloat16, torch.int16)
 
 # Triton's interpreter has no libdevice and no inline PTX; these are the same functions in its own terms.
 _INTERPRETER_TEXT = {
@@ -54,7 +57,8 @@ _INTERPRETER_TEXT = {
 class CaptureLayout:
     """What generated code assumes of a captured tensor's memory; sizes and strides themselves are runtime values."""
 
-    aligned: bool  # last stride 1, the others and the pointer multiples of 16 bytes: loads are vectorised
+    dense: bool  # the last stride is 1
+    aligned: bool  # dense, and the other strides and the pointer are multiples of 16 bytes: loads are vectorised
     wide: bool  # offsets may pass 2**31: addresses are int64
 
 
@@ -77,7 +81,7 @@ class ModPlan:
         for i, (capture, layout) in enumerate(zip(self.graph.captures, self.layouts, strict=True)):
             name, width = self.capture_name(i), "i64" if layout.wide else "i32"
             found.append((f"{name}_ptr", TRITON_POINTER[capture.dtype]))
-            strides = capture.ndim - 1 if layout.aligned else capture.ndim
+            strides = capture.ndim - 1 if layout.dense else capture.ndim
             found += [(f"{name}_stride{d}", width) for d in range(max(strides, 0))]
             found += [(f"{name}_size{d}", "i32") for d in range(capture.ndim)]
         found += [(self.number_name(i), kind) for i, kind in enumerate(self.numbers)]
@@ -114,13 +118,13 @@ class Dialect:
 
 def lower(mod: ModPlan, function: str, dialect: Dialect) -> str:
     """Return the text of a mask_mod, or of a gradient d(score)."""
-    writer = _Writer(mod, dialect, early_loads(mod))
+    writer = Writer(mod, dialect, early_loads(mod))
     output = mod.graph.outputs[0]
     result = writer.value(output) if output is not None else "tl.zeros_like(grad)"
     if mod.role == "score":
         result = f"tl.broadcast_to({result}, score.shape)"
     early = ["early"] if early_loads(mod) else []
-    return writer.function(function, [*_parameters(mod.graph), "live", *early], [f"return {result}"])
+    return writer.function(function, [*mod_parameters(mod.graph), "live", *early], [f"return {result}"])
 
 
 def lower_score(mod: ModPlan, function: str, dialect: Dialect) -> str:
@@ -128,7 +132,7 @@ def lower_score(mod: ModPlan, function: str, dialect: Dialect) -> str:
 
     Scale and log2(e) join the other factors that are the same for all places, so that a chain of products costs one.
     """
-    writer = _Writer(mod, dialect, early_loads(mod))
+    writer = Writer(mod, dialect, early_loads(mod))
     output = mod.graph.outputs[0]
     assert output is not None
     result = writer.product(output, "LOG2E")
@@ -140,7 +144,7 @@ def lower_score(mod: ModPlan, function: str, dialect: Dialect) -> str:
             else f"{shape}(score.shape, {result}, tl.float32)"
         )
     early = ["early"] if early_loads(mod) else []
-    return writer.function(function, [*_parameters(mod.graph), "live", *early], [f"return {result}"])
+    return writer.function(function, [*mod_parameters(mod.graph), "live", *early], [f"return {result}"])
 
 
 def early_loads(mod: ModPlan) -> tuple[int, ...]:
@@ -153,87 +157,28 @@ def early_loads(mod: ModPlan) -> tuple[int, ...]:
     )
 
 
-def lower_early_loads(mod: ModPlan, function: str, dialect: Dialect) -> str:
-    """Return the text of a function of (b, h, q_idx, kv_idx) that gives the early loads as a tuple."""
-    writer = _Writer(mod, dialect)
+def lower_early_loads(mod: ModPlan, function: str, dialect: Dialect, streamed: str) -> str:
+    """Return the text of a function of (b, h, q_idx, kv_idx, far) that gives the early loads as a tuple.
+
+    `far` are the indices that the loop streams (`streamed`: q_idx or kv_idx) as int64, which addresses are made of.
+    """
+    writer = Writer(mod, dialect, streamed=streamed)
     values = [writer.value(i) for i in early_loads(mod)]
-    return writer.function(function, ["b", "h", "q_idx", "kv_idx"], [f"return ({', '.join(values)},)"])
+    return writer.function(function, ["b", "h", "q_idx", "kv_idx", "far"], [f"return ({', '.join(values)},)"])
 
 
-def _parameters(graph: ModGraph) -> list[str]:
+def mod_parameters(graph: ModGraph) -> list[str]:
     """Return the parameters of a lowered mod: the score comes unscaled, with its scale."""
     return [p for name in graph.inputs for p in ((name, "sm_scale") if name == "score" else (name,))]
 
 
-def lower_scatter(mod: ModPlan, function: str, dialect: Dialect) -> str:
-    """Return the text of a function that adds the gradient of each captured tensor into its float32 buffer.
-
-    Each site is first summed over the axes on which its index does not depend, so a per-row table takes one atomic a
-    row; where the index depends on q_idx - kv_idx alone, over the diagonals. `live` must be given. Expects row-major
-    tiles: queries along axis 0, keys along axis 1.
-    """
-    graph = mod.graph
-    writer = _Writer(mod, dialect)
-    buffers = [n for n, _ in scatter_arguments(mod)]
-    body: list[str] = []
-    places: list[str] = []  # functions that give the address of a site
-    for i, (site, output) in enumerate(zip(graph.sites, graph.outputs[1:], strict=True)):
-        assert output is not None
-        node = graph.nodes[site]
-        place = _Writer(mod, dialect)
-        place_name = f"{function}_place{i}"
-        places.append(
-            place.function(place_name, ["b", "h", "q_idx", "kv_idx"], [f"return {place.place(node)}"], buffers)
-        )
-        arguments = ", ".join((*mod.argument_names(), *buffers))
-        reads = frozenset().union(*(graph.dependence[a] for a in node.args)) if node.args else frozenset()
-        body.append(f"d{i} = tl.where(live, tl.broadcast_to({writer.value(output)}, score.shape), 0.0)")
-        invariant = {"q_idx", "kv_idx"} <= reads and all(shift_invariant(graph)[a] for a in node.args)
-        # A clamped or bucketed distance sends many places to one cell. Where each diagonal has its own, atomics
-        # of all places are faster: 0.98 ms against 1.17 ms for dQ (16 heads of 4,096, D 64, H200).
-        if invariant and not all(is_linear(graph, a) for a in node.args):
-            body += [
-                f"d{i} = rotate(d{i})",
-                "for turn in tl.static_range(TURNS):",
-                f"    pointers, inside = {place_name}"
-                f"(b, h, tl.min(q_idx, 0, keep_dims=True) + turn * BLOCK_N, kv_idx, {arguments})",
-                f'    tl.atomic_add(pointers, diagonals(d{i}, turn), mask=inside, sem="relaxed")',
-            ]
-            continue
-        for axis, name in ((0, "q_idx"), (1, "kv_idx")):
-            if name not in reads:
-                body.append(f"d{i} = tl.sum(d{i}, {axis}, keep_dims=True)")
-        body.append(f"pointers, inside = {place_name}(b, h, q_idx, kv_idx, {arguments})")
-        guard = "live & inside" if {"q_idx", "kv_idx"} <= reads else "inside"
-        body.append(
-            f"tl.atomic_add(tl.broadcast_to(pointers, d{i}.shape), d{i}, "
-            f'mask=tl.broadcast_to({guard}, d{i}.shape), sem="relaxed")'
-        )
-    text = writer.function(function, [*_parameters(graph), "live"], [*body, "return"], buffers)
-    return "\n\n".join([_DIAGONALS, *places, text])
-
-
-def scatter_captures(graph: ModGraph) -> tuple[int, ...]:
-    """Return the captured tensors that receive a gradient, each once, in order."""
-    return tuple(sorted({int(str(graph.nodes[s].value)) for s in graph.sites}))
-
-
-def scatter_arguments(mod: ModPlan) -> tuple[tuple[str, str], ...]:
-    """Return (name, Triton type) of the arguments that describe the gradient buffers of captured tensors."""
-    found: list[tuple[str, str]] = []
-    for position in scatter_captures(mod.graph):
-        name, layout = mod.capture_name(position), mod.layouts[position]
-        found.append((f"{name}_grad_ptr", "*fp32"))
-        strides = range(mod.graph.captures[position].ndim)
-        found += [(f"{name}_grad_stride{d}", "i64" if layout.wide else "i32") for d in strides]
-    return tuple(found)
-
-
-class _Writer:
+class Writer:
     """Writes the nodes of a graph as Triton statements, each when it is first needed."""
 
-    def __init__(self, mod: ModPlan, dialect: Dialect, early: tuple[int, ...] = ()) -> None:
-        self.mod, self.graph, self.dialect = mod, mod.graph, dialect
+    def __init__(
+        self, mod: ModPlan, dialect: Dialect, early: tuple[int, ...] = (), streamed: str | None = None
+    ) -> None:
+        self.mod, self.graph, self.dialect, self.streamed = mod, mod.graph, dialect, streamed
         self.lines: list[str] = []
         self.names = {node: f"early[{i}]" for i, node in enumerate(early)}  # of nodes already written
         self.float_names: dict[int, str] = {}
@@ -363,7 +308,7 @@ class _Writer:
     def _load(self, node: Node, position: int) -> str:
         capture_position = int(str(node.value))
         name, capture = self.mod.capture_name(capture_position), self.graph.captures[capture_position]
-        index = [self._wrapped(a, f"{name}_size{d}") for d, a in enumerate(node.args)]
+        index = [self.wrapped(a, f"{name}_size{d}") for d, a in enumerate(node.args)]
         reads = frozenset().union(*(self.graph.dependence[a] for a in node.args))
         each_place = {"q_idx", "kv_idx"} <= reads or bool(reads & {"score", "grad"})
         address = self.address(node, index, name)
@@ -378,10 +323,11 @@ class _Writer:
             self.dialect.ptx
             and each_place
             and scattered
-            and capture.dtype.itemsize == 4
+            and capture.dtype in _GATHERED
             and not reads & {"score", "grad"}
         ):
-            return self._assign(f"gather({address}, {guard})")
+            address = self._far_address(node, name) or address
+            return self._assign(f"gather{8 * capture.dtype.itemsize}({address}, {guard})")
         text = f"tl.load({address})" if guard == "None" else f"tl.load({address}, mask={guard}, other=0)"
         return self._loaded(text, capture.dtype, guard == "live")
 
@@ -395,7 +341,7 @@ class _Writer:
             name = self._assign(text)
         return self._assign(f"{name} != 0") if dtype == torch.bool else name
 
-    def _wrapped(self, position: int, size: str) -> str:
+    def wrapped(self, position: int, size: str) -> str:
         """Return an index expression with PyTorch's wrap-around, which provably non-negative ones do not need."""
         value = self.value(position)
         node = self.graph.nodes[position]
@@ -410,21 +356,33 @@ class _Writer:
         layout, ndim = self.mod.layouts[position], self.graph.captures[position].ndim
         unit = f" * {layout_unit(self.graph.captures[position].dtype)}" if layout.aligned else ""
         terms = [
-            i
-            if layout.aligned and d == ndim - 1
-            else f"{self._wide(i) if layout.wide else i} * ({name}_stride{d}{unit})"
+            i if layout.dense and d == ndim - 1 else f"{self._wide(i) if layout.wide else i} * ({name}_stride{d}{unit})"
             for d, i in enumerate(index)
         ]
         return " + ".join([f"{name}_ptr", *(f"({t})" for t in terms)])
 
-    def place(self, node: Node) -> str:
-        """Return "pointer, inside" of a site in its gradient buffer."""
-        position = int(str(node.value))
-        name, layout = self.mod.capture_name(position), self.mod.layouts[position]
-        index = [self._wrapped(a, f"{name}_size{d}") for d, a in enumerate(node.args)]
-        terms = [f"({self._wide(i) if layout.wide else i} * {name}_grad_stride{d})" for d, i in enumerate(index)]
-        inside = " & ".join(f"({i} >= 0) & ({i} < {name}_size{d})" for d, i in enumerate(index))
-        return f"{' + '.join([f'{name}_grad_ptr', *terms])}, {inside or 'b >= 0'}"
+    def _far_address(self, node: Node, name: str) -> str | None:
+        """Return the address of a load whose indices are sums, formed in int64 with the streamed indices first.
+
+        Then the places of a thread differ by constants, which the instruction holds: of 4 instructions for each score
+        1 is left, and equal addresses are loaded once (for q_idx - kv_idx 18 of 32; 517 instructions become 395).
+        """
+        sums = [affine(self.graph, a) for a in node.args]
+        layout = self.mod.layouts[int(str(node.value))]
+        if self.streamed is None or not layout.dense:
+            return None
+        uniform, far, own = [f"{name}_ptr"], [], []
+        transposed = self.streamed == "q_idx"
+        unit = f" * {layout_unit(self.graph.captures[int(str(node.value))].dtype)}" if layout.aligned else ""
+        for d, form in enumerate(sums):
+            if form is None:
+                return None
+            stride = "" if d == len(sums) - 1 else f" * ({name}_stride{d}{unit})"
+            uniform += [f"{_times(sign, self._wide(self.value(n)))}{stride}" for sign, n in form.rest]
+            of_far, of_own = (form.q, form.kv) if transposed else (form.kv, form.q)
+            far += [f"{_times(of_far, 'far')}{stride}"] if of_far else []
+            own += [f"{_times(of_own, self._wide('kv_idx' if transposed else 'q_idx'))}{stride}"] if of_own else []
+        return " + ".join([*uniform, *far, *own])
 
     def _wide(self, index: str) -> str:
         return f"tl.cast({index}, tl.int64)"
@@ -463,28 +421,35 @@ class _Writer:
         return self.float_names[position]
 
 
+def _times(factor: int, text: str) -> str:
+    return {1: text, -1: f"(-{text})"}.get(factor, f"{factor} * {text}")
+
+
 def _literal(value: object) -> str:
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return f'float("{value}")'
     return repr(value)
 
 
-# Sums over diagonals: each row is turned by its number, so that a diagonal becomes a column, which holds TURNS of them.
-_DIAGONALS = '''TURNS: tl.constexpr = tl.constexpr(max(BLOCK_M.value // BLOCK_N.value, 1) + 1)
+# Loads of scattered elements. Triton would pipeline a tl.load through shared memory, element by element: 3.2 times the
+# time of dK/dV (D 64).
+_GATHER = '''@triton.jit
+def gather{bits}(pointers, live):
+    """Load scattered elements of {bits} bits, 0 where not live."""
+    addresses = pointers.to(tl.int64)
+    if live is None:
+        loaded = tl.inline_asm_elementwise(
+            "ld.global.nc.b{bits} $0, [$1];", "={reg},l", [addresses], dtype=tl.int{bits}, is_pure=True, pack=1
+        )
+    else:
+        loaded = tl.inline_asm_elementwise(
+            "{{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b{bits} $0, 0; @p ld.global.nc.b{bits} $0, [$1]; }}",
+            "=&{reg},l,r", [addresses, tl.broadcast_to(live, addresses.shape).to(tl.int32)], dtype=tl.int{bits},
+            is_pure=True, pack=1,
+        )
+    return loaded.to(pointers.dtype.element_ty, bitcast=True)
 
 
-@triton.jit
-def rotate(d):
-    """Return r[i, j] = d[i, (i + j) % BLOCK_N]."""
-    column = tl.arange(0, BLOCK_M)[:, None] + tl.arange(0, BLOCK_N)[None, :]
-    return tl.gather(d, column % BLOCK_N, 1)
-
-
-@triton.jit
-def diagonals(rotated, turn):
-    """Return [1, BLOCK_N]: at j the sum over all i, k with i - k = turn * BLOCK_N - j."""
-    column = tl.arange(0, BLOCK_M)[:, None] + tl.arange(0, BLOCK_N)[None, :]
-    return tl.sum(tl.where(column // BLOCK_N == turn, rotated, 0.0), 0, keep_dims=True)
 '''
 
 # The functions that lowered mods may call.
@@ -494,23 +459,10 @@ def fast_tanh(x):
     return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
-@triton.jit
-def gather(pointers, live):
-    """Load scattered 4-byte elements, 0 where not live.
-
-    Triton would pipeline a tl.load through shared memory, element by element: 3.2 times the time of dK/dV (D 64).
-    """
-    addresses = pointers.to(tl.int64)
-    if live is None:
-        bits = tl.inline_asm_elementwise(
-            "ld.global.nc.b32 $0, [$1];", "=r,l", [addresses], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        bits = tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$1]; }", "=&r,l,r",
-            [addresses, tl.broadcast_to(live, addresses.shape).to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1,
-        )
-    return bits.to(pointers.dtype.element_ty, bitcast=True)
+@GATHERS@@triton.jit
+def opaque(index):
+    """Return index, of which the compiler knows nothing: else it keeps an address for each score from step to step."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [index], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -539,4 +491,4 @@ def floor_mod_float(x, y):
 def trunc_mod_float(x, y):
     quotient = x / y
     return x - tl.where(quotient < 0, tl.ceil(quotient), tl.floor(quotient)) * y
-'''
+'''.replace("@GATHERS@", _GATHER.format(bits=32, reg="r") + _GATHER.format(bits=16, reg="h"))

@@ -154,7 +154,8 @@ TILES: dict[tuple[str, int], tuple[tuple[int, Tile], ...]] = {
         (512, Tile(64, 32, 4, 2)),
     ),
     ("backward_dq", 2): (
-        (128, Tile(128, 64, 8, 3)), (192, Tile(128, 64, 8, 2)), (256, Tile(128, 32, 8, 2)), (512, Tile(32, 32, 4, 1)),
+        (64, Tile(64, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (192, Tile(128, 64, 8, 2)), (256, Tile(128, 32, 8, 2)),
+        (512, Tile(32, 32, 4, 1)),
     ),
     ("backward_dkdv", 2): (
         (64, Tile(64, 64, 4, 3, 32, True)), (128, Tile(64, 64, 4, 2, 32)), (192, Tile(32, 64, 4, 3)),
@@ -175,11 +176,7 @@ SCORE_TILES: dict[str, dict[tuple[str, int], tuple[tuple[int, Tile], ...]]] = {
         ("backward_dq", 2): ((128, Tile(128, 64, 8, 3, 0, True)),),
         ("backward_dkdv", 2): ((128, Tile(32, 64, 4, 3, 0, True)),),
     },
-    "gathers": {
-        ("forward", 2): ((64, Tile(64, 64, 4, 3)),),
-        ("backward_dq", 2): ((64, Tile(64, 64, 4, 3)),),
-        ("backward_dkdv", 2): ((64, Tile(64, 64, 4, 3, 32)),),
-    },
+    "gathers": {("forward", 2): ((64, Tile(64, 64, 4, 2)),)},
     "adds": {("backward_dkdv", 2): ((64, Tile(64, 64, 4, 3, 32)),)},
 }
 
@@ -399,10 +396,11 @@ def _within(found: Range, size: int) -> bool:
 
 def _layout(tensor: Tensor) -> CaptureLayout:
     reach = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    aligned = tensor.ndim == 0 or (tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0)
+    dense = tensor.ndim == 0 or tensor.stride(-1) == 1
     unit = max(1, 16 // tensor.element_size())
+    aligned = dense and (tensor.ndim == 0 or tensor.data_ptr() % 16 == 0)
     aligned = aligned and all(s % unit == 0 for s in tensor.stride()[:-1])
-    return CaptureLayout(aligned, reach >= 1 << 31)
+    return CaptureLayout(dense, aligned, reach >= 1 << 31)
 
 
 def _number_type(number: int | float) -> str:

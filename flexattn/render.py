@@ -12,16 +12,16 @@ from flexattn.build import KernelSource
 from flexattn.errors import CompileError
 from flexattn.lower import (
     PRELUDE,
+    TRITON_DTYPE,
     TRITON_POINTER,
     Dialect,
     early_loads,
     lower,
     lower_early_loads,
-    lower_scatter,
     lower_score,
-    scatter_arguments,
 )
 from flexattn.plan import KernelPlan, Part, split_head_dim
+from flexattn.scatter import lower_scatter, passes_gradient, scatter_arguments
 
 
 @cache
@@ -65,6 +65,8 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         ("BLOCK_M", plan.tile.BLOCK_M), ("BLOCK_N", plan.tile.BLOCK_N), ("UNIT", plan.unit),
         ("PRECISION", repr(plan.precision)),
     ]  # fmt: skip
+    if plan.grad and plan.grad.graph.sites:
+        constants.append(("DTYPE", f"tl.{TRITON_DTYPE[plan.dtype]}"))
     if plan.kernel == "backward_dkdv":
         constants.append(("PARTIAL_M", plan.tile.partial_m))
     if plan.blocks:
@@ -82,8 +84,9 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "full_tail": plan.cuts_blocks or plan.full_overhangs, "max_scores": plan.max_scores,
         "has_dlse": plan.has_dlse, "scale": "sm_scale" if plan.score else "qk_scale",
         "score_arguments": score, "mask_arguments": mask, "mod_arguments": (*score, *mask),
-        "scatter_arguments": scatter, "inside": lambda loop: _inside(plan, loop), "tma": plan.tma,
-        "products_first": plan.tile.PRODUCTS_FIRST,
+        "scatter_arguments": scatter, "scatter_live": lambda loop: _scatter_live(plan, loop),
+        "opaque": lambda first: _opaque(plan, first), "far": lambda *a: _far(plan, *a),
+        "inside": lambda loop: _inside(plan, loop), "tma": plan.tma, "products_first": plan.tile.PRODUCTS_FIRST,
         "stream": lambda *a: _stream(plan, *a), "stream_arguments": _stream_arguments(plan),
         "stream_descriptors": tuple(d for d, _ in stream_descriptors(plan) if "partial" not in d),
         "partial_descriptors": tuple(d for d, _ in stream_descriptors(plan) if "partial" in d),
@@ -99,7 +102,7 @@ def _mods(plan: KernelPlan) -> list[str]:
         found.append(lower(plan.mask, "mask_mod", dialect))
     for mod, function in ((plan.score, "score_loads"), (plan.grad if plan.scales_gradient else None, "grad_loads")):
         if mod and early_loads(mod):
-            found.append(lower_early_loads(mod, function, dialect))
+            found.append(lower_early_loads(mod, function, dialect, _streamed(plan)))
     if plan.score:
         found.append(lower_score(plan.score, "score_mod", dialect))
     if plan.grad and plan.scales_gradient:
@@ -107,6 +110,29 @@ def _mods(plan: KernelPlan) -> list[str]:
     if plan.grad and plan.grad.graph.sites:
         found.append(lower_scatter(plan.grad, "score_scatter", dialect))
     return found
+
+
+def _streamed(plan: KernelPlan) -> str:
+    """Return the index that grows in the inner loop."""
+    return "q_idx" if plan.kernel == "backward_dkdv" else "kv_idx"
+
+
+def _opaque(plan: KernelPlan, first: str) -> str:
+    """Return the first streamed index of a tile such that no address is kept from step to step."""
+    return f"opaque({first})" if plan.target.backend == "cuda" else first
+
+
+def _far(plan: KernelPlan, first: str, offsets: str) -> str:
+    """Return the streamed indices of a tile as addresses need them."""
+    start = f"{_opaque(plan, first)}.to(tl.int64)" if plan.target.backend == "cuda" else first
+    return f"({start} + {offsets})[None, :]"
+
+
+def _scatter_live(plan: KernelPlan, loop: str) -> str:
+    """Return which places count in the gradients of captured tensors; None where those of all others are 0 already."""
+    if plan.grad is None or passes_gradient(plan.grad):
+        return "None"
+    return "live & (q_idx < row_end)" if loop == "cut" else "(q_idx < row_end)"
 
 
 def _inside(plan: KernelPlan, loop: str) -> str:
@@ -249,6 +275,7 @@ def _default_type(argument: str, plan: KernelPlan) -> str:
 def _divisible(plan: KernelPlan, signature: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
     """Return the pointers that are multiples of 16 bytes; strides carry their alignment by being passed in units."""
     found = []
+    ours = {"lse2_ptr", "delta_ptr"}  # allocated by the engine
     own = {"q_ptr", "k_ptr", "v_ptr", "do_ptr", "o_ptr", "dq_ptr", "dk_ptr", "dv_ptr"}
     aligned_captures = {
         f"{mod.capture_name(i)}_ptr"
@@ -258,6 +285,6 @@ def _divisible(plan: KernelPlan, signature: tuple[tuple[str, str], ...]) -> tupl
         if layout.aligned and mod.graph.captures[i].ndim
     }
     for name, kind in signature:
-        if kind.startswith("*") and ((name in own and plan.aligned) or name in aligned_captures):
+        if kind.startswith("*") and (name in ours or (name in own and plan.aligned) or name in aligned_captures):
             found.append(name)
     return tuple(found)

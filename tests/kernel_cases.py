@@ -122,8 +122,10 @@ def check(call: Call, loose: bool = False) -> None:
     got = results(call, "ours")
     same, exact = results(call, None), results(call, torch.float64)
     floor = 2.0 if call.query.dtype.itemsize == 2 else 4.0
+    eps = None
     if dict(call.options).get("FLOAT32_PRECISION") == "tf32":
-        floor = 2.0 * 2**13  # 2 ulp of TF32, which keeps 13 bits less: Triton cuts them off where cuBLAS rounds
+        # 13 bits less are kept, and Triton cuts them off where cuBLAS rounds: each operand may lose a whole ulp.
+        floor, eps = 4.0 * 2**13, 2.0**-10
     names = ["out", "lse", "dq", "dk", "dv", *(f"gradient of capture {i}" for i in range(len(call.learned)))]
     for name, ours, near, oracle in zip(names, got, same, exact, strict=True):
         if ours is None or near is None or oracle is None:
@@ -132,22 +134,25 @@ def check(call: Call, loose: bool = False) -> None:
         kind = name if name in ("out", "lse") else "grad"
         bound = floor
         if kind == "grad" and call.query.dtype == torch.float32:
-            # A backward starts from the rounded lse: half an ulp of it is an error of lse / 2 ulp in every weight.
-            bound += float(got[1].masked_fill(got[1] == -math.inf, 0).abs().amax())
+            # A backward starts from the rounded lse, times log2(e), and the score times log2(e): half an ulp of each is
+            # an error of lse / 2 ulp in every weight.
+            bound += 1.5 * float(got[1].masked_fill(got[1] == -math.inf, 0).abs().amax())
         if name.startswith("gradient"):
             bound *= max(1.0, torch.finfo(call.query.dtype).eps / torch.finfo(ours.dtype).eps)
         if loose or ours.numel() < 8:
-            assert_near(name, ours, near, oracle, call.query.dtype)
+            assert_near(name, ours, near, oracle, call.query.dtype, eps)
         else:
             assert_close_to_oracle(name, ours, near, oracle, kind, bound)
 
 
-def assert_near(name: str, got: Tensor, dense: Tensor, oracle: Tensor, dtype: torch.dtype) -> None:
+def assert_near(
+    name: str, got: Tensor, dense: Tensor, oracle: Tensor, dtype: torch.dtype, eps: float | None = None
+) -> None:
     """Raise unless errors are of the size of those that dense attention makes in `dtype`; a few values need room."""
     assert torch.equal(got.isinf(), oracle.isinf()), f"{name}: infinities are not where they belong"
     got, dense, oracle = (x.double().masked_fill(x.isinf(), 0) for x in (got, dense, oracle))
     error, error_of_dense = (float((x - oracle).abs().max()) for x in (got, dense))
-    bound = 4 * error_of_dense + 32 * torch.finfo(dtype).eps * max(1.0, float(oracle.abs().max()))
+    bound = 4 * error_of_dense + 32 * (eps or torch.finfo(dtype).eps) * max(1.0, float(oracle.abs().max()))
     assert error <= bound, f"{name}: largest error {error:.3g}, allowed {bound:.3g}"
 
 

@@ -18,8 +18,8 @@ PACKAGE = Path(flexattn.__file__).parent
 ORDER = (
     "mods", "reference", "errors", "config", "options", "ops", "graph", "index_range", "aten", "captures",
     "interception", "scalarize", "trace", "differentiate", "bound", "boxes", "facts", "block_mask", "problem", "target",
-    "triton_versions", "kernel_store", "build", "lower", "plan", "render", "launch", "engines", "classify", "validate",
-    "explain", "autograd", "api", "__init__",
+    "triton_versions", "kernel_store", "build", "lower", "scatter", "plan", "render", "launch", "engines", "classify",
+    "validate", "explain", "autograd", "api", "__init__",
 )  # fmt: skip
 LEAVES = ("mods", "reference")
 HEAVY = ("sympy", "triton", "torch._dynamo", "torch.fx.experimental.symbolic_shapes")

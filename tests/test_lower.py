@@ -12,8 +12,9 @@ from expecttest import TestCase
 from flexattn import mods
 from flexattn.differentiate import differentiate
 from flexattn.errors import CompileError
-from flexattn.lower import CaptureLayout, Dialect, ModPlan, lower, lower_scatter, lower_score, scatter_arguments
+from flexattn.lower import CaptureLayout, Dialect, ModPlan, lower, lower_score
 from flexattn.ops import OPS
+from flexattn.scatter import lower_scatter, scatter_arguments
 from flexattn.trace import trace
 
 GPU = Dialect(ptx=True)
@@ -21,7 +22,7 @@ GPU = Dialect(ptx=True)
 
 def mod_plan(mod: Callable[..., object], kind: str = "score", aligned: bool = False, wide: bool = False) -> ModPlan:
     bound = trace(mod, kind)  # type: ignore[arg-type]
-    layouts = tuple(CaptureLayout(aligned, wide) for _ in bound.captures)
+    layouts = tuple(CaptureLayout(aligned, aligned, wide) for _ in bound.captures)
     return ModPlan(bound.graph, kind, layouts, tuple("fp32" if isinstance(n, float) else "i32" for n in bound.numbers))
 
 
@@ -154,7 +155,7 @@ def test_scatter_sums_before_it_adds():
         text = lower_scatter(plan, "scatter", GPU)
         assert text.count("tl.atomic_add") == 1
         sums.append(text.partition("def scatter(")[2].count("tl.sum("))
-        assert [kind for _, kind in scatter_arguments(plan)] == ["*fp32", "i32"]
+        assert [kind for _, kind in scatter_arguments(plan)] == ["*fp32"]
     assert sums == [2, 1, 0]
 
 

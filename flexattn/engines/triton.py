@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from flexattn.launch import buffer_name, padded_rows, run
-from flexattn.lower import scatter_captures
 from flexattn.plan import KERNELS, KernelPlan, plan_kernel
 from flexattn.problem import Problem
+from flexattn.scatter import scatter_captures
 from flexattn.target import Target
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]
