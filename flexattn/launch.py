@@ -28,7 +28,6 @@ from flexattn.target import l2_bytes, target_of
 
 LOG2E = math.log2(math.e)
 PADDING = 128  # rows after the last query that backward kernels may read: no tile is higher
-TINY = 1e-30  # stands for a scale of zero where a kernel divides by it: no score is moved by so little
 _REMEMBERED = 4096
 
 Tensors = Mapping[str, Tensor]  # by the names that templates give them: q, k, v, o, do, dq, dk, dv
@@ -177,12 +176,12 @@ def _plain_values(plan: KernelPlan, problem: Problem) -> Values:
     streamed = (M * (Hq // Hkv) if transposed else N) * (D + Dv) * q.element_size()
     scale = problem.scale
     # The forward's maximum needs a positive factor: the sign, or a scale of zero, is applied to q there.
-    qk_scale = (abs(scale) * LOG2E or 1.0) if plan.kernel == "forward" else (scale * LOG2E or TINY)
+    qk_scale = (abs(scale) * LOG2E or 1.0) if plan.kernel == "forward" else scale * LOG2E
     values: Values = {
         "M": M, "N": N, "M_padded": _padded(M), "heads": heads, "heads_q": Hq, "heads_kv": Hkv, "group_size": Hq // Hkv,
         "batch_repeats": B // max(1, Bkv), "batch_shares_keys": int(Bkv == 1),
         "heads_per_group": heads_per_group(streamed, l2_bytes(q.device), heads),
-        "sm_scale": scale, "dq_scale": scale, "dk_scale": scale, "qk_scale": qk_scale, "shift_scale": -1.0 / qk_scale,
+        "sm_scale": scale, "dq_scale": scale, "dk_scale": scale, "qk_scale": qk_scale,
         "q_sign": float((scale > 0) - (scale < 0)),
     }  # fmt: skip
     mask = problem.block_mask

@@ -249,7 +249,7 @@ def _argument_types(plan: KernelPlan) -> dict[str, str]:
 
 
 _FLOAT_POINTERS = {"lse_ptr", "lse2_ptr", "max_ptr", "delta_ptr", "dlse_ptr"}
-_SCALES = {"shift_scale", "sm_scale", "qk_scale", "q_sign", "dq_scale", "dk_scale"}
+_SCALES = {"sm_scale", "qk_scale", "q_sign", "dq_scale", "dk_scale"}
 _ROW_STRIDES = {f"stride_{t}{d}" for t in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for d in ("m", "n")}
 
 

@@ -200,6 +200,14 @@ def _expanded(at: Setting, H: int, M: int, N: int) -> tuple[Mod, tuple[Tensor, .
     return lambda s, b, h, i, j: s + row[i, j], ()
 
 
+def _inside(at: Setting, H: int, M: int, N: int) -> tuple[Mod, tuple[Tensor, ...]]:
+    """Tables that no tile can leave, indexed by sums in both directions: their loads start early and have no guard."""
+    half = at.randn(H, M + N + 300, seed=4, dtype=torch.float16)
+    odd, pair = at.randn(H, M + N + 301, seed=5), at.randn(N + 130, M + 130, seed=6)
+    mod = lambda s, b, h, i, j: s + half[h, i - j + N + 130] + odd[h, j - i + M + 130] * pair[j + 1, i]  # noqa: E731
+    return mod, (odd,)
+
+
 def _two_dtypes(at: Setting, H: int, M: int, N: int) -> tuple[Mod, tuple[Tensor, ...]]:
     """Half and integer tables; not bfloat16 in Triton's interpreter, which computes it wrong."""
     half = at.randn(N, seed=4, dtype=torch.float16 if os.environ.get("TRITON_INTERPRET") == "1" else torch.bfloat16)
@@ -231,6 +239,7 @@ SCORES: dict[str, Any] = {
     "numbers": _numbers,
     "alibi": _table(lambda H, M, N: (H,), lambda s, b, h, i, j, t, M, N: s + 0.1 * t[h] * (j - i)),
     "relative": _table(lambda H, M, N: (H, M + N), lambda s, b, h, i, j, t, M, N: s + t[h, i - j + N]),
+    "inside": _inside,
     "clamped": _table(lambda H, M, N: (H, 21), lambda s, b, h, i, j, t, M, N: s + t[h, (i - j).clamp(-10, 10) + 10]),
     "wrapping": _table(lambda H, M, N: (H, M + N), lambda s, b, h, i, j, t, M, N: s + t[h, i - j] * 0.5),
     "dense_bias": _table(lambda H, M, N: (2, H, M, N), lambda s, b, h, i, j, t, M, N: s + t[b, h, i, j]),
