@@ -385,10 +385,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     headers = ["process", "calls", "kinds", "kernels", "last built at", *first["stats"], "wrong", "worst/allowed", "s"]
     print(f"{where}\n\n{table(headers, rows)}\n")
     print("\n".join(f"FAILED {line}" for line in broken) or "all hold: nothing built twice, every result right")
-    write_json(
-        options.json,
-        {"environment": asdict(where), "builders": builders, "first": first, "second": second, "failed": broken},
-    )
+    short = [{**r, "entries": len(r["entries"])} for r in (*builders, first, second)]
+    record = {"builders": short[:-2], "first": short[-2], "second": short[-1], "failed": broken}
+    write_json(options.json, {"environment": asdict(where), **record})
     return 1 if broken else 0
 
 

@@ -131,11 +131,12 @@ def lower_score(mod: ModPlan, function: str, dialect: Dialect) -> str:
     """Return the text of a score_mod that takes q k^T and the scale apart, and gives the new score times log2(e).
 
     Scale and log2(e) join the other factors that are the same for all places, so that a chain of products costs one.
+    In an exact dialect the new score is given as it is.
     """
     writer = Writer(mod, dialect, early_loads(mod))
     output = mod.graph.outputs[0]
     assert output is not None
-    result = writer.product(output, "LOG2E")
+    result = writer.product(output, None if dialect.exact else "LOG2E")
     if "score" not in mod.graph.dependence[output]:
         shape = "tl.broadcast_to" if writer.varies(output) else "tl.full"
         result = (
@@ -429,66 +430,3 @@ def _literal(value: object) -> str:
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return f'float("{value}")'
     return repr(value)
-
-
-# Loads of scattered elements. Triton would pipeline a tl.load through shared memory, element by element: 3.2 times the
-# time of dK/dV (D 64).
-_GATHER = '''@triton.jit
-def gather{bits}(pointers, live):
-    """Load scattered elements of {bits} bits, 0 where not live."""
-    addresses = pointers.to(tl.int64)
-    if live is None:
-        loaded = tl.inline_asm_elementwise(
-            "ld.global.nc.b{bits} $0, [$1];", "={reg},l", [addresses], dtype=tl.int{bits}, is_pure=True, pack=1
-        )
-    else:
-        loaded = tl.inline_asm_elementwise(
-            "{{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b{bits} $0, 0; @p ld.global.nc.b{bits} $0, [$1]; }}",
-            "=&{reg},l,r", [addresses, tl.broadcast_to(live, addresses.shape).to(tl.int32)], dtype=tl.int{bits},
-            is_pure=True, pack=1,
-        )
-    return loaded.to(pointers.dtype.element_ty, bitcast=True)
-
-
-'''
-
-# The functions that lowered mods may call.
-PRELUDE = '''@triton.jit
-def fast_tanh(x):
-    """tanh by the hardware: relative error at most 2**-11 (PTX ISA, tanh.approx.f32)."""
-    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@GATHERS@@triton.jit
-def opaque(index):
-    """Return index, of which the compiler knows nothing: else it keeps an address for each score from step to step."""
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [index], dtype=tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def floor_div_int(x, y):
-    quotient = x // y
-    return tl.where((x % y != 0) & ((x < 0) != (y < 0)), quotient - 1, quotient)
-
-
-@triton.jit
-def floor_mod_int(x, y):
-    remainder = x % y
-    return tl.where((remainder != 0) & ((remainder < 0) != (y < 0)), remainder + y, remainder)
-
-
-@triton.jit
-def floor_div_float(x, y):
-    return tl.floor(x / y)
-
-
-@triton.jit
-def floor_mod_float(x, y):
-    return x - tl.floor(x / y) * y
-
-
-@triton.jit
-def trunc_mod_float(x, y):
-    quotient = x / y
-    return x - tl.where(quotient < 0, tl.ceil(quotient), tl.floor(quotient)) * y
-'''.replace("@GATHERS@", _GATHER.format(bits=32, reg="r") + _GATHER.format(bits=16, reg="h"))

@@ -19,7 +19,7 @@ class FlexKernelOptions(TypedDict, total=False):
     """The names of PyTorch's FlexKernelOptions, those it honours without a word, and `EXACT`."""
 
     BACKEND: Literal["AUTO", "TRITON", "CPU", "FLASH", "TRITON_DECODE"]  # who computes; AUTO goes by the device
-    EXACT: bool  # tanh, exp and friends as exact as torch's, instead of the hardware's approximations
+    EXACT: bool  # tanh, exp and friends as exact as torch's, not the hardware's approximations; default: for float32
     FLOAT32_PRECISION: Literal["ieee", "tf32", "tf32x3"]  # of fp32 products; default: torch's setting
     num_warps: int
     num_stages: int

@@ -244,7 +244,9 @@ def plan_kernel(kernel: str, problem: Problem, target: Target, tensors: list[Ten
         Dv = problem.value.size(-1)
         aligned = all(is_aligned(t) for t in tensors)
         tile = _tile(kernel, problem, target, Dv, aligned)
-        return KernelPlan(kernel, target, problem.query.dtype, Dv, Dv, tile, aligned, has_dlse=has_dlse)
+        return KernelPlan(
+            kernel, target, problem.query.dtype, Dv, Dv, tile, aligned, exact=_exact(problem), has_dlse=has_dlse
+        )
     D, Dv = problem.query.size(-1), problem.value.size(-1)
     aligned = all(is_aligned(t) for t in tensors)
     blocks = problem.block_mask.BLOCK_SIZE if problem.block_mask is not None else None
@@ -260,7 +262,7 @@ def plan_kernel(kernel: str, problem: Problem, target: Target, tensors: list[Ten
         wide_rows=any(t.stride(2) >= 1 << 23 for t in tensors),
         score=score, grad=grad, mask=_mod_plan(problem.mask, "mask", problem), blocks=blocks,
         float_index=max(problem.query.size(2), problem.key.size(2)) <= INDEX_LIMIT,
-        precision=_precision(problem), exact=bool(option(problem.options, "EXACT")),
+        precision=_precision(problem), exact=_exact(problem),
         max_scores=problem.max_scores and kernel == "forward",
     )  # fmt: skip
     plan = fit(plan)
@@ -348,6 +350,12 @@ def _precision(problem: Problem) -> str:
     if problem.query.dtype != torch.float32:
         return "ieee"
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def _exact(problem: Problem) -> bool:
+    """Tell whether functions shall be as exact as torch's: as asked for, else for float32, whose users count digits."""
+    given = option(problem.options, "EXACT")
+    return problem.query.dtype == torch.float32 if given is None else bool(given)
 
 
 def is_aligned(tensor: Tensor) -> bool:

@@ -11,7 +11,6 @@ import jinja2
 from flexattn.build import KernelSource
 from flexattn.errors import CompileError
 from flexattn.lower import (
-    PRELUDE,
     TRITON_DTYPE,
     TRITON_POINTER,
     Dialect,
@@ -75,14 +74,15 @@ def _names(plan: KernelPlan) -> dict[str, object]:
     mask = plan.mask.argument_names() if plan.mask else ()
     scatter = tuple(n for n, _ in scatter_arguments(plan.grad)) if plan.grad and plan.grad.graph.sites else ()
     return {
-        "name": plan.name, "constants": constants, "mods": _mods(plan), "prelude": PRELUDE,
+        "name": plan.name, "constants": constants, "mods": _mods(plan),
         "qk_parts": split_head_dim(plan.D), "v_parts": split_head_dim(plan.Dv),
         "has_score": plan.score is not None, "scales_gradient": plan.scales_gradient,
         "early_score": bool(plan.score and early_loads(plan.score)),
         "early_grad": bool(plan.grad and plan.scales_gradient and early_loads(plan.grad)),
         "has_mask": plan.mask is not None, "has_blocks": plan.blocks is not None,
         "full_tail": plan.cuts_blocks or plan.full_overhangs, "max_scores": plan.max_scores,
-        "has_dlse": plan.has_dlse, "scale": "sm_scale" if plan.score else "qk_scale",
+        "has_dlse": plan.has_dlse, "scale": "qk_scale" if _scales_to_exp2(plan) else "sm_scale",
+        "natural": plan.exact, "to_exp2": _to_exp2(plan), "to_lse": _to_lse(plan),
         "score_arguments": score, "mask_arguments": mask, "mod_arguments": (*score, *mask),
         "scatter_arguments": scatter, "scatter_live": lambda loop: _scatter_live(plan, loop),
         "opaque": lambda first: _opaque(plan, first), "far": lambda *a: _far(plan, *a),
@@ -93,6 +93,25 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "partial_arguments": tuple(_partial_name(plan, n) for n in _stream_arguments(plan)),
         "each": _each, "names": _joined, "tile": _tile, "guard": _guard, "store_guard": _store_guard,
     }  # fmt: skip
+
+
+# Scores are kept in the exp2 domain where the factor log2(e) can join others. Where a plan is exact its rounding would
+# be felt: the score of a score_mod, and in the backward any score, is then kept as it is.
+
+
+def _scales_to_exp2(plan: KernelPlan) -> bool:
+    """Whether q k^T is brought into the exp2 domain by its own scale: no score_mod wants to see it."""
+    return plan.score is None and not (plan.exact and plan.kernel != "forward")
+
+
+def _to_exp2(plan: KernelPlan) -> str:
+    """Return what takes the forward's scores into the exp2 domain."""
+    return " * qk_scale" if plan.score is None else " * LOG2E" if plan.exact else ""
+
+
+def _to_lse(plan: KernelPlan) -> str:
+    """Return the factor that takes the forward's largest score to that of a natural exponential."""
+    return "(qk_scale * LN2)" if plan.score is None else "1.0" if plan.exact else "LN2"
 
 
 def _mods(plan: KernelPlan) -> list[str]:
@@ -248,7 +267,7 @@ def _argument_types(plan: KernelPlan) -> dict[str, str]:
     return found
 
 
-_FLOAT_POINTERS = {"lse_ptr", "lse2_ptr", "max_ptr", "delta_ptr", "dlse_ptr"}
+_FLOAT_POINTERS = {"lse_ptr", "shift_ptr", "max_ptr", "delta_ptr", "dlse_ptr"}
 _SCALES = {"sm_scale", "qk_scale", "q_sign", "dq_scale", "dk_scale"}
 _ROW_STRIDES = {f"stride_{t}{d}" for t in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for d in ("m", "n")}
 
@@ -275,7 +294,7 @@ def _default_type(argument: str, plan: KernelPlan) -> str:
 def _divisible(plan: KernelPlan, signature: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
     """Return the pointers that are multiples of 16 bytes; strides carry their alignment by being passed in units."""
     found = []
-    ours = {"lse2_ptr", "delta_ptr"}  # allocated by the engine
+    ours = {"shift_ptr", "delta_ptr"}  # allocated by the engine
     own = {"q_ptr", "k_ptr", "v_ptr", "do_ptr", "o_ptr", "dq_ptr", "dk_ptr", "dv_ptr"}
     aligned_captures = {
         f"{mod.capture_name(i)}_ptr"

@@ -68,8 +68,7 @@ def lower_scatter(mod: ModPlan, function: str, dialect: Dialect) -> str:
             f'mask=tl.broadcast_to(inside, d{i}.shape), sem="relaxed")',
         ]
     text = writer.function(function, [*mod_parameters(graph), "live", "m0", "n0"], [*body, "return"], buffers)
-    diagonals = [_DIAGONALS] if any(_along_diagonals(graph, s) for s in graph.sites) else []
-    return "\n\n".join([*diagonals, *places, text])
+    return "\n\n".join([*places, text])
 
 
 def _reads(graph: ModGraph, site: int) -> frozenset[str]:
@@ -131,24 +130,3 @@ def _add_diagonals(i: int, place: str, arguments: str, one_cell: bool) -> list[s
         "else:",
         f"    {add}",
     ]
-
-
-# A diagonal of a block of 8 x 8 is summed by a product with zeros and ones, since what crosses threads in any other way
-# is slower: dQ of 16 heads of 4,096 tokens took 0.95 ms with an atomic for each score (H200, D 64).
-_DIAGONALS = '''@triton.jit
-def diagonal_sums(d, m0, n0):
-    """Return the sums over the diagonals of each 8 x 8 block of d, [blocks, 16], and a q_idx and kv_idx of each.
-
-    The last of 16 is no diagonal.
-    """
-    BLOCKS: tl.constexpr = BLOCK_M * BLOCK_N // 64
-    blocks = tl.reshape(d, [BLOCK_M // 8, 8, BLOCK_N // 8, 8])
-    blocks = tl.reshape(tl.permute(blocks, [0, 2, 1, 3]), [BLOCKS, 64])
-    place, step = tl.arange(0, 64)[:, None], tl.arange(0, 16)[None, :]
-    on_diagonal = (place // 8 + 7 - place % 8 == step).to(DTYPE)  # [64, 16]
-    sums = tl.dot(blocks.to(DTYPE), on_diagonal, input_precision=PRECISION)
-    block = tl.arange(0, BLOCKS)[:, None]
-    q_at = m0 + block // (BLOCK_N // 8) * 8 + step
-    kv_at = n0 + block % (BLOCK_N // 8) * 8 + 7
-    return sums, q_at, kv_at, step < 15
-'''

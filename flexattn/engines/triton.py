@@ -35,8 +35,8 @@ def backward(
     """Return the gradients of query, key and value (None where not needed) and of each captured tensor."""
     problem, d_out = _with_rows(problem), _rows(d_out)
     q, k, v = problem.query, problem.key, problem.value
-    delta, lse2 = (q.new_empty((*q.shape[:2], padded_rows(problem)), dtype=torch.float32) for _ in range(2))
-    padded = {"delta_ptr": delta, "lse2_ptr": lse2}
+    delta, shift = (q.new_empty((*q.shape[:2], padded_rows(problem)), dtype=torch.float32) for _ in range(2))
+    padded = {"delta_ptr": delta, "shift_ptr": shift}
     rows = {"lse_ptr": lse} if d_lse is None else {"lse_ptr": lse, "dlse_ptr": d_lse.float().contiguous()}
     run("backward_delta", problem, {"o": out, "do": d_out}, rows | padded)
 
