@@ -22,7 +22,7 @@ def run(at: Setting, q: Tensor, k: Tensor, v: Tensor, *rest: object, **named: ob
 
 
 def bias_and_general_forms_agree(at: Setting) -> None:
-    """A mod of the form score + X starts the products with X; the same mod written otherwise does not."""
+    """A mod that adds to the score has tiles of its own; the same mod written otherwise gives the same."""
     for name, mask in (("alibi", None), ("relative", "causal"), ("dense_bias", "causal"), ("infinite_bias", "causal")):
         call = make_call(at, Sizes(), name, mask)
         additive = call.score_mod
