@@ -20,6 +20,7 @@ from flexattn.build import Kernel, OutOfResources, build
 from flexattn.errors import CompileError
 from flexattn.graph import BoundMod
 from flexattn.lower import ModPlan, layout_unit
+from flexattn.options import LARGEST_TILE
 from flexattn.plan import KernelPlan, fit, heads_per_group, plan_kernel, smaller_tiles
 from flexattn.problem import Problem
 from flexattn.render import KernelSource, render, stream_descriptors
@@ -27,7 +28,7 @@ from flexattn.scatter import scatter_captures
 from flexattn.target import l2_bytes, target_of
 
 LOG2E = math.log2(math.e)
-PADDING = 128  # rows after the last query that backward kernels may read: no tile is higher
+PADDING = LARGEST_TILE  # rows after the last query that backward kernels may read
 _REMEMBERED = 4096
 
 Tensors = Mapping[str, Tensor]  # by the names that templates give them: q, k, v, o, do, dq, dk, dv

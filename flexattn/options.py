@@ -6,6 +6,7 @@ A name may start with `fwd_` or `bwd_` to hold for that pass alone, and then win
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Mapping
 from functools import cache
 from typing import Literal, TypedDict, get_args, get_origin, get_type_hints
@@ -52,6 +53,12 @@ INTERNAL = frozenset({
     "QK_HEAD_DIM_ROUNDED", "V_HEAD_DIM", "V_HEAD_DIM_ROUNDED",
 })  # fmt: skip
 
+LARGEST_TILE = 128  # what is padded goes by it, and what needs no guard
+# (smallest, largest, whether a power of two) of what counts; "" stands for all others.
+_SIZES = {
+    "BLOCK_": (16, LARGEST_TILE, True), "num_warps": (1, 32, True), "num_stages": (1, sys.maxsize, False),
+    "": (0, sys.maxsize, False),
+}  # fmt: skip
 _MEND_BACKEND = 'Leave BACKEND out, or write BACKEND="AUTO".'
 
 
@@ -119,11 +126,12 @@ def _choice(argument: str, value: object, choices: tuple[str, ...]) -> object:
 
 
 def _size(argument: str, plain: str, value: int) -> int:
-    smallest = {"num_stages": 1, "num_warps": 1}.get(plain, 16 if plain.startswith("BLOCK_") else 0)
-    power = plain.startswith("BLOCK_") or plain == "num_warps"
-    if value < smallest or (power and value & (value - 1)):
-        expected = f"{'a power of two' if power else 'a number'} from {smallest} on"
-        mend = f"Write {max(smallest, 1 << max(value, 1).bit_length() - 1) if power else smallest}."
+    smallest, largest, power = _SIZES["BLOCK_" if plain.startswith("BLOCK_") else plain if plain in _SIZES else ""]
+    if not smallest <= value <= largest or (power and value & (value - 1)):
+        to = f"to {largest}" if largest < sys.maxsize else "on"
+        expected = f"{'a power of two' if power else 'a number'} from {smallest} {to}"
+        nearest = min(max(value, smallest), largest)
+        mend = f"Write {1 << nearest.bit_length() - 1 if power else nearest}."
         raise OptionError(message(argument, value, expected, mend))
     return value
 

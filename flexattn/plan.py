@@ -18,7 +18,7 @@ from flexattn.errors import CompileError, message
 from flexattn.graph import BoundMod, ModGraph
 from flexattn.index_range import Range, index_ranges
 from flexattn.lower import INDEX_LIMIT, CaptureLayout, ModPlan
-from flexattn.options import option
+from flexattn.options import LARGEST_TILE, option
 from flexattn.problem import Problem
 from flexattn.target import Target
 
@@ -380,10 +380,10 @@ def _mod_plan(mod: BoundMod | None, role: str, problem: Problem) -> ModPlan | No
     loads = [i for i, node in enumerate(graph.nodes) if node.op == "load" and each_place <= graph.dependence[i]]
     if not loads:
         return plan
-    # A tile may pass the last row or column by less than its own size, which is at most 128.
+    # A tile may pass the last row or column by less than its own size.
     B, H, M, N = *problem.query.shape[:3], problem.key.size(2)
-    whole = problem.block_mask is None or not any(size % 128 for size in problem.block_mask.BLOCK_SIZE)
-    tiled = [n if whole and n % 128 == 0 else n + 127 for n in (M, N)]
+    whole = problem.block_mask is None or not any(size % LARGEST_TILE for size in problem.block_mask.BLOCK_SIZE)
+    tiled = [n if whole and n % LARGEST_TILE == 0 else n + LARGEST_TILE - 1 for n in (M, N)]
     valid, touched = (index_ranges(mod.graph, mod.numbers, (B, H, *lengths)) for lengths in ((M, N), tiled))
     sizes = {i: mod.captures[int(str(mod.graph.nodes[i].value))].shape for i in loads}
     indices = {a for i in loads for a in mod.graph.nodes[i].args}

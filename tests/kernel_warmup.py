@@ -1,7 +1,7 @@
 """Compiles on CPUs what tests/test_gpu.py runs: `python kernel_warmup.py ARCH PART PARTS`, several at once.
 
-The very calls of the tests are made on CPU tensors with launches left out, and nothing that comes of them is compared: Python
-runs with -O. What is missed here is compiled in the test.
+The very calls of the tests are made on CPU tensors with launches left out, and nothing that comes of them is compared:
+Python runs with -O. What is missed here is compiled in the test.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 import kernel_checks
+import torch
 from kernel_cases import CASES, Setting, results
 from kernel_checks import CHECKS
 from kernel_ops import check_row, rows

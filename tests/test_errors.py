@@ -274,11 +274,15 @@ OPTIONS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]
         options(BLOCK_M=64.0), (TypeError,), "kernel_options['BLOCK_M']: found 64.0 (float), expected an int."
     ),
     "bool for int": (options(num_warps=True), (TypeError,), "kernel_options['num_warps']: found True (bool)"),
+    "a tile larger than what is padded": (
+        options(BLOCK_M1=256), (ValueError,),
+        "kernel_options['BLOCK_M1']: found 256, expected a power of two from 16 to 128. Write 128.",
+    ),
     "not a power of two": (
         options(BLOCK_N=96), (ValueError,),
-        "kernel_options['BLOCK_N']: found 96, expected a power of two from 16 on. Write 64.",
+        "kernel_options['BLOCK_N']: found 96, expected a power of two from 16 to 128. Write 64.",
     ),
-    "no warps": (options(num_warps=0), (ValueError,), "expected a power of two from 1 on. Write 1."),
+    "no warps": (options(num_warps=0), (ValueError,), "expected a power of two from 1 to 32. Write 1."),
     "unknown backend": (
         options(BACKEND="CUDA"), (ValueError,),
         "kernel_options['BACKEND']: found 'CUDA', expected one of AUTO, TRITON, CPU, FLASH, TRITON_DECODE.",
