@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
+
 from flexattn.graph import ModGraph, Node
 
 Range = tuple[int, int] | None  # inclusive; None where nothing is known
@@ -22,7 +24,8 @@ def index_ranges(
     highest: dict[str, int] = dict(zip(("b", "h", "q_idx", "kv_idx"), extents, strict=True))
     found: list[Range] = []
     for node in graph.nodes:
-        found.append(_range(node, [found[a] for a in node.args], numbers, highest))
+        value = _range(node, [found[a] for a in node.args], numbers, highest)
+        found.append(value if value is not None and _holds(node.dtype, *value) else None)
     return tuple(found)
 
 
@@ -62,6 +65,14 @@ def _range(node: Node, args: list[Range], numbers: tuple[int | float, ...], exte
     return None
 
 
+def _holds(dtype: torch.dtype, low: int, high: int) -> bool:
+    """Tell whether `dtype` is an integer type that has all these values: others wrap around."""
+    if dtype == torch.bool or dtype.is_floating_point:
+        return False
+    limits = torch.iinfo(dtype)
+    return limits.min <= low and high <= limits.max
+
+
 @dataclass(frozen=True)
 class Affine:
     """An index as q * q_idx + kv * kv_idx + the sum of nodes, each with its sign, that depend on neither."""
@@ -79,7 +90,7 @@ def affine(graph: ModGraph, position: int) -> Affine | None:
     if node.op == "input":
         return Affine(int(node.value == "q_idx"), int(node.value == "kv_idx"), ())
     parts = [affine(graph, a) for a in node.args]
-    if node.op not in ("add", "sub", "neg", "cast") or node.dtype.is_floating_point:
+    if node.op not in ("add", "sub", "neg", "cast") or node.dtype not in (torch.int32, torch.int64):
         return None
     signs = (1, -1) if node.op == "sub" else (-1,) if node.op == "neg" else (1, 1)
     q, kv, rest = 0, 0, ()
@@ -103,7 +114,7 @@ def shift_invariant(graph: ModGraph) -> tuple[bool, ...]:
             growth.append(None)
         elif not any(args):
             growth.append(0)
-        elif node.op in ("add", "sub", "neg", "cast") and not node.dtype.is_floating_point:
+        elif node.op in ("add", "sub", "neg", "cast") and node.dtype in (torch.int32, torch.int64):
             signs = (1, -1) if node.op == "sub" else (-1,) if node.op == "neg" else (1, 1)
             growth.append(sum(s * a for s, a in zip(signs, args, strict=False) if a is not None))
         else:
