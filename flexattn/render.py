@@ -20,7 +20,7 @@ from flexattn.lower import (
     lower_score,
 )
 from flexattn.plan import KernelPlan, Part, split_head_dim
-from flexattn.scatter import lower_scatter, passes_gradient, scatter_arguments
+from flexattn.scatter import lower_scatter, needs_live, scatter_arguments
 
 
 @cache
@@ -149,7 +149,7 @@ def _far(plan: KernelPlan, first: str, offsets: str) -> str:
 
 def _scatter_live(plan: KernelPlan, loop: str) -> str:
     """Return which places count in the gradients of captured tensors; None where those of all others are 0 already."""
-    if plan.grad is None or passes_gradient(plan.grad):
+    if plan.grad is None or not needs_live(plan.grad):
         return "None"
     return "live & (q_idx < row_end)" if loop == "cut" else "(q_idx < row_end)"
 

@@ -28,9 +28,15 @@ def scatter_arguments(mod: ModPlan) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def passes_gradient(mod: ModPlan) -> bool:
-    """Tell whether every site receives the gradient of the score as it is: then it is 0 wherever that is 0."""
-    return all(o is not None and mod.graph.nodes[o].value == "grad" for o in mod.graph.outputs[1:])
+def needs_live(mod: ModPlan) -> bool:
+    """Tell whether a site must know which places are live.
+
+    It need not where it receives the gradient of the score as it is, which is 0 elsewhere, and its index reads no other
+    captured tensor at each place, which it may not do elsewhere.
+    """
+    graph = mod.graph
+    passed = all(o is not None and graph.nodes[o].value == "grad" for o in graph.outputs[1:])
+    return not passed or any(_loads_each_place(graph, a) for site in graph.sites for a in graph.nodes[site].args)
 
 
 def lower_scatter(mod: ModPlan, function: str, dialect: Dialect) -> str:

@@ -178,6 +178,13 @@ def _nested(at: Setting, H: int, M: int, N: int) -> tuple[Mod, tuple[Tensor, ...
     return lambda s, b, h, i, j: s + table[group[i], group[j]], (table,)
 
 
+def _nested_pairs(at: Setting, H: int, M: int, N: int) -> tuple[Mod, tuple[Tensor, ...]]:
+    """An index that is read for each place: outside of the lengths it may not be."""
+    cells = torch.arange(M * N, device=at.device).view(M, N).to(torch.int32) * 5 % 7
+    table = at.randn(H, 7, seed=3)
+    return lambda s, b, h, i, j: s + table[h, cells[i, j]], (table,)
+
+
 def _chained(at: Setting, H: int, M: int, N: int) -> tuple[Mod, tuple[Tensor, ...]]:
     table = at.randn(2, H, N, seed=3)
     return lambda s, b, h, i, j: s * (1 + 0.1 * table[b][h][j]), (table,)
@@ -258,6 +265,7 @@ SCORES: dict[str, Any] = {
         learn=False,
     ),
     "nested": _nested,
+    "nested_pairs": _nested_pairs,
     "chained": _chained,
     "views": _views,
     "not_contiguous": _not_contiguous,
