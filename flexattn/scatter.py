@@ -53,7 +53,7 @@ def lower_scatter(mod: ModPlan, function: str, dialect: Dialect) -> str:
     places: list[str] = []  # functions that give the address of a site
     for i, (site, output) in enumerate(zip(graph.sites, graph.outputs[1:], strict=True)):
         assert output is not None
-        place, call = f"{function}_place{i}", f"{function}_place{i}(b, h, q_idx, kv_idx, live, {arguments})"
+        place = f"{function}_place{i}"
         places.append(_place(mod, dialect, graph.nodes[site], site, place, buffers))
         body += [
             f"d{i} = tl.broadcast_to({writer.value(output)}, score.shape)",
@@ -68,7 +68,7 @@ def lower_scatter(mod: ModPlan, function: str, dialect: Dialect) -> str:
             if name not in _reads(graph, site):
                 body.append(f"d{i} = tl.sum(d{i}, {axis}, keep_dims=True)")
         body += [
-            f"pointers, inside = {call}",
+            f"pointers, inside = {place}(b, h, q_idx, kv_idx, live, {arguments})",
             *(["if live is not None:", "    inside = inside & live"] if _each_place(graph, site) else []),
             f"tl.atomic_add(tl.broadcast_to(pointers, d{i}.shape), d{i}, "
             f'mask=tl.broadcast_to(inside, d{i}.shape), sem="relaxed")',
