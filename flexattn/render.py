@@ -7,6 +7,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 import jinja2
+import torch
 
 from flexattn.build import KernelSource
 from flexattn.errors import CompileError
@@ -87,6 +88,7 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "scatter_arguments": scatter, "scatter_live": lambda loop: _scatter_live(plan, loop),
         "opaque": lambda first: _opaque(plan, first), "far": lambda *a: _far(plan, *a),
         "inside": lambda loop: _inside(plan, loop), "tma": plan.tma, "products_first": plan.tile.PRODUCTS_FIRST,
+        "add_product": lambda *a: _add_product(plan, *a),
         "stream": lambda *a: _stream(plan, *a), "stream_arguments": _stream_arguments(plan),
         "stream_descriptors": tuple(d for d, _ in stream_descriptors(plan) if "partial" not in d),
         "partial_descriptors": tuple(d for d, _ in stream_descriptors(plan) if "partial" in d),
@@ -112,6 +114,19 @@ def _to_exp2(plan: KernelPlan) -> str:
 def _to_lse(plan: KernelPlan) -> str:
     """Return the factor that takes the forward's largest score to that of a natural exponential."""
     return "(qk_scale * LN2)" if plan.score is None else "1.0" if plan.exact else "LN2"
+
+
+def _add_product(plan: KernelPlan, acc: str, a: str, b: str, part: Part) -> str:
+    """Return acc + a @ b, the name of each part's tensor with a % for its number.
+
+    In float32 a product on the FMA units adds each of its terms to what it is given. The sum over all keys would be
+    rounded at every key; so each tile is summed by itself first (dq of 490 keys: rmse 8e-8 before, dense 5e-8). Written
+    as a sum, Triton would join the two again.
+    """
+    acc, a, b = (x.replace("%", str(part.index)) for x in (acc, a, b))
+    if plan.dtype == torch.float32 and plan.precision == "ieee":
+        return f"tl.fma(tl.dot({a}, {b}, input_precision=PRECISION), 1.0, {acc})"
+    return f"tl.dot({a}, {b}, {acc}, input_precision=PRECISION)"
 
 
 def _mods(plan: KernelPlan) -> list[str]:
