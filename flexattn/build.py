@@ -43,6 +43,7 @@ class KernelSource:
     num_warps: int = 4
     num_stages: int = 3
     maxnreg: int | None = None
+    fp_fusion: bool = True  # a * b + c may become one operation
 
 
 class OutOfResources(CompileError):
@@ -202,7 +203,7 @@ def digest(source: KernelSource, target: Target) -> str:
         "text": source.text,
         "signature": source.signature,
         "divisible": sorted(source.divisible),
-        "options": [source.num_warps, source.num_stages, source.maxnreg],
+        "options": [source.num_warps, source.num_stages, source.maxnreg, source.fp_fusion],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -296,6 +297,8 @@ def _run_triton(source: KernelSource, target: Target, place: Path, text: str) ->
     options = {"num_warps": source.num_warps, "num_stages": source.num_stages}
     if source.maxnreg is not None:
         options["maxnreg"] = source.maxnreg
+    if not source.fp_fusion:
+        options["enable_fp_fusion"] = False
     function = _import(place, text, source)
     try:
         return triton_versions.compile_kernel(function, _request(source, function), target, options)

@@ -18,6 +18,9 @@ from flexattn.boxes import BlockClasses, classify_by_boxes
 from flexattn.config import debug, settings
 from flexattn.errors import ArgumentError, DeviceError, ModError, message
 from flexattn.graph import BoundMod
+from flexattn.mask_build import build_lists
+from flexattn.mask_kernels import plan_mask
+from flexattn.target import target_of
 from flexattn.trace import trace
 
 # Pairs evaluated at a time. A graph keeps some 4 bytes a pair for each of its nodes: so this is 8 MiB a node on a CPU.
@@ -118,6 +121,8 @@ def classify(
     Boxes of blocks decide most where the host can read what the mod captures; what they leave open, and all else, is
     evaluated pair by pair. `separate` False: full blocks are called partial.
     """
+    if device.type == "cuda" and 0 not in sizes and (plan := plan_mask(bound, target_of(device))) is not None:
+        return build_lists(plan, bound.on(device), sizes, block_size, device, separate)
     if not _bounds_can_read(bound):
         some, full = _classify_all(bound.on(device), sizes, block_size, device)
         partial, full = (some & ~full, full) if separate else (some, torch.zeros_like(full))

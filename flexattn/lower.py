@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from flexattn.bound import nonnegative
+from flexattn.bound import nonnegative as never_negative
 from flexattn.errors import CompileError
 from flexattn.graph import ModGraph, Node
 from flexattn.index_range import affine
 from flexattn.ops import OPS
 
 TRITON_DTYPE = {
-    torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.int64: "int64",
+    torch.float64: "float64", torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.int64: "int64",
     torch.int32: "int32", torch.int16: "int16", torch.int8: "int8", torch.uint8: "uint8", torch.bool: "int1",
 }  # fmt: skip
 TRITON_POINTER = {
@@ -114,6 +114,7 @@ class Dialect:
     interpreter: bool = False
     ptx: bool = False  # NVIDIA's instructions may be written inline
     float_index: bool = True  # lengths are below INDEX_LIMIT: index differences are formed in float32
+    checked: bool = False  # a mask also gives the captures that it was asked to read outside of, as bits
 
 
 def lower(mod: ModPlan, function: str, dialect: Dialect) -> str:
@@ -123,6 +124,9 @@ def lower(mod: ModPlan, function: str, dialect: Dialect) -> str:
     result = writer.value(output) if output is not None else "tl.zeros_like(grad)"
     if mod.role == "score":
         result = f"tl.broadcast_to({result}, score.shape)"
+    if dialect.checked:
+        outside = [f"tl.where({inside}, 0, {1 << (n % 31)})" for n, inside in writer.checks]
+        result = f"{result}, {' | '.join(['q_idx * 0', *outside])}"
     early = ["early"] if early_loads(mod) else []
     return writer.function(function, [*mod_parameters(mod.graph), "live", *early], [f"return {result}"])
 
@@ -177,13 +181,16 @@ class Writer:
     """Writes the nodes of a graph as Triton statements, each when it is first needed."""
 
     def __init__(
-        self, mod: ModPlan, dialect: Dialect, early: tuple[int, ...] = (), streamed: str | None = None
-    ) -> None:
+        self, mod: ModPlan, dialect: Dialect, early: tuple[int, ...] = (), streamed: str | None = None,
+        nonnegative: tuple[bool, ...] | None = None,
+    ) -> None:  # fmt: skip
         self.mod, self.graph, self.dialect, self.streamed = mod, mod.graph, dialect, streamed
         self.lines: list[str] = []
         self.names = {node: f"early[{i}]" for i, node in enumerate(early)}  # of nodes already written
         self.float_names: dict[int, str] = {}
-        self.nonnegative = [a or i in mod.nonnegative for i, a in enumerate(nonnegative(mod.graph))]
+        self.checks: list[tuple[int, str]] = []  # (capture, condition that a load of it is inside), where checked
+        proved = never_negative(mod.graph) if nonnegative is None else nonnegative
+        self.nonnegative = [a or i in mod.nonnegative for i, a in enumerate(proved)]
 
     def function(self, name: str, inputs: list[str], body: list[str], extra: list[str] | None = None) -> str:
         parameters = ", ".join([*inputs, *self.mod.argument_names(), *(extra or [])])
@@ -199,7 +206,7 @@ class Writer:
             self.names[position] = self._write(self.graph.nodes[position], position)
         return self.names[position]
 
-    def _assign(self, text: str) -> str:
+    def assign(self, text: str) -> str:
         name = f"t{len(self.lines)}"
         self.lines.append(f"{name} = {text}")
         return name
@@ -207,13 +214,13 @@ class Writer:
     def _write(self, node: Node, position: int) -> str:
         match node.op:
             case "input" if node.value == "score":
-                return self._assign("score * sm_scale")
+                return self.assign("score * sm_scale")
             case "input":
                 return str(node.value)
             case "number":
                 return self.mod.number_name(int(str(node.value)))
             case "const":
-                return _literal(node.value)
+                return literal(node.value)
             case "load":
                 return self._load(node, position)
             case "cast":
@@ -222,7 +229,7 @@ class Writer:
                 return self.product(position)
             case "floordiv" | "mod" | "fmod":
                 return self._integer_division(node)
-        return self._assign(self._text(node.op).format(*(self.value(a) for a in node.args)))
+        return self.assign(self._text(node.op).format(*(self.value(a) for a in node.args)))
 
     def _text(self, op: str) -> str:
         spec = OPS[op]
@@ -238,14 +245,14 @@ class Writer:
         if node.dtype == torch.float32 and not source.dtype.is_floating_point and self._float_range(node.args[0]):
             return self._float_value(node.args[0])
         if source.op == "const":
-            return _literal(source.value)
+            return literal(source.value)
         if node.dtype == torch.bool:
-            return self._assign(f"{self.value(node.args[0])} != 0")
+            return self.assign(f"{self.value(node.args[0])} != 0")
         value = self.value(node.args[0])
         if source.op == "number":
             # A lifted number has the type that holds its value: the conversion states the type that torch computes in.
-            return self._assign(f"tl.cast({value}, tl.{TRITON_DTYPE[node.dtype]})")
-        return self._assign(f"{value}.to(tl.{TRITON_DTYPE[node.dtype]})")
+            return self.assign(f"tl.cast({value}, tl.{TRITON_DTYPE[node.dtype]})")
+        return self.assign(f"{value}.to(tl.{TRITON_DTYPE[node.dtype]})")
 
     def product(self, position: int, factor: str | None = None) -> str:
         """Write a chain of products and quotients, times `factor`: all that is the same for all places as one factor.
@@ -254,7 +261,7 @@ class Writer:
         one or two roundings differ from what is written, none in an exact dialect.
         """
         if self.dialect.exact:
-            return self.value(position) if factor is None else self._assign(f"{self.value(position)} * {factor}")
+            return self.value(position) if factor is None else self.assign(f"{self.value(position)} * {factor}")
         varying, above, below = self._factors(position)
         for node in [n for n in above if n in below]:
             above.remove(node)
@@ -265,8 +272,8 @@ class Writer:
         if below:
             scalar = f"{scalar or '1.0'} / ({' * '.join(n if isinstance(n, str) else self.value(n) for n in below)})"
         if scalar:
-            varying = [*varying, scalar if scalar.isidentifier() else self._assign(scalar)]
-        return varying[0] if len(varying) == 1 else self._assign(" * ".join(varying))
+            varying = [*varying, scalar if scalar.isidentifier() else self.assign(scalar)]
+        return varying[0] if len(varying) == 1 else self.assign(" * ".join(varying))
 
     def _factors(self, position: int) -> tuple[list[str], list[int | str], list[int | str]]:
         """Return (texts that vary over places, nodes above, nodes below the line) of a chain of products."""
@@ -291,7 +298,7 @@ class Writer:
         node = self.graph.nodes[position]
         if position not in self.names and node.op in ("mul", "div"):
             x, y = (self.value(a) for a in node.args)
-            self.names[position] = self._assign(f"{x} {'*' if node.op == 'mul' else '/'} {y}")
+            self.names[position] = self.assign(f"{x} {'*' if node.op == 'mul' else '/'} {y}")
         return self.value(position)
 
     def _integer_division(self, node: Node) -> str:
@@ -299,12 +306,12 @@ class Writer:
         whole = not node.dtype.is_floating_point
         if whole and all(self.nonnegative[a] for a in node.args):
             # Triton divides integers as C does, which is Python's way where neither is negative.
-            return self._assign(f"{x} // {y}" if node.op == "floordiv" else f"{x} % {y}")
+            return self.assign(f"{x} // {y}" if node.op == "floordiv" else f"{x} % {y}")
         if whole and node.op == "fmod":
-            return self._assign(f"{x} % {y}")
+            return self.assign(f"{x} % {y}")
         kind = "int" if whole else "float"
         name = {"floordiv": "floor_div", "mod": "floor_mod", "fmod": "trunc_mod"}[node.op]
-        return self._assign(f"{name}_{kind}({x}, {y})")
+        return self.assign(f"{name}_{kind}({x}, {y})")
 
     def _load(self, node: Node, position: int) -> str:
         capture_position = int(str(node.value))
@@ -316,10 +323,13 @@ class Writer:
         scattered = bool(node.args) and "q_idx" in self.graph.dependence[node.args[-1]]
         if not node.args or position in self.mod.inside:
             guard = "None"
-        elif each_place:
+        elif each_place and not self.dialect.checked:
             guard = "live"
         else:
             guard = " & ".join(f"({i} >= 0) & ({i} < {name}_size{d})" for d, i in enumerate(index))
+            if self.dialect.checked:
+                guard = self.assign(guard)
+                self.checks.append((capture_position, guard))
         if (
             self.dialect.ptx
             and each_place
@@ -328,7 +338,7 @@ class Writer:
             and not reads & {"score", "grad"}
         ):
             address = self._far_address(node, name) or address
-            return self._assign(f"gather{8 * capture.dtype.itemsize}({address}, {guard})")
+            return self.assign(f"gather{8 * capture.dtype.itemsize}({address}, {guard})")
         text = f"tl.load({address})" if guard == "None" else f"tl.load({address}, mask={guard}, other=0)"
         return self._loaded(text, capture.dtype, guard == "live")
 
@@ -339,21 +349,21 @@ class Writer:
             bare = text.replace(", mask=live, other=0", "")
             self.lines.append(f"if live is None:\n        {name} = {bare}\n    else:\n        {name} = {text}")
         else:
-            name = self._assign(text)
-        return self._assign(f"{name} != 0") if dtype == torch.bool else name
+            name = self.assign(text)
+        return self.assign(f"{name} != 0") if dtype == torch.bool else name
 
     def wrapped(self, position: int, size: str) -> str:
         """Return an index expression with PyTorch's wrap-around, which provably non-negative ones do not need."""
         value = self.value(position)
         node = self.graph.nodes[position]
         if node.op == "const":
-            return value if int(str(node.value)) >= 0 else self._assign(f"{value} + {size}")
+            return value if int(str(node.value)) >= 0 else self.assign(f"{value} + {size}")
         if self.nonnegative[position]:
             return value
-        return self._assign(f"tl.where({value} < 0, {value} + {size}, {value})")
+        return self.assign(f"tl.where({value} < 0, {value} + {size}, {value})")
 
     def address(self, node: Node, index: list[str], name: str) -> str:
-        position = int(str(node.value))
+        position = int(str(node.value))  # of the capture
         layout, ndim = self.mod.layouts[position], self.graph.captures[position].ndim
         unit = f" * {layout_unit(self.graph.captures[position].dtype)}" if layout.aligned else ""
         terms = [
@@ -418,7 +428,7 @@ class Writer:
                 text = f"{node.value}.to(tl.float32)"
             else:
                 text = self._text(node.op).format(*(self._float_value(a) for a in node.args))
-            self.float_names[position] = self._assign(text)
+            self.float_names[position] = self.assign(text)
         return self.float_names[position]
 
 
@@ -426,7 +436,7 @@ def _times(factor: int, text: str) -> str:
     return {1: text, -1: f"(-{text})"}.get(factor, f"{factor} * {text}")
 
 
-def _literal(value: object) -> str:
+def literal(value: object) -> str:
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return f'float("{value}")'
     return repr(value)

@@ -374,7 +374,7 @@ def _mod_plan(mod: BoundMod | None, role: str, problem: Problem) -> ModPlan | No
     if mod is None:
         return None
     layouts = tuple(_layout(t) for t in mod.captures)
-    plan = ModPlan(mod.graph, role, layouts, tuple(_number_type(n) for n in mod.numbers))
+    plan = ModPlan(mod.graph, role, layouts, tuple(number_type(n) for n in mod.numbers))
     # Only for loads of each place: a guard of rows or columns costs nothing, and a bit more would be a kernel more.
     graph, each_place = mod.graph, {"q_idx", "kv_idx"}
     loads = [i for i, node in enumerate(graph.nodes) if node.op == "load" and each_place <= graph.dependence[i]]
@@ -411,7 +411,8 @@ def _layout(tensor: Tensor) -> CaptureLayout:
     return CaptureLayout(dense, aligned, reach >= 1 << 31)
 
 
-def _number_type(number: int | float) -> str:
+def number_type(number: int | float) -> str:
+    """Return the Triton type that a lifted number is passed as."""
     if isinstance(number, float):
         return "fp32"
     return "i32" if -(1 << 31) <= number < 1 << 31 else "i64"

@@ -35,7 +35,8 @@ def templates_folder() -> Path:
 
 
 @cache
-def _environment() -> jinja2.Environment:
+def environment() -> jinja2.Environment:
+    """Return jinja2 as all templates are filled by it."""
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(templates_folder()),
         undefined=jinja2.StrictUndefined,
@@ -48,7 +49,7 @@ def _environment() -> jinja2.Environment:
 @lru_cache(512)
 def render(plan: KernelPlan) -> KernelSource:
     """Return the source of a plan's kernel: a Python file that reads as a Triton program, and how to compile it."""
-    text = _environment().get_template(f"{plan.kernel}.py.jinja").render(_names(plan))
+    text = environment().get_template(f"{plan.kernel}.py.jinja").render(_names(plan))
     arguments = _kernel_arguments(text, plan.name)
     types = _argument_types(plan)
     signature = tuple((a, types[a] if a in types else _default_type(a, plan)) for a in arguments)

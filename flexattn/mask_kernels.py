@@ -1,0 +1,179 @@
+"""mask_kernels: what a mask's build launches on a GPU, as KernelSources: range tables, blocks by bounds, run lists.
+
+Only the two kernels that know the mask are made for it (its graph and what it captures, no lengths, block sizes or
+numbers); the others are the same for all masks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+
+from flexattn.build import KernelSource
+from flexattn.graph import BoundMod
+from flexattn.lower import CaptureLayout, Dialect, ModPlan, lower
+from flexattn.lower_bounds import BoundsText, TableSpec, lower_bounds, table_dtype
+from flexattn.lower import TRITON_DTYPE, TRITON_POINTER
+from flexattn.plan import number_type
+from flexattn.render import environment
+from flexattn.target import Target
+
+Signature = tuple[tuple[str, str], ...]
+
+# Operations whose results are the same in Triton and in torch, bit for bit; the whole ones only of integers.
+_SAME = {
+    "input", "number", "const", "load", "cast", "add", "sub", "mul", "neg", "abs", "maximum", "minimum", "eq", "ne", "lt",
+    "le", "gt", "ge", "and", "or", "xor", "not", "where", "isnan", "isinf", "bitand", "bitor", "bitxor", "bitnot", "shl",
+    "shr", "floor", "ceil", "trunc", "round", "div", "detach",
+}  # fmt: skip
+_SAME_WHOLE = {"floordiv", "mod", "fmod"}
+
+_BITMAPS = tuple((f"{n}_ptr", "*i32") for n in ("full", "partial", "unknown", "full_by_key", "partial_by_key"))
+_GEOMETRY = tuple((n, "i32") for n in ("Q", "KV", "BLOCK_Q", "BLOCK_KV", "q_blocks", "kv_blocks", "H", "separate"))
+_ROWS = tuple((n, "i32") for n in ("rows_q", "rows_kv", "q_blocks", "kv_blocks"))
+_LISTS = tuple((f"{n}_ptr", "*i32") for n in ("full", "partial", "full_by_key", "partial_by_key", "counts"))
+
+SAMPLES = 9 + 96  # places of a block that are looked at before it is evaluated
+TILE = (32, 64)  # of an evaluation
+
+
+@dataclass(frozen=True)
+class MaskPlan:
+    """A mask with all that changes the kernels that decide its blocks."""
+
+    mod: ModPlan
+    interpreter: bool
+
+    @cached_property
+    def bounds(self) -> BoundsText:
+        return lower_bounds(self.mod, self._dialect)
+
+    @property
+    def tables(self) -> tuple[TableSpec, ...]:
+        return self.bounds.tables
+
+    @property
+    def _dialect(self) -> Dialect:
+        return Dialect(exact=True, interpreter=self.interpreter, float_index=False, checked=True)
+
+    @property
+    def table_arguments(self) -> Signature:
+        return self.bounds.arguments(self.mod.graph)
+
+    @cached_property
+    def classify(self) -> KernelSource:
+        """The kernel that bounds and samples blocks."""
+        signature = (*_BITMAPS, ("status_ptr", "*i32"), *_GEOMETRY, *self.mod.arguments(), *self.table_arguments)
+        names = {
+            "functions": [self._mask_mod, self.bounds.text], "arguments": _names(signature[14:]),
+            "bounds_arguments": _names(signature[14:]), "mask_arguments": self.mod.argument_names(), "SAMPLES": SAMPLES,
+        }  # fmt: skip
+        return self._source("classify", signature, names)
+
+    @cached_property
+    def evaluate(self) -> KernelSource:
+        """The kernel that evaluates the blocks that are left."""
+        bitmaps = tuple((n, "*u8" if n == "unknown_ptr" else t) for n, t in _BITMAPS)
+        own = (*bitmaps, ("status_ptr", "*i32"), *_GEOMETRY, ("total_bytes", "i32"))
+        names = {
+            "functions": [self._mask_mod], "arguments": self.mod.argument_names(),
+            "mask_arguments": self.mod.argument_names(), "TILE_Q": TILE[0], "TILE_KV": TILE[1],
+        }  # fmt: skip
+        return self._source("evaluate", (*own, *self.mod.arguments()), names)
+
+    @property
+    def _mask_mod(self) -> str:
+        return lower(self.mod, "mask_mod", self._dialect)
+
+    def _source(self, kind: str, signature: Signature, names: dict[str, object]) -> KernelSource:
+        graph = self.mod.graph
+        header = (f"mask {graph.name} {graph.location}".rstrip(), *repr(graph).splitlines())
+        own = "".join(c if c.isalnum() and c.isascii() else "_" for c in graph.name)
+        return _source(f"mask_{kind}", signature, {**names, "scatter_arguments": ()}, header, kernel=f"mask_{kind}_{own}")
+
+
+def plan_mask(bound: BoundMod, target: Target) -> MaskPlan | None:
+    """Plan the kernels that decide the blocks of a mask; None where Triton would not give what torch gives."""
+    graph = bound.graph
+    if target.backend == "hip" or len(graph.captures) > 31:
+        return None
+    for node in graph.nodes:
+        whole = not node.dtype.is_floating_point
+        if node.op not in _SAME and not (whole and node.op in _SAME_WHOLE):
+            return None
+        if node.dtype == torch.float64 and node.op not in ("number", "const"):
+            return None
+    if any(c.dtype not in TRITON_POINTER for c in graph.captures):
+        return None
+    layouts = tuple(_layout(t) for t in bound.captures)
+    return _planned(ModPlan(graph, "mask", layouts, tuple(map(number_type, bound.numbers))), target.backend == "interpreter")
+
+
+@lru_cache(512)
+def _planned(mod: ModPlan, interpreter: bool) -> MaskPlan:
+    return MaskPlan(mod, interpreter)  # one object, which keeps its sources
+
+
+def _layout(tensor: torch.Tensor) -> CaptureLayout:
+    reach = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return CaptureLayout(dense=tensor.ndim == 0 or tensor.stride(-1) == 1, aligned=False, wide=reach >= 1 << 31)
+
+
+@lru_cache(64)
+def table_source(dtype: torch.dtype, chunk: int) -> KernelSource:
+    """Return the kernel of the first level of a table of a tensor of `dtype`, `chunk` elements at a time."""
+    of = table_dtype(dtype)
+    signature = (
+        ("src_ptr", "*u8" if dtype == torch.bool else TRITON_POINTER[dtype]), ("table_ptr", TRITON_POINTER[of]),
+        ("n", "i64"), ("granule", "i32"), ("rows", "i32"), ("entries", "i32"), ("levels", "i32"),
+        ("stride_row", "i64"), ("stride_n", "i64"),
+    )  # fmt: skip
+    names = {
+        "ENTRIES": table_entries(chunk), "CHUNK": chunk, "dtype": f"tl.{TRITON_DTYPE[of]}",
+        "is_float": of.is_floating_point,
+    }  # fmt: skip
+    return _source("mask_table", signature, names)
+
+
+def table_entries(chunk: int) -> int:
+    """Return the entries of a table that one program makes."""
+    return max(1, 1024 // chunk)
+
+
+PLACES = 64  # of a level that one program makes
+
+
+@lru_cache(64)
+def levels_source(dtype: torch.dtype) -> KernelSource:
+    """Return the kernel of the further levels of a table."""
+    signature = (("table_ptr", TRITON_POINTER[dtype]), *((n, "i32") for n in ("level", "rows", "entries", "levels")))
+    return _source("mask_levels", signature, {"PLACES": PLACES, "is_float": dtype.is_floating_point})
+
+
+@lru_cache(1)
+def list_sources() -> tuple[KernelSource, KernelSource, KernelSource]:
+    """Return the kernels that count, scan and fill the runs."""
+    count = _source("mask_count", (*_LISTS, *_ROWS), {"WORDS": 128})
+    scan_signature = (("counts_ptr", "*i32"), ("row_ptr_ptr", "*i32"), ("status_ptr", "*i32"), *_ROWS[:2])
+    scan = _source("mask_scan", scan_signature, {"CHUNK": 4096}, num_warps=8)
+    runs = ("partial_runs", "full_runs", "partial_runs_by_key", "full_runs_by_key")
+    outputs = tuple((f"{n}_ptr", "*i32") for n in ("row_ptr", "order", *runs))
+    fill = _source("mask_fill", (*_LISTS, *outputs, *_ROWS), {"WORDS": 32, "ROWS": 1024})
+    return count, scan, fill
+
+
+def _source(
+    template: str, signature: Signature, names: dict[str, object], header: tuple[str, ...] = (), num_warps: int = 4,
+    kernel: str = "",
+) -> KernelSource:  # fmt: skip
+    name = kernel or template
+    filled = {**names, "name": name, "names": lambda found: "".join(f"{n}, " for n in found)}
+    text = environment().get_template(f"{template}.py.jinja").render(filled)
+    # Fused, a * b + c is rounded once and may be another number than torch's.
+    return KernelSource(name, text, header, signature, (), num_warps, num_stages=1, fp_fusion=False)
+
+
+def _names(signature: Signature) -> tuple[str, ...]:
+    return tuple(n for n, _ in signature)
