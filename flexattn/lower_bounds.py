@@ -31,7 +31,11 @@ class TableSpec:
     def arguments(self, position: int, dtype: torch.dtype) -> tuple[tuple[str, str], ...]:
         """Return (name, Triton type) of each runtime argument."""
         name = f"table{position}"
-        found = [(f"{name}_ptr", TRITON_POINTER[table_dtype(dtype)]), (f"{name}_rows", "i32"), (f"{name}_entries", "i32")]
+        found = [
+            (f"{name}_ptr", TRITON_POINTER[table_dtype(dtype)]),
+            (f"{name}_rows", "i32"),
+            (f"{name}_entries", "i32"),
+        ]
         return tuple(found if self.own else [*found, (f"{name}_levels", "i32"), (f"{name}_shift", "i32")])
 
 
@@ -51,9 +55,7 @@ class BoundsText:
 
     def arguments(self, graph: ModGraph) -> tuple[tuple[str, str], ...]:
         """Return (name, Triton type) of the arguments that are tables'."""
-        return tuple(
-            a for i, t in enumerate(self.tables) for a in t.arguments(i, graph.captures[t.capture].dtype)
-        )
+        return tuple(a for i, t in enumerate(self.tables) for a in t.arguments(i, graph.captures[t.capture].dtype))
 
 
 def lower_bounds(mod: ModPlan, dialect: Dialect) -> BoundsText:
@@ -96,7 +98,11 @@ class _BoxWriter(Writer):
                 return self.assign(f"tl.cast({name}, tl.{TRITON_DTYPE[node.dtype]})")
             case "load":
                 loaded = super()._write(node, position)
-                return loaded if node.dtype == torch.bool else self.assign(f"tl.cast({loaded}, tl.{TRITON_DTYPE[node.dtype]})")
+                return (
+                    loaded
+                    if node.dtype == torch.bool
+                    else self.assign(f"tl.cast({loaded}, tl.{TRITON_DTYPE[node.dtype]})")
+                )
         return super()._write(node, position)
 
     def _range(self, node: Node) -> tuple[str, str]:
@@ -119,7 +125,9 @@ class _BoxWriter(Writer):
             found = element, element
         else:
             found = self._from_table(node, ranged[0], index, known)
-        low, high = (self.assign(f"tl.where({known}, {x}, {literal(end)})") for x, end in zip(found, (least, most), strict=True))
+        low, high = (
+            self.assign(f"tl.where({known}, {x}, {literal(end)})") for x, end in zip(found, (least, most), strict=True)
+        )
         return (self.assign(f"{low} != 0"), self.assign(f"{high} != 0")) if capture.dtype == torch.bool else (low, high)
 
     def _place(self, low: int, high: int, size: str) -> tuple[str, tuple[str, str]]:

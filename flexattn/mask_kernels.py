@@ -91,7 +91,9 @@ class MaskPlan:
         graph = self.mod.graph
         header = (f"mask {graph.name} {graph.location}".rstrip(), *repr(graph).splitlines())
         own = "".join(c if c.isalnum() and c.isascii() else "_" for c in graph.name)
-        return _source(f"mask_{kind}", signature, {**names, "scatter_arguments": ()}, header, kernel=f"mask_{kind}_{own}")
+        return _source(
+            f"mask_{kind}", signature, {**names, "scatter_arguments": ()}, header, kernel=f"mask_{kind}_{own}"
+        )
 
 
 def plan_mask(bound: BoundMod, target: Target) -> MaskPlan | None:
@@ -108,7 +110,9 @@ def plan_mask(bound: BoundMod, target: Target) -> MaskPlan | None:
     if any(c.dtype not in TRITON_POINTER for c in graph.captures):
         return None
     layouts = tuple(_layout(t) for t in bound.captures)
-    return _planned(ModPlan(graph, "mask", layouts, tuple(map(number_type, bound.numbers))), target.backend == "interpreter")
+    return _planned(
+        ModPlan(graph, "mask", layouts, tuple(map(number_type, bound.numbers))), target.backend == "interpreter"
+    )
 
 
 @lru_cache(512)

@@ -109,12 +109,36 @@ def results(call: Call, dtype: torch.dtype | str | None) -> tuple[Tensor | None,
         lse = aux.lse
     else:
         out, lse = attention(*leaves, call.score_mod, call.mask_mod, call.scale, dtype)
-    generator = torch.Generator().manual_seed(1)
-    d_out, d_lse = (torch.randn(x.shape, generator=generator).to(x.device) for x in (out, lse))
-    d_out, d_lse = call.d_out(d_out.to(call.query.dtype)).to(out.dtype), d_lse.to(lse.dtype) * (lse != -math.inf)
+    d_out, d_lse = given(call, out, lse)
     both = [(x, d) for x, d in ((out, d_out), (lse, d_lse)) if x.requires_grad]
     grads = torch.autograd.grad([x for x, _ in both], leaves + learned, [d for _, d in both], allow_unused=True)
     return out.detach(), lse.detach(), *grads
+
+
+def given(call: Call, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of out and lse that a call's backward starts from."""
+    generator = torch.Generator().manual_seed(1)
+    d_out, d_lse = (torch.randn(x.shape, generator=generator).to(x.device) for x in (out, lse))
+    return call.d_out(d_out.to(call.query.dtype)).to(out.dtype), d_lse.to(lse.dtype) * (lse != -math.inf)
+
+
+def rounding_of_ds(call: Call, out: Tensor, lse: Tensor) -> dict[str, float]:
+    """Return how much one rounding of dO v^T, or of delta, changes an element of each gradient.
+
+    ds = p (dO v^T - delta) is small where one key has all the weight. Dense attention subtracts numbers there that were
+    rounded alike; a kernel has delta from out and dO.
+    """
+    d_out, _ = given(call, out, lse)
+    group = call.query.size(1) // call.value.size(1)
+    rounding = (
+        torch.finfo(call.query.dtype).eps
+        / 2
+        * float((d_out.double() @ call.value.repeat_interleave(group, 1).double().transpose(-1, -2)).abs().max())
+    )
+    scale = call.query.size(-1) ** -0.5 if call.scale is None else abs(call.scale)
+    return {
+        "dq": rounding * scale * float(call.key.abs().max()), "dk": rounding * scale * float(call.query.abs().max())
+    }  # fmt: skip
 
 
 def check(call: Call, loose: bool = False) -> None:
@@ -127,6 +151,9 @@ def check(call: Call, loose: bool = False) -> None:
         # 13 bits less are kept, and Triton cuts them off where cuBLAS rounds: each operand may lose a whole ulp.
         floor, eps = 4.0 * 2**13, 2.0**-10
     names = ["out", "lse", "dq", "dk", "dv", *(f"gradient of capture {i}" for i in range(len(call.learned)))]
+    rounding: dict[str, float] = {}
+    if call.query.dtype == torch.float32 and got[0] is not None and got[1] is not None:
+        rounding = rounding_of_ds(call, got[0], got[1])
     for name, ours, near, oracle in zip(names, got, same, exact, strict=True):
         if ours is None or near is None or oracle is None:
             assert all(x is None or not x.any() for x in (ours, oracle)), f"{name}: a gradient is missing"
@@ -142,7 +169,7 @@ def check(call: Call, loose: bool = False) -> None:
         if loose or ours.numel() < 8:
             assert_near(name, ours, near, oracle, call.query.dtype, eps, 32 + rounded_lse)
         else:
-            assert_close_to_oracle(name, ours, near, oracle, kind, bound)
+            assert_close_to_oracle(name, ours, near, oracle, kind, bound, room=rounding.get(name, 0.0))
 
 
 def assert_near(

@@ -19,10 +19,11 @@ def assert_close_to_oracle(
     kind: Literal["out", "lse", "grad"] = "out",
     floor: float = 2.0,
     factor: float = 1.0,
+    room: float = 0.0,
 ) -> None:
     """Raise unless `got` is as near to the oracle as the dense computation is, or within `floor` ulp of the magnitude.
 
-    `factor` widens the bounds against the dense computation.
+    `factor` widens the bounds against the dense computation, `room` is added to that of the largest error.
 
     The magnitude of the rmse is that of the oracle's root mean square, that of the largest error its largest value.
     Infinities must be where the oracle has them.
@@ -44,7 +45,7 @@ def assert_close_to_oracle(
     size = oracle.masked_fill(infinite, 0.0).abs()
     rms_factor, largest_factor = (factor * bound for bound in BOUNDS[kind])
     rms_bound = max(rms_factor * _rms(allowed), floor * ulp * _rms(size))
-    largest_bound = max(largest_factor * float(allowed.max()), floor * ulp * float(size.max()))
+    largest_bound = max(largest_factor * float(allowed.max()), floor * ulp * float(size.max())) + room
     if _rms(error) > rms_bound or float(error.max()) > largest_bound:
         raise AssertionError(
             f"{name}: rmse {_rms(error):.3g} (allowed {rms_bound:.3g}, dense {_rms(allowed):.3g}), largest error "
