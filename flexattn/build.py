@@ -118,7 +118,7 @@ class _GpuKernel(Kernel):
         launch = self._launchers.get(device)
         if launch is None:
             launch = self._load(device)
-        launch(programs, _current_stream(device) if stream is None else stream, arguments)
+        launch(programs, current_stream(device) if stream is None else stream, arguments)
 
     def load(self) -> None:
         device = _current_device()
@@ -372,4 +372,5 @@ def _package_version() -> str:
 
 
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
-_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+# The raw stream that work on a device is put on now.
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)

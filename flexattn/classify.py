@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flexattn import mask_cache
 from flexattn.block_mask import BlockMask, BuildCounts, RunLists, Runs, run_lists, run_lists_of
 from flexattn.bound import DTYPES, EMPTY, FULL, INDEX_LIMIT, PARTIAL
 from flexattn.boxes import BlockClasses, classify_by_boxes
+from flexattn.build import current_stream
 from flexattn.config import debug, settings
 from flexattn.errors import ArgumentError, DeviceError, ModError, message
 from flexattn.graph import BoundMod
@@ -47,6 +49,9 @@ def create_block_mask(
     `device` is that of the tensors that mask_mod captures, else of the accelerator, else "cpu". BLOCK_SIZE is one size,
     or (query, key). With separate_full_blocks=False all blocks that are not empty are partial.
 
+    Building costs what the mask's boundary costs; on a GPU the host waits once. A mask that is built again from the
+    same tensors, unchanged, gets the same lists without work (see `flexattn.mask_cache`).
+
     >>> mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 512, 512, device="cpu")
     >>> mask.counts()  # full, partial, empty
     (6, 4, 6)
@@ -67,8 +72,14 @@ def create_block_mask(
     chosen = _device(bound, device)
     # Batches and heads that the mod does not read are classified once.
     sizes = (B or 1 if bound.graph.reads("b") else 1, H or 1 if bound.graph.reads("h") else 1, Q_LEN, KV_LEN)
+    key = (bound.origin, sizes, block_size, separate_full_blocks, *_where(chosen))
     with torch.no_grad():
-        kv_runs, q_runs, counts = classify(bound, sizes, block_size, chosen, separate_full_blocks)
+        lists = mask_cache.find(key, bound) if bound.origin else None
+        if lists is None:
+            lists = classify(bound, sizes, block_size, chosen, separate_full_blocks)
+            if bound.origin:
+                mask_cache.keep(key, bound, lists)
+    kv_runs, q_runs, counts = lists
     mask = BlockMask.from_runs(
         kv_runs, q_runs, *sizes[:2], (Q_LEN, KV_LEN), block_size, mask_mod,
         separate_full_blocks=separate_full_blocks, full_overhangs=False,
@@ -302,13 +313,19 @@ def _device(bound: BoundMod, device: torch.device | str | int | None) -> torch.d
     captured = {t.device: c.name for c, t in pairs if not c.literal and (t.dim() or t.device.type != "cpu")}
     if device is None and len(captured) == 1:
         return next(iter(captured))
-    wanted = (torch.accelerator.current_accelerator() or "cpu") if device is None else device
-    chosen = torch.empty(0, device=wanted).device  # "cuda" becomes "cuda:0"
+    chosen = torch.device((torch.accelerator.current_accelerator() or "cpu") if device is None else device)
+    if chosen.type != "cpu":
+        chosen = torch.empty(0, device=chosen).device if chosen.index is None else chosen  # "cuda" becomes "cuda:0"
     for found, name in captured.items():
         if found != chosen:
             mend = f"Move {name} there, or pass device={str(found)!r}."
             raise DeviceError(message(f"mask_mod's captured tensor {name!r}", found, f"{chosen}", mend))
     return chosen
+
+
+def _where(device: torch.device) -> tuple[object, ...]:
+    """Return what tells apart lists that cannot stand for each other: those of another stream may not be there yet."""
+    return device, current_stream(device.index) if device.type == "cuda" else 0, torch.is_inference_mode_enabled()
 
 
 def _is_score_mod(mod: Callable[..., Any]) -> bool:

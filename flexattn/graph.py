@@ -168,6 +168,10 @@ class BoundMod:
     graph: ModGraph
     captures: tuple[Tensor, ...] = ()
     numbers: tuple[int | float, ...] = ()
+    reached: tuple[Tensor, ...] = field(default=(), compare=False)  # the user's tensors, which captures come from
+    origin: object = field(
+        default=None, compare=False
+    )  # equal for mods that compute the same of what they reached; None: not known
 
     def on(self, device: torch.device) -> BoundMod:
         """Return the mod with those captures of the CPU on `device` that may be anywhere: scalars and literals."""

@@ -1,18 +1,19 @@
 """mask_build: the run lists of a mask, made by generated kernels on the device of what it captures.
 
-Range tables, blocks by bounds, the open ones pair by pair, then count, scan and fill: a handful of launches, and one
-time that the host waits, to learn how many runs there are.
+Range tables, blocks by bounds, then count, scan and fill: a handful of launches. The host waits once, to learn how
+many runs there are; where bounds and samples leave blocks open, these are evaluated and it waits a second time.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexattn.block_mask import BuildCounts, RunLists, Runs
-from flexattn.build import Kernel, KernelSource, build
+from flexattn.build import Kernel, build
 from flexattn.errors import IndexRangeError, message
 from flexattn.graph import BoundMod
 from flexattn.lower_bounds import TableSpec, table_dtype
@@ -31,70 +32,96 @@ def build_lists(
 ) -> tuple[RunLists, RunLists, BuildCounts]:
     """Return the blocks of a mask over `sizes` (B, H, Q, KV), as rows of queries and as rows of keys.
 
-    `bound` is on `device`; no size is 0.
+    `bound` is on `device`; no size is 0. `separate` False: full blocks are called partial.
     """
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return build_lists(plan, bound, sizes, block_size, device, separate)
     B, H, Q, KV = sizes
-    blocks = tuple(-(-n // size) for n, size in zip((Q, KV), block_size, strict=True))
-    words = tuple(-(-n // 32) for n in blocks)
+    target = target_of(device)
+    blocks = (-(-Q // block_size[0]), -(-KV // block_size[1]))
+    q_words, kv_words = -(-blocks[0] // 32), -(-blocks[1] // 32)
     rows = (B * H * blocks[0], B * H * blocks[1])
-    by_row, by_column = rows[0] * words[1], rows[1] * words[0]
-    # Bits by row: full, partial, unknown; by column: full, partial; then counts; then what the host reads.
-    parts = [by_row] * 3 + [by_column] * 2 + [3 * sum(rows), 8]
-    full, partial, unknown, full_by_key, partial_by_key, counts, status = _split(parts, device)
-    lists = [rows[0] + 1] * 2 + [rows[1] + 1] * 2 + [*rows]
-    row_ptrs = torch.empty(sum(lists), dtype=torch.int32, device=device)
-    run = _Runner(target_of(device), device)
+    by_row, by_column = rows[0] * kv_words, rows[1] * q_words
+    # Bits of blocks, 32 in a word, by row: full, partial, unknown; by column: full, partial. Then the counts of rows.
+    scratch = _Memory([by_row] * 3 + [by_column] * 2 + [4 * rows[0] + 3 * rows[1], 8], device)
+    full, partial, unknown, full_by_key, partial_by_key, counts, status = scratch.parts()
+    kept = _Memory([rows[0] + 1] * 2 + [rows[1] + 1] * 2 + [*rows], device)
+    row_ptrs, order = kept.at(0), kept.at(4)
 
     mod_values = _mod_values(plan, bound)
     geometry = (Q, KV, *block_size, *blocks, H, int(separate))
     bitmaps = (full, partial, unknown, full_by_key, partial_by_key)
-    tables = _tables(run, plan, bound, (Q, KV), block_size)
-    run(plan.classify, B * H * words[0] * words[1], *bitmaps, status, *geometry, *mod_values, *tables)
-    total = 4 * by_row
-    unknown_bytes = unknown.view(torch.uint8)
-    programs = min(total, _PROGRAMS * _processors(device))
-    run(
-        plan.evaluate, programs, full, partial, unknown_bytes, full_by_key, partial_by_key, status, *geometry, total,
-        *mod_values,
-    )  # fmt: skip
-    count, scan, fill = list_sources()
-    found = (full, partial, full_by_key, partial_by_key, counts)
-    run(count, sum(rows), *found, *rows, *blocks)
-    run(scan, 4, counts, row_ptrs, status, *rows)
-    evaluated, outside, *totals = status[:6].tolist()  # here the host waits
-    if outside:
-        raise _outside(bound, outside)
-    runs = torch.empty(sum(totals), 2, dtype=torch.int32, device=device).split(totals)
-    *row_ptr, q_order, kv_order = row_ptrs.split(lists)
-    order = row_ptrs[sum(lists[:4]) :]
-    run(fill, sum(rows), *found, row_ptrs, order, *runs, *rows, *blocks)
-    by_query = RunLists(Runs(row_ptr[0], runs[0]), Runs(row_ptr[1], runs[1]), q_order.view(B * H, -1))
-    by_key = RunLists(Runs(row_ptr[2], runs[2]), Runs(row_ptr[3], runs[3]), kv_order.view(B * H, -1))
-    return by_query, by_key, BuildCounts(B * H * blocks[0] * blocks[1], 0, evaluated)
+    tables = _tables(plan, bound, block_size, target)
+    classify, count, scan, fill = _kernels(plan, target)
+    classify.launch(B * H * q_words * kv_words, (*bitmaps, status, *geometry, *mod_values, *tables))
+    found = (full, partial, full_by_key, partial_by_key)
+    ends = (*rows, *blocks)
+
+    def count_runs() -> list[int]:
+        count.launch(sum(rows), (*found, unknown, counts, *ends))
+        scan.launch(5, (counts, row_ptrs, status, *rows))
+        return scratch.tensor(6).tolist()  # here the host waits
+
+    *totals, open_blocks, _, _, _ = count_runs()
+    if open_blocks:
+        total = 4 * by_row
+        programs = min(total, _PROGRAMS * _processors(device))
+        octets = scratch.tensor(2).view(torch.uint8) if target.backend == "interpreter" else unknown
+        evaluate = build(plan.evaluate, target)
+        evaluate.launch(
+            programs,
+            (full, partial, octets, full_by_key, partial_by_key, status, *geometry, total, *mod_values),
+        )
+        *totals, _, outside, _, _ = count_runs()
+        if outside:
+            raise _outside(bound, outside)
+    runs = _Memory([2 * n for n in totals], device)
+    fill.launch(sum(rows), (*found, counts, row_ptrs, order, *runs.parts(), *ends))
+    row_ptr, run = kept.tensors(), runs.tensors(2)
+    by_query = RunLists(Runs(row_ptr[0], run[0]), Runs(row_ptr[1], run[1]), row_ptr[4].view(B * H, -1))
+    by_key = RunLists(Runs(row_ptr[2], run[2]), Runs(row_ptr[3], run[3]), row_ptr[5].view(B * H, -1))
+    return by_query, by_key, BuildCounts(B * H * blocks[0] * blocks[1], None, open_blocks)
 
 
-class _Runner:
-    """Launches kernels on one device."""
+class _Memory:
+    """One allocation of int32 in parts, given to kernels as addresses, which cost the host less than tensors."""
 
-    def __init__(self, target: Target, device: torch.device) -> None:
-        self.target = target
-        self.on_gpu = target.backend != "interpreter"
-        self.elsewhere = self.on_gpu and device.index != torch.cuda.current_device()
-        self.device = device
+    def __init__(self, sizes: list[int], device: torch.device) -> None:
+        self.sizes = sizes
+        self.starts = [0]
+        for size in sizes:
+            self.starts.append(self.starts[-1] + size)
+        self.buffer = torch.empty(self.starts[-1], dtype=torch.int32, device=device)
+        self.address = self.buffer.data_ptr() if device.type == "cuda" else None
 
-    def __call__(self, source: KernelSource, programs: int, *arguments: object) -> None:
-        if self.on_gpu:  # an address costs less than a tensor
-            arguments = tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
-        if self.elsewhere:
-            with torch.cuda.device(self.device):
-                _built(source, self.target).launch(programs, arguments)
-        else:
-            _built(source, self.target).launch(programs, arguments)
+    def at(self, part: int) -> Any:
+        """Return where a part begins: an address, or for the interpreter all that follows as a tensor."""
+        start = self.starts[part]
+        return self.buffer[start:] if self.address is None else self.address + 4 * start
+
+    def parts(self) -> list[Any]:
+        return [self.at(i) for i in range(len(self.sizes))]
+
+    def tensor(self, part: int) -> Tensor:
+        return self.buffer[self.starts[part] : self.starts[part + 1]]
+
+    def tensors(self, width: int = 1) -> tuple[Tensor, ...]:
+        """Return the parts as tensors, rows of `width` where that is not 1."""
+        if width == 1:
+            return torch.split_with_sizes(self.buffer, self.sizes)
+        return torch.split_with_sizes(self.buffer.view(-1, width), [n // width for n in self.sizes])
 
 
-@lru_cache(1024)
-def _built(source: KernelSource, target: Target) -> Kernel:
-    return build(source, target)
+@lru_cache(512)
+def _kernels(plan: MaskPlan, target: Target) -> tuple[Kernel, ...]:
+    """Return the kernels that classify, count, scan and fill; that which evaluates is built where it is needed."""
+    return tuple(build(source, target) for source in (plan.classify, *list_sources()))
+
+
+@lru_cache(64)
+def _table_kernel(dtype: torch.dtype, chunk: int, target: Target) -> Kernel:
+    return build(table_source(dtype, chunk), target)
 
 
 @lru_cache(64)
@@ -102,41 +129,36 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _split(sizes: list[int], device: torch.device) -> tuple[Tensor, ...]:
-    return torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
-
-
 def _mod_values(plan: MaskPlan, bound: BoundMod) -> list[object]:
     """Return the arguments of the lowered mask in their order."""
     values: list[object] = []
     for tensor, layout in zip(bound.captures, plan.mod.layouts, strict=True):
-        values.append(tensor)
+        values.append(tensor.data_ptr() if tensor.is_cuda else tensor.detach())
         values += tensor.stride()[:-1] if layout.dense else tensor.stride()
         values += tensor.shape
     return [*values, *bound.numbers]
 
 
-def _tables(
-    run: _Runner, plan: MaskPlan, bound: BoundMod, lengths: tuple[int, int], block_size: tuple[int, int]
-) -> list[object]:
+def _tables(plan: MaskPlan, bound: BoundMod, block_size: tuple[int, int], target: Target) -> list[object]:
     """Make the range tables that the bounds read; return their arguments in order."""
     values: list[object] = []
+    made: dict[object, list[object]] = {}
     for spec in plan.tables:
-        values += _table(run, spec, bound.captures[spec.capture], block_size)
+        granule = block_size[spec.own == "kv"] if spec.own else None
+        key = spec.capture, spec.axis, granule
+        if key not in made:
+            made[key] = _table(spec, bound.captures[spec.capture].detach(), granule, target)
+        values += made[key]
     return values
 
 
-def _table(run: _Runner, spec: TableSpec, capture: Tensor, block_size: tuple[int, int]) -> list[object]:
-    capture = capture.detach()
-    x = capture.movedim(spec.axis, -1)
-    x = x.reshape(-1, x.size(-1)) if x.dim() != 2 else x
+def _table(spec: TableSpec, capture: Tensor, granule: int | None, target: Target) -> list[object]:
+    x = capture if capture.dim() == 1 else capture.movedim(spec.axis, -1)
+    x = x if x.dim() == 2 else x.reshape(-1, x.size(-1))
     x = x.view(torch.uint8) if x.dtype == torch.bool else x
     rows, n = x.shape
-    if spec.own:
-        shift, granule = 0, block_size[spec.own == "kv"]
-    else:
-        shift = 0 if capture.numel() <= _FULL_RESOLUTION else _GRANULE_BITS
-        granule = 1 << shift
+    shift = 0 if granule is not None or capture.numel() <= _FULL_RESOLUTION else _GRANULE_BITS
+    granule = 1 << shift if granule is None else granule
     entries = max(1, -(-n // granule))
     levels = 1 if spec.own else entries.bit_length()
     of = table_dtype(capture.dtype)
@@ -144,10 +166,11 @@ def _table(run: _Runner, spec: TableSpec, capture: Tensor, block_size: tuple[int
     if x.numel():
         chunk = min(128, 1 << (granule - 1).bit_length())
         programs = rows * -(-entries // table_entries(chunk))
-        first = table_source(capture.dtype, chunk)
-        run(first, programs, x, table, n, granule, rows, entries, levels, *x.stride())
+        first = _table_kernel(capture.dtype, chunk, target)
+        first.launch(programs, (x, table, n, granule, rows, entries, levels, *x.stride()))
         for level in range(0, levels - 1, 4):
-            run(levels_source(of), 2 * rows * -(-entries // PLACES), table, level, rows, entries, levels)
+            programs = 2 * rows * -(-entries // PLACES)
+            build(levels_source(of), target).launch(programs, (table, level, rows, entries, levels))
     return [table, rows, entries] if spec.own else [table, rows, entries, levels, shift]
 
 

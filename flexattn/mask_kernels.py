@@ -13,9 +13,8 @@ import torch
 
 from flexattn.build import KernelSource
 from flexattn.graph import BoundMod
-from flexattn.lower import CaptureLayout, Dialect, ModPlan, lower
+from flexattn.lower import TRITON_DTYPE, TRITON_POINTER, CaptureLayout, Dialect, ModPlan, lower
 from flexattn.lower_bounds import BoundsText, TableSpec, lower_bounds, table_dtype
-from flexattn.lower import TRITON_DTYPE, TRITON_POINTER
 from flexattn.plan import number_type
 from flexattn.render import environment
 from flexattn.target import Target
@@ -24,16 +23,16 @@ Signature = tuple[tuple[str, str], ...]
 
 # Operations whose results are the same in Triton and in torch, bit for bit; the whole ones only of integers.
 _SAME = {
-    "input", "number", "const", "load", "cast", "add", "sub", "mul", "neg", "abs", "maximum", "minimum", "eq", "ne", "lt",
-    "le", "gt", "ge", "and", "or", "xor", "not", "where", "isnan", "isinf", "bitand", "bitor", "bitxor", "bitnot", "shl",
-    "shr", "floor", "ceil", "trunc", "round", "div", "detach",
+    "input", "number", "const", "load", "cast", "detach", "add", "sub", "mul", "div", "neg", "abs", "maximum",
+    "minimum", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not", "where", "isnan", "isinf", "bitand",
+    "bitor", "bitxor", "bitnot", "shl", "shr", "floor", "ceil", "trunc", "round",
 }  # fmt: skip
 _SAME_WHOLE = {"floordiv", "mod", "fmod"}
 
 _BITMAPS = tuple((f"{n}_ptr", "*i32") for n in ("full", "partial", "unknown", "full_by_key", "partial_by_key"))
 _GEOMETRY = tuple((n, "i32") for n in ("Q", "KV", "BLOCK_Q", "BLOCK_KV", "q_blocks", "kv_blocks", "H", "separate"))
 _ROWS = tuple((n, "i32") for n in ("rows_q", "rows_kv", "q_blocks", "kv_blocks"))
-_LISTS = tuple((f"{n}_ptr", "*i32") for n in ("full", "partial", "full_by_key", "partial_by_key", "counts"))
+_BITS = tuple((f"{n}_ptr", "*i32") for n in ("full", "partial", "full_by_key", "partial_by_key"))
 
 SAMPLES = 9 + 96  # places of a block that are looked at before it is evaluated
 TILE = (32, 64)  # of an evaluation
@@ -121,8 +120,13 @@ def _planned(mod: ModPlan, interpreter: bool) -> MaskPlan:
 
 
 def _layout(tensor: torch.Tensor) -> CaptureLayout:
+    if tensor.is_contiguous():
+        return _CONTIGUOUS[tensor.numel() >= 1 << 31]
     reach = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return CaptureLayout(dense=tensor.ndim == 0 or tensor.stride(-1) == 1, aligned=False, wide=reach >= 1 << 31)
+    return CaptureLayout(dense=tensor.stride(-1) == 1, aligned=False, wide=reach >= 1 << 31)
+
+
+_CONTIGUOUS = tuple(CaptureLayout(dense=True, aligned=False, wide=wide) for wide in (False, True))
 
 
 @lru_cache(64)
@@ -159,12 +163,13 @@ def levels_source(dtype: torch.dtype) -> KernelSource:
 @lru_cache(1)
 def list_sources() -> tuple[KernelSource, KernelSource, KernelSource]:
     """Return the kernels that count, scan and fill the runs."""
-    count = _source("mask_count", (*_LISTS, *_ROWS), {"WORDS": 128})
-    scan_signature = (("counts_ptr", "*i32"), ("row_ptr_ptr", "*i32"), ("status_ptr", "*i32"), *_ROWS[:2])
+    counts = ("counts_ptr", "*i32")
+    count = _source("mask_count", (*_BITS, ("unknown_ptr", "*i32"), counts, *_ROWS), {"WORDS": 128})
+    scan_signature = (counts, ("row_ptr_ptr", "*i32"), ("status_ptr", "*i32"), *_ROWS[:2])
     scan = _source("mask_scan", scan_signature, {"CHUNK": 4096}, num_warps=8)
     runs = ("partial_runs", "full_runs", "partial_runs_by_key", "full_runs_by_key")
     outputs = tuple((f"{n}_ptr", "*i32") for n in ("row_ptr", "order", *runs))
-    fill = _source("mask_fill", (*_LISTS, *outputs, *_ROWS), {"WORDS": 32, "ROWS": 1024})
+    fill = _source("mask_fill", (*_BITS, counts, *outputs, *_ROWS), {"WORDS": 32, "ROWS": 1024})
     return count, scan, fill
 
 

@@ -49,8 +49,14 @@ class Traced:
     picks: tuple[int, ...] | None  # captures that are leaves as they stand; None: the prologue computes them
     prologue: Callable[..., tuple[Tensor, ...]] | None
 
-    def bind(self, tensors: Sequence[Tensor], numbers: Sequence[int | float]) -> BoundMod:
-        """Return the mod with the values of this call; the prologue runs here."""
+    def bind(
+        self, tensors: Sequence[Tensor], numbers: Sequence[int | float], reached: Sequence[Tensor], followed: bool
+    ) -> BoundMod:
+        """Return the mod with the values of this call; the prologue runs here.
+
+        `reached` are those of the tensors that the user captured; `followed` says that nothing which decides what the
+        mod computes was missed.
+        """
         if self.picks is not None:
             captures = tuple([tensors[i] for i in self.picks])
         else:
@@ -58,7 +64,8 @@ class Traced:
         values = self.numbers(tensors, numbers) if self.numbers is not None else ()
         if self.graph.inputs is MASK_INPUTS:
             captures = tuple([c.detach() if c.requires_grad else c for c in captures])
-        return BoundMod(self.graph, captures, values)
+        origin = (self, repr(numbers)) if followed else None  # repr tells 0.0 from -0.0
+        return BoundMod(self.graph, captures, values, tuple(reached), origin)
 
 
 def scalarize(recorded: Recorded, kind: Kind, name: str, score_dtype: torch.dtype, location: str) -> Traced:

@@ -59,20 +59,21 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
                 _stats["hits"] += 1
                 with contextlib.suppress(KeyError):  # another thread may have evicted it
                     _memo.move_to_end(key)
-                return traced.bind(found.tensors, found.numbers)
+                return traced.bind(found.tensors, found.numbers, found.tensors, True)
     with _lock, torch.inference_mode(False):
         traced, tensors = _trace_anew(mod, kind, score_dtype, found)
         _stats["traces"] += 1
         if settings().debug:
             how = "memoised" if found.followed else "what it reads cannot be followed: it is traced at each call"
             debug("trace", f"{kind}_mod {traced.graph.location} ({how})\n{traced.graph}")
-        if found.followed and len(tensors) == len(found.tensors):
+        followed = found.followed and len(tensors) == len(found.tensors)
+        if followed:
             variants = _memo.setdefault(key, [])
             variants.insert(0, traced)
             del variants[_VARIANTS:]
             while len(_memo) > _MEMO_SIZE:
                 _memo.popitem(last=False)
-    return traced.bind(tensors, found.numbers)
+    return traced.bind(tensors, found.numbers, found.tensors, followed)
 
 
 def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype, found: Survey) -> tuple[Traced, list[Tensor]]:

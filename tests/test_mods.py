@@ -11,8 +11,9 @@ import pkgutil
 import pytest
 import torch
 
-from flexattn import mods
+from flexattn import flex_attention, mods
 from flexattn.classify import create_block_mask, create_mask
+from flexattn.trace import stats as trace_stats
 from flexattn.trace import trace
 
 S = 24
@@ -75,6 +76,8 @@ MASKS = {
         mods.xor_masks(mods.causal, mods.padding(LENGTHS)),
         lambda b, q, kv: (kv <= q) != bool(kv < LENGTHS[b]),
     ),
+    "shifted_causal": (mods.shifted(mods.causal, 7, 2), lambda b, q, kv: kv + 2 <= q + 7),
+    "shifted_prefix_lm_6": (mods.shifted(mods.prefix_lm(6), LENGTHS), lambda b, q, kv: kv < 6 or kv <= q + LENGTHS[b]),
     "not_causal": (mods.not_mask(mods.causal), lambda b, q, kv: kv > q),
     "and_mask": (mods.and_masks(), lambda b, q, kv: True),
     "or_mask": (mods.or_masks(), lambda b, q, kv: False),
@@ -102,6 +105,31 @@ def test_documents_of_each_batch():
     ids = torch.stack((IDS, IDS.flip(0)))
     dense = create_mask(mods.document_causal(ids), 2, None, S, S, device="cpu")[:, 0]
     assert torch.equal(dense, (ids[:, :, None] == ids[:, None]) & torch.ones(S, S).tril().bool())
+
+
+def test_decoding_costs_no_trace_and_is_the_rows_of_the_whole():
+    ids = torch.sort(torch.randint(0, 4, (2, 300), generator=torch.Generator().manual_seed(0)))[0]
+    whole = create_mask(mods.document_causal(ids), 2, None, 300, 300, device="cpu")
+    before = None
+    for length in range(120, 130):
+        step = mods.shifted(mods.document_causal(ids), torch.tensor([length, length + 60]))
+        mask = create_block_mask(step, 2, None, 1, length + 61, device="cpu", BLOCK_SIZE=64)
+        live = create_mask(step, 2, None, 1, length + 61, device="cpu")
+        for b, row in enumerate((length, length + 60)):
+            assert torch.equal(live[b, 0, 0], whole[b, 0, row, : length + 61])
+            blocks = live[b, 0, 0].split(64)
+            assert mask[b].to_dense().flatten().tolist() == [int(x.any()) for x in blocks]
+        before = before or trace_stats()["traces"]
+    assert trace_stats()["traces"] == before
+
+
+def test_a_shifted_score_mod_is_that_of_the_rows():
+    alibi = mods.alibi(PER_HEAD)
+    q, k, v = (torch.randn(1, 3, n, 8, generator=torch.Generator().manual_seed(n)) for n in (LEN, LEN + 1, LEN + 2))
+    k, v = k[:, :, :LEN], v[:, :, :LEN]
+    whole = flex_attention(q, k, v, alibi)
+    part = flex_attention(q[:, :, 250:260], k, v, mods.shifted(alibi, 250))
+    assert torch.allclose(part, whole[:, :, 250:260], rtol=0, atol=1e-6)
 
 
 def t5_bucket(distance: torch.Tensor, bidirectional: bool, buckets: int, max_distance: int) -> torch.Tensor:

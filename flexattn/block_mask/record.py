@@ -23,7 +23,7 @@ class BuildCounts:
     """What building a mask took."""
 
     boxes: int  # boxes of blocks that were bounded
-    samples: int  # single places that were looked at
+    samples: int | None  # single places that were looked at; None where a GPU did
     blocks: int  # blocks that were evaluated pair by pair; of batches and heads that the mod tells apart
 
 
@@ -39,7 +39,7 @@ class CaptureRecord:
 
     @staticmethod
     def of(mod: Mod, bound: BoundMod) -> CaptureRecord:
-        captures, reached = (tuple(_seen(t) for t in ts) for ts in (bound.captures, survey(mod).tensors))
+        captures, reached = (tuple([seen(t) for t in ts]) for ts in (bound.captures, bound.reached))
         return CaptureRecord(mod, bound.graph, captures, bound.numbers, reached)
 
     def check(self, bound: BoundMod) -> None:
@@ -49,23 +49,25 @@ class CaptureRecord:
         for number, before, now in zip(self.graph.numbers, self.numbers, bound.numbers, strict=True):
             if before != now:
                 raise _changed(f"mask_mod's captured number {number.name!r}", f"was {before} and is {now}")
-        if all(_same(seen, now) for seen, now in zip(self.captures, bound.captures, strict=True)):
+        if all(is_same(before, now) for before, now in zip(self.captures, bound.captures, strict=True)):
             return
         found = survey(self.mod)
         if len(found.tensors) != len(self.reached):
             raise _changed("the tensors that mask_mod captures", "are others")
-        for seen, now in zip(self.reached, found.tensors, strict=True):
-            if not _same(seen, now):
+        for before, now in zip(self.reached, found.tensors, strict=True):
+            if not is_same(before, now):
                 name = substitute(self.mod, {}, found.numbers)[1].tensor_names.get(id(now), "")
-                how = "was changed in place" if seen[0]() is now else "is another tensor"
+                how = "was changed in place" if before[0]() is now else "is another tensor"
                 raise _changed(f"mask_mod's captured tensor {name!r}", how)
 
 
-def _seen(tensor: Tensor) -> Seen:
+def seen(tensor: Tensor) -> Seen:
+    """Return a tensor, held weakly, and its version."""
     return weakref.ref(tensor), _version(tensor)
 
 
-def _same(seen: Seen, tensor: Tensor) -> bool:
+def is_same(seen: Seen, tensor: Tensor) -> bool:
+    """Tell whether this is the tensor that was seen, at the same version."""
     return seen[0]() is tensor and seen[1] == _version(tensor)
 
 

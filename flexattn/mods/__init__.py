@@ -24,6 +24,7 @@ from flexattn.mods.natten import natten_3d as natten_3d
 from flexattn.mods.padding import padding as padding
 from flexattn.mods.prefix_lm import prefix_lm as prefix_lm
 from flexattn.mods.relative_bias import relative_bias as relative_bias
+from flexattn.mods.shifted import shifted as shifted
 from flexattn.mods.sliding_window import sliding_window as sliding_window
 from flexattn.mods.softcap import softcap as softcap
 from flexattn.mods.strided import strided as strided

@@ -1,0 +1,40 @@
+"""Mods seen from a part of the sequence: decoding with a cache, chunks of a prompt."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from flexattn.mods.kinds import named
+
+
+def shifted(mod: Callable[..., Any], q_offset: int | Tensor = 0, kv_offset: int | Tensor = 0) -> Callable[..., Any]:
+    """Return a mask_mod or score_mod whose query (key) 0 is the query `q_offset` (key `kv_offset`) of `mod`.
+
+    An offset is an int, or an integer tensor [B] with one for each sequence. A decoding step then costs the mask of its
+    few queries, whatever the length of the cache, and compiles nothing when the offsets change.
+
+    >>> import torch
+    >>> from flexattn import create_block_mask
+    >>> from flexattn.mods import causal
+    >>> lengths = torch.tensor([300, 70])  # of each sequence's cache so far
+    >>> step = create_block_mask(shifted(causal, lengths), 2, None, 1, 512, device="cpu")
+    >>> step.counts()  # full, partial, empty
+    (0, 4, 4)
+    """
+
+    def moved(index: Tensor, by: int | Tensor, b: Tensor) -> Tensor:
+        return index + (by[b] if isinstance(by, Tensor) else by)
+
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mod(b, h, moved(q_idx, q_offset, b), moved(kv_idx, kv_offset, b))
+
+    def score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mod(score, b, h, moved(q_idx, q_offset, b), moved(kv_idx, kv_offset, b))
+
+    name = f"shifted_{getattr(mod, '__name__', 'mod')}"
+    required = [p for p in inspect.signature(mod).parameters.values() if p.default is p.empty]
+    return named(score, name) if len(required) == 5 else named(mask, name)
