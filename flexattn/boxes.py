@@ -102,6 +102,14 @@ def classify_by_boxes(mask: BoundMod, B: int, H: int, Q: int, KV: int, BLOCK_SIZ
     return search.result(B, H)
 
 
+def undecided(B: int, H: int, Q: int, KV: int, BLOCK_SIZE: tuple[int, int]) -> BlockClasses:
+    """Return all blocks of a mask as unknown."""
+    blocks = (-(-Q // BLOCK_SIZE[0]), -(-KV // BLOCK_SIZE[1]))
+    every = np.indices((B * H, *blocks), dtype=np.int32).reshape(3, -1).T
+    none = np.zeros((0, 5), np.int32)
+    return BlockClasses((B, H, *blocks), none, none, every)
+
+
 class _Search:
     """The state of one refinement."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from flexattn import mask_cache
-from flexattn.block_mask import BlockMask, BuildCounts, RunLists, Runs, run_lists, run_lists_of
+from flexattn.block_mask import BlockMask, BuildCounts, RunLists, Runs, run_lists
 from flexattn.bound import DTYPES, EMPTY, FULL, INDEX_LIMIT, PARTIAL
-from flexattn.boxes import BlockClasses, classify_by_boxes
+from flexattn.boxes import BlockClasses, classify_by_boxes, undecided
 from flexattn.build import current_stream
 from flexattn.config import debug, settings
 from flexattn.errors import ArgumentError, DeviceError, ModError, message
 from flexattn.graph import BoundMod
-from flexattn.mask_build import build_lists
+from flexattn.mask_build import build_lists, fits
 from flexattn.mask_kernels import plan_mask
 from flexattn.target import target_of
 from flexattn.trace import trace
@@ -129,28 +129,23 @@ def classify(
 ) -> tuple[RunLists, RunLists, BuildCounts]:
     """Return the blocks of a mask over `sizes` (B, H, Q, KV), as rows of queries and as rows of keys.
 
-    Boxes of blocks decide most where the host can read what the mod captures; what they leave open, and all else, is
-    evaluated pair by pair. `separate` False: full blocks are called partial.
+    On a GPU generated kernels do it all. Otherwise boxes of blocks decide most, and what they leave open is evaluated
+    pair by pair; so it is for a mod that Triton would compute otherwise than torch, whose captures the host then reads.
+    `separate` False: full blocks are called partial.
     """
-    if device.type == "cuda" and 0 not in sizes and (plan := plan_mask(bound, target_of(device))) is not None:
+    if device.type == "cuda" and fits(sizes, block_size) and (plan := plan_mask(bound, target_of(device))) is not None:
         return build_lists(plan, bound.on(device), sizes, block_size, device, separate)
-    if not _bounds_can_read(bound):
-        some, full = _classify_all(bound.on(device), sizes, block_size, device)
-        partial, full = (some & ~full, full) if separate else (some, torch.zeros_like(full))
-        lists = (run_lists_of(partial, full), run_lists_of(partial.transpose(-1, -2), full.transpose(-1, -2)))
-        return *lists, BuildCounts(0, 0, some.numel())
-    classes = classify_by_boxes(bound, *sizes, block_size)
+    if {x.dtype for x in (*bound.graph.captures, *bound.graph.nodes)} <= DTYPES:
+        here = replace(bound, captures=tuple(c.cpu() for c in bound.captures))
+        classes = classify_by_boxes(here, *sizes, block_size)
+    else:
+        classes = undecided(*sizes, block_size)
     counts = BuildCounts(classes.boxes, classes.samples, len(classes.unknown))
     if len(classes.unknown):
         classes = classes.resolve(_evaluate_blocks(bound.on(device), classes.unknown, sizes, block_size, device))
     classes = classes if separate else classes.joined()
     by_query, by_key = (_lists(classes, transposed).map(lambda t: t.to(device)) for transposed in (False, True))
     return by_query, by_key, counts
-
-
-def _bounds_can_read(bound: BoundMod) -> bool:
-    dtypes = {x.dtype for x in (*bound.graph.captures, *bound.graph.nodes)}
-    return all(c.device.type == "cpu" for c in bound.captures) and dtypes <= DTYPES
 
 
 def _lists(classes: BlockClasses, transposed: bool) -> RunLists:
@@ -194,89 +189,6 @@ def _evaluate_blocks(
         if sizes[2 + axis] % block_size[axis]:  # what reaches past the lengths is partial at most
             every[places[:, 1 + axis] == sizes[2 + axis] // block_size[axis]] = 0
     return torch.where(every.bool(), FULL, torch.where(some.bool(), PARTIAL, EMPTY)).to(torch.uint8).cpu().numpy()
-
-
-def _classify_all(
-    bound: BoundMod, sizes: tuple[int, int, int, int], block_size: tuple[int, int], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return whether any pair of each block attends, and whether all do, bool [B, H, query blocks, key blocks]."""
-    B, H, Q_LEN, KV_LEN = sizes
-    reads = [bound.graph.reads(name) for name in bound.graph.inputs[2:]]
-    evaluated = [B, H, *(n if read else min(n, 1) for n, read in zip((Q_LEN, KV_LEN), reads, strict=True))]
-    blocks = [n if read else 1 for n, read in zip(block_size, reads, strict=True)]
-    grid = [-(-n // block) for n, block in zip(evaluated[2:], blocks, strict=True)]
-    some = torch.zeros(B, H, *grid, dtype=torch.uint8, device=device)
-    every = torch.ones_like(some)
-    for b, h, q, kv in _tiles(evaluated, blocks, _PAIRS.get(device.type, _PAIRS_ON_GPU)):
-        live = _evaluate(bound, (b, h, q, kv), device)
-        place = (slice(b.start, b.stop), slice(h.start, h.stop), *map(_place, (q, kv), blocks))
-        some[place] = some[place].maximum(_reduce(live, q.block, kv.block, "amax"))
-        every[place] = every[place].minimum(_reduce(live, q.block, kv.block, "amin"))
-    shape = (B, H, -(-Q_LEN // block_size[0]), -(-KV_LEN // block_size[1]))
-    full = every.bool().expand(shape).clone()
-    if Q_LEN % block_size[0]:
-        full[:, :, -1] = False
-    if KV_LEN % block_size[1]:
-        full[..., -1] = False
-    return some.bool().expand(shape), full
-
-
-@dataclass(frozen=True)
-class _Span:
-    """Part of an axis: whole blocks of `block` (the last of a sequence may be shorter), or a part of one block."""
-
-    start: int
-    stop: int
-    block: int
-
-
-def _spans(length: int, block: int, most: int) -> Iterator[_Span]:
-    """Cut an axis into spans of at most `most`, which hold blocks of one size or stay within a block."""
-    whole = length // block * block if block <= most else 0
-    step = max(1, most // block) * block
-    for start in range(0, whole, step):
-        yield _Span(start, min(start + step, whole), block)
-    for first in range(whole, length, block):
-        last = min(first + block, length)
-        for start in range(first, last, most):
-            yield _Span(start, min(start + most, last), min(start + most, last) - start)
-
-
-def _tiles(sizes: list[int], blocks: list[int], pairs: int) -> Iterator[tuple[_Span, _Span, _Span, _Span]]:
-    """Cut (B, H, Q, KV) into tiles of at most `pairs` pairs."""
-    B, H, Q, KV = sizes
-    if 0 in sizes:
-        return
-    kv_most = max(1, min(KV, pairs // min(Q, blocks[0], 1024)))
-    q_most = max(1, min(Q, pairs // kv_most))
-    h_most = max(1, min(H, pairs // (kv_most * q_most)))
-    b_most = max(1, min(B, pairs // (kv_most * q_most * h_most)))
-    for b in _spans(B, 1, b_most):
-        for h in _spans(H, 1, h_most):
-            for q in _spans(Q, blocks[0], q_most):
-                for kv in _spans(KV, blocks[1], kv_most):
-                    yield b, h, q, kv
-
-
-def _evaluate(bound: BoundMod, tile: tuple[_Span, ...], device: torch.device) -> Tensor:
-    """Return where the mask attends in a tile, uint8 [b, h, q, kv]."""
-    index = [
-        torch.arange(s.start, s.stop, dtype=torch.int32, device=device).view(*(-1 if i == n else 1 for i in range(4)))
-        for n, s in enumerate(tile)
-    ]
-    live = bound(*index)
-    return live.expand([s.stop - s.start for s in tile]).contiguous().view(torch.uint8)
-
-
-def _reduce(live: Tensor, q_block: int, kv_block: int, how: str) -> Tensor:
-    """Reduce [b, h, q, kv] to blocks. As bytes and rows first, this is 20 times faster than any and all on a CPU."""
-    b, h, q, kv = live.shape
-    rows = getattr(live.view(b, h, q // q_block, q_block, kv), how)(3)
-    return getattr(rows.view(b, h, q // q_block, kv // kv_block, kv_block), how)(4)
-
-
-def _place(span: _Span, block: int) -> slice:
-    return slice(span.start // block, -(-span.stop // block))
 
 
 def _check_sizes(B: Any, H: Any, Q_LEN: Any, KV_LEN: Any) -> None:

@@ -27,6 +27,13 @@ _PROGRAMS = 16  # for each multiprocessor, that look for blocks to evaluate
 Sizes = tuple[int, int, int, int]
 
 
+def fits(sizes: Sizes, block_size: tuple[int, int]) -> bool:
+    """Tell whether the kernels can take a mask of this size: it has blocks, and their bits are addressed by int32."""
+    B, H, Q, KV = sizes
+    q_blocks, kv_blocks = -(-Q // block_size[0]), -(-KV // block_size[1])
+    return 0 < B * H * max(q_blocks * -(-kv_blocks // 32), kv_blocks * -(-q_blocks // 32)) < 2**29
+
+
 def build_lists(
     plan: MaskPlan, bound: BoundMod, sizes: Sizes, block_size: tuple[int, int], device: torch.device, separate: bool
 ) -> tuple[RunLists, RunLists, BuildCounts]:

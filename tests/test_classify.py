@@ -6,7 +6,6 @@ import functools
 import re
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,9 +14,9 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
 from flexattn import classify, mods
-from flexattn.boxes import BlockClasses
 from flexattn.classify import create_block_mask, create_mask
 from flexattn.errors import ArgumentError, DeviceError, ModError
+from flexattn.graph import BoundMod
 from flexattn.mods import causal, noop_mask
 from flexattn.trace import trace
 
@@ -74,14 +73,6 @@ def random_mods() -> st.SearchStrategy[Mod]:
     return st.one_of(leaf, st.builds(mods.and_masks, leaf, leaf), st.builds(mods.or_masks, leaf, leaf))
 
 
-def undecided(mask, B, H, Q, KV, block_size):
-    """Return that nothing is known of any block."""
-    grid = (-(-Q // block_size[0]), -(-KV // block_size[1]))
-    boxes = np.zeros((0, 5), np.int32)
-    blocks = np.indices((B * H, *grid), dtype=np.int32).reshape(3, -1).T
-    return BlockClasses((B, H, *grid), boxes, boxes, blocks)
-
-
 batch, heads, length = st.integers(1, 4), st.integers(1, 3), st.integers(1, 64)
 block = st.one_of(st.integers(1, 80), st.sampled_from([16, 32]))
 
@@ -89,15 +80,13 @@ block = st.one_of(st.integers(1, 80), st.sampled_from([16, 32]))
 @settings(max_examples=120)
 @given(
     random_mods(), batch, heads, length, length, block, block, st.booleans(), st.sampled_from([7, 300, 2**21]),
-    st.sampled_from(["boxes", "undecided boxes", "no boxes"]),
+    st.sampled_from(["boxes", "no boxes"]),
 )  # fmt: skip
 def test_equal_to_brute_force_and_to_torch(mod, B, H, Q, KV, q_block, kv_block, separate, pairs, way):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(classify._PAIRS, "cpu", pairs)
-        if way == "undecided boxes":
-            patch.setattr(classify, "classify_by_boxes", undecided)
         if way == "no boxes":
-            patch.setattr(classify, "_bounds_can_read", lambda *_: False)
+            patch.setattr(classify, "DTYPES", frozenset())
         mask = create(mod, B, H, Q, KV, BLOCK_SIZE=(q_block, kv_block), separate_full_blocks=separate)
     some, every = classes(brute_force(mod, B, H, Q, KV), (q_block, kv_block))
     partial, full = mask._blocks()
@@ -160,12 +149,21 @@ def test_dq_write_order_is_torchs(spt):
     assert (ours.dq_kv_order, ours.dq_kv_order_spt) == (theirs.dq_kv_order, theirs.dq_kv_order_spt)
 
 
-def test_pairs_are_evaluated_in_bounded_tiles():
-    sizes = []
-    for tile in classify._tiles([3, 2, 5000, 7000], [128, 5000], 2**16):
-        sizes.append([span.stop - span.start for span in tile])
-    assert max(b * h * q * kv for b, h, q, kv in sizes) <= 2**16
-    assert sum(b * h * q * kv for b, h, q, kv in sizes) == 3 * 2 * 5000 * 7000
+@pytest.mark.parametrize("block", [128, (64, 5000)])
+def test_pairs_are_evaluated_in_bounded_chunks(monkeypatch, block):
+    table = torch.rand(300, 700, generator=torch.Generator().manual_seed(0)) < 0.001
+    evaluated = []
+
+    def noting(self, *index, call=BoundMod.__call__):
+        evaluated.append(torch.broadcast_shapes(*(i.shape for i in index)).numel())
+        return call(self, *index)
+
+    monkeypatch.setitem(classify._PAIRS, "cpu", 2**12)
+    monkeypatch.setattr(classify, "DTYPES", frozenset())  # nothing is bounded
+    monkeypatch.setattr(BoundMod, "__call__", noting)
+    create(lambda b, h, q_idx, kv_idx: table[q_idx, kv_idx], None, None, 300, 700, BLOCK_SIZE=block)
+    assert max(evaluated) <= 2**12
+    assert sum(evaluated) >= 300 * 700
 
 
 def test_a_large_mask_is_stored_as_runs():
