@@ -146,8 +146,8 @@ class _BoxWriter(Writer):
 
     def _own(self, low: int, high: int) -> str | None:
         """Return "q" (or "kv") where a range is that of the block itself."""
-        ends = tuple(self.graph.nodes[x].value if self.graph.nodes[x].op == "input" else None for x in (low, high))
-        return {("q_lo", "q_hi"): "q", ("kv_lo", "kv_hi"): "kv"}.get(ends)
+        first, last = (self.graph.nodes[x].value if self.graph.nodes[x].op == "input" else None for x in (low, high))
+        return "q" if (first, last) == ("q_lo", "q_hi") else "kv" if (first, last) == ("kv_lo", "kv_hi") else None
 
     def _element(self, node: Node, index: list[str], known: str) -> str:
         address = self.address(node, index, self.mod.capture_name(int(str(node.value))))
