@@ -14,6 +14,8 @@ from torch.nn.attention import flex_attention as upstream
 
 from flexattn.autograd import Engine, attention
 from flexattn.block_mask import BlockMask, from_torch
+from flexattn.bound import bound as bounds_of
+from flexattn.classify import create_block_mask
 from flexattn.differentiate import differentiate
 from flexattn.engines import cpu, empty, triton
 from flexattn.errors import ArgumentError, DtypeError, MaskError, OptionError, message
@@ -109,12 +111,26 @@ def explain(
     kernel_options: Mapping[str, object] | None = None,
     *,
     mask_mod: Mod | None = None,
+    B: int | None = None,
+    H: int | None = None,
+    Q_LEN: int | None = None,
+    KV_LEN: int | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
     target: str | None = None,
 ) -> Explanation:
     """Return every stage of the call with these arguments, without running it: print the result to read it.
 
-    `target` names a GPU architecture ("sm_90") to show the kernels for, on any machine. Without tensors, score_mod and
-    mask_mod are explained alone, as graphs and what is known about them.
+    Without tensors, score_mod and mask_mod are explained alone: as graphs, what is proved about them, and of a mask_mod
+    the graph that bounds it over boxes of places. With lengths its BlockMask is built too, and what that took is shown.
+
+    Args:
+        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options: as in flex_attention.
+        mask_mod: `(b, h, q_idx, kv_idx) -> bool`, to be explained without tensors.
+        B, H, Q_LEN, KV_LEN, BLOCK_SIZE: as in create_block_mask, to build the mask of mask_mod with its default device;
+            without Q_LEN and KV_LEN none is built.
+        target: a GPU architecture ("sm_90") to show the kernels for, on any machine.
+
+    Raises what flex_attention and create_block_mask raise, and ArgumentError where arguments do not go together.
 
     Example:
         >>> q = k = v = torch.randn(1, 2, 64, 32)
@@ -122,12 +138,16 @@ def explain(
         def score_mod(score, b, h, q_idx, kv_idx):
             t0 = neg(score)  # f32
             return t0
+        >>> explain(mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, Q_LEN=512, KV_LEN=512).block_mask.counts()
+        (6, 4, 6)
     """
+    sizes = {"B": B, "H": H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
     if query is None and key is None and value is None and block_mask is None:
-        return _explain_mods(score_mod, mask_mod)
+        return _explain_mods(score_mod, mask_mod, sizes, BLOCK_SIZE)
     if mask_mod is not None:
         mend = "Pass block_mask=create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) instead."
         raise ArgumentError(message("mask_mod", "one beside other arguments", "score_mod and mask_mod alone", mend))
+    _refuse_sizes(sizes, "a mask_mod without tensors", "Leave it out: the tensors and block_mask have it.")
     problem = _pose(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, False)
     score, mask = problem.score, problem.mask
     if score is not None and problem.score_grad is None:
@@ -151,19 +171,37 @@ def explain(
     )
 
 
-def _explain_mods(score_mod: Mod | None, mask_mod: Mod | None) -> Explanation:
+def _explain_mods(
+    score_mod: Mod | None, mask_mod: Mod | None, sizes: Mapping[str, int | None], block_size: int | tuple[int, int]
+) -> Explanation:
     if score_mod is None and mask_mod is None:
         mend = "Pass query, key and value, or score_mod or mask_mod."
         raise ArgumentError(message("explain", "nothing", "tensors or mods", mend))
+    B, H, Q_LEN, KV_LEN = sizes.values()
+    if mask_mod is None:
+        _refuse_sizes(sizes, "a mask_mod, of which a mask is built", "Pass mask_mod, or leave it out.")
+    elif Q_LEN is None or KV_LEN is None:
+        _refuse_sizes(sizes, "both Q_LEN and KV_LEN beside it", "Pass both to build the mask, or leave it out.")
     score = None if score_mod is None else trace(score_mod, "score").graph
     mask = None if mask_mod is None else trace(mask_mod, "mask").graph
+    blocks = None
+    if mask_mod is not None and Q_LEN is not None and KV_LEN is not None:
+        blocks = create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, BLOCK_SIZE=block_size)
     return Explanation(
         score=score,
         gradient=None if score is None else differentiate(score, tuple(range(len(score.captures)))),
         mask=mask,
         score_facts=None if score is None else analyze(score),
         mask_facts=None if mask is None else analyze(mask),
+        block_mask=blocks,
+        mask_bounds=None if mask is None else bounds_of(mask),
     )
+
+
+def _refuse_sizes(sizes: Mapping[str, int | None], expected: str, mend: str) -> None:
+    for name, size in sizes.items():
+        if size is not None:
+            raise ArgumentError(message(name, size, expected, mend))
 
 
 def _pose(

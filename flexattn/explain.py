@@ -27,6 +27,7 @@ class Explanation:
     engine: str | None = None
     plans: tuple[KernelPlan, ...] = ()  # of each kernel; empty for engines that generate none
     sources: tuple[KernelSource, ...] = ()  # of each plan
+    mask_bounds: ModGraph | None = None  # of a mask_mod that is explained alone
 
     def __str__(self) -> str:
         stages: list[tuple[str, object]] = [
@@ -35,7 +36,11 @@ class Explanation:
             ("facts about score_mod", self.score_facts),
             (_heading("mask_mod", self.mask), self.mask),
             ("facts about mask_mod", self.mask_facts),
-            ("block mask", None if self.block_mask is None else str(self.block_mask)),
+            (
+                "bounds of mask_mod over a box of places",
+                None if self.mask_bounds is None else f"{self.mask_bounds}\n{_BOUNDS}",
+            ),
+            ("block mask", None if self.block_mask is None else _blocks(self.block_mask)),
             ("engine", self.engine),
             *((f"plan {i} of {len(self.plans)}", plan) for i, plan in enumerate(self.plans, 1)),
             *((f"source of {source.name}", source.text) for source in self.sources),
@@ -45,6 +50,25 @@ class Explanation:
 
 def _heading(kind: str, graph: ModGraph | None) -> str:
     return f"{kind} {graph.location}".strip() if graph is not None else kind
+
+
+_BOUNDS = """
+Over a box of places, ends included: the first result says that all of them attend, the second that some of them may.
+A block where the first holds is full, one where the second fails is empty. What they leave open is evaluated.
+"""
+
+
+def _blocks(mask: BlockMask) -> str:
+    """Return the mask, and what building it took where that is known."""
+    counts = mask.build_counts
+    if counts is None:
+        return str(mask)
+    full, partial, empty = mask.counts()
+    samples = "" if counts.samples is None else f"{counts.samples:,} places sampled, "
+    return (
+        f"{mask}\n{counts.boxes:,} boxes bounded, {samples}{counts.blocks:,} blocks evaluated pair by pair; "
+        f"{full + partial:,} of {full + partial + empty:,} blocks live"
+    )
 
 
 def _rule(title: str) -> str:

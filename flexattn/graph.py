@@ -398,6 +398,9 @@ def _print(graph: ModGraph) -> str:
             case "load":
                 capture = graph.captures[node.value].name  # type: ignore[index]
                 text = f"{capture}[{', '.join(args)}]" if args else f"{capture}[()]"
+            case "range_min" | "range_max":  # of a bounding graph: over a box of indices, (low, high) of each
+                capture = graph.captures[node.value].name  # type: ignore[index]
+                text = f"{node.op}({', '.join((capture, *args))})"
             case "cast":
                 text = f"{short_dtype(node.dtype)}({args[0]})"
             case op if op in _INFIX:

@@ -16,6 +16,8 @@ from torch.nn.attention import flex_attention as upstream
 
 import flexattn
 from flexattn import AuxOutput, AuxRequest, api, config, create_block_mask, explain, flex_attention, reference
+from flexattn.block_mask import BuildCounts
+from flexattn.bound import bound
 
 
 def inputs(
@@ -45,7 +47,7 @@ def causal_mask(M: int = 33, N: int = 33) -> flexattn.BlockMask:
 
 
 def test_examples_in_docstrings() -> None:
-    assert doctest.testmod(api) == (0, 6)
+    assert doctest.testmod(api) == (0, 7)
 
 
 def test_signature_is_a_superset_of_upstreams() -> None:
@@ -187,12 +189,55 @@ def test_explain_shows_every_stage() -> None:
 def test_explain_of_mods_alone() -> None:
     shown = explain(mask_mod=causal)
     assert shown.mask is not None and shown.mask_facts is not None
-    assert [line.split(" ")[1] for line in str(shown).splitlines() if line.startswith("-- ")] == ["mask_mod", "facts"]
+    assert [line.split(" ")[1] for line in str(shown).splitlines() if line.startswith("-- ")] == [
+        "mask_mod",
+        "facts",
+        "bounds",
+    ]
     assert explain(score_mod=alibi(torch.ones(2))).gradient is not None
     with pytest.raises(flexattn.FlexAttentionError, match="explain: found nothing, expected tensors or mods"):
         explain()
     with pytest.raises(flexattn.FlexAttentionError, match="mask_mod: found one beside other arguments"):
         explain(*inputs(), mask_mod=causal)
+
+
+def test_explain_of_a_mask_with_lengths_builds_it() -> None:
+    table = torch.rand(48, 33, generator=torch.Generator().manual_seed(0)) < 0.5
+
+    def striped(b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & table[q_idx, kv_idx % 33] & (h < 2)
+
+    shown = explain(mask_mod=striped, B=2, H=3, Q_LEN=48, KV_LEN=40, BLOCK_SIZE=(16, 8))
+    mask = shown.block_mask
+    assert mask is not None and mask.build_counts is not None
+    assert (mask.shape, mask.BLOCK_SIZE) == ((2, 3, 48, 40), (16, 8))
+    full, partial, empty = mask.counts()
+    counts = mask.build_counts
+    built = (
+        f"{counts.boxes} boxes bounded, {counts.samples} places sampled, {counts.blocks} blocks evaluated pair by "
+        f"pair; {full + partial} of {full + partial + empty} blocks live"
+    )
+    assert str(shown).splitlines()[-1] == built
+    assert repr(bound(shown.mask)) in str(shown)
+    mask.build_counts = BuildCounts(9, None, 4)  # from a GPU
+    assert "9 boxes bounded, 4 blocks evaluated pair by pair; " in str(shown)
+    headings = [line.split(" ")[1] for line in str(shown).splitlines() if line.startswith("-- ")]
+    assert headings == ["mask_mod", "facts", "bounds", "block"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"mask_mod": causal, "Q_LEN": 9}, "Q_LEN: found 9, expected both Q_LEN and KV_LEN beside it. Pass both"),
+        ({"mask_mod": causal, "B": 2}, "B: found 2, expected both Q_LEN and KV_LEN beside it. Pass both"),
+        ({"score_mod": alibi(torch.ones(2)), "KV_LEN": 9}, "KV_LEN: found 9, expected a mask_mod, of which a mask"),
+        ({"query": inputs()[0], "key": inputs()[0], "value": inputs()[0], "H": 2}, "H: found 2, expected a mask_mod"),
+        ({"mask_mod": causal, "Q_LEN": 9, "KV_LEN": -1}, "KV_LEN: found -1, expected an int >= 0"),
+    ],
+)
+def test_explain_refuses_sizes_that_say_nothing(arguments: dict, text: str) -> None:
+    with pytest.raises(flexattn.FlexAttentionError, match=text):
+        explain(**arguments)
 
 
 def test_debug_tells_each_stage(monkeypatch, capsys) -> None:

@@ -7,6 +7,7 @@ import doctest
 import functools
 import pickle
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from torch.nn.attention import flex_attention as upstream
 from torch.utils import _pytree as pytree
 
 from flexattn import classify, mods
-from flexattn.block_mask import BlockMask, RunLists, Runs, from_torch
+from flexattn.block_mask import BlockMask, RunLists, Runs, from_torch, picture, plot
 from flexattn.block_mask import mask as mask_module
+from flexattn.block_mask import pairs as pairs_module
 from flexattn.block_mask.runs import runs_of
 from flexattn.captures import survey
 from flexattn.classify import create_block_mask, create_mask
@@ -598,6 +600,7 @@ def test_repr():
         repr(mask),
         """\
 BlockMask(document_causal, B=2, H=1, Q_LEN=1000, KV_LEN=1000, BLOCK_SIZE=(128, 128), full=14, partial=38, empty=76, sparsity=59.49%)
+    (0, 0)
     ░░
     ██░░
     ░░░░░░
@@ -613,11 +616,11 @@ def test_string_is_laid_out_as_torchs():
     mod = mods.and_masks(causal, mods.padding(torch.tensor([300, 500])))
     ours = create(mod, 2, None, 512, 512)
     theirs = upstream.create_block_mask(mod, 2, None, 512, 512, "cpu")
-    assert str(ours).replace("░", "█") == str(theirs).replace("░", "█")
+    assert str(ours).replace("full=11, partial=8, empty=13, ", "").replace("░", "█") == str(theirs).replace("░", "█")
     assert_expected_inline(
         str(ours[1]).replace(" ", "."),
         """\
-BlockMask(shape=(1,.1,.512,.512),.sparsity=37.50%,.
+BlockMask(shape=(1,.1,.512,.512),.full=6,.partial=4,.empty=6,.sparsity=37.50%,.
 (0,.0)
 ░░......
 ██░░....
@@ -640,12 +643,212 @@ def test_pictures_of_every_size():
     assert "..." not in mask.expand(2, 2).to_string()
     for lengths in ((0, 0), (0, 9), (9, 0), (1, 1)):
         small = create(causal, None, None, *lengths)
-        assert f"Q_LEN={lengths[0]}, KV_LEN={lengths[1]}" in repr(small)
-        str(small)
+        head = f"BlockMask(causal, B=1, H=1, Q_LEN={lengths[0]}, KV_LEN={lengths[1]}, BLOCK_SIZE=(128, 128), "
+        counts = "full=0, partial=1, empty=0" if lengths == (1, 1) else "full=0, partial=0, empty=0"
+        picture = ["    ░░"] if lengths == (1, 1) else []
+        assert repr(small).splitlines() == [f"{head}{counts}, sparsity=0.00%)", *picture]
+        assert small.to_string().splitlines() == ["(0, 0)", *(line.strip() for line in picture)]
 
 
 def test_repr_of_an_empty_slice():
-    assert repr(create(causal, 2, None, 16, 16)[0:0]).startswith("BlockMask(causal, B=0, H=1")
+    text = repr(create(causal, 2, None, 16, 16)[0:0])
+    assert text == (
+        "BlockMask(causal, B=0, H=1, Q_LEN=16, KV_LEN=16, BLOCK_SIZE=(128, 128), full=0, partial=0, empty=0, "
+        "sparsity=0.00%)"
+    )
+
+
+@given(st.integers(0, 9), st.integers(0, 30), st.integers(0, 30), st.integers(0, 9), st.integers(1, 9))
+def test_a_cell_says_what_all_of_its_blocks_are(seed, rows, columns, down, across):
+    coarse = torch.randint(3, (-(-rows // 4), -(-columns // 4)), generator=seeded(seed))
+    noise = torch.randint(40, (rows, columns), generator=seeded(seed)) == 0
+    kind = torch.where(noise, 1, coarse.repeat_interleave(4, 0).repeat_interleave(4, 1)[:rows, :columns])
+    lines = picture.draw(runs_of(kind == 1), runs_of(kind == 2), columns, (down, across), 1)
+    row_step, column_step = max(1, -(-rows // max(1, down))), max(1, -(-columns // across))
+    cells = [[c.unique().tolist() for c in band.split(column_step, 1)] for band in kind.split(row_step)]
+    expected = ["".join({(0,): " ", (2,): "█"}.get(tuple(c), "░") for c in row) for row in cells]
+    assert lines == (expected if rows and columns else [])
+
+
+def lower_triangle(blocks: int) -> BlockMask:
+    """Return the mask of causal with this many blocks of one token, whose runs are fewer than its blocks."""
+    below = torch.arange(blocks, dtype=torch.int32)
+    diagonal = Runs(torch.arange(blocks + 1, dtype=torch.int32), torch.stack((below, below + 1), 1))
+    full = Runs((torch.arange(blocks + 1) - 1).clamp(min=0).int(), torch.stack((0 * below, below), 1)[1:])
+    lists = RunLists(diagonal, full, below.flip(0)[None])
+    return BlockMask.from_runs(lists, None, 1, 1, (blocks, blocks), 1, causal)
+
+
+def test_a_hundred_thousand_blocks_are_drawn_from_their_runs(monkeypatch):
+    monkeypatch.setattr(Runs, "dense", None)  # would take 10 GB
+    mask = lower_triangle(100_000)
+    triangle = [("██" * i + "░░").ljust(40) for i in range(20)]
+    assert mask.to_string().splitlines() == ["(0, 0)", *triangle]
+    assert repr(mask).splitlines() == [
+        "BlockMask(causal, B=1, H=1, Q_LEN=100000, KV_LEN=100000, BLOCK_SIZE=(1, 1), full=4999950000, partial=100000, "
+        "empty=4999950000, sparsity=50.00%)",
+        *("    " + "██" * i + "░░" for i in range(16)),
+    ]
+    cells, step = plot.image(*mask._rows_of(0), 100_000)
+    assert (tuple(cells.shape), step) == ((2000, 2000, 3), (50, 50))
+    monkeypatch.setattr(picture, "_CELLS", 64)  # in bands, and a few runs at a time
+    monkeypatch.setattr(picture, "_RUNS", 777)
+    assert mask.to_string().splitlines() == ["(0, 0)", *triangle]
+
+
+def test_a_block_among_many_is_seen():
+    one = Runs((torch.arange(10_001) > 9_000).int(), torch.tensor([[7_777, 7_778]]).int())
+    none = Runs(torch.zeros(10_001).int(), torch.zeros(0, 2).int())
+    order = torch.arange(10_000).int()[None]
+    mask = BlockMask.from_runs(RunLists(one, none, order), None, 1, 1, (1_280_000, 1_280_000))
+    assert "full=0, partial=1, empty=99999999, sparsity=99.999999%)" in repr(mask)
+    assert [line for line in mask.to_string().splitlines()[1:] if line.strip()] == [" " * 30 + "░░" + " " * 8]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0.00"), (100.0, "100.00"), (99.994, "99.99"), (99.996, "99.996"), (0.004, "0.004"), (49.996, "50.00")],
+)
+def test_percentages_of_0_and_100_are_true(value, text):
+    assert mask_module._percent(value) == text
+
+
+# Pairs.
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(0, 9), st.integers(0, 40), st.integers(0, 40), st.sampled_from([1, 16, 24, 100]), st.integers(1, 90),
+    st.sampled_from([50, 2000, 2**21]),
+)  # fmt: skip
+def test_pairs(seed, Q, KV, q_block, kv_block, most):
+    mask = create(table_mask(seed), 3, 2, Q, KV, BLOCK_SIZE=(q_block, kv_block))
+    blocks = mask.to_dense().bool().repeat_interleave(q_block, 2).repeat_interleave(kv_block, 3)[:, :, :Q, :KV]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(pairs_module._PAIRS, "cpu", most)
+        assert mask.pairs() == (int(blocks.sum()), int(live_pairs(mask).sum()))
+
+
+def test_pairs_of_a_part():
+    whole = create(table_mask(4), 3, 2, 70, 70, BLOCK_SIZE=16)
+    for part in (whole[1:, 1, torch.tensor([2, 0])], whole._adjust(50, 33)):
+        assert part.pairs().useful == int(live_pairs(part).sum())
+    assert whole[0:0].pairs() == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("mod", "useful"),
+    [
+        (noop_mask, 2 * 100 * 50),
+        (mods.not_mask(noop_mask), 0),
+        (lambda b, h, q_idx, kv_idx: b == 1, 100 * 50),
+        (lambda b, h, q_idx, kv_idx: q_idx % 4 == b, 2 * 25 * 50),
+        (lambda b, h, q_idx, kv_idx: kv_idx < 7, 2 * 100 * 7),
+    ],
+)
+def test_pairs_of_partial_blocks_where_the_mod_reads_less_than_both_positions(mod, useful):
+    mask = BlockMask.from_blocks(torch.ones(2, 1, 4, 2, dtype=torch.bool), None, (100, 50), 32, mod)
+    assert mask.pairs() == (2 * 100 * 50, useful)
+
+
+def test_pairs_ask_alike_heads_once(monkeypatch):
+    asked = []
+    count_pairs = pairs_module._count_pairs
+    monkeypatch.setattr(pairs_module, "_count_pairs", lambda *args: asked.append(args[1]) or count_pairs(*args))
+    blocks = torch.tensor([[1, 0], [1, 1]], dtype=torch.bool).expand(2, 3, 2, 2).clone()
+    blocks[1, 1, 0, 1] = True  # not alike
+    mask = BlockMask.from_blocks(blocks, None, (32, 32), 16, causal)
+    assert mask.pairs() == (6 * 3 * 256 + 256, 6 * 32 * 33 // 2)
+    assert asked == [(0, 0), (1, 1)]
+    asked.clear()
+    wide = BlockMask.from_blocks(blocks, None, (32, 32), 16, lambda b, h, q_idx, kv_idx: q_idx >= kv_idx + 32 * h)
+    assert wide.pairs().useful == 2 * 32 * 33 // 2
+    assert asked == [(0, 0), (0, 1), (0, 2), (1, 1)]
+
+
+def test_full_blocks_are_useful_up_to_the_lengths():
+    lists = (torch.tensor([[[0, 1]]]), torch.tensor([[[[0, 1], [1, 0]]]]), torch.tensor([[[2, 1]]]), torch.tensor([[[[0, 1]] * 2]]))  # fmt: skip  # noqa: E501
+    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=16, seq_lengths=(20, 25), mask_mod=mods.not_mask(noop_mask))
+    assert mask.full_overhangs
+    assert mask.pairs() == (20 * 25, 16 * 25 + 4 * 16)
+
+
+def test_pairs_of_a_long_mask():
+    assert create(causal, 4, 8, 2**14, 2**14).pairs() == (32 * 128 * 129 // 2 * 128**2, 32 * 2**13 * (2**14 + 1))
+
+
+def test_pairs_refuse_what_changed_or_lies_elsewhere():
+    ids = torch.zeros(64, dtype=torch.int32)
+    mask = create(mods.document(ids), None, None, 64, 64, BLOCK_SIZE=48)
+    assert mask.pairs() == (64 * 64, 64 * 64)
+    ids += 1
+    with pytest.raises(MutationError, match="captured tensor 'of_token' was changed in place"):
+        mask.pairs()
+    mask.mask_mod = mods.document(ids.to("meta"))
+    with pytest.raises(
+        DeviceError, match=r"mask_mod: found the captured tensor .* on meta, expected the device of the"
+    ):
+        mask.pairs()
+
+
+# Plots.
+
+
+def test_image_of_blocks():
+    kind = torch.tensor([[2, 1, 0], [0, 2, 1]])
+    cells, step = plot.image(runs_of(kind == 1), runs_of(kind == 2), 3)
+    empty, partial, full = (list(colour) for colour in plot.COLOURS.values())
+    assert step == (1, 1)
+    assert cells.dtype == torch.uint8
+    assert cells.tolist() == [[full, partial, empty], [empty, full, partial]]
+
+
+def test_image_of_many_blocks_has_their_mean_colour():
+    kind = torch.tensor([[2, 2, 0, 0, 1], [2, 2, 0, 1, 1], [0, 0, 0, 0, 0]])
+    cells, step = plot.image(runs_of(kind == 1), runs_of(kind == 2), 5, (2, 3))
+    empty, partial, full = plot.COLOURS.values()
+    assert step == (2, 2)
+    mixed = [round((3 * e + p) / 4) for e, p in zip(empty, partial, strict=True)]
+    assert cells.tolist() == [[list(full), mixed, list(partial)], [list(empty)] * 3]
+
+
+@pytest.mark.parametrize("grid", [(0, 0), (0, 3), (3, 0)])
+def test_image_of_nothing(grid):
+    none = runs_of(torch.zeros(grid, dtype=torch.bool))
+    assert plot.image(none, none, grid[1])[0].shape == (*grid, 3)
+
+
+def test_plot_says_what_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=re.escape("Run pip install flexattn[plot]")):
+        create(causal, None, None, 64, 64).plot()
+
+
+@pytest.mark.parametrize(("place", "text"), [({"b": 2}, "b: found 2, expected 0 <= b < 2"), ({"h": -1}, "h: found -1")])
+def test_plot_refuses_places_that_are_not_there(place, text):
+    with pytest.raises(IndexRangeError, match=re.escape(text)):
+        create(causal, 2, None, 64, 64).plot(**place)
+
+
+def test_plot():
+    pytest.importorskip("matplotlib").use("Agg")
+    from matplotlib.figure import Figure
+
+    for lengths in ((1000, 500), (0, 9), (1, 1)):
+        given = Figure().subplots()
+        mask = create(mods.padding(torch.tensor([1000, 200])), 2, None, *lengths)
+        ax = mask.plot(given, b=1)
+        ax.figure.canvas.draw()
+        assert ax is given
+        assert ax.get_xlim() == (0, max(1, lengths[1]))
+        assert ax.get_ylim() == (max(1, lengths[0]), 0)
+        assert [text.get_text() for text in ax.get_legend().get_texts()] == ["empty", "partial", "full"]
+        assert len(ax.images) == (lengths != (0, 9))
+    mask = create(causal, None, None, 1000, 500)
+    ax = mask.plot()
+    assert ax.images[0].get_extent() == [0, 512, 1024, 0]
+    assert ax.images[0].get_array().shape == (8, 4, 3)
+    sys.modules["matplotlib.pyplot"].close(ax.figure)
 
 
 @pytest.mark.parametrize("module", [mask_module, classify])

@@ -1,4 +1,4 @@
-"""The picture of a BlockMask in characters."""
+"""The picture of a BlockMask: how many blocks lie in each of its cells, and the cells as characters."""
 
 from __future__ import annotations
 
@@ -9,25 +9,58 @@ from flexattn.block_mask.runs import Runs
 
 EMPTY, MIXED, FULL = " ", "░", "█"
 
+_RUNS = 2**20  # counted at a time
+_CELLS = 2**20  # drawn at a time
 
-def draw(partial: Runs, full: Runs, rows: range, columns: int, grid: tuple[int, int], width: int = 2) -> list[str]:
-    """Return lines of at most grid[0] x grid[1] cells, `width` characters each, for some rows of blocks.
+
+def draw(partial: Runs, full: Runs, columns: int, grid: tuple[int, int], width: int = 2) -> list[str]:
+    """Return lines of at most grid[0] x grid[1] cells, `width` characters each, for the rows of one batch and head.
 
     A cell is full where all of its blocks are, empty where none is live, and mixed otherwise.
     """
-    row_step = max(1, -(-len(rows) // max(1, grid[0])))
-    column_step = max(1, -(-columns // max(1, grid[1])))
+    if not columns:
+        return []
+    step = steps((full.rows, columns), grid)
+    band = step[0] * max(1, _CELLS // -(-columns // step[1]))
     lines = []
-    for start in range(rows.start, rows.stop, row_step):
-        band = torch.arange(start, min(start + row_step, rows.stop))
-        is_full = full.take(band).dense(columns)
-        is_live = is_full | partial.take(band).dense(columns)
-        cells = zip(_cells(is_full, column_step), _cells(is_live, column_step), strict=True)
-        lines.append("".join((FULL if f == 1 else MIXED if live > 0 else EMPTY) * width for f, live in cells))
+    for start in range(0, full.rows, band):
+        stop = min(start + band, full.rows)
+        is_full = count_cells(full.between(start, stop), columns, step)
+        is_live = count_cells(partial.between(start, stop), columns, step) + is_full
+        kinds = (is_live > 0).int() + (is_full == areas((stop - start, columns), step, is_full.device)).int()
+        lines += ["".join((EMPTY, MIXED, FULL)[kind] * width for kind in row) for row in kinds.tolist()]
     return lines
 
 
-def _cells(blocks: Tensor, step: int) -> list[float]:
-    """Return the share of true blocks in each cell, the last one as narrow as it is."""
-    share = [part.sum().item() / part.numel() for part in blocks.split(step, dim=1)] if blocks.shape[1] else []
-    return share
+def steps(blocks: tuple[int, int], most: tuple[int, int]) -> tuple[int, int]:
+    """Return how many blocks a cell has down and across, for at most `most` cells."""
+    down, across = (max(1, -(-n // max(1, cells))) for n, cells in zip(blocks, most, strict=True))
+    return down, across
+
+
+def areas(blocks: tuple[int, int], step: tuple[int, int], device: torch.device) -> Tensor:
+    """Return the number of blocks of each cell, int64 [down, across]; the last ones are as narrow as they are."""
+    down, across = (
+        (n - torch.arange(0, n, size, device=device)).clamp(max=size) for n, size in zip(blocks, step, strict=True)
+    )
+    return down[:, None] * across
+
+
+def count_cells(runs: Runs, columns: int, step: tuple[int, int]) -> Tensor:
+    """Return how many of the blocks lie in each cell of step[0] x step[1] blocks, int64 [down, across].
+
+    It takes time for each run and memory for each cell, and never makes the blocks.
+    """
+    down, across = (-(-n // size) for n, size in zip((runs.rows, columns), step, strict=True))
+    # The blocks before x fill the cells before that of x, and x % step of its own: a run is those before its end
+    # without those before its start.
+    inside, crossed = (torch.zeros(down, across + 1, dtype=torch.int64, device=runs.runs.device) for _ in range(2))
+    row_ptr = runs.row_ptr.long()
+    for first, part in enumerate(runs.runs.split(_RUNS)):
+        places = torch.arange(len(part), device=part.device) + first * _RUNS
+        row = (torch.searchsorted(row_ptr, places, right=True) - 1) // step[0]
+        for x, sign in ((part[:, 0].long(), -1), (part[:, 1].long(), 1)):
+            cell = (row, x // step[1])
+            inside.index_put_(cell, x % step[1] * sign, accumulate=True)
+            crossed.index_put_(cell, torch.full_like(x, sign), accumulate=True)
+    return (inside - crossed.cumsum(1) * step[1])[:, :across]

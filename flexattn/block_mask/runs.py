@@ -36,6 +36,12 @@ class Runs:
         steps.index_put_((row, self.runs[:, 1].long()), -ones, accumulate=True)
         return steps.cumsum(1, dtype=torch.int8)[:, :columns].bool()
 
+    def between(self, start: int, stop: int) -> Runs:
+        """Return the runs of the rows from `start` to before `stop`, without a copy."""
+        row_ptr = self.row_ptr[start : stop + 1]
+        first, last = int(row_ptr[0]), int(row_ptr[-1])
+        return Runs(row_ptr - first, self.runs[first:last])
+
     def take(self, rows: Tensor) -> Runs:
         """Return the runs of some rows (int64 [n]), in that order."""
         count = self.row_ptr.diff()[rows]

@@ -1,0 +1,99 @@
+"""How many pairs of a mask's partial blocks attend, counted by asking its mask_mod in bounded memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.block_mask.runs import Runs
+from flexattn.errors import DeviceError, message
+from flexattn.graph import BoundMod
+
+# Pairs asked at a time: a graph keeps some 4 bytes a pair for each of its nodes.
+_PAIRS = {"cpu": 2**21}
+_PAIRS_ON_GPU = 2**24
+
+
+class Pairs(NamedTuple):
+    """How many (query, key) pairs the blocks of a mask make the kernels compute, and how many of them attend."""
+
+    executed: int
+    useful: int
+
+
+def count_useful(
+    bound: BoundMod, heads: list[Runs], H: int, lengths: tuple[int, int], block_size: tuple[int, int]
+) -> int:
+    """Return in how many pairs of partial blocks the mod is true; `heads` are the partial runs of each b * H + h.
+
+    Heads that have the same runs and of which the mod says the same are asked once.
+    """
+    device = heads[0].runs.device
+    bound = bound.on(device)
+    for capture, described in zip(bound.captures, bound.graph.captures, strict=True):
+        if capture.device != device:
+            found = f"the captured tensor {described.name} on {capture.device}"
+            mend = "Move the mask with .to(device), which moves these tensors too."
+            raise DeviceError(message("mask_mod", found, f"the device of the mask, {device}", mend))
+    b_read, h_read = bound.graph.reads("b"), bound.graph.reads("h")
+    counts: list[int] = []
+    for head, runs in enumerate(heads):
+        b, h = divmod(head, H)
+        alike = b * b_read * H + h * h_read  # the first head of which the mod says the same
+        if alike < head and _same_runs(runs, heads[alike]):
+            counts.append(counts[alike])
+        else:
+            counts.append(_count_pairs(bound, (b, h), runs, lengths, block_size))
+    return sum(counts)
+
+
+def _same_runs(one: Runs, other: Runs) -> bool:
+    return torch.equal(one.row_ptr, other.row_ptr) and torch.equal(one.runs, other.runs)
+
+
+def _count_pairs(
+    bound: BoundMod, place: tuple[int, int], runs: Runs, lengths: tuple[int, int], block_size: tuple[int, int]
+) -> int:
+    """Return in how many pairs of some blocks of batch and head `place` the mod is true, in bounded memory."""
+    device = runs.runs.device
+    b, h = (torch.full((1, 1, 1), i, dtype=torch.int32, device=device) for i in place)
+    read = tuple(bound.graph.reads(name) for name in ("q_idx", "kv_idx"))
+    most = _PAIRS.get(device.type, _PAIRS_ON_GPU)
+    sizes = [n if r else 1 for n, r in zip(block_size, read, strict=True)]
+    q_step = min(sizes[0], most)
+    kv_step = min(sizes[1], max(1, most // q_step))
+    step = max(1, most // (q_step * kv_step))
+    ends = (runs.runs[:, 1] - runs.runs[:, 0]).cumsum(0)
+    total = 0
+    for start in range(0, int(ends[-1]) if len(ends) else 0, step):
+        rows, columns = _blocks_of(runs, ends, start, start + step)
+        for q_start in range(0, sizes[0], q_step):
+            q, queries = _positions(rows, block_size[0], lengths[0], range(q_start, q_start + q_step), read[0])
+            for kv_start in range(0, sizes[1], kv_step):
+                window = range(kv_start, kv_start + kv_step)
+                kv, keys = _positions(columns, block_size[1], lengths[1], window, read[1])
+                with torch.no_grad():
+                    live = bound(b, h, q[:, :, None], kv[:, None])
+                total += int(((live * keys[:, None]).sum(2) * queries).sum())
+    return total
+
+
+def _blocks_of(runs: Runs, ends: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Return the row and the column of the blocks from `start` to before `stop`, int64 [n]; `ends` sums the runs."""
+    places = torch.arange(start, min(stop, int(ends[-1])), device=ends.device)
+    run = torch.searchsorted(ends, places, right=True)
+    return torch.searchsorted(runs.row_ptr.long(), run, right=True) - 1, runs.runs[run, 1] - (ends[run] - places)
+
+
+def _positions(blocks: Tensor, size: int, length: int, window: range, read: bool) -> tuple[Tensor, Tensor]:
+    """Return the positions to ask in each block, and how many positions each stands for, int32 [blocks, positions].
+
+    Along an axis that the mod does not read the first one stands for all. Past the length the last one stands for none.
+    """
+    first = blocks[:, None] * size
+    if not read:
+        return first.int(), (length - first).clamp(max=size).int()
+    offsets = torch.arange(window.start, min(window.stop, size), device=blocks.device)
+    return (first + offsets).clamp(max=length - 1).int(), (first + offsets < length).int()
