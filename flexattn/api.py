@@ -166,8 +166,9 @@ def explain(
         mask_facts=None if mask is None else analyze(mask.graph),
         block_mask=problem.block_mask,
         engine=engine.__name__.rpartition(".")[2],  # type: ignore[attr-defined]
-        plans=plans,
-        sources=tuple(map(render, plans)),
+        plans=tuple(plan for plan, _ in plans),
+        reasons=tuple(reason for _, reason in plans),
+        sources=tuple(render(plan) for plan, _ in plans),
     )
 
 
@@ -287,7 +288,7 @@ def _engine(problem: Problem) -> Engine:
     query, backend = problem.query, option(problem.options, "BACKEND") or "AUTO"
     if query.numel() == 0 or problem.key.shape[2] == 0:
         return empty
-    if query.device.type == "cuda" or backend == "TRITON":
+    if query.device.type == "cuda" or backend in ("TRITON", "HOPPER"):
         return _triton(query.device, str(backend))
     return cpu
 
@@ -298,7 +299,8 @@ def _triton(device: torch.device, backend: str) -> Engine:
         raise OptionError(message("kernel_options", f"BACKEND='CPU' with tensors on {device}", "AUTO or TRITON", mend))
     if device.type == "cpu" and not is_interpreting():
         mend = "Leave BACKEND out, or set TRITON_INTERPRET=1 before Python starts to run kernels in the interpreter."
-        raise OptionError(message("kernel_options", "BACKEND='TRITON' with tensors on the CPU", "AUTO or CPU", mend))
+        found = f"BACKEND={backend!r} with tensors on the CPU"
+        raise OptionError(message("kernel_options", found, "AUTO or CPU", mend))
     return triton
 
 

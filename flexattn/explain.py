@@ -26,6 +26,7 @@ class Explanation:
     block_mask: BlockMask | None = None
     engine: str | None = None
     plans: tuple[KernelPlan, ...] = ()  # of each kernel; empty for engines that generate none
+    reasons: tuple[str | None, ...] = ()  # why each plan is not one of Hopper's own kernels; None where it is
     sources: tuple[KernelSource, ...] = ()  # of each plan
     mask_bounds: ModGraph | None = None  # of a mask_mod that is explained alone
 
@@ -42,10 +43,14 @@ class Explanation:
             ),
             ("block mask", None if self.block_mask is None else _blocks(self.block_mask)),
             ("engine", self.engine),
-            *((f"plan {i} of {len(self.plans)}", plan) for i, plan in enumerate(self.plans, 1)),
+            *((f"plan {i} of {len(self.plans)}", self._plan(i - 1)) for i in range(1, len(self.plans) + 1)),
             *((f"source of {source.name}", source.text) for source in self.sources),
         ]
         return "\n\n".join(f"{_rule(title)}\n{str(text).strip()}" for title, text in stages if text is not None)
+
+    def _plan(self, i: int) -> str:
+        reason = self.reasons[i] if self.reasons else None
+        return f"{self.plans[i]}" + (f"\n    hopper   no: {reason}" if reason else "")
 
 
 def _heading(kind: str, graph: ModGraph | None) -> str:

@@ -17,15 +17,16 @@ import torch
 from torch import Tensor
 
 from flexattn.build import Kernel, OutOfResources, build
-from flexattn.errors import CompileError
+from flexattn.errors import CompileError, UnsupportedError, message
 from flexattn.graph import BoundMod
+from flexattn.hopper import hopper_plan
 from flexattn.lower import ModPlan, layout_unit
-from flexattn.options import LARGEST_TILE
+from flexattn.options import LARGEST_TILE, option
 from flexattn.plan import KernelPlan, fit, heads_per_group, plan_kernel, smaller_tiles
 from flexattn.problem import Problem
 from flexattn.render import KernelSource, render, stream_descriptors
 from flexattn.scatter import scatter_captures
-from flexattn.target import l2_bytes, target_of
+from flexattn.target import Target, l2_bytes, target_of
 
 LOG2E = math.log2(math.e)
 PADDING = LARGEST_TILE  # rows after the last query that backward kernels may read
@@ -95,7 +96,8 @@ def _mod_signature(mod: BoundMod | None) -> tuple[object, ...]:
 
 
 def _prepare(kernel: str, problem: Problem, tensors: Tensors, arrays: Tensors) -> Launch:
-    wanted = plan_kernel(kernel, problem, target_of(problem.query.device), list(tensors.values()), "dlse_ptr" in arrays)
+    target = target_of(problem.query.device)
+    wanted, _ = plan_launch(kernel, problem, target, list(tensors.values()), "dlse_ptr" in arrays)
     plan, source, built = built_kernel(wanted)
     values: Values = _plain_values(plan, problem)
     for name, tensor in tensors.items():
@@ -117,6 +119,20 @@ def _prepare(kernel: str, problem: Problem, tensors: Tensors, arrays: Tensors) -
     rows = problem.key.size(2) if kernel == "backward_dkdv" else problem.query.size(2)
     programs = _padded(rows) // plan.tile.BLOCK_M if kernel == "backward_delta" else _programs(plan, rows)
     return Launch(built, programs * values["heads"], tuple(arguments), tuple(fillers))
+
+
+def plan_launch(
+    kernel: str, problem: Problem, target: Target, tensors: list[Tensor], has_dlse: bool = False
+) -> tuple[KernelPlan, str | None]:
+    """Plan one kernel for the engine that serves it best; return also why it is not Hopper's, None where it is."""
+    plan = plan_kernel(kernel, problem, target, tensors, has_dlse)
+    if kernel != "forward":
+        return plan, "it has forward kernels only"
+    hopper = hopper_plan(plan, problem, tensors)
+    if isinstance(hopper, str) and option(problem.options, "BACKEND") == "HOPPER":
+        found = f"BACKEND='HOPPER', and {hopper}"
+        raise UnsupportedError(message("kernel_options", found, "what it can compute", "Leave BACKEND out."))
+    return (plan, hopper) if isinstance(hopper, str) else (hopper, None)
 
 
 _TENSOR_POINTERS = {f"{name}_ptr" for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv")}

@@ -19,7 +19,8 @@ Options = tuple[tuple[str, object], ...]  # validated, sorted by name: hashable
 class FlexKernelOptions(TypedDict, total=False):
     """The names of PyTorch's FlexKernelOptions, those it honours without a word, and `EXACT`."""
 
-    BACKEND: Literal["AUTO", "TRITON", "CPU", "FLASH", "TRITON_DECODE"]  # who computes; AUTO goes by the device
+    # Who computes. AUTO goes by the device and the call; HOPPER: its forward kernel, or an error that says why not.
+    BACKEND: Literal["AUTO", "TRITON", "HOPPER", "CPU", "FLASH", "TRITON_DECODE"]
     EXACT: bool  # tanh, exp and friends as exact as torch's, not the hardware's approximations; default: for float32
     FLOAT32_PRECISION: Literal["ieee", "tf32", "tf32x3"]  # of fp32 products; default: torch's setting
     num_warps: int
@@ -140,7 +141,7 @@ def _check_backend(given: dict[str, object]) -> None:
     backend = given.get("BACKEND", "AUTO")
     if backend in ("FLASH", "TRITON_DECODE"):
         found = f"BACKEND={backend!r}"
-        raise UnsupportedError(message("kernel_options", found, "AUTO, TRITON or CPU", _MEND_BACKEND))
+        raise UnsupportedError(message("kernel_options", found, "AUTO, TRITON, HOPPER or CPU", _MEND_BACKEND))
     if backend != "AUTO" and given.get("FORCE_USE_FLEX_ATTENTION"):
         found = f"FORCE_USE_FLEX_ATTENTION beside BACKEND={backend!r}"
         raise OptionError(message("kernel_options", found, "one of the two", _MEND_BACKEND))

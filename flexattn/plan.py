@@ -70,7 +70,7 @@ class Tile:
 class KernelPlan:
     """One kernel: two equal plans give the same source, byte for byte."""
 
-    kernel: str  # one of KERNELS: the name of a template
+    kernel: str  # one of KERNELS, or "hopper_forward": the name of a template
     target: Target
     dtype: torch.dtype
     D: int
@@ -89,6 +89,11 @@ class KernelPlan:
     exact: bool = False
     max_scores: bool = False
     has_dlse: bool = False
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether it is a Gluon kernel with a role for each group of warps."""
+        return self.kernel.startswith("hopper")
 
     @property
     def name(self) -> str:
@@ -205,6 +210,9 @@ def shared_bytes(plan: KernelPlan) -> int:
     held, streamed = (t.BLOCK_N, t.BLOCK_M) if plan.kernel == "backward_dkdv" else (t.BLOCK_M, t.BLOCK_N)
     if plan.kernel == "backward_delta":
         return 4096
+    if plan.is_hopper:
+        queries = t.BLOCK_M * (plan.D + (plan.Dv if plan.Dv != plan.D else 0))
+        return (queries + t.num_stages * t.BLOCK_N * (plan.D + plan.Dv)) * size + 1024
     scores = t.BLOCK_M * t.BLOCK_N * size * (2 if plan.kernel != "forward" else 1)
     held_bytes = held * size * (widths if plan.kernel != "forward" else sum(p.width for p in split_head_dim(plan.D)))
     barriers_and_reductions = 2048
@@ -292,7 +300,7 @@ def _tile(kernel: str, problem: Problem, target: Target, width: int, aligned: bo
         tile = _INTERPRETER_TILE
     else:
         key = kernel, 4 if problem.query.dtype.itemsize == 4 else 2
-        kind = {} if problem.score is None else SCORE_TILES[_score_kind(problem.score.graph)]
+        kind = {} if problem.score is None else SCORE_TILES[score_kind(problem.score.graph)]
         special = (kind if aligned else UNALIGNED_TILES).get(key, ())
         tile = next((t for limit, t in (*special, *TILES[key]) if width <= limit), TILES[key][-1][1])
     if kernel not in _TILE_OPTIONS:
@@ -316,7 +324,7 @@ def _as_asked(tile: Tile, kernel: str, problem: Problem) -> Tile:
 
 
 @lru_cache(512)
-def _score_kind(graph: ModGraph) -> str:
+def score_kind(graph: ModGraph) -> str:
     """Return the row of SCORE_TILES that a score_mod belongs to."""
     (output,) = graph.outputs
     if output is None or not _adds(graph, output):

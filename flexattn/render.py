@@ -11,6 +11,7 @@ import torch
 
 from flexattn.build import KernelSource
 from flexattn.errors import CompileError
+from flexattn.hopper import CONSUMER_REGISTERS, PRODUCER_REGISTERS, ROWS, as_gluon, hopper_mods
 from flexattn.lower import (
     TRITON_DTYPE,
     TRITON_POINTER,
@@ -49,7 +50,8 @@ def environment() -> jinja2.Environment:
 @lru_cache(512)
 def render(plan: KernelPlan) -> KernelSource:
     """Return the source of a plan's kernel: a Python file that reads as a Triton program, and how to compile it."""
-    text = environment().get_template(f"{plan.kernel}.py.jinja").render(_names(plan))
+    names = _names(plan) | (_hopper_names(plan) if plan.is_hopper else {})
+    text = environment().get_template(f"{plan.kernel}.py.jinja").render(names)
     arguments = _kernel_arguments(text, plan.name)
     types = _argument_types(plan)
     signature = tuple((a, types[a] if a in types else _default_type(a, plan)) for a in arguments)
@@ -95,6 +97,41 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "partial_descriptors": tuple(d for d, _ in stream_descriptors(plan) if "partial" in d),
         "partial_arguments": tuple(_partial_name(plan, n) for n in _stream_arguments(plan)),
         "each": _each, "names": _joined, "tile": _tile, "guard": _guard, "store_guard": _store_guard,
+    }  # fmt: skip
+
+
+_LISTS = (
+    "kv_partial_ptr", "kv_partial_runs_ptr", "kv_full_ptr", "kv_full_runs_ptr", "kv_order_ptr", "stride_mask_b",
+    "stride_mask_h",
+)  # fmt: skip
+_LAYOUT = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)"  # rows of 64 elements or more
+_DESCRIPTORS = ("q_desc", "k_desc", "v_desc", "o_desc")
+_RINGS = ("q_bufs", "k_bufs", "v_bufs", "o_bufs", "q_full", "k_full", "k_empty", "v_full", "v_empty")
+
+
+def _hopper_names(plan: KernelPlan) -> dict[str, object]:
+    """Return what Hopper's template refers to besides."""
+    tile, consumers = plan.tile, plan.tile.BLOCK_M // ROWS
+    constants: list[tuple[str, object]] = [
+        ("BLOCK_M", tile.BLOCK_M), ("BLOCK_N", tile.BLOCK_N), ("CONSUMERS", consumers), ("STAGES", tile.num_stages),
+        ("D", plan.D), ("Dv", plan.Dv), ("SAFE", plan.score is not None),
+    ]  # fmt: skip
+    if plan.blocks:
+        constants += [("SPARSE_Q", plan.blocks[0]), ("SPARSE_KV", plan.blocks[1]), ("TILES", plan.tiles_per_block)]
+    mods = [a for m in (plan.score, plan.mask) if m for a in m.argument_names()]
+    lists = _LISTS if plan.blocks else ()
+    plain = ("lse_ptr", *(("max_ptr",) if plan.max_scores else ()), "M", "N", "heads", "heads_q", "group_size")
+    scale = "qk_scale" if _scales_to_exp2(plan) else "sm_scale"
+    scalars = (*plain, "heads_per_group", "batch_shares_keys", scale, *lists, *mods)
+    lowered = hopper_mods(plan)
+    return {
+        "constants": constants, "mods": lowered, "list_arguments": lists, "arguments": (*_DESCRIPTORS, *scalars),
+        "role_arguments": (*_DESCRIPTORS, *_RINGS, *scalars), "consumers": consumers, "D": plan.D, "Dv": plan.Dv,
+        "roles": [*(f"consumer_{i}" for i in range(consumers)), "producer"],
+        "worker_warps": [4] * (consumers - 1) + [1],
+        "worker_registers": [CONSUMER_REGISTERS] * (consumers - 1) + [PRODUCER_REGISTERS],
+        "prelude": as_gluon(environment().get_template("prelude.py.jinja").render(scatter_arguments=())),
+        "reads_each_place": any(", mask=live" in text for text in lowered),
     }  # fmt: skip
 
 
@@ -210,6 +247,9 @@ def _tile(base: str, rows: str, stride: str, part: Part) -> str:
 
 def stream_descriptors(plan: KernelPlan) -> tuple[tuple[str, tuple[int, int]], ...]:
     """Return (argument, tile shape) of each tensor descriptor that the kernel streams tiles through."""
+    if plan.is_hopper:
+        N, D, Dv = plan.tile.BLOCK_N, plan.D, plan.Dv
+        return tuple(zip(_DESCRIPTORS, ((ROWS, D), (N, D), (N, Dv), (ROWS, Dv)), strict=True))
     if not plan.tma:
         return ()
     transposed = plan.kernel == "backward_dkdv"
@@ -290,9 +330,10 @@ _ROW_STRIDES = {f"stride_{t}{d}" for t in ("q", "k", "v", "o", "do", "dq", "dk",
 
 def _default_type(argument: str, plan: KernelPlan) -> str:
     """Return the Triton type of an argument that is not a mod's."""
-    if "_desc_" in argument:
-        rows, width = dict(stream_descriptors(plan))[argument]
-        return f"tensordesc<{TRITON_POINTER[plan.dtype][1:]}[1, 1, {rows}, {width}]>"
+    if argument in (descriptors := dict(stream_descriptors(plan))):
+        rows, width = descriptors[argument]
+        layout = f",{_LAYOUT}" if plan.is_hopper else ""
+        return f"tensordesc<{TRITON_POINTER[plan.dtype][1:]}[1, 1, {rows}, {width}]{layout}>"
     if argument in _FLOAT_POINTERS:
         return "*fp32"
     if argument in _SCALES:

@@ -31,6 +31,11 @@ def version() -> str:
     return triton.__version__
 
 
+def has_gluon() -> bool:
+    """Whether this release of Triton is known to compile our Gluon kernels."""
+    return tuple(version().split(".")[:2]) in {("3", "6"), ("3", "7")}
+
+
 def is_interpreting() -> bool:
     """Whether Triton was told (TRITON_INTERPRET=1) to run kernels in Python."""
     from triton import knobs

@@ -285,9 +285,13 @@ OPTIONS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]
     "no warps": (options(num_warps=0), (ValueError,), "expected a power of two from 1 to 32. Write 1."),
     "unknown backend": (
         options(BACKEND="CUDA"), (ValueError,),
-        "kernel_options['BACKEND']: found 'CUDA', expected one of AUTO, TRITON, CPU, FLASH, TRITON_DECODE.",
+        "kernel_options['BACKEND']: found 'CUDA', expected one of AUTO, TRITON, HOPPER, CPU, FLASH, "
+        "TRITON_DECODE.",
     ),
-    "flash": (options(BACKEND="FLASH"), (NotImplementedError,), "found BACKEND='FLASH', expected AUTO, TRITON or CPU."),
+    "flash": (
+        options(BACKEND="FLASH"), (NotImplementedError,),
+        "found BACKEND='FLASH', expected AUTO, TRITON, HOPPER or CPU.",
+    ),
     "decode": (options(BACKEND="TRITON_DECODE"), (NotImplementedError,), "found BACKEND='TRITON_DECODE'"),
     "backend and force": (
         options(BACKEND="TRITON", FORCE_USE_FLEX_ATTENTION=True), (RuntimeError,),

@@ -32,6 +32,7 @@ def plans_of(
 
     q, k, v = (torch.zeros(B, 4, n, D + spread, dtype=dtype)[..., :D].requires_grad_() for n in (M, N, N))
     mask = create_block_mask(mods.sliding_window(width), None, None, M, N, device="cpu", BLOCK_SIZE=block)
+    options = {"BACKEND": "TRITON", **options}
     return explain(q, k, v, score_mod, mask, scale, target="sm_90", kernel_options=options).plans
 
 
@@ -171,7 +172,7 @@ class Goldens(TestCase):
         self.assertExpectedInline(
             repr(forward).rpartition("/")[0].rpartition("  ")[0],
             """\
-KernelPlan forward_causal
+KernelPlan hopper_forward_causal
     target   sm_90
     dtype    float16  D 64  Dv 64  aligned  tma
     tile     BLOCK_M 64  BLOCK_N 128  warps 4  stages 3

@@ -27,9 +27,10 @@ def works() -> dict[str, tuple[KernelPlan, ...]]:
     for (name, score), masked, (D, Dv) in itertools.product(scores.items(), (False, True), ((64, 64), (40, 96))):
         q, k, v = (torch.zeros(2, 4, 200, d, dtype=torch.bfloat16, requires_grad=True) for d in (D, D, Dv))
         mask = create_block_mask(mods.causal, None, None, 200, 200, device="cpu") if masked else None
-        for target in ("sm_80", "sm_90"):
-            made = explain(q, k, v, score, mask, target=target)
-            found[f"{name}-{'causal' if masked else 'full'}-{D}-{target}"] = made.plans
+        for target, options in (("sm_80", {}), ("sm_90", {"BACKEND": "TRITON"}), ("sm_90", {})):
+            plans = explain(q, k, v, score, mask, target=target, kernel_options=options).plans
+            hopper = "-hopper" if plans[0].is_hopper else ""
+            found[f"{name}-{'causal' if masked else 'full'}-{D}-{target}{hopper}"] = plans
     return found
 
 
@@ -37,6 +38,8 @@ WORKS = works()
 
 
 def variants(plan: KernelPlan) -> list[KernelPlan]:
+    if plan.is_hopper:
+        return [plan, replace(plan, max_scores=True)]
     loose = replace(plan, aligned=False, tma=False)
     return [
         plan,
@@ -69,7 +72,7 @@ def test_arguments_have_the_type_of_what_is_passed(work: str):
         for name, kind in render(plan).signature:
             if name.endswith("_ptr"):
                 assert kind.startswith("*"), name
-            elif "_desc_" in name:
+            elif "_desc" in name:
                 assert kind.startswith("tensordesc<bf16[1, 1, "), name
             elif name.endswith("scale") or name == "q_sign":
                 assert kind == "fp32", name

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexattn.launch import buffer_name, padded_rows, run
-from flexattn.plan import KERNELS, KernelPlan, plan_kernel
+from flexattn.launch import buffer_name, padded_rows, plan_launch, run
+from flexattn.plan import KERNELS, KernelPlan
 from flexattn.problem import Problem
 from flexattn.scatter import scatter_captures
 from flexattn.target import Target
@@ -55,13 +55,13 @@ def backward(
     return (dq if needs[0] else None), (dk if needs[1] else None), (dv if needs[2] else None), captured
 
 
-def plans(problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
-    """Return the plans of forward and backward that this problem would run with on `target`."""
+def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | None], ...]:
+    """Return the plans of forward and backward on `target`, each with the reason why it is not Hopper's."""
     problem = _with_rows(problem)
     out = _like_strides(problem.query, problem.value.size(-1))
     q, k, v = problem.query, problem.key, problem.value
     tensors = {"forward": [q, k, v, out], "backward_delta": [out, out]}
-    return tuple(plan_kernel(kernel, problem, target, tensors.get(kernel, [q, k, v, out]), False) for kernel in KERNELS)
+    return tuple(plan_launch(kernel, problem, target, tensors.get(kernel, [q, k, v, out])) for kernel in KERNELS)
 
 
 def _rows(tensor: Tensor) -> Tensor:

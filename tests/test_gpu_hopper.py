@@ -1,0 +1,151 @@
+"""The Gluon forward on sm_90: every kind of mod, mask, shape and layout against the float64 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from kernel_cases import MASKS, SCORES, Call, Setting, Sizes, check, make_call
+from torch import Tensor
+
+from flexattn import AuxRequest, BlockMask, create_block_mask, explain, flex_attention, mods
+from flexattn.errors import UnsupportedError
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="not an sm_90 GPU"
+    ),
+]
+
+HOPPER = (("BACKEND", "HOPPER"),)
+BF16 = Setting("cuda", torch.bfloat16, block=4, options=HOPPER)
+FP16 = Setting("cuda", torch.float16, block=4, options=HOPPER)
+WIDE, NARROW = Sizes(2, 4, 2, 333, 427, 128, 128), Sizes(2, 4, 2, 333, 427, 64, 64)
+
+
+def runs_here(name: str) -> bool:
+    """Tell whether a score_mod of SCORES is for this engine."""
+    q = torch.zeros(1, 4, 256, 64, dtype=torch.bfloat16)
+    score_mod, _ = SCORES[name](Setting("cpu", torch.bfloat16), 4, 256, 256)
+    return explain(q, q, q, score_mod, target="sm_90").plans[0].is_hopper
+
+
+@pytest.mark.parametrize("name", sorted(SCORES))
+@pytest.mark.parametrize("mask", [None, "causal"])
+def test_score_mods(name: str, mask: str | None) -> None:
+    if runs_here(name):
+        check(make_call(BF16, NARROW, name, mask), loose=name == "constant")
+    else:
+        with pytest.raises(UnsupportedError, match="BACKEND='HOPPER', and "):
+            check(make_call(BF16, NARROW, name, mask))
+
+
+@pytest.mark.parametrize("at", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("sizes", [WIDE, NARROW], ids=["D128", "D64"])
+@pytest.mark.parametrize("mask", [None, *sorted(MASKS)])
+def test_masks(mask: str | None, sizes: Sizes, at: Setting) -> None:
+    check(make_call(at, sizes, None, mask), loose=True)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes(1, 1, 1, 128, 128, 128, 128), Sizes(1, 2, 1, 1, 1, 64, 64), Sizes(2, 2, 1, 129, 1, 64, 64),
+        Sizes(1, 8, 1, 65, 1000, 128, 128), Sizes(3, 4, 4, 640, 127, 64, 64), Sizes(4, 4, 2, 200, 300, 128, 128, Bkv=1),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("mask", [None, "causal"])
+def test_shapes(sizes: Sizes, mask: str | None) -> None:
+    check(make_call(BF16, sizes, "softcap", mask), loose=True)
+
+
+def between_heads(x: Tensor) -> Tensor:
+    """The same values as a view of [B, S, H, D]."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def inside_more(x: Tensor) -> Tensor:
+    """The same values as part of a larger tensor, as q, k and v of one projection are."""
+    return torch.cat((x, x, x), -1).split(x.size(-1), -1)[1]
+
+
+@pytest.mark.parametrize("layout", [between_heads, inside_more])
+def test_layouts(layout: Callable[[Tensor], Tensor]) -> None:
+    call = make_call(BF16, WIDE, None, "causal")
+    check(Call(*map(layout, (call.query, call.key, call.value)), None, call.mask, call.mask_mod, options=call.options))
+
+
+def big(B: int, Hq: int, Hkv: int, S: int, D: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(B, H, S, D, device="cuda", dtype=torch.bfloat16, generator=generator) for H in (Hq, Hkv, Hkv)
+    )
+    return q, k, v
+
+
+def documents(S: int) -> Callable[..., Tensor]:
+    cuts = torch.sort(torch.randperm(S - 1, generator=torch.Generator().manual_seed(1))[:11] + 1)[0]
+    return mods.document_causal(torch.bucketize(torch.arange(S), cuts, right=True).int().cuda())
+
+
+@pytest.mark.parametrize(
+    ("S", "D", "mask", "score"),
+    [
+        (8192, 128, None, None), (8192, 64, mods.causal, None), (16384, 128, documents, mods.softcap(30.0)),
+        (32768, 128, mods.sliding_window(1024), None), (8192, 128, mods.prefix_lm(2048), mods.alibi(8)),
+    ],
+    ids=["full", "causal", "documents softcap", "sliding", "prefix alibi"],
+)  # fmt: skip
+def test_long_sequences_agree_with_the_triton_engine(S, D, mask, score) -> None:
+    q, k, v = big(1, 8, 2, S, D)
+    mask = mask(S) if mask is documents else mask
+    blocks = mask and create_block_mask(mask, None, None, S, S, device="cuda")
+    results = []
+    for backend in ("HOPPER", "TRITON"):
+        aux = AuxRequest(lse=True, max_scores=True)
+        out, extra = flex_attention(
+            q, k, v, score, blocks, enable_gqa=True, return_aux=aux, kernel_options={"BACKEND": backend}
+        )
+        results.append((out.float(), extra.lse, extra.max_scores))
+    for (ours, theirs), bound in zip(zip(*results, strict=True), (2.0**-6, 2.0**-14, 2.0**-14), strict=True):
+        assert (ours - theirs).abs().max() <= bound * theirs.abs().max().clamp(min=1)
+
+
+def test_the_same_call_twice_is_bitwise_equal() -> None:
+    q, k, v = big(2, 8, 8, 4096, 128)
+    blocks = create_block_mask(mods.causal, None, None, 4096, 4096, device="cuda")
+    outs = [flex_attention(q, k, v, block_mask=blocks, kernel_options={"BACKEND": "HOPPER"}) for _ in range(20)]
+    assert all(torch.equal(outs[0], x) for x in outs)
+
+
+def test_nothing_of_other_heads_or_past_the_end_leaks() -> None:
+    """Keys and values past the length, in the same allocation, are NaN; so is the next head."""
+    S = 200
+    q, k, v = big(1, 2, 2, 256, 128)
+    k[:, :, S:], v[:, :, S:] = float("nan"), float("nan")
+    out = flex_attention(q[:, :, :S], k[:, :, :S], v[:, :, :S], kernel_options={"BACKEND": "HOPPER"})
+    assert out.isfinite().all()
+
+
+def test_rows_without_a_key_are_zero() -> None:
+    q, k, v = big(1, 2, 2, 512, 128)
+    mask = create_block_mask(lambda b, h, q_idx, kv_idx: (q_idx >= 130) & (kv_idx < q_idx - 100), None, None, 512, 512)
+    out, lse = flex_attention(
+        q, k, v, block_mask=mask, return_aux=AuxRequest(lse=True), kernel_options={"BACKEND": "HOPPER"}
+    )
+    lse = lse.lse
+    assert not out[:, :, :130].any()
+    assert (lse[:, :, :130] == -torch.inf).all() and lse[:, :, 130:].isfinite().all()
+
+
+@pytest.mark.parametrize("block", [64, 96])
+def test_blocks_that_are_no_whole_tiles_are_refused_by_name(block: int) -> None:
+    q, k, v = big(1, 2, 2, 512, 128)
+    mask: BlockMask = create_block_mask(mods.causal, None, None, 512, 512, device="cuda", BLOCK_SIZE=block)
+    with pytest.raises(UnsupportedError, match=f"blocks of {block} x {block} are no whole tiles"):
+        flex_attention(q, k, v, block_mask=mask, kernel_options={"BACKEND": "HOPPER"})
+    assert flex_attention(q, k, v, block_mask=mask).isfinite().all()  # by the Triton engine
