@@ -8,9 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,18 +28,29 @@ from benchmarks.harness import (
     environment,
     host_sample,
     measure,
-    one_line,
     synchronize,
     table,
     write_json,
 )
+from benchmarks.masks import (
+    LARGE,
+    TINY,
+    MaskSettings,
+    documents,
+    failure,
+    in_child,
+    kernels_made,
+    mask_builders,
+    measure_masks,
+)
 from benchmarks.peers import PEERS, prepare_torch, torch_flex_module
-from benchmarks.works import WORKS, Mods, Work, causal_mask, document_lengths, make_inputs
-from flexattn.build import stats
+from benchmarks.works import WORKS, Mods, Work, causal_mask, make_inputs
 
 PARTS = ("masks", "host", "first_call", "recompiles")
 KNOWN = ("flexattn", "torch_flex", "torch_flex_eager")
 MOST_LAUNCHES = 100  # between two waits for the device: its queue must never be full
+GPU_LENGTHS = "8192,32768,65536,131072,1048576"  # of masks
+CPU_LENGTHS = "2048,8192,65536"
 _SEEDS = itertools.count()  # of document masks, no two of which are alike
 
 
@@ -53,7 +62,7 @@ class Settings:
     device: torch.device
     dtype: torch.dtype
     rounds: int
-    mask_lengths: tuple[int, ...]
+    masks: MaskSettings
     length: int  # of the works whose host time and first call are measured
     lengths: tuple[int, ...]  # that the recompile counter goes through
 
@@ -77,91 +86,32 @@ def settings_of(options: argparse.Namespace) -> Settings:
     """Return the options as what they mean."""
     device = torch.device(options.device)
     on_gpu = device.type == "cuda"
-    default = "64,128" if options.quick else "8192,65536,131072" if on_gpu else "2048,8192"
+    default = "64,128" if options.quick else GPU_LENGTHS if on_gpu else CPU_LENGTHS
     peers = tuple(options.peers.split(","))
     if unknown := set(peers) - set(KNOWN):
         raise SystemExit(f"--peers: unknown {', '.join(sorted(unknown))}; known are {', '.join(KNOWN)}")
     draw = random.Random(0)
     longest = 2048 if on_gpu else 128 if options.quick else 512
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    rounds = 2 if options.quick else options.rounds
+    masks = MaskSettings(
+        peers=peers,
+        device=device,
+        dtype=dtype,
+        rounds=rounds,
+        lengths=tuple(int(x) for x in (options.mask_lengths or default).split(",")),
+        churn=(5, 128) if options.quick else (200, 65_536),
+        packed=LARGE if on_gpu and not options.quick else TINY,
+    )
     return Settings(
         peers=peers,
         device=device,
-        dtype=torch.bfloat16 if on_gpu else torch.float32,
-        rounds=2 if options.quick else options.rounds,
-        mask_lengths=tuple(int(x) for x in (options.mask_lengths or default).split(",")),
+        dtype=dtype,
+        rounds=rounds,
+        masks=masks,
         length=64 if options.quick else 256,
         lengths=tuple(draw.randint(17, longest) for _ in range(3 if options.quick else 8)),
     )
-
-
-def causal(length: int, device: torch.device) -> Callable[..., Tensor]:
-    """Return a causal mask_mod as a new closure."""
-    first = 0
-
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return causal_mask(b, h, q_idx, kv_idx + first)
-
-    return mask
-
-
-def document(length: int, device: torch.device) -> Callable[..., Tensor]:
-    """Return a mask_mod of ragged documents as a new closure over a new tensor."""
-    lengths = torch.tensor(document_lengths(length, seed=next(_SEEDS)))
-    ids = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths).to(device)
-
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (q_idx >= kv_idx) & (ids[q_idx] == ids[kv_idx])
-
-    return mask
-
-
-def mask_builders(settings: Settings) -> dict[str, Callable[[Callable[..., Tensor], int], object]]:
-    """Return, for each peer, a function of (mask_mod, length) that builds a BlockMask."""
-    device = settings.device
-    create = torch_flex_module().create_block_mask
-    compiled = torch.compile(create)
-    known: dict[str, Callable[..., object]] = {
-        "flexattn": flexattn.create_block_mask,
-        "torch_flex": compiled,
-        "torch_flex_eager": create,
-    }
-    return {
-        peer: lambda mask, length, build=known[peer]: build(mask, None, None, length, length, device=device)
-        for peer in settings.peers
-    }
-
-
-def masks(settings: Settings) -> list[Result]:
-    """Time building: the first time of a kind and length, again with the same mod, and with a new closure each time."""
-    results = []
-    for length in settings.mask_lengths:
-        for kind in (causal, document):
-            for peer, build in mask_builders(settings).items():
-                results += _mask_times(settings, f"{kind.__name__} mask {length}", kind, length, peer, build)
-    return results
-
-
-def _mask_times(
-    settings: Settings,
-    work: str,
-    kind: Callable[[int, torch.device], Callable[..., Tensor]],
-    length: int,
-    peer: str,
-    build: Callable[[Callable[..., Tensor], int], object],
-) -> list[Result]:
-    """Time one kind, length and peer; what does not fit into memory is noted and the rest left out."""
-    same = kind(length, settings.device)
-    fresh = [kind(length, settings.device) for _ in range(settings.rounds)]
-    steps = {"first": [same], "repeated": [same] * settings.rounds, "new closure": fresh}
-    results = []
-    try:
-        for step, mods in steps.items():
-            taken = tuple(milliseconds(lambda m=mod: build(m, length), settings.device) for mod in mods)
-            results.append(Result(Config(work, peer, step), taken))
-    except Exception as error:
-        failed = "error" if peer == "flexattn" else "n/a"
-        results.append(Result(Config(work, peer, "first"), note=f"{failed}: {one_line(error)}"))
-    return results
 
 
 def milliseconds(run: Run, device: torch.device) -> float:
@@ -180,7 +130,7 @@ def host_works(settings: Settings) -> dict[str, tuple[Work, Mods]]:
     return {
         "plain": (work, Mods()),
         "causal": (work, Mods(mask_mod=causal_mask)),
-        "alibi + documents": (work, Mods(alibi, document(work.length, settings.device))),
+        "alibi + documents": (work, Mods(alibi, documents(work.length, next(_SEEDS), settings.device))),
     }
 
 
@@ -196,7 +146,7 @@ def host(settings: Settings) -> list[Result]:
                 attend = PEERS[peer](work, mods, settings.device)
                 trains = attend(*inputs.qkv).requires_grad
             except Exception as error:
-                notes.append(Result(config, note=f"{'error' if peer == 'flexattn' else 'n/a'}: {one_line(error)}"))
+                notes.append(Result(config, note=failure(peer, error)))
                 continue
 
             def forward(attend: Any = attend, inputs: Any = inputs) -> Tensor:
@@ -228,15 +178,9 @@ def first_call(settings: Settings) -> list[Result]:
 
 def _first_call_elsewhere(peer: str, settings: Settings, folder: Path) -> Mapping[str, float]:
     caches = {"FLEXATTN_CACHE_DIR": "flexattn", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-    environ = os.environ | {name: str(folder / sub) for name, sub in caches.items()}
-    command = [sys.executable, "-m", "benchmarks.overhead", "--first-call", peer, "--device", str(settings.device)]
-    command += ["--quick"] if settings.length < 256 else []
-    root = Path(__file__).parent.parent
-    done = subprocess.run(command, env=environ, cwd=root, capture_output=True, text=True, check=False, timeout=300)
-    if done.returncode:
-        print(done.stderr[-2000:], file=sys.stderr)
-        return {}
-    return json.loads(done.stdout.splitlines()[-1])
+    environ = {name: str(folder / sub) for name, sub in caches.items()}
+    command = ["benchmarks.overhead", "--first-call", peer, "--device", str(settings.device)]
+    return in_child([*command, "--quick"] if settings.length < 256 else command, environ) or {}
 
 
 def first_call_here(peer: str, settings: Settings) -> dict[str, float]:
@@ -276,30 +220,28 @@ def _recompiles(peer: str, settings: Settings) -> Recompiles:
     torch._dynamo.reset()
     before, taken = _compiled(peer), []
     compiled = torch.compile(torch_flex_module().flex_attention)  # dynamic shapes as torch chooses them by default
-    builder = mask_builders(replace(settings, peers=(peer,)))[peer]
+    builder = mask_builders([peer], settings.device)[peer]
     base, _ = host_works(settings)["alibi + documents"]
 
     def call(length: int) -> None:
         work = replace(base, length=length)
         q, k, v = (x.detach() for x in make_inputs(work, settings.device, settings.dtype).qkv)
         alibi = base.mods(work, settings.device).score_mod
-        block_mask = builder(document(length, settings.device), length)
+        block_mask = builder(documents(length, next(_SEEDS), settings.device), length)
         (flexattn.flex_attention if peer == "flexattn" else compiled)(q, k, v, alibi, block_mask)
 
     try:
         for length in settings.lengths:
             taken.append(milliseconds(lambda n=length: call(n), settings.device))
     except Exception as error:
-        kind = "error" if peer == "flexattn" else "n/a"
-        return Recompiles(peer, settings.lengths, 0, tuple(taken), f"{kind}: {one_line(error)}")
+        return Recompiles(peer, settings.lengths, 0, tuple(taken), failure(peer, error))
     return Recompiles(peer, settings.lengths, _compiled(peer) - before, tuple(taken))
 
 
 def _compiled(peer: str) -> int:
     """Return how many kernels (flexattn) or graphs (torch) this process has compiled so far."""
     if peer == "flexattn":
-        counts = stats()
-        return counts["compiles"] + counts["disk_hits"]
+        return kernels_made()
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
@@ -332,23 +274,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(first_call_here(options.first_call, settings)))
         return 0
     parts = options.parts.split(",")
+    masks = measure_masks(settings.masks) if "masks" in parts else None  # before others build any
     results: list[Result] = []
-    for name, part in (("first_call", first_call), ("masks", masks), ("host", host)):
+    for name, part in (("first_call", first_call), ("host", host)):
         results += part(settings) if name in parts else []
     found = recompiles(settings) if "recompiles" in parts else []
     where = environment(settings.device, options.label)
     print(where)
+    if masks:
+        print(f"\n{masks}")
     if results:
         print(f"\n{results_table(results)}")
     if found:
         print(f"\n{recompiles_table(found)}")
     record = {
         "environment": asdict(where),
+        "masks": masks.record() if masks else None,
         "results": [result.record() for result in results],
         "recompiles": [asdict(r) for r in found],
     }
     write_json(options.json, record)
-    return 1 if any(r.failed for r in results) or any(r.note.startswith("error") for r in found) else 0
+    broken = any(r.failed for r in results) or any(r.note.startswith("error") for r in found)
+    return 1 if broken or (masks is not None and masks.failed) else 0
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ def clear() -> None:
 
 def find(key: object, bound: BoundMod) -> tuple[RunLists, RunLists, BuildCounts] | None:
     """Return the lists built for the key from tensors that are unchanged; the host waits to compare them."""
+    key = _with_tensors(key, bound)
     built = _built.get(key)
     found = (
         built is not None
@@ -62,6 +63,8 @@ def find(key: object, bound: BoundMod) -> tuple[RunLists, RunLists, BuildCounts]
     )
     with _lock:
         _stats["hits" if found else "builds"] += 1
+        if found and key in _built:
+            _built.move_to_end(key)
     return built.lists if found and built is not None else None
 
 
@@ -71,6 +74,7 @@ def keep(key: object, bound: BoundMod, lists: tuple[RunLists, RunLists, BuildCou
     for t in tensors:
         if t.is_inference() or t.numel() * t.element_size() > _LARGEST:
             return
+    key = _with_tensors(key, bound)
     with _lock:
         before = _built.get(key)
         again = not tensors or (before is not None and before.is_of(bound))
@@ -82,3 +86,8 @@ def keep(key: object, bound: BoundMod, lists: tuple[RunLists, RunLists, BuildCou
                 del _built[other]
         while len(_built) > _MASKS:
             _built.popitem(last=False)
+
+
+def _with_tensors(key: object, bound: BoundMod) -> tuple[object, ...]:
+    """Return the key of a mod with these tensors; an id may come again, so `Built.is_of` tells whether it is them."""
+    return (key, *map(id, bound.reached))

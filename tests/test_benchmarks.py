@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 import random
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import attention, calls, overhead
+import flexattn
+from benchmarks import attention, calls, masks, overhead
 from benchmarks.harness import Config, Result, geometric_mean, measure, table, write_json
 from benchmarks.peers import PEERS, Attend
 from benchmarks.works import CPU_WORKS, WORKS, Mods, Work, count_pairs, document_lengths, forward_flops
@@ -158,10 +161,137 @@ def test_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [*QUICK, "--parts", "masks,host,recompiles", "--peers", "flexattn,torch_flex_eager", "--json", str(path)]
     assert overhead.main(argv) == 0, capsys.readouterr().out
     record = json.loads(path.read_text())
-    found = {(r["work"], r["peer"], r["direction"]) for r in record["results"]}
-    assert ("document mask 128", "flexattn", "new closure") in found
-    assert ("call, alibi + documents", "flexattn", "forward + backward") in found
+    found = {(r["work"], r["peer"], r["direction"]): r for r in record["results"]}
+    assert found["call, alibi + documents", "flexattn", "forward + backward"]["median"] > 0
     assert [r["peer"] for r in record["recompiles"]] == ["flexattn"]
+
+    rows = {(r["work"], r["peer"], r["direction"]): r for r in record["masks"]["results"]}
+    steps = [(64, "first"), *((length, step) for length in (64, 128) for step in ("repeated", "new closure"))]
+    peers = ("flexattn", "torch_flex_eager")
+    assert set(rows) == {(f"{kind} {n}", peer, step) for kind in masks.KINDS for n, step in steps for peer in peers}
+    assert {len(r["milliseconds"]) for (_, _, step), r in rows.items() if step != "first"} == {2}
+    for kind in masks.KINDS:
+        repeated, fresh = (rows[f"{kind} 128", "flexattn", step] for step in ("repeated", "new closure"))
+        assert (repeated["cached"], fresh["cached"], fresh["builds"]) == (2, 0, 2)
+        assert (fresh["launches"], fresh["waits"], fresh["blocks"]) == (0, 0, 0)
+        assert fresh["host_ms"] == fresh["python_ms"] > 0
+        assert (fresh["peak_mib"] is not None) == Path("/proc/self/clear_refs").exists()
+    churned = [(c["kind"], len(c["milliseconds"]), c["traces"], c["cached"]) for c in record["masks"]["churn"]]
+    assert churned == [("documents", 5, 0, 0), ("sliding 1024", 5, 0, 0)]
+    assert 0 < record["masks"]["share"]["percent"] < 100
+    assert "share" in capsys.readouterr().out
+
+
+MASKS = masks.MaskSettings(("flexattn", "torch_flex"), CPU, torch.float32, 3, (32, 64, 128), (2, 64), masks.TINY)
+
+
+def rows_of(builder: masks.Build, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str, str], masks.MaskResult]:
+    """Compare flexattn with another builder in the place of torch's, for causal masks."""
+    ours = masks.mask_builders(["flexattn"], CPU)
+    monkeypatch.setattr(masks, "mask_builders", lambda peers, device: ours | {"torch_flex": builder})
+    monkeypatch.setattr(masks, "KINDS", {"causal": masks.causal})
+    monkeypatch.setattr(masks, "host_peaks", lambda lengths: {("causal", 128): "error: no memory"})
+    results = masks.compare(MASKS)
+    assert "error: no memory" in masks.masks_table(results, CPU)
+    return {(r.config.work, r.config.peer, r.config.direction): r for r in results}
+
+
+def test_a_peer_without_memory_is_left_out_of_greater_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(mod: masks.Mod, length: int) -> None:
+        if length == 64:
+            raise MemoryError("all gone")
+
+    rows = rows_of(build, monkeypatch)
+    assert rows["causal 32", "torch_flex", "new closure"].milliseconds
+    assert rows["causal 64", "torch_flex", "any"].note == "n/a: MemoryError: all gone"
+    assert not rows["causal 64", "torch_flex", "any"].failed
+    assert not [key for key in rows if key[:2] == ("causal 128", "torch_flex")]
+    assert len(rows["causal 128", "flexattn", "repeated"].milliseconds) == 3
+    assert rows["causal 128", "flexattn", "any"].failed
+
+
+@pytest.mark.parametrize(("limit", "length", "note"), [(0.02, 32, "0 s for a build"), (0.1, 64, "expected from 32")])
+def test_a_slow_peer_leaves(limit: float, length: int, note: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "SLOW_S", limit)
+    built: list[int] = []
+
+    def build(mod: masks.Mod, length: int) -> None:
+        built.append(length)
+        time.sleep(0.03)
+
+    rows = rows_of(build, monkeypatch)
+    assert note in rows[f"causal {length}", "torch_flex", "any"].note
+    assert built == [32] * (2 if length == 32 else 2 * (2 + masks.LEAST_ROUNDS))
+
+
+def test_each_mask_of_a_kind_is_another() -> None:
+    for make in masks.KINDS.values():
+        mask = flexattn.create_block_mask(make(96, 0, CPU), None, None, 96, 96, device=CPU, BLOCK_SIZE=8)
+        assert 0 < mask.counts()[1] < 144
+        assert len({str([c.cell_contents for c in make(96, n, CPU).__closure__ or ()]) for n in range(4)}) == 4
+    (ids,) = (c.cell_contents for c in masks.documents(2**20, 1, CPU).__closure__ or ())
+    assert ids.max() == 1499
+
+
+def test_what_a_build_consists_of() -> None:
+    class Launched(flexattn.build.Kernel):
+        def __init__(self) -> None:
+            self.programs: list[int] = []
+
+        def launch(self, programs: int, arguments: tuple[Any, ...], stream: int | None = None) -> None:
+            self.programs.append(programs)
+
+    kernel, on_gpu, tally = Launched(), SimpleNamespace(is_cuda=True), masks._Tally()
+
+    def build(mod: masks.Mod, length: int) -> Any:
+        kernel.launch(length, ())
+        kernel.launch(length, ())
+        return flexattn.create_block_mask(mod, None, None, length, length, device=CPU)
+
+    found = masks.anatomy(build, [masks.causal(40, n, CPU) for n in range(3)], 40, CPU)
+    assert kernel.programs == [40] * 6
+    assert (found.launches, found.waits, found.builds) == (2, 0, 3)
+    assert "launch" in vars(Launched)
+    assert "tolist" not in vars(Tensor)
+    tally.waiting(lambda tensor: time.sleep(0.01))(on_gpu)
+    assert tally.waits == 1
+    assert 0.01 <= tally.waited < 1
+
+
+def test_memory_of_a_gpu_is_that_above_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {"synchronize": None, "memory_allocated": 100, "reset_peak_memory_stats": None, "max_memory_allocated": 350}
+    for name, value in calls.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    gpu: Any = SimpleNamespace(type="cuda")
+    made, sample = masks.observe(lambda: "mask", gpu)
+    assert (made, sample.peak) == ("mask", 250)
+    assert sample.milliseconds(gpu) == sample.wall * 1e3
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="needs /proc")
+def test_memory_of_a_cpu_is_limited_while_peers_build() -> None:
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with masks.allocations_raise(CPU):
+        assert resource.getrlimit(resource.RLIMIT_AS)[0] > 0
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+def test_a_failed_process_for_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    assert set(masks.host_peaks([64]).values()) == {"error: the process that measures memory failed"}
+
+
+@pytest.mark.parametrize("name", ["traces", "compilations"])
+def test_a_trace_or_compilation_too_many_fails(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for count in (0, 1):
+        report = masks.Report(CPU, [], [masks.Churn("documents", 64, (1.0,), **{name: count})], None)
+        monkeypatch.setattr(overhead, "measure_masks", lambda settings, report=report: report)
+        assert overhead.main([*QUICK, "--parts", "masks"]) == count
+        assert f"{count} {name}" in capsys.readouterr().out
 
 
 def test_first_call_in_a_fresh_process(capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,6 +107,7 @@ MASKS: dict[str, Callable[[], Callable[..., Tensor]]] = {
     "noop_mask": lambda: mods.noop_mask,
     "causal": lambda: mods.causal,
     "causal_lower_right": lambda: mods.causal_lower_right(S, S),
+    "shifted": lambda: mods.shifted(mods.causal, 20),
     "sliding_window": lambda: mods.sliding_window(50),
     "dilated": lambda: mods.dilated(3, 5),
     "strided": lambda: mods.strided(50),
