@@ -6,6 +6,8 @@ many runs there are; where bounds and samples leave blocks open, these are evalu
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -44,61 +46,78 @@ def build_lists(
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return build_lists(plan, bound, sizes, block_size, device, separate)
-    B, H, Q, KV = sizes
+    g = _geometry(sizes, block_size, separate)
     target = target_of(device)
-    blocks = (-(-Q // block_size[0]), -(-KV // block_size[1]))
-    q_words, kv_words = -(-blocks[0] // 32), -(-blocks[1] // 32)
-    rows = (B * H * blocks[0], B * H * blocks[1])
-    by_row, by_column = rows[0] * kv_words, rows[1] * q_words
-    # Bits of blocks, 32 in a word, by row: full, partial, unknown; by column: full, partial. Then the counts of rows.
-    scratch = _Memory([by_row] * 3 + [by_column] * 2 + [4 * rows[0] + 3 * rows[1], 8], device)
+    scratch, kept = _Memory(g.scratch, device), _Memory(g.kept, device)
     full, partial, unknown, full_by_key, partial_by_key, counts, status = scratch.parts()
-    kept = _Memory([rows[0] + 1] * 2 + [rows[1] + 1] * 2 + [*rows], device)
     row_ptrs, order = kept.at(0), kept.at(4)
-
     mod_values = _mod_values(plan, bound)
-    geometry = (Q, KV, *block_size, *blocks, H, int(separate))
-    bitmaps = (full, partial, unknown, full_by_key, partial_by_key)
     tables = _tables(plan, bound, block_size, target)
     classify, count, scan, fill = _kernels(plan, target)
-    classify.launch(B * H * q_words * kv_words, (*bitmaps, status, *geometry, *mod_values, *tables))
+    bitmaps = (full, partial, unknown, full_by_key, partial_by_key)
     found = (full, partial, full_by_key, partial_by_key)
-    ends = (*rows, *blocks)
+
+    classify.launch(g.tiles, (*bitmaps, status, *g.values, *mod_values, *tables))
 
     def count_runs() -> list[int]:
-        count.launch(sum(rows), (*found, unknown, counts, *ends))
-        scan.launch(5, (counts, row_ptrs, status, *rows))
+        count.launch(g.rows, (*found, unknown, counts, *g.ends))
+        scan.launch(5, (counts, row_ptrs, status, *g.ends[:2]))
         return scratch.tensor(6).tolist()  # here the host waits
 
     *totals, open_blocks, _, _, _ = count_runs()
     if open_blocks:
-        total = 4 * by_row
-        programs = min(total, _PROGRAMS * _processors(device))
         octets = scratch.tensor(2).view(torch.uint8) if target.backend == "interpreter" else unknown
-        evaluate = build(plan.evaluate, target)
-        evaluate.launch(
-            programs,
-            (full, partial, octets, full_by_key, partial_by_key, status, *geometry, total, *mod_values),
-        )
+        programs = min(g.octets, _PROGRAMS * _processors(device))
+        bitmaps = (full, partial, octets, full_by_key, partial_by_key)
+        build(plan.evaluate, target).launch(programs, (*bitmaps, status, *g.values, g.octets, *mod_values))
         *totals, _, outside, _, _ = count_runs()
         if outside:
             raise _outside(bound, outside)
-    runs = _Memory([2 * n for n in totals], device)
-    fill.launch(sum(rows), (*found, counts, row_ptrs, order, *runs.parts(), *ends))
+    runs = _Memory(tuple([2 * n for n in totals]), device)
+    fill.launch(g.rows, (*found, counts, row_ptrs, order, *runs.parts(), *g.ends))
     row_ptr, run = kept.tensors(), runs.tensors(2)
-    by_query = RunLists(Runs(row_ptr[0], run[0]), Runs(row_ptr[1], run[1]), row_ptr[4].view(B * H, -1))
-    by_key = RunLists(Runs(row_ptr[2], run[2]), Runs(row_ptr[3], run[3]), row_ptr[5].view(B * H, -1))
-    return by_query, by_key, BuildCounts(B * H * blocks[0] * blocks[1], None, open_blocks)
+    by_query = RunLists(Runs(row_ptr[0], run[0]), Runs(row_ptr[1], run[1]), row_ptr[4].view(g.heads, -1))
+    by_key = RunLists(Runs(row_ptr[2], run[2]), Runs(row_ptr[3], run[3]), row_ptr[5].view(g.heads, -1))
+    return by_query, by_key, BuildCounts(g.blocks, None, open_blocks)
+
+
+@dataclass(frozen=True)
+class _Geometry:
+    """What follows from the sizes of a mask and its blocks."""
+
+    heads: int
+    blocks: int
+    rows: int  # of both directions
+    tiles: int  # of 32 x 32 blocks
+    octets: int  # bytes of the bits by row
+    values: tuple[int, ...]  # arguments of the kernels that decide blocks
+    ends: tuple[int, ...]  # and of those that list them
+    scratch: tuple[int, ...]  # bits by row: full, partial, unknown; by column: full, partial; counts of rows; status
+    kept: tuple[int, ...]  # row_ptr of partial and full runs by query, then by key; the two orders
+
+
+@lru_cache(256)
+def _geometry(sizes: Sizes, block_size: tuple[int, int], separate: bool) -> _Geometry:
+    B, H, Q, KV = sizes
+    q_blocks, kv_blocks = -(-Q // block_size[0]), -(-KV // block_size[1])
+    q_words, kv_words = -(-q_blocks // 32), -(-kv_blocks // 32)
+    q_rows, kv_rows = B * H * q_blocks, B * H * kv_blocks
+    by_row, by_column = q_rows * kv_words, kv_rows * q_words
+    return _Geometry(
+        heads=B * H, blocks=q_rows * kv_blocks, rows=q_rows + kv_rows, tiles=B * H * q_words * kv_words,
+        octets=4 * by_row, values=(Q, KV, *block_size, q_blocks, kv_blocks, H, int(separate)),
+        ends=(q_rows, kv_rows, q_blocks, kv_blocks),
+        scratch=(by_row, by_row, by_row, by_column, by_column, 4 * q_rows + 3 * kv_rows, 8),
+        kept=(q_rows + 1, q_rows + 1, kv_rows + 1, kv_rows + 1, q_rows, kv_rows),
+    )  # fmt: skip
 
 
 class _Memory:
     """One allocation of int32 in parts, given to kernels as addresses, which cost the host less than tensors."""
 
-    def __init__(self, sizes: list[int], device: torch.device) -> None:
+    def __init__(self, sizes: tuple[int, ...], device: torch.device) -> None:
         self.sizes = sizes
-        self.starts = [0]
-        for size in sizes:
-            self.starts.append(self.starts[-1] + size)
+        self.starts = [0, *itertools.accumulate(sizes)]
         self.buffer = torch.empty(self.starts[-1], dtype=torch.int32, device=device)
         self.address = self.buffer.data_ptr() if device.type == "cuda" else None
 
@@ -108,7 +127,9 @@ class _Memory:
         return self.buffer[start:] if self.address is None else self.address + 4 * start
 
     def parts(self) -> list[Any]:
-        return [self.at(i) for i in range(len(self.sizes))]
+        if self.address is None:
+            return [self.at(i) for i in range(len(self.sizes))]
+        return [self.address + 4 * start for start in self.starts[:-1]]
 
     def tensor(self, part: int) -> Tensor:
         return self.buffer[self.starts[part] : self.starts[part + 1]]

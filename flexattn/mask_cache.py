@@ -17,7 +17,7 @@ from torch import Tensor
 from flexattn.block_mask import BuildCounts, RunLists, Seen, is_same, seen
 from flexattn.graph import BoundMod
 
-_MASKS = 32
+_MASKS = 32  # kept after a clearing, which is done when there are twice as many
 _LARGEST = 2**26  # bytes of a tensor whose contents are kept
 
 
@@ -81,11 +81,11 @@ def keep(key: object, bound: BoundMod, lists: tuple[RunLists, RunLists, BuildCou
         contents = tuple(t.detach().clone() for t in tensors) if again else None
         _built[key] = Built(lists, tuple(map(seen, tensors)), contents)
         _built.move_to_end(key)
-        if len(_built) > _MASKS:
+        if len(_built) > 2 * _MASKS:  # not at each build: it would take a fifth of its time on the host
             for other in [k for k, b in _built.items() if any(t() is None for t, _ in b.tensors)]:
                 del _built[other]
-        while len(_built) > _MASKS:
-            _built.popitem(last=False)
+            while len(_built) > _MASKS:
+                _built.popitem(last=False)
 
 
 def _with_tensors(key: object, bound: BoundMod) -> tuple[object, ...]:
