@@ -77,7 +77,7 @@ def as_gluon(text: str) -> str:
 
 
 def _lowered(plan: KernelPlan) -> list[str]:
-    dialect = Dialect(float_index=plan.float_index)
+    dialect = Dialect(float_index=plan.float_index, float_columns=True)
     found = [] if plan.mask is None else [lower(plan.mask, "mask_mod", dialect)]
     return found if plan.score is None else [*found, lower_score(plan.score, "score_mod", dialect)]
 

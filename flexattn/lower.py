@@ -115,6 +115,7 @@ class Dialect:
     interpreter: bool = False
     ptx: bool = False  # NVIDIA's instructions may be written inline
     float_index: bool = True  # lengths are below INDEX_LIMIT: index differences are formed in float32
+    float_columns: bool = False  # kv_idx also comes as float32, `kv_float`, which is cheaper than converting it
     checked: bool = False  # a mask also gives the captures that it was asked to read outside of, as bits
 
 
@@ -129,7 +130,7 @@ def lower(mod: ModPlan, function: str, dialect: Dialect) -> str:
         outside = [f"tl.where({inside}, 0, {1 << (n % 31)})" for n, inside in writer.checks]
         result = f"{result}, {' | '.join(['q_idx * 0', *outside])}"
     early = ["early"] if early_loads(mod) else []
-    return writer.function(function, [*mod_parameters(mod.graph), "live", *early], [f"return {result}"])
+    return writer.function(function, [*_parameters(mod, dialect), *early], [f"return {result}"])
 
 
 def lower_score(mod: ModPlan, function: str, dialect: Dialect) -> str:
@@ -150,11 +151,16 @@ def lower_score(mod: ModPlan, function: str, dialect: Dialect) -> str:
             else f"{shape}(score.shape, {result}, tl.float32)"
         )
     early = ["early"] if early_loads(mod) else []
-    return writer.function(function, [*mod_parameters(mod.graph), "live", *early], [f"return {result}"])
+    return writer.function(function, [*_parameters(mod, dialect), *early], [f"return {result}"])
 
 
 def early_loads(mod: ModPlan) -> tuple[int, ...]:
-    """Return the loads of each place that can start before the score is known: they need neither it nor a guard."""
+    """Return the loads of each place that can start before the score is known: they need neither it nor a guard.
+
+    A mask is asked after the score is known, and not in every tile: its loads stay where they are.
+    """
+    if mod.role == "mask":
+        return ()
     graph = mod.graph
     return tuple(
         i
@@ -176,6 +182,10 @@ def lower_early_loads(mod: ModPlan, function: str, dialect: Dialect, streamed: s
 def mod_parameters(graph: ModGraph) -> list[str]:
     """Return the parameters of a lowered mod: the score comes unscaled, with its scale."""
     return [p for name in graph.inputs for p in ((name, "sm_scale") if name == "score" else (name,))]
+
+
+def _parameters(mod: ModPlan, dialect: Dialect) -> list[str]:
+    return [*mod_parameters(mod.graph), *(["kv_float"] if dialect.float_columns else []), "live"]
 
 
 class Writer:
@@ -425,6 +435,8 @@ class Writer:
             node = self.graph.nodes[position]
             if node.op == "const":
                 return repr(float(str(node.value)))
+            if node.op == "input" and node.value == "kv_idx" and self.dialect.float_columns:
+                return "kv_float"
             if node.op == "input":
                 text = f"{node.value}.to(tl.float32)"
             else:

@@ -69,8 +69,8 @@ class Sizes:
     Bkv: int | None = None
 
     def times(self, factor: int) -> Sizes:
-        """Multiply lengths that are not chosen for being tiny; odd ones stay odd."""
-        longer = {n: x if x < 16 else x * factor - (x * factor - x) % 2 for n, x in (("M", self.M), ("N", self.N))}
+        """Multiply lengths that are not chosen for being tiny or whole tiles; odd ones stay odd."""
+        longer = {n: x if x < 16 or x % 128 == 0 else x * factor - (x * factor - x) % 2 for n, x in (("M", self.M), ("N", self.N))}
         return replace(self, **longer)
 
 
@@ -460,6 +460,9 @@ def _cases() -> dict[str, Callable[[Setting], Call]]:
     for scale in (0.0, -0.7, 3.0):
         for score in (None, "softcap", "alibi"):
             found[f"scale{scale}-{score}"] = lambda at, x=scale, n=score: make_call(at, Sizes(), n, "causal", scale=x)
+    # Lengths of whole tiles: loads are proved to be inside of their tensor.
+    for score in (None, "dense_bias"):
+        found[f"mask_inside-{score}"] = lambda at, n=score: make_call(at, Sizes(1, 2, 1, 128, 128), n, "captured", 128)
     found["lists"] = _with_lists
     found["unequal_lists"] = _with_unequal_lists
     found["upstreams_mask"] = _with_upstreams_mask
