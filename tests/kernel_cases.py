@@ -70,8 +70,8 @@ class Sizes:
 
     def times(self, factor: int) -> Sizes:
         """Multiply lengths that are not chosen for being tiny or whole tiles; odd ones stay odd."""
-        longer = {n: x if x < 16 or x % 128 == 0 else x * factor - (x * factor - x) % 2 for n, x in (("M", self.M), ("N", self.N))}
-        return replace(self, **longer)
+        M, N = (x if x < 16 or x % 128 == 0 else x * factor - (x * factor - x) % 2 for x in (self.M, self.N))
+        return replace(self, M=M, N=N)
 
 
 def inputs(at: Setting, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
