@@ -8,15 +8,18 @@ from functools import cache
 
 import pytest
 import torch
+from mask_cases import make_mask, plan_of
 
 from flexattn import create_block_mask, explain, mods
 from flexattn.build import KernelSource, build
+from flexattn.mask_kernels import levels_source, list_sources, table_source
 from flexattn.plan import KernelPlan, shared_bytes
 from flexattn.target import Target
+from flexattn.trace import trace
 
 pytest.importorskip("triton")
 
-from sm90 import Report, report
+from sm90 import SM90, Report, report
 
 S = 512
 WORKS = (
@@ -129,3 +132,34 @@ def test_every_template_compiles_elsewhere(target: str, dtype: torch.dtype, D: i
         kernel = build(source, plan.target)
         assert kernel.target == Target("cuda", int(target[3:]), 32)
         assert kernel.shared <= plan.target.shared_memory
+
+
+# Masks
+
+
+def assert_lean(source: KernelSource) -> None:
+    found = report(source)
+    assert 0 < found.registers < 255 and found.spill_bytes <= 64, f"{source.name}: {found}"
+
+
+@pytest.mark.parametrize("kind", ["classify", "evaluate"])
+@pytest.mark.parametrize("name", ["causal", "documents", "nested"])
+def test_kernels_of_a_mask(name: str, kind: str) -> None:
+    plan = plan_of(trace(make_mask(name, S), "mask"), SM90)
+    assert_lean(plan.classify if kind == "classify" else plan.evaluate)
+
+
+@pytest.mark.parametrize("kernel", range(3), ids=["count", "scan", "fill"])
+def test_kernels_of_lists(kernel: int) -> None:
+    assert_lean(list_sources()[kernel])
+
+
+@pytest.mark.parametrize("chunk", [1, 128])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.float32, torch.bfloat16], ids=str)
+def test_kernels_of_tables(dtype: torch.dtype, chunk: int) -> None:
+    assert_lean(table_source(dtype, chunk))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32], ids=str)
+def test_kernels_of_levels(dtype: torch.dtype) -> None:
+    assert_lean(levels_source(dtype))
