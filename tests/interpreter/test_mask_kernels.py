@@ -1,0 +1,194 @@
+"""The kernels that build masks, in Triton's interpreter: their lists are those of the CPU, and those of brute force."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from mask_cases import (
+    MASKS,
+    UNINTERPRETED,
+    Mod,
+    assert_same_lists,
+    brute_force,
+    drawn,
+    extents,
+    make_mask,
+    outside,
+    plan_of,
+)
+from mod_grammar import CAPTURES, NUMBERS, booleans, build
+from test_classify import classes
+
+from flexattn import mods
+from flexattn.block_mask import BuildCounts
+from flexattn.build import stats
+from flexattn.classify import classify
+from flexattn.errors import IndexRangeError
+from flexattn.graph import BoundMod
+from flexattn.mask_build import build_lists
+from flexattn.mask_kernels import plan_mask
+from flexattn.target import INTERPRETER
+from flexattn.trace import trace
+
+pytest.importorskip("triton")
+# numpy tells of masked places and of rows that hold nothing but NaN.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning"),
+]
+
+CPU = torch.device("cpu")
+TOKENS = 120  # that a mask has tensors for
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Lengths, block sizes, and whether full blocks are told apart."""
+
+    Q: int
+    KV: int
+    block: tuple[int, int]
+    separate: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.Q}x{self.KV} in {self.block[0]}x{self.block[1]}{'' if self.separate else ', joined'}"
+
+
+# A row of blocks, in either direction, takes a tenth of a second.
+SHAPES = (Shape(120, 90, (64, 40)), Shape(90, 118, (96, 40)), Shape(64, 64, (32, 32)), Shape(70, 120, (33, 50), False))
+POINTS = Shape(4, 6, (1, 1))
+BORDERS = (
+    Shape(100, 7, (24, 40)),  # fewer keys than a block has
+    Shape(1, 120, (16, 16)),
+    Shape(120, 1, (64, 128), False),
+    Shape(5, 70, (4, 2)),  # more blocks than a word has bits
+    Shape(96, 96, (96, 24)),
+)
+INTERPRETED = [name for name in MASKS if name not in UNINTERPRETED]
+# What has more to compute than comparisons of positions.
+BOUNDED = ("int8", "float32", "negative", "granules", "by a table")
+EVALUATED = ("bool", "int8", "int64", "float32", "bfloat16", "negative")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def comparisons_give_booleans() -> Iterator[None]:
+    """A comparison keeps the dtype of its operands in the interpreter: one of scalars is spread as floats, say."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    original = InterpreterBuilder.binary_op
+
+    def binary_op(self, lhs, rhs, op):
+        found = original(self, lhs, rhs, op)
+        return TensorHandle(found.data, tl.int1) if found.data.dtype == bool else found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "binary_op", binary_op)
+        yield
+
+
+def check(mod: Mod | BoundMod, shape: Shape, blind: bool = False) -> BuildCounts:
+    """Compare the lists of kernels with those of the CPU, and with brute force."""
+    bound = mod if isinstance(mod, BoundMod) else trace(mod, "mask")
+    sizes = (*extents(bound), shape.Q, shape.KV)
+    *lists, counts = build_lists(plan_of(bound, INTERPRETER, blind), bound, sizes, shape.block, CPU, shape.separate)
+    assert_same_lists(lists, classify(bound, sizes, shape.block, CPU, shape.separate)[:2])
+    some, every = classes(brute_force(mod, *sizes), shape.block)
+    full = every if shape.separate else torch.zeros_like(every)
+    assert torch.equal(lists[0].full.dense(some.shape[3]).view(some.shape), full)
+    assert torch.equal(lists[0].partial.dense(some.shape[3]).view(some.shape), some & ~full)
+    return counts
+
+
+@pytest.mark.parametrize(("name", "shape"), list(zip(INTERPRETED, itertools.cycle(SHAPES), strict=False)), ids=str)
+def test_lists(name: str, shape: Shape) -> None:
+    check(make_mask(name, TOKENS), shape)
+
+
+@pytest.mark.parametrize("shape", BORDERS, ids=str)
+def test_lengths_and_blocks(shape: Shape) -> None:
+    check(make_mask("nested", TOKENS), shape)
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_bounds_of_single_places(name: str) -> None:
+    check(make_mask(name, TOKENS), POINTS)
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_evaluation_of_single_places(name: str) -> None:
+    assert check(make_mask(name, TOKENS), POINTS, blind=True).blocks == POINTS.Q * POINTS.KV
+
+
+def test_what_no_sample_decides_is_evaluated() -> None:
+    holes = torch.ones(TOKENS, TOKENS, dtype=torch.bool)
+    holes[67, 34] = holes[118, 82] = False
+    mod: Mod = lambda b, h, q, k: holes[q, k]  # noqa: E731
+    shape = Shape(120, 90, (60, 30))
+    assert check(mod, shape).blocks == 6
+    assert check(mods.and_masks(mods.causal, mod), shape).blocks == 2
+
+
+@settings(max_examples=10)
+@given(booleans(2), st.sampled_from([Shape(20, 33, (20, 17)), Shape(17, 9, (9, 9), False), Shape(2, 4, (1, 1))]))
+def test_random_masks(write, shape: Shape) -> None:
+    bound = build(write, CAPTURES, NUMBERS)
+    assume(all(n.dtype != torch.bfloat16 for n in bound.graph.nodes))  # the interpreter does not round to it
+    assume(plan_mask(bound, INTERPRETER) is not None)
+    check(bound, shape)
+
+
+# Indices
+
+
+@pytest.mark.parametrize("name", outside())
+def test_index_outside_of_a_captured_tensor(name: str) -> None:
+    bound = trace(outside()[name], "mask")
+    with pytest.raises(IndexRangeError, match=re.escape("an index outside of 'short', [100]")) as error:
+        build_lists(plan_of(bound, INTERPRETER), bound, (1, 1, TOKENS, TOKENS), (48, 48), CPU, True)
+    assert "mask_cases.py:" in str(error.value)
+
+
+# Plans
+
+WIDE = torch.rand(TOKENS, dtype=torch.float64)
+UNLIKE: dict[str, Mod] = {
+    "exp": lambda b, h, q, k: torch.exp(q * 0.1) > k,
+    "sqrt": lambda b, h, q, k: torch.sqrt(q.float()) > k,
+    "rsqrt": lambda b, h, q, k: torch.rsqrt(q + 1.0) * k > 1,
+    "tanh": lambda b, h, q, k: torch.tanh(q * 0.1) * 30 > k,
+    "sin": lambda b, h, q, k: torch.sin(q * 0.1) * 30 > k,
+    "log": lambda b, h, q, k: torch.log(q + 1.0) * 30 > k,
+    "power": lambda b, h, q, k: (q * 0.1) ** 1.5 > k,
+    "quotient of floats": lambda b, h, q, k: (q * 0.5) // 0.3 > k,
+    "remainder of floats": lambda b, h, q, k: (q * 0.5) % 0.3 > k * 0.01,
+    "float64 capture": lambda b, h, q, k: WIDE[q] > WIDE[k],
+    "float64 arithmetic": lambda b, h, q, k: q.double() * 0.1 > k,
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_no_plan_where_triton_would_round_differently(name: str) -> None:
+    assert plan_mask(trace(UNLIKE[name], "mask"), INTERPRETER) is None
+
+
+@pytest.mark.parametrize("name", ["numbers", "documents", "batches", "views", "nested", "float32"])
+def test_masks_of_one_kind_share_their_sources(name: str) -> None:
+    one, other = (plan_of(trace(make_mask(name, n), "mask"), INTERPRETER) for n in (60, TOKENS))
+    assert one.classify is other.classify and one.evaluate is other.evaluate
+
+
+def test_other_lengths_tensors_and_numbers_compile_nothing() -> None:
+    def build_for(n: int, width: int) -> dict[str, int]:
+        ids = drawn(n, n).sort().values
+        check(lambda b, h, q, k: (ids[q] == ids[k]) & (q - k < width), Shape(n, n - 7, (32, 32)))
+        return {name: n for name, n in stats().items() if name != "memory_hits"}
+
+    assert build_for(50, 20) == build_for(90, 31)
