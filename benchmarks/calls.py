@@ -191,7 +191,7 @@ def run(call: Call, scale: Scale) -> dict[str, Tensor]:
 
 
 def listed(call: Call, scale: Scale) -> set[str]:
-    """Return the digests of the kernels that `explain` lists for a call: forward, delta, dQ, dK/dV."""
+    """Return the digests of the kernels that `explain` lists for a call: forward, delta, dQ, dK/dV, the mask's."""
     m, n = call.query.size(2), call.key.size(2)
     block_mask = flexattn.create_block_mask(call.mask_mod, None, None, m, n, device=scale.device)
     explanation: Any = flexattn.explain(
@@ -199,7 +199,8 @@ def listed(call: Call, scale: Scale) -> set[str]:
         kernel_options=scale.kernel_options,
     )  # fmt: skip
     pairs = zip(explanation.plans, explanation.sources, strict=True)
-    return {digest(source, plan.target) for plan, source in pairs}
+    found = {digest(source, plan.target) for plan, source in pairs}
+    return found | {digest(source, explanation.plans[0].target) for source in explanation.mask_sources}
 
 
 def _named(out: Tensor, grads: Sequence[Tensor]) -> dict[str, Tensor]:

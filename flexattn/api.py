@@ -15,6 +15,7 @@ from torch.nn.attention import flex_attention as upstream
 from flexattn.autograd import Engine, attention
 from flexattn.block_mask import BlockMask, from_torch
 from flexattn.bound import bound as bounds_of
+from flexattn.build import KernelSource
 from flexattn.classify import create_block_mask
 from flexattn.differentiate import differentiate
 from flexattn.engines import cpu, empty, triton
@@ -22,10 +23,12 @@ from flexattn.errors import ArgumentError, DtypeError, MaskError, OptionError, m
 from flexattn.explain import Explanation, target_named
 from flexattn.facts import analyze
 from flexattn.graph import BoundMod, ModGraph, Node
+from flexattn.mask_build import sources
+from flexattn.mask_kernels import plan_mask
 from flexattn.options import option, validate_options
 from flexattn.problem import Problem
 from flexattn.render import render
-from flexattn.target import target_of
+from flexattn.target import Target, target_of
 from flexattn.trace import trace
 from flexattn.triton_versions import is_interpreting
 from flexattn.validate import (
@@ -169,7 +172,19 @@ def explain(
         plans=tuple(plan for plan, _ in plans),
         reasons=tuple(reason for _, reason in plans),
         sources=tuple(render(plan) for plan, _ in plans),
+        mask_sources=_mask_sources(problem, plans[0][0].target) if plans else (),
     )
+
+
+def _mask_sources(problem: Problem, target: Target) -> tuple[KernelSource, ...]:
+    """Return the kernels that build the mask of a problem on a GPU; none where it is built otherwise."""
+    mask = problem.block_mask
+    if mask is None or not mask.is_built or target.backend != "cuda":
+        return ()
+    bound = trace(mask.mask_mod, "mask")
+    plan = plan_mask(bound, target)
+    evaluates = mask.build_counts is not None and mask.build_counts.blocks > 0
+    return () if plan is None else sources(plan, bound, mask.BLOCK_SIZE, evaluates)
 
 
 def _explain_mods(

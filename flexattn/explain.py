@@ -28,6 +28,7 @@ class Explanation:
     plans: tuple[KernelPlan, ...] = ()  # of each kernel; empty for engines that generate none
     reasons: tuple[str | None, ...] = ()  # why each plan is not one of Hopper's own kernels; None where it is
     sources: tuple[KernelSource, ...] = ()  # of each plan
+    mask_sources: tuple[KernelSource, ...] = ()  # what builds the mask on that GPU
     mask_bounds: ModGraph | None = None  # of a mask_mod that is explained alone
 
     def __str__(self) -> str:
@@ -44,7 +45,7 @@ class Explanation:
             ("block mask", None if self.block_mask is None else _blocks(self.block_mask)),
             ("engine", self.engine),
             *((f"plan {i} of {len(self.plans)}", self._plan(i - 1)) for i in range(1, len(self.plans) + 1)),
-            *((f"source of {source.name}", source.text) for source in self.sources),
+            *((f"source of {source.name}", source.text) for source in (*self.sources, *self.mask_sources)),
         ]
         return "\n\n".join(f"{_rule(title)}\n{str(text).strip()}" for title, text in stages if text is not None)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import BuildCounts, RunLists, Runs
-from flexattn.build import Kernel, build
+from flexattn.build import Kernel, KernelSource, build
 from flexattn.errors import IndexRangeError, message
 from flexattn.graph import BoundMod
 from flexattn.lower_bounds import TableSpec, table_dtype
@@ -172,7 +172,7 @@ def _tables(plan: MaskPlan, bound: BoundMod, block_size: tuple[int, int], target
     values: list[object] = []
     made: dict[object, list[object]] = {}
     for spec in plan.tables:
-        granule = block_size[spec.own == "kv"] if spec.own else None
+        granule = _granule(spec, block_size)
         key = spec.capture, spec.axis, granule
         if key not in made:
             made[key] = _table(spec, bound.captures[spec.capture].detach(), granule, target)
@@ -180,26 +180,58 @@ def _tables(plan: MaskPlan, bound: BoundMod, block_size: tuple[int, int], target
     return values
 
 
+@dataclass(frozen=True)
+class _TableShape:
+    granule: int  # elements of an entry
+    shift: int  # its logarithm, for tables with levels
+    entries: int
+    levels: int
+
+    @property
+    def chunk(self) -> int:
+        return min(128, 1 << (self.granule - 1).bit_length())
+
+
+def _table_shape(spec: TableSpec, capture: Tensor, granule: int | None) -> _TableShape:
+    shift = 0 if granule is not None or capture.numel() <= _FULL_RESOLUTION else _GRANULE_BITS
+    granule = 1 << shift if granule is None else granule
+    entries = max(1, -(-capture.size(spec.axis) // granule))
+    return _TableShape(granule, shift, entries, 1 if spec.own else entries.bit_length())
+
+
+def _granule(spec: TableSpec, block_size: tuple[int, int]) -> int | None:
+    """Return the elements of an entry where it is a block."""
+    return block_size[spec.own == "kv"] if spec.own else None
+
+
 def _table(spec: TableSpec, capture: Tensor, granule: int | None, target: Target) -> list[object]:
+    shape = _table_shape(spec, capture, granule)
     x = capture if capture.dim() == 1 else capture.movedim(spec.axis, -1)
     x = x if x.dim() == 2 else x.reshape(-1, x.size(-1))
     x = x.view(torch.uint8) if x.dtype == torch.bool else x
-    rows, n = x.shape
-    shift = 0 if granule is not None or capture.numel() <= _FULL_RESOLUTION else _GRANULE_BITS
-    granule = 1 << shift if granule is None else granule
-    entries = max(1, -(-n // granule))
-    levels = 1 if spec.own else entries.bit_length()
+    (rows, n), entries, levels = x.shape, shape.entries, shape.levels
     of = table_dtype(capture.dtype)
     table = torch.empty(2 * levels * rows * entries, dtype=of, device=x.device)
     if x.numel():
-        chunk = min(128, 1 << (granule - 1).bit_length())
-        programs = rows * -(-entries // table_entries(chunk))
-        first = _table_kernel(capture.dtype, chunk, target)
-        first.launch(programs, (x, table, n, granule, rows, entries, levels, *x.stride()))
+        programs = rows * -(-entries // table_entries(shape.chunk))
+        first = _table_kernel(capture.dtype, shape.chunk, target)
+        first.launch(programs, (x, table, n, shape.granule, rows, entries, levels, *x.stride()))
         for level in range(0, levels - 1, 4):
             programs = 2 * rows * -(-entries // PLACES)
             build(levels_source(of), target).launch(programs, (table, level, rows, entries, levels))
-    return [table, rows, entries] if spec.own else [table, rows, entries, levels, shift]
+    return [table, rows, entries] if spec.own else [table, rows, entries, levels, shape.shift]
+
+
+def sources(plan: MaskPlan, bound: BoundMod, block_size: tuple[int, int], evaluates: bool) -> tuple[KernelSource, ...]:
+    """Return the kernels that building a mask runs; `evaluates`: bounds and samples leave blocks open."""
+    found = [plan.classify, *list_sources(), *([plan.evaluate] if evaluates else [])]
+    for spec in plan.tables:
+        capture = bound.captures[spec.capture]
+        shape = _table_shape(spec, capture, _granule(spec, block_size))
+        found.append(table_source(capture.dtype, shape.chunk))
+        if shape.levels > 1:
+            found.append(levels_source(table_dtype(capture.dtype)))
+    return tuple(dict.fromkeys(found))
 
 
 def _outside(bound: BoundMod, captures: int) -> IndexRangeError:

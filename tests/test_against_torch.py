@@ -26,6 +26,7 @@ MASKS: dict[str, Callable[..., object]] = {
     "noop_mask": mods.noop_mask,
     "causal": mods.causal,
     "causal_lower_right": mods.causal_lower_right(S, S),
+    "shifted": mods.shifted(mods.causal, 7),
     "sliding_window": mods.sliding_window(7),
     "dilated": mods.dilated(3, 5),
     "strided": mods.strided(5),

@@ -18,6 +18,7 @@ import flexattn
 from flexattn import AuxOutput, AuxRequest, api, config, create_block_mask, explain, flex_attention, reference
 from flexattn.block_mask import BuildCounts
 from flexattn.bound import bound
+from flexattn.mods import document_causal
 
 
 def inputs(
@@ -295,3 +296,13 @@ def test_python_around_the_engine_is_short() -> None:
         [sys.executable, "-c", HOST_TIME], capture_output=True, text=True, check=True, env=environment
     )
     assert float(result.stdout) < 150  # microseconds; a machine under test is a busy one
+
+
+def test_explain_lists_the_kernels_that_build_the_mask_on_a_gpu():
+    ids, length = torch.arange(512) // 100, 512
+    mask = create_block_mask(document_causal(ids), None, None, length, length, device="cpu")
+    shown = explain(*inputs(M=length, N=length, dtype=torch.float16), None, mask, target="sm_90")
+    names = [source.name for source in shown.mask_sources]
+    assert names == ["mask_classify_document_causal", "mask_count", "mask_scan", "mask_fill", "mask_table"]
+    assert "-- source of mask_classify_document_causal" in str(shown)
+    assert explain(*inputs(M=length, N=length), None, mask).mask_sources == ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -73,15 +73,15 @@ BORDERS = (
 )
 INTERPRETED = [name for name in MASKS if name not in UNINTERPRETED]
 # What has more to compute than comparisons of positions.
-BOUNDED = ("int8", "float32", "negative", "granules", "by a table")
+BOUNDED = ("int8", "float32", "negative", "granules")
 EVALUATED = ("bool", "int8", "int64", "float32", "bfloat16", "negative")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def comparisons_give_booleans() -> Iterator[None]:
-    """A comparison keeps the dtype of its operands in the interpreter: one of scalars is spread as floats, say."""
+def interpreter() -> Iterator[None]:
+    """Give comparisons of scalars as booleans, not in the dtype of their operands, and look for no overflows."""
     import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, interpreter_builder
 
     original = InterpreterBuilder.binary_op
 
@@ -91,6 +91,8 @@ def comparisons_give_booleans() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpreterBuilder, "binary_op", binary_op)
+        # They are not reported anyway, and take a fifth of the time.
+        patch.setattr(interpreter_builder, "options", replace(interpreter_builder.options, sanitize_overflow=False))
         yield
 
 
@@ -137,7 +139,7 @@ def test_what_no_sample_decides_is_evaluated() -> None:
 
 
 @settings(max_examples=10)
-@given(booleans(2), st.sampled_from([Shape(20, 33, (20, 17)), Shape(17, 9, (9, 9), False), Shape(2, 4, (1, 1))]))
+@given(booleans(2), st.sampled_from([Shape(20, 33, (20, 17)), Shape(17, 9, (9, 9), False), Shape(2, 3, (1, 1))]))
 def test_random_masks(write, shape: Shape) -> None:
     bound = build(write, CAPTURES, NUMBERS)
     assume(all(n.dtype != torch.bfloat16 for n in bound.graph.nodes))  # the interpreter does not round to it
