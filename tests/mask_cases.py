@@ -55,6 +55,18 @@ def special(n: int) -> Tensor:
     return torch.where(share(0.1, n), torch.nan, torch.where(share(0.1, n, seed=1), torch.inf, x))
 
 
+def spotted(n: int, *places: int) -> Tensor:
+    """Return zeros [HEADS, n] with a few numbers that are greater, less, or none."""
+    x = torch.zeros(HEADS, n)
+    for row, value in zip(x, (1.0, -1.0, torch.nan), strict=True):
+        row[list(places)] = value
+    return x
+
+
+def spotless(x: Tensor) -> Tensor:
+    return (x < 1) & (x > -1)
+
+
 def whole(dtype: torch.dtype) -> Callable[[int], tuple[Tensor, ...]]:
     """Return how to draw one tensor of an integer dtype."""
     least = 0 if dtype == torch.uint8 else -100
@@ -181,6 +193,13 @@ MASKS: dict[str, tuple[Callable[[int], tuple[Tensor, ...]], Callable[..., Mod]]]
     "by a table": (
         lambda n: (drawn(100, 8, 8, low=-100).to(torch.int8), share(0.9, 256)),
         lambda n, x, on: lambda b, h, q, k: on[x[q % 8, k % 8].long()] | (q >= k),
+    ),
+    "sums": (
+        lambda n: (spotted(2 * n, 38, 78, 80),), lambda n, x: lambda b, h, q, k: spotless(x[h, q + k]) ^ (b == 1)
+    ),
+    "ends": (
+        lambda n: (spotted(n, 19, 40),),
+        lambda n, x: lambda b, h, q, k: (spotless(x[h, q]) & spotless(x[h, k])) ^ (b == 1),
     ),
     "ancestors": (lambda n: ((torch.arange(n) - 1) // 3,), lambda n, parents: mods.tree(parents)),
     "table": (lambda n: (share(0.3, n, n),), lambda n, on: lambda b, h, q, k: on[q, k]),
