@@ -7,8 +7,10 @@ threads, with the wall time beside them. `first` is the first build of a kind in
 with whatever is imported, traced, compiled or read from a disk cache; `repeated` builds from the same
 mask_mod object, which flexattn may serve from its mask cache; `new closure` from a function made anew over new tensors
 and another number, which is not timed. `repeated` and `new closure` are warmed up by two builds; then the peers take
-turns in random order, round by round. A peer of torch's that fails, or takes more than SLOW_S for each build, or would
-take so long if its time grew with the square of the length, is listed with the reason and left out of greater lengths.
+turns in random order, round by round. Where a build takes less than SHORT_S, a turn begins with one that is not timed,
+as the peers evict each other's code from the processor's caches. A peer of torch's that fails, or takes more than
+SLOW_S for each build, or would take so long if its time grew with the square of the length, is listed with the reason
+and left out of greater lengths.
 
 Memory is what a build takes at its peak beyond what was allocated before, with the mask that it returns: on a GPU the
 most of all rounds; on a CPU by how much the resident set of a process rises that has built small masks before and is
@@ -58,6 +60,7 @@ from flexattn.mods import natten_2d
 OURS = "flexattn"
 SLOW_S = 20.0  # a peer of torch's whose builds take longer leaves; after as long a step ends, given its least rounds
 LEAST_ROUNDS = 3
+SHORT_S = 0.01  # before a build that is shorter goes one that is not timed
 REST_S = 0.001  # before a time of the process is taken: threads of the build before may yet spin, for half of that
 WAITS = ((Tensor, "tolist"), (Tensor, "item"), (Tensor, "cpu"), (torch, "equal"))
 MIB = 2**20
@@ -336,7 +339,12 @@ class Entry:
         return self.same if step == "repeated" else next(self.fresh)
 
     def attempt(self, step: str, label: str = "") -> None:
-        """Build once and keep the sample under the step's name, or another; note a failure and slowness."""
+        """Build once and keep the sample under the step's name, or another; note a failure and slowness.
+
+        A peer takes its turn as a training loop would: with its code in the caches, after a build that is not timed.
+        """
+        if not label and self.fastest < SHORT_S:
+            self._guarded(lambda: self.build(self.mod(step), self.length))
         mod = self.mod(step)
         sample = self._guarded(lambda: observe(lambda: self.build(mod, self.length), self.device)[1])
         if sample is None:

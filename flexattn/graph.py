@@ -111,9 +111,13 @@ class ModGraph:
             found.append(own.union(*(found[a] for a in node.args)))
         return tuple(found)
 
+    @cached_property
+    def _read(self) -> frozenset[str]:
+        return frozenset[str]().union(*(self.dependence[o] for o in self.outputs if o is not None))
+
     def reads(self, name: str) -> bool:
         """Tell whether any output depends on the input `name`."""
-        return any(o is not None and name in self.dependence[o] for o in self.outputs)
+        return name in self._read
 
     def evaluate(
         self,

@@ -1,12 +1,14 @@
 """mask_build: the run lists of a mask, made by generated kernels on the device of what it captures.
 
 Range tables, blocks by bounds, then count, scan and fill: a handful of launches. The host waits once, to learn how
-many runs there are; where bounds and samples leave blocks open, these are evaluated and it waits a second time.
+many runs there are; where bounds and samples leave blocks open, these are evaluated and it waits a second time. Where
+the most runs that there could be take little memory, all is launched before the host waits.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -24,6 +26,7 @@ from flexattn.target import Target, target_of
 
 _FULL_RESOLUTION = 2**14  # smaller tensors have tables of their elements, larger ones of granules
 _GRANULE_BITS = 7
+_SMALL = 2**18  # runs (of 8 bytes) that may be allocated before it is known how many there are
 _PROGRAMS = 16  # for each multiprocessor, that look for blocks to evaluate
 
 Sizes = tuple[int, int, int, int]
@@ -50,35 +53,51 @@ def build_lists(
     target = target_of(device)
     scratch, kept = _Memory(g.scratch, device), _Memory(g.kept, device)
     full, partial, unknown, full_by_key, partial_by_key, counts, status = scratch.parts()
-    row_ptrs, order = kept.at(0), kept.at(4)
     mod_values = _mod_values(plan, bound)
     tables = _tables(plan, bound, block_size, target)
     classify, count, scan, fill = _kernels(plan, target)
     bitmaps = (full, partial, unknown, full_by_key, partial_by_key)
     found = (full, partial, full_by_key, partial_by_key)
 
-    classify.launch(g.tiles, (*bitmaps, status, *g.values, *mod_values, *tables))
-
-    def count_runs() -> list[int]:
+    def count_runs() -> None:
         count.launch(g.rows, (*found, unknown, counts, *g.ends))
-        scan.launch(5, (counts, row_ptrs, status, *g.ends[:2]))
-        return scratch.tensor(6).tolist()  # here the host waits
+        scan.launch(5, (counts, kept.at(0), status, *g.ends[:2]))
 
-    *totals, open_blocks, _, _, _ = count_runs()
+    def fill_runs(runs: _Memory) -> None:
+        fill.launch(g.rows, (*found, counts, status, kept.at(0), kept.at(4), runs.at(0), *g.ends))
+
+    classify.launch(g.tiles, (*bitmaps, status, *g.values, *mod_values, *tables))
+    count_runs()
+    runs = None
+    if g.most_runs <= _SMALL:
+        runs = _Memory((2 * g.most_runs,), device)
+        fill_runs(runs)
+    parts = kept.tensors()  # while the device works
+    *totals, open_blocks, _, _, _ = scratch.tensor(6).tolist()  # here the host waits
     if open_blocks:
         octets = scratch.tensor(2).view(torch.uint8) if target.backend == "interpreter" else unknown
         programs = min(g.octets, _PROGRAMS * _processors(device))
         bitmaps = (full, partial, octets, full_by_key, partial_by_key)
         build(plan.evaluate, target).launch(programs, (*bitmaps, status, *g.values, g.octets, *mod_values))
-        *totals, _, outside, _, _ = count_runs()
+        count_runs()
+        *totals, _, outside, _, _ = scratch.tensor(6).tolist()
         if outside:
             raise _outside(bound, outside)
-    runs = _Memory(tuple([2 * n for n in totals]), device)
-    fill.launch(g.rows, (*found, counts, row_ptrs, order, *runs.parts(), *g.ends))
-    row_ptr, run = kept.tensors(), runs.tensors(2)
-    by_query = RunLists(Runs(row_ptr[0], run[0]), Runs(row_ptr[1], run[1]), row_ptr[4].view(g.heads, -1))
-    by_key = RunLists(Runs(row_ptr[2], run[2]), Runs(row_ptr[3], run[3]), row_ptr[5].view(g.heads, -1))
+    if runs is None or open_blocks:
+        runs = _Memory((2 * sum(totals),), device)
+        fill_runs(runs)
+    by_query, by_key = _run_lists(parts, runs.buffer.view(-1, 2), totals, g.heads)
     return by_query, by_key, BuildCounts(g.blocks, None, open_blocks)
+
+
+def _run_lists(kept: Sequence[Tensor], runs: Tensor, totals: list[int], heads: int) -> tuple[RunLists, RunLists]:
+    """Return both lists from where their rows begin, their orders, and all runs one after the other."""
+    partial, full, partial_by_key, full_by_key, order, order_by_key = kept
+    run = runs.split_with_sizes([*totals, len(runs) - sum(totals)])
+    return (
+        RunLists(Runs(partial, run[0]), Runs(full, run[1]), order.view(heads, -1)),
+        RunLists(Runs(partial_by_key, run[2]), Runs(full_by_key, run[3]), order_by_key.view(heads, -1)),
+    )
 
 
 @dataclass(frozen=True)
@@ -90,6 +109,7 @@ class _Geometry:
     rows: int  # of both directions
     tiles: int  # of 32 x 32 blocks
     octets: int  # bytes of the bits by row
+    most_runs: int  # that there can be: in a row of n blocks n / 2 of each kind
     values: tuple[int, ...]  # arguments of the kernels that decide blocks
     ends: tuple[int, ...]  # and of those that list them
     scratch: tuple[int, ...]  # bits by row: full, partial, unknown; by column: full, partial; counts of rows; status
@@ -105,7 +125,8 @@ def _geometry(sizes: Sizes, block_size: tuple[int, int], separate: bool) -> _Geo
     by_row, by_column = q_rows * kv_words, kv_rows * q_words
     return _Geometry(
         heads=B * H, blocks=q_rows * kv_blocks, rows=q_rows + kv_rows, tiles=B * H * q_words * kv_words,
-        octets=4 * by_row, values=(Q, KV, *block_size, q_blocks, kv_blocks, H, int(separate)),
+        octets=4 * by_row, most_runs=2 * (q_rows * -(-kv_blocks // 2) + kv_rows * -(-q_blocks // 2)),
+        values=(Q, KV, *block_size, q_blocks, kv_blocks, H, int(separate)),
         ends=(q_rows, kv_rows, q_blocks, kv_blocks),
         scratch=(by_row, by_row, by_row, by_column, by_column, 4 * q_rows + 3 * kv_rows, 8),
         kept=(q_rows + 1, q_rows + 1, kv_rows + 1, kv_rows + 1, q_rows, kv_rows),
@@ -134,11 +155,8 @@ class _Memory:
     def tensor(self, part: int) -> Tensor:
         return self.buffer[self.starts[part] : self.starts[part + 1]]
 
-    def tensors(self, width: int = 1) -> tuple[Tensor, ...]:
-        """Return the parts as tensors, rows of `width` where that is not 1."""
-        if width == 1:
-            return torch.split_with_sizes(self.buffer, self.sizes)
-        return torch.split_with_sizes(self.buffer.view(-1, width), [n // width for n in self.sizes])
+    def tensors(self) -> tuple[Tensor, ...]:
+        return torch.split_with_sizes(self.buffer, self.sizes)
 
 
 @lru_cache(512)

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from flexattn.build import KernelSource
-from flexattn.graph import BoundMod
+from flexattn.graph import BoundMod, ModGraph
 from flexattn.lower import TRITON_DTYPE, TRITON_POINTER, CaptureLayout, Dialect, ModPlan, lower
 from flexattn.lower_bounds import BoundsText, TableSpec, lower_bounds, table_dtype
 from flexattn.plan import number_type
@@ -36,6 +36,7 @@ _BITS = tuple((f"{n}_ptr", "*i32") for n in ("full", "partial", "full_by_key", "
 
 SAMPLES = 9 + 96  # places of a block that are looked at before it is evaluated
 TILE = (32, 64)  # of an evaluation
+WARPS = {"classify": 8, "evaluate": 4}
 
 
 @dataclass(frozen=True)
@@ -91,27 +92,30 @@ class MaskPlan:
         header = (f"mask {graph.name} {graph.location}".rstrip(), *repr(graph).splitlines())
         own = "".join(c if c.isalnum() and c.isascii() else "_" for c in graph.name)
         return _source(
-            f"mask_{kind}", signature, {**names, "scatter_arguments": ()}, header, kernel=f"mask_{kind}_{own}"
+            f"mask_{kind}", signature, {**names, "scatter_arguments": ()}, header, WARPS[kind], f"mask_{kind}_{own}"
         )
 
 
 def plan_mask(bound: BoundMod, target: Target) -> MaskPlan | None:
     """Plan the kernels that decide the blocks of a mask; None where Triton would not give what torch gives."""
-    graph = bound.graph
-    if target.backend == "hip" or len(graph.captures) > 31:
-        return None
-    for node in graph.nodes:
-        whole = not node.dtype.is_floating_point
-        if node.op not in _SAME and not (whole and node.op in _SAME_WHOLE):
-            return None
-        if node.dtype == torch.float64 and node.op not in ("number", "const"):
-            return None
-    if any(c.dtype not in TRITON_POINTER for c in graph.captures):
+    if target.backend == "hip" or not _same_as_torch(bound.graph):
         return None
     layouts = tuple(_layout(t) for t in bound.captures)
     return _planned(
-        ModPlan(graph, "mask", layouts, tuple(map(number_type, bound.numbers))), target.backend == "interpreter"
+        ModPlan(bound.graph, "mask", layouts, tuple(map(number_type, bound.numbers))), target.backend == "interpreter"
     )
+
+
+@lru_cache(512)
+def _same_as_torch(graph: ModGraph) -> bool:
+    """Tell whether the kernels can read all that a mask captures, and compute it bit for bit as torch does."""
+    for node in graph.nodes:
+        whole = not node.dtype.is_floating_point
+        if node.op not in _SAME and not (whole and node.op in _SAME_WHOLE):
+            return False
+        if node.dtype == torch.float64 and node.op not in ("number", "const"):
+            return False
+    return len(graph.captures) <= 31 and all(c.dtype in TRITON_POINTER for c in graph.captures)
 
 
 @lru_cache(512)
@@ -167,8 +171,7 @@ def list_sources() -> tuple[KernelSource, KernelSource, KernelSource]:
     count = _source("mask_count", (*_BITS, ("unknown_ptr", "*i32"), counts, *_ROWS), {"WORDS": 128})
     scan_signature = (counts, ("row_ptr_ptr", "*i32"), ("status_ptr", "*i32"), *_ROWS[:2])
     scan = _source("mask_scan", scan_signature, {"CHUNK": 4096}, num_warps=8)
-    runs = ("partial_runs", "full_runs", "partial_runs_by_key", "full_runs_by_key")
-    outputs = tuple((f"{n}_ptr", "*i32") for n in ("row_ptr", "order", *runs))
+    outputs = tuple((f"{n}_ptr", "*i32") for n in ("status", "row_ptr", "order", "runs"))
     fill = _source("mask_fill", (*_BITS, counts, *outputs, *_ROWS), {"WORDS": 32, "ROWS": 1024})
     return count, scan, fill
 
