@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from flexattn.plan import KernelPlan, Tile, has_descriptor, score_kind
 from flexattn.problem import Problem
 from flexattn.triton_versions import has_gluon
 
-ROWS = 64  # queries of one consumer warpgroup
+ROWS = 64  # queries of one consumer warpgroup of the forward, keys of one of the backward
 
 # (D, Dv): the tile, whose BLOCK_M is ROWS for each consumer; registers of a consumer are what is left of 65,536.
 TILES: dict[tuple[int, int], Tile] = {
@@ -22,6 +23,12 @@ TILES: dict[tuple[int, int], Tile] = {
     (128, 128): Tile(128, 128, 4, 2),
 }
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+# The same for the backward. Fewer registers, and ptxas serialises the products.
+BACKWARD_TILES: dict[tuple[int, int], Tile] = {
+    (64, 64): Tile(64, 128, 4, 3),
+    (128, 128): Tile(64, 128, 4, 2),
+}
+KEYS_REGISTERS, QUERIES_REGISTERS = 208, 64
 
 # What lowered mods may name of `tl`: the rest Gluon does not have.
 _GLUON_NAMES = frozenset((
@@ -31,38 +38,56 @@ _GLUON_NAMES = frozenset((
 ))  # fmt: skip
 
 
-def hopper_plan(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -> KernelPlan | str:
+def hopper_forward(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -> KernelPlan | str:
     """Return the Gluon form of a forward's plan, or the reason why there is none."""
-    target, tile = plan.target, TILES.get((plan.D, plan.Dv))
-    lengths = problem.query.size(2), problem.key.size(2)
-    asked = [
-        n for n in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages") if option(problem.options, n, "fwd") is not None
-    ]
+    reason = _refusal(plan, problem, tensors, "fwd", ("BLOCK_M", "BLOCK_N"))
+    if reason is None and problem.scale <= 0:
+        reason = "the scale is not positive"
+    return reason or _with_tile(plan, "hopper_forward", TILES)
+
+
+def hopper_backward(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -> KernelPlan | str:
+    """Return the plan of one kernel for dq, dk and dv, from that of dK and dV, or the reason why there is none."""
+    reason = _refusal(plan, problem, tensors, "bwd", ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"))
+    if reason is None and problem.score_grad is not None and problem.score_grad.sites:
+        reason = "score_mod's captured tensors receive gradients"
+    if reason is None and torch.are_deterministic_algorithms_enabled():
+        reason = "deterministic algorithms are asked for: it adds to dq in any order"
+    return reason or _with_tile(plan, "hopper_backward", BACKWARD_TILES)
+
+
+def _refusal(
+    plan: KernelPlan, problem: Problem, tensors: list[Tensor], phase: Literal["fwd", "bwd"], tiles: tuple[str, ...]
+) -> str | None:
+    """Return why no Gluon kernel computes a plan; None where one may."""
+    target, lengths = plan.target, (problem.query.size(2), problem.key.size(2))
+    asked = [n for n in (*tiles, "num_warps", "num_stages") if option(problem.options, n, phase) is not None]
     reasons = (
-        (option(problem.options, "BACKEND") == "TRITON", "BACKEND is TRITON"),
+        (option(problem.options, "BACKEND", phase) == "TRITON", "BACKEND is TRITON"),
         (target.backend != "cuda" or int(target.arch) != 90, f"{target} is not sm_90"),
         (plan.dtype not in (torch.float16, torch.bfloat16), f"{plan.dtype} is no half precision"),
         (plan.exact, "EXACT is asked for"),
         (not has_gluon(), "this release of Triton is not known to compile it"),
         (bool(asked), f"{', '.join(asked)} chooses a tile of the Triton engine"),
-        (option(problem.options, "USE_TMA", "fwd") is False, "USE_TMA is False"),
-        (tile is None, f"no tile for D {plan.D}, Dv {plan.Dv}"),
+        (option(problem.options, "USE_TMA", phase) is False, "USE_TMA is False"),
         (not plan.aligned or not all(map(has_descriptor, tensors)), "TMA cannot address the tensors' rows"),
-        (problem.scale <= 0, "the scale is not positive"),
         (plan.full_overhangs, "full blocks of these lists may reach past the keys"),
         (not plan.float_index or max(lengths) >= 1 << 30, "the sequences are too long"),
     )
-    for refused, reason in reasons:
-        if refused:
-            return reason
-    assert tile is not None
+    return next((reason for refused, reason in reasons if refused), None)
+
+
+def _with_tile(plan: KernelPlan, kernel: str, tiles: dict[tuple[int, int], Tile]) -> KernelPlan | str:
+    tile = tiles.get((plan.D, plan.Dv))
+    if tile is None:
+        return f"no tile for D {plan.D}, Dv {plan.Dv}"
     if plan.blocks and (plan.blocks[0] % tile.BLOCK_M or plan.blocks[1] % tile.BLOCK_N):
         return f"blocks of {plan.blocks[0]} x {plan.blocks[1]} are no whole tiles of {tile.BLOCK_M} x {tile.BLOCK_N}"
     if plan.score is not None and score_kind(plan.score.graph) == "gathers":
         return "the score_mod reads a table at each place"
-    if missing := _missing(plan):
-        return f"Gluon has no {', '.join(missing)}"
-    return replace(plan, kernel="hopper_forward", tile=tile, tma=True)
+    plan = replace(plan, kernel=kernel, tile=tile, tma=True)
+    missing = _missing(plan)
+    return f"Gluon has no {', '.join(missing)}" if missing else plan
 
 
 def hopper_mods(plan: KernelPlan) -> list[str]:
@@ -77,9 +102,13 @@ def as_gluon(text: str) -> str:
 
 
 def _lowered(plan: KernelPlan) -> list[str]:
-    dialect = Dialect(float_index=plan.float_index, float_columns=True)
+    dialect = Dialect(float_index=plan.float_index, float_columns="q_idx" if plan.transposed else "kv_idx")
     found = [] if plan.mask is None else [lower(plan.mask, "mask_mod", dialect)]
-    return found if plan.score is None else [*found, lower_score(plan.score, "score_mod", dialect)]
+    if plan.score is not None:
+        found.append(lower_score(plan.score, "score_mod", dialect))
+    if plan.grad is not None and plan.scales_gradient:
+        found.append(lower(plan.grad, "score_grad", dialect))
+    return found
 
 
 def _missing(plan: KernelPlan) -> list[str]:

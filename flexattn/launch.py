@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,12 +19,12 @@ from torch import Tensor
 from flexattn.build import Kernel, OutOfResources, build
 from flexattn.errors import CompileError, UnsupportedError, message
 from flexattn.graph import BoundMod
-from flexattn.hopper import hopper_plan
+from flexattn.hopper import hopper_backward, hopper_forward
 from flexattn.lower import ModPlan, layout_unit
 from flexattn.options import LARGEST_TILE, option
 from flexattn.plan import KernelPlan, fit, heads_per_group, plan_kernel, smaller_tiles
 from flexattn.problem import Problem
-from flexattn.render import KernelSource, render, stream_descriptors
+from flexattn.render import KernelSource, described, render, stream_descriptors
 from flexattn.scatter import scatter_captures
 from flexattn.target import Target, l2_bytes, target_of
 
@@ -62,7 +62,7 @@ _launches: OrderedDict[tuple[object, ...], Launch] = OrderedDict()
 
 
 def run(kernel: str, problem: Problem, tensors: Tensors, arrays: Tensors) -> None:
-    """Run the kernel `kernel` (one of plan.KERNELS).
+    """Run the kernel `kernel` (one of plan.KERNELS or plan.FUSED).
 
     `tensors` are [B, H, rows, D] with any strides but 1 for the last; `arrays` are contiguous and known by address
     alone (lse_ptr, ...), those of the mask and the mods are found in the problem.
@@ -112,12 +112,11 @@ def _prepare(kernel: str, problem: Problem, tensors: Tensors, arrays: Tensors) -
     fillers: list[tuple[int, Callable[[Tensors], Any]]] = []
     for position, (name, _) in enumerate(source.signature):
         if name in descriptors:
-            fillers.append((position, _descriptor(name.partition("_desc")[0], descriptors[name])))
+            fillers.append((position, _descriptor(described(name), descriptors[name])))
         elif name.endswith("_ptr"):
             fillers.append((position, _array(name if name not in _TENSOR_POINTERS else name.removesuffix("_ptr"))))
         arguments.append(values.get(name))
-    rows = problem.key.size(2) if kernel == "backward_dkdv" else problem.query.size(2)
-    programs = _padded(rows) // plan.tile.BLOCK_M if kernel == "backward_delta" else _programs(plan, rows)
+    programs = _programs(plan, problem)
     return Launch(built, programs * values["heads"], tuple(arguments), tuple(fillers))
 
 
@@ -125,14 +124,52 @@ def plan_launch(
     kernel: str, problem: Problem, target: Target, tensors: list[Tensor], has_dlse: bool = False
 ) -> tuple[KernelPlan, str | None]:
     """Plan one kernel for the engine that serves it best; return also why it is not Hopper's, None where it is."""
+    if kernel == "hopper_backward":
+        hopper = hopper_backward(plan_kernel("backward_dkdv", problem, target, tensors, has_dlse), problem, tensors)
+        assert isinstance(hopper, KernelPlan), hopper
+        return hopper, None
     plan = plan_kernel(kernel, problem, target, tensors, has_dlse)
     if kernel != "forward":
-        return plan, "it has forward kernels only"
-    hopper = hopper_plan(plan, problem, tensors)
-    if isinstance(hopper, str) and option(problem.options, "BACKEND") == "HOPPER":
+        return plan, None
+    return _unless_forced(problem, "fwd", plan, hopper_forward(plan, problem, tensors))
+
+
+def plan_backward(problem: Problem, target: Target, tensors: list[Tensor]) -> tuple[tuple[KernelPlan, str | None], ...]:
+    """Plan what follows delta: one kernel for all gradients and one for rows of dq, or one for dq, one for dk and dv.
+
+    `tensors` are query, key, value and all that is like them in what these kernels read and write.
+    """
+    plan = plan_kernel("backward_dkdv", problem, target, tensors, False)
+    plan, reason = _unless_forced(problem, "bwd", plan, hopper_backward(plan, problem, tensors))
+    if reason is None:
+        return (plan, None), (plan_kernel("backward_dq_rows", problem, target, [problem.query], False), None)
+    return (plan_kernel("backward_dq", problem, target, tensors, False), reason), (plan, reason)
+
+
+_fused: dict[tuple[object, ...], bool] = {}
+
+
+def is_fused(problem: Problem, tensors: Tensors) -> bool:
+    """Tell whether one kernel gives all gradients of query, key and value; `tensors` as of `run`."""
+    key = (*_signature("backward", problem, tensors, {}), torch.are_deterministic_algorithms_enabled())
+    if key not in _fused:
+        if len(_fused) > _REMEMBERED:
+            _fused.clear()
+        planned = plan_backward(problem, target_of(problem.query.device), list(tensors.values()))
+        _fused[key] = planned[0][1] is None
+    return _fused[key]
+
+
+def _unless_forced(
+    problem: Problem, phase: Literal["fwd", "bwd"], plan: KernelPlan, hopper: KernelPlan | str
+) -> tuple[KernelPlan, str | None]:
+    """Return Hopper's plan, or the other with the reason; raise where the user wants Hopper's alone."""
+    if isinstance(hopper, KernelPlan):
+        return hopper, None
+    if option(problem.options, "BACKEND", phase) == "HOPPER":
         found = f"BACKEND='HOPPER', and {hopper}"
         raise UnsupportedError(message("kernel_options", found, "what it can compute", "Leave BACKEND out."))
-    return (plan, hopper) if isinstance(hopper, str) else (hopper, None)
+    return plan, hopper
 
 
 _TENSOR_POINTERS = {f"{name}_ptr" for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv")}
@@ -142,14 +179,14 @@ def _array(name: str) -> Callable[[Tensors], Any]:
     return lambda tensors: tensors[name]
 
 
-def _descriptor(name: str, tile: tuple[int, int]) -> Callable[[Tensors], Any]:
+def _descriptor(name: str, tile: tuple[int, ...]) -> Callable[[Tensors], Any]:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     def make(tensors: Tensors) -> Any:
         tensor = tensors[name]
         # The stride of a dim of one element means nothing to torch, but TMA wants a multiple of 16 bytes.
         strides = [s if n > 1 else tensor.size(-1) for n, s in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
-        return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, *tile])
+        return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], list(tile))
 
     return make
 
@@ -171,7 +208,11 @@ def built_kernel(plan: KernelPlan) -> tuple[KernelPlan, KernelSource, Kernel]:
     raise CompileError(f"no tile of {plan.name} fits: {problems[-1]}")
 
 
-def _programs(plan: KernelPlan, rows: int) -> int:
+def _programs(plan: KernelPlan, problem: Problem) -> int:
+    """Return the programs of one head."""
+    rows = (problem.key if plan.transposed else problem.query).size(2)
+    if plan.kernel == "backward_delta":
+        return _padded(rows) // plan.tile.BLOCK_M
     return -(-rows // plan.outer[0]) * plan.tiles_per_block
 
 
@@ -188,12 +229,12 @@ def _plain_values(plan: KernelPlan, problem: Problem) -> Values:
     """Return lengths, heads and scales."""
     q, k = problem.query, problem.key
     (B, Hq, M, D), (Bkv, Hkv, N, _), Dv = q.shape, k.shape, problem.value.size(3)
-    transposed = plan.kernel == "backward_dkdv"
+    transposed = plan.transposed
     heads = Bkv * Hkv if transposed else B * Hq
     streamed = (M * (Hq // Hkv) if transposed else N) * (D + Dv) * q.element_size()
     scale = problem.scale
     # The forward's maximum needs a positive factor: the sign, or a scale of zero, is applied to q there.
-    qk_scale = (abs(scale) * LOG2E or 1.0) if plan.kernel == "forward" else scale * LOG2E
+    qk_scale = (abs(scale) * LOG2E or 1.0) if plan.kernel.endswith("forward") else scale * LOG2E
     values: Values = {
         "M": M, "N": N, "M_padded": _padded(M), "heads": heads, "heads_q": Hq, "heads_kv": Hkv, "group_size": Hq // Hkv,
         "batch_repeats": B // max(1, Bkv), "batch_shares_keys": int(Bkv == 1),
@@ -245,11 +286,11 @@ def _buffer_strides(mod: ModPlan, bound: BoundMod) -> Values:
 def _arrays_of(kernel: str, problem: Problem) -> dict[str, Tensor]:
     """Return the arrays of the mask and the mods by the names of their arguments."""
     found: dict[str, Tensor] = {}
-    if kernel == "backward_delta":
+    if kernel in ("backward_delta", "backward_dq_rows"):
         return found
     mask = problem.block_mask
     if mask is not None:
-        side, lists = ("q", mask.q_runs) if kernel == "backward_dkdv" else ("kv", mask.kv_runs)
+        side, lists = ("q", mask.q_runs) if kernel in ("backward_dkdv", "hopper_backward") else ("kv", mask.kv_runs)
         assert lists is not None
         found = {
             f"{side}_partial_ptr": lists.partial.row_ptr, f"{side}_partial_runs_ptr": lists.partial.runs,

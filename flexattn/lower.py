@@ -115,7 +115,8 @@ class Dialect:
     interpreter: bool = False
     ptx: bool = False  # NVIDIA's instructions may be written inline
     float_index: bool = True  # lengths are below INDEX_LIMIT: index differences are formed in float32
-    float_columns: bool = False  # kv_idx also comes as float32, `kv_float`, which is cheaper than converting it
+    # This index (q_idx or kv_idx) also comes as float32, `q_float` or `kv_float`, which is cheaper than converting it.
+    float_columns: str = ""
     checked: bool = False  # a mask also gives the captures that it was asked to read outside of, as bits
 
 
@@ -124,7 +125,7 @@ def lower(mod: ModPlan, function: str, dialect: Dialect) -> str:
     writer = Writer(mod, dialect, early_loads(mod))
     output = mod.graph.outputs[0]
     result = writer.value(output) if output is not None else "tl.zeros_like(grad)"
-    if mod.role == "score":
+    if output is not None and mod.role == "score" and not mod.graph.dependence[output] & {"grad", "score"}:
         result = f"tl.broadcast_to({result}, score.shape)"
     if dialect.checked:
         outside = [f"tl.where({inside}, 0, {1 << (n % 31)})" for n, inside in writer.checks]
@@ -185,7 +186,11 @@ def mod_parameters(graph: ModGraph) -> list[str]:
 
 
 def _parameters(mod: ModPlan, dialect: Dialect) -> list[str]:
-    return [*mod_parameters(mod.graph), *(["kv_float"] if dialect.float_columns else []), "live"]
+    return [*mod_parameters(mod.graph), *_float_columns(dialect), "live"]
+
+
+def _float_columns(dialect: Dialect) -> list[str]:
+    return [dialect.float_columns.replace("_idx", "_float")] if dialect.float_columns else []
 
 
 class Writer:
@@ -435,8 +440,8 @@ class Writer:
             node = self.graph.nodes[position]
             if node.op == "const":
                 return repr(float(str(node.value)))
-            if node.op == "input" and node.value == "kv_idx" and self.dialect.float_columns:
-                return "kv_float"
+            if node.op == "input" and node.value == self.dialect.float_columns:
+                return _float_columns(self.dialect)[0]
             if node.op == "input":
                 text = f"{node.value}.to(tl.float32)"
             else:

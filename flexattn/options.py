@@ -19,7 +19,7 @@ Options = tuple[tuple[str, object], ...]  # validated, sorted by name: hashable
 class FlexKernelOptions(TypedDict, total=False):
     """The names of PyTorch's FlexKernelOptions, those it honours without a word, and `EXACT`."""
 
-    # Who computes. AUTO goes by the device and the call; HOPPER: its forward kernel, or an error that says why not.
+    # Who computes. AUTO goes by the device and the call; HOPPER: its own kernels, or an error that says why not.
     BACKEND: Literal["AUTO", "TRITON", "HOPPER", "CPU", "FLASH", "TRITON_DECODE"]
     EXACT: bool  # tanh, exp and friends as exact as torch's, not the hardware's approximations; default: for float32
     FLOAT32_PRECISION: Literal["ieee", "tf32", "tf32x3"]  # of fp32 products; default: torch's setting

@@ -23,6 +23,7 @@ from flexattn.problem import Problem
 from flexattn.target import Target
 
 KERNELS = ("forward", "backward_delta", "backward_dq", "backward_dkdv")
+FUSED = ("hopper_backward", "backward_dq_rows")  # what stands for the last two where the plan is Hopper's
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Tile:
 class KernelPlan:
     """One kernel: two equal plans give the same source, byte for byte."""
 
-    kernel: str  # one of KERNELS, or "hopper_forward": the name of a template
+    kernel: str  # one of KERNELS or FUSED, or "hopper_forward": the name of a template
     target: Target
     dtype: torch.dtype
     D: int
@@ -96,11 +97,26 @@ class KernelPlan:
         return self.kernel.startswith("hopper")
 
     @property
+    def transposed(self) -> bool:
+        """Whether a program owns keys and walks queries."""
+        return self.kernel in ("backward_dkdv", "hopper_backward")
+
+    @property
     def name(self) -> str:
         """The kernel function's name, as profilers show it."""
         mods = [m.graph.name for m in (self.score, self.mask) if m is not None]
         text = "_".join([self.kernel, *mods])
         return "".join(c if c.isalnum() and c.isascii() else "_" for c in text)[:120]
+
+    @property
+    def query_stages(self) -> int:
+        """Tiles of queries under way in hopper_backward: each waits one step longer than its gradient, for dk."""
+        return self.tile.num_stages + 1
+
+    @property
+    def dq_buffers(self) -> int:
+        """Tiles of dq under way there, of 64 columns each."""
+        return self.D // 64
 
     @property
     def scales_gradient(self) -> bool:
@@ -118,7 +134,7 @@ class KernelPlan:
     @property
     def outer(self) -> tuple[int, int]:
         """(rows of a mask block on the side that a program owns, tile rows): they give the programs per block."""
-        own = 1 if self.kernel == "backward_dkdv" else 0
+        own = int(self.transposed)
         tile = (self.tile.BLOCK_M, self.tile.BLOCK_N)[own]
         return (self.blocks[own] if self.blocks else tile), tile
 
@@ -127,8 +143,7 @@ class KernelPlan:
         """Whether blocks of the streamed side are no whole number of tiles."""
         if self.blocks is None:
             return False
-        transposed = self.kernel == "backward_dkdv"
-        return bool(self.blocks[0] % self.tile.BLOCK_M if transposed else self.blocks[1] % self.tile.BLOCK_N)
+        return bool(self.blocks[0] % self.tile.BLOCK_M if self.transposed else self.blocks[1] % self.tile.BLOCK_N)
 
     @property
     def tiles_per_block(self) -> int:
@@ -148,6 +163,8 @@ class KernelPlan:
         lines += [
             f"    {m.role:<8} {m.graph.name}  {m.graph.location}" for m in (self.score, self.mask) if m is not None
         ]
+        if self.kernel == "hopper_backward":
+            lines.append("    memory   a float32 sum of dq: 4 bytes for each element of query")
         return "\n".join(lines)
 
 
@@ -207,9 +224,13 @@ def shared_bytes(plan: KernelPlan) -> int:
     """Return an upper bound of the shared memory that the kernel's tiles take."""
     t, size = plan.tile, plan.dtype.itemsize
     widths = sum(p.width for p in split_head_dim(plan.D)) + sum(p.width for p in split_head_dim(plan.Dv))
-    held, streamed = (t.BLOCK_N, t.BLOCK_M) if plan.kernel == "backward_dkdv" else (t.BLOCK_M, t.BLOCK_N)
-    if plan.kernel == "backward_delta":
-        return 4096
+    held, streamed = (t.BLOCK_N, t.BLOCK_M) if plan.transposed else (t.BLOCK_M, t.BLOCK_N)
+    if plan.kernel in ("backward_delta", "backward_dq_rows"):
+        return max(4096, 4 * t.BLOCK_M * 64)
+    if plan.kernel == "hopper_backward":
+        tiles = t.BLOCK_N * (plan.D + plan.Dv) + t.BLOCK_M * (plan.D * plan.query_stages + plan.Dv * t.num_stages)
+        sums = plan.dq_buffers * t.BLOCK_M * 64 * 4 + (plan.query_stages + t.num_stages) * t.BLOCK_M * 4
+        return (tiles + 2 * t.num_stages * 64 * t.BLOCK_M) * size + sums + 1024
     if plan.is_hopper:
         queries = t.BLOCK_M * (plan.D + (plan.Dv if plan.Dv != plan.D else 0))
         return (queries + t.num_stages * t.BLOCK_N * (plan.D + plan.Dv)) * size + 1024
@@ -257,6 +278,8 @@ def plan_kernel(kernel: str, problem: Problem, target: Target, tensors: list[Ten
         )
     D, Dv = problem.query.size(-1), problem.value.size(-1)
     aligned = all(is_aligned(t) for t in tensors)
+    if kernel == "backward_dq_rows":
+        return KernelPlan(kernel, target, problem.query.dtype, D, D, Tile(64, 64, 4, 1), aligned)
     blocks = problem.block_mask.BLOCK_SIZE if problem.block_mask is not None else None
     score = _mod_plan(problem.score, "score", problem)
     grad = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -11,7 +12,15 @@ import torch
 
 from flexattn.build import KernelSource
 from flexattn.errors import CompileError
-from flexattn.hopper import CONSUMER_REGISTERS, PRODUCER_REGISTERS, ROWS, as_gluon, hopper_mods
+from flexattn.hopper import (
+    CONSUMER_REGISTERS,
+    KEYS_REGISTERS,
+    PRODUCER_REGISTERS,
+    QUERIES_REGISTERS,
+    ROWS,
+    as_gluon,
+    hopper_mods,
+)
 from flexattn.lower import (
     TRITON_DTYPE,
     TRITON_POINTER,
@@ -78,7 +87,7 @@ def _names(plan: KernelPlan) -> dict[str, object]:
     mask = plan.mask.argument_names() if plan.mask else ()
     scatter = tuple(n for n, _ in scatter_arguments(plan.grad)) if plan.grad and plan.grad.graph.sites else ()
     return {
-        "name": plan.name, "constants": constants, "mods": _mods(plan),
+        "name": plan.name, "constants": constants, "mods": _mods(plan), "D": plan.D,
         "qk_parts": split_head_dim(plan.D), "v_parts": split_head_dim(plan.Dv),
         "has_score": plan.score is not None, "scales_gradient": plan.scales_gradient,
         "early_score": bool(plan.score and early_loads(plan.score)),
@@ -100,39 +109,83 @@ def _names(plan: KernelPlan) -> dict[str, object]:
     }  # fmt: skip
 
 
-_LISTS = (
-    "kv_partial_ptr", "kv_partial_runs_ptr", "kv_full_ptr", "kv_full_runs_ptr", "kv_order_ptr", "stride_mask_b",
-    "stride_mask_h",
-)  # fmt: skip
-_LAYOUT = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)"  # rows of 64 elements or more
-_DESCRIPTORS = ("q_desc", "k_desc", "v_desc", "o_desc")
-_RINGS = ("q_bufs", "k_bufs", "v_bufs", "o_bufs", "q_full", "k_full", "k_empty", "v_full", "v_empty")
+_LISTS = tuple(f"%_{n}_ptr" for n in ("partial", "partial_runs", "full", "full_runs", "order"))
 
 
 def _hopper_names(plan: KernelPlan) -> dict[str, object]:
-    """Return what Hopper's template refers to besides."""
-    tile, consumers = plan.tile, plan.tile.BLOCK_M // ROWS
+    """Return what Hopper's templates refer to besides."""
+    tile, side = plan.tile, "q" if plan.transposed else "kv"
     constants: list[tuple[str, object]] = [
-        ("BLOCK_M", tile.BLOCK_M), ("BLOCK_N", tile.BLOCK_N), ("CONSUMERS", consumers), ("STAGES", tile.num_stages),
-        ("D", plan.D), ("Dv", plan.Dv), ("SAFE", plan.score is not None),
+        ("BLOCK_M", tile.BLOCK_M), ("BLOCK_N", tile.BLOCK_N), ("STAGES", tile.num_stages), ("D", plan.D),
+        ("Dv", plan.Dv),
     ]  # fmt: skip
     if plan.blocks:
         constants += [("SPARSE_Q", plan.blocks[0]), ("SPARSE_KV", plan.blocks[1]), ("TILES", plan.tiles_per_block)]
+    lists = (*(n.replace("%", side) for n in _LISTS), "stride_mask_b", "stride_mask_h") if plan.blocks else ()
     mods = [a for m in (plan.score, plan.mask) if m for a in m.argument_names()]
-    lists = _LISTS if plan.blocks else ()
-    plain = ("lse_ptr", *(("max_ptr",) if plan.max_scores else ()), "M", "N", "heads", "heads_q", "group_size")
-    scale = "qk_scale" if _scales_to_exp2(plan) else "sm_scale"
-    scalars = (*plain, "heads_per_group", "batch_shares_keys", scale, *lists, *mods)
     lowered = hopper_mods(plan)
-    return {
-        "constants": constants, "mods": lowered, "list_arguments": lists, "arguments": (*_DESCRIPTORS, *scalars),
-        "role_arguments": (*_DESCRIPTORS, *_RINGS, *scalars), "consumers": consumers, "D": plan.D, "Dv": plan.Dv,
-        "roles": [*(f"consumer_{i}" for i in range(consumers)), "producer"],
-        "worker_warps": [4] * (consumers - 1) + [1],
-        "worker_registers": [CONSUMER_REGISTERS] * (consumers - 1) + [PRODUCER_REGISTERS],
+    names: dict[str, object] = {
+        "mods": lowered, "list_arguments": lists, "Dv": plan.Dv, "is_backward": plan.transposed,
         "prelude": as_gluon(environment().get_template("prelude.py.jinja").render(scatter_arguments=())),
         "reads_each_place": any(", mask=live" in text for text in lowered),
     }  # fmt: skip
+    own = _hopper_backward_names(plan) if plan.transposed else _hopper_forward_names(plan)
+    descriptors = tuple(name for name, _ in stream_descriptors(plan))
+    scalars = (*own.scalars, "sm_scale" if plan.score else "qk_scale", *lists, *mods)
+    return names | own.names | {
+        "constants": [*constants, *own.constants], "arguments": (*descriptors, *scalars),
+        "role_arguments": (*descriptors, *own.buffers, *scalars),
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What one of Hopper's templates adds."""
+
+    constants: list[tuple[str, object]]
+    buffers: tuple[str, ...]
+    scalars: tuple[str, ...]
+    names: dict[str, object]
+
+
+def _hopper_forward_names(plan: KernelPlan) -> _Own:
+    consumers = plan.tile.BLOCK_M // ROWS
+    return _Own(
+        [("CONSUMERS", consumers), ("SAFE", plan.score is not None)],
+        ("q_bufs", "k_bufs", "v_bufs", "o_bufs", "q_full", "k_full", "k_empty", "v_full", "v_empty"),
+        ("lse_ptr", *(("max_ptr",) if plan.max_scores else ()), "M", "N", "heads", "heads_q", "group_size",
+         "heads_per_group", "batch_shares_keys"),
+        {
+            "consumers": consumers, "roles": [*(f"consumer_{i}" for i in range(consumers)), "producer"],
+            "worker_warps": [4] * (consumers - 1) + [1],
+            "worker_registers": [CONSUMER_REGISTERS] * (consumers - 1) + [PRODUCER_REGISTERS],
+        },
+    )  # fmt: skip
+
+
+# Conversions of two numbers at a time to half precision and back.
+_PACKING = {torch.bfloat16: "cvt.rn.bf16x2.f32 $0, $2, $1;", torch.float16: "cvt.rn.f16x2.f32 $0, $2, $1;"}
+_UNPACKING = {
+    torch.bfloat16: "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+    torch.float16: "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+}
+
+
+def _hopper_backward_names(plan: KernelPlan) -> _Own:
+    return _Own(
+        [("Q_STAGES", plan.query_stages), ("DQ_BUFFERS", plan.dq_buffers)],
+        ("q_bufs", "k_bufs", "v_bufs", "do_bufs", "ds_bufs", "dq_bufs", "shift_bufs", "delta_bufs", "kv_full", "q_full",
+         "q_empty", "do_full", "do_empty", "ds_full", "ds_empty"),
+        ("M", "M_padded", "N", "heads", "heads_q", "heads_kv", "group_size", "batch_repeats", "heads_per_group",
+         "dk_scale"),
+        {
+            "dtype": TRITON_DTYPE[plan.dtype], "packing": _PACKING[plan.dtype], "unpacking": _UNPACKING[plan.dtype],
+            # With a derivative there is enough to do while dk waits for its own dS (tanh: 4 % faster, D 128).
+            "delayed": not plan.scales_gradient or plan.D == 64,
+            "roles": ["keys_0", "keys_1", "queries", "producer"], "worker_warps": [4, 4, 1],
+            "worker_registers": [KEYS_REGISTERS, QUERIES_REGISTERS, PRODUCER_REGISTERS],
+        },
+    )  # fmt: skip
 
 
 # Scores are kept in the exp2 domain where the factor log2(e) can join others. Where a plan is exact its rounding would
@@ -186,7 +239,7 @@ def _mods(plan: KernelPlan) -> list[str]:
 
 def _streamed(plan: KernelPlan) -> str:
     """Return the index that grows in the inner loop."""
-    return "q_idx" if plan.kernel == "backward_dkdv" else "kv_idx"
+    return "q_idx" if plan.transposed else "kv_idx"
 
 
 def _opaque(plan: KernelPlan, first: str) -> str:
@@ -245,21 +298,32 @@ def _tile(base: str, rows: str, stride: str, part: Part) -> str:
     return f"{base} + {rows}[:, None] * ({stride} * UNIT) + {columns}"
 
 
-def stream_descriptors(plan: KernelPlan) -> tuple[tuple[str, tuple[int, int]], ...]:
-    """Return (argument, tile shape) of each tensor descriptor that the kernel streams tiles through."""
-    if plan.is_hopper:
-        N, D, Dv = plan.tile.BLOCK_N, plan.D, plan.Dv
-        return tuple(zip(_DESCRIPTORS, ((ROWS, D), (N, D), (N, Dv), (ROWS, Dv)), strict=True))
+def stream_descriptors(plan: KernelPlan) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return (argument, shape of a tile) of each tensor descriptor that the kernel streams tiles through."""
+    t, D, Dv = plan.tile, plan.D, plan.Dv
+    if plan.kernel == "hopper_forward":
+        rows = {"q": (ROWS, D), "k": (t.BLOCK_N, D), "v": (t.BLOCK_N, Dv), "o": (ROWS, Dv)}
+        return tuple((f"{name}_desc", (1, 1, *tile)) for name, tile in rows.items())
+    if plan.kernel == "hopper_backward":
+        rows = {"q": (t.BLOCK_M, D), "do": (t.BLOCK_M, Dv), "k": (ROWS, D), "v": (ROWS, Dv), "dk": (ROWS, D)}
+        tiled = [(f"{name}_desc", (1, 1, *tile)) for name, tile in (*rows.items(), ("dv", (ROWS, Dv)))]
+        sums = (("shift_desc", (t.BLOCK_M,)), ("delta_desc", (t.BLOCK_M,)), ("dq_desc", (t.BLOCK_M * 2, 32)))
+        return (*tiled, *sums)
     if not plan.tma:
         return ()
-    transposed = plan.kernel == "backward_dkdv"
-    tensors, rows = (("q", "do"), plan.tile.BLOCK_M) if transposed else (("k", "v"), plan.tile.BLOCK_N)
-    dims = (split_head_dim(plan.D), split_head_dim(plan.Dv))
-    parts = [(t, p) for t, d in zip(tensors, dims, strict=True) for p in d]
-    found = [(f"{t}_desc_{p.index}", (rows, p.width)) for t, p in parts]
+    tensors, count = (("q", "do"), t.BLOCK_M) if plan.transposed else (("k", "v"), t.BLOCK_N)
+    dims = (split_head_dim(D), split_head_dim(Dv))
+    parts = [(tensor, p) for tensor, d in zip(tensors, dims, strict=True) for p in d]
+    found = [(f"{tensor}_desc_{p.index}", (1, 1, count, p.width)) for tensor, p in parts]
     if _has_partial_step(plan):
-        found += [(f"{t}_desc_partial_{p.index}", (plan.tile.partial_m, p.width)) for t, p in parts]
+        found += [(f"{tensor}_desc_partial_{p.index}", (1, 1, t.partial_m, p.width)) for tensor, p in parts]
     return tuple(found)
+
+
+def described(descriptor: str) -> str:
+    """Return the tensor or array that a descriptor's argument describes."""
+    name = descriptor.partition("_desc")[0]
+    return {"shift": "shift_ptr", "delta": "delta_ptr", "dq": "dq_sum_ptr"}.get(name, name)
 
 
 def _has_partial_step(plan: KernelPlan) -> bool:
@@ -323,7 +387,13 @@ def _argument_types(plan: KernelPlan) -> dict[str, str]:
     return found
 
 
-_FLOAT_POINTERS = {"lse_ptr", "shift_ptr", "max_ptr", "delta_ptr", "dlse_ptr"}
+def _shared_layout(tile: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Return how a tile lies in shared memory: rows of 128 bytes or more are swizzled, for products and reductions."""
+    swizzle = 128 if len(tile) > 1 else 0
+    return f"NVMMASharedLayout(swizzle_byte_width={swizzle}, element_bitwidth={dtype.itemsize * 8}, rank={len(tile)})"
+
+
+_FLOAT_POINTERS = {"dq_sum_ptr", "lse_ptr", "shift_ptr", "max_ptr", "delta_ptr", "dlse_ptr"}
 _SCALES = {"sm_scale", "qk_scale", "q_sign", "dq_scale", "dk_scale"}
 _ROW_STRIDES = {f"stride_{t}{d}" for t in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for d in ("m", "n")}
 
@@ -331,9 +401,10 @@ _ROW_STRIDES = {f"stride_{t}{d}" for t in ("q", "k", "v", "o", "do", "dq", "dk",
 def _default_type(argument: str, plan: KernelPlan) -> str:
     """Return the Triton type of an argument that is not a mod's."""
     if argument in (descriptors := dict(stream_descriptors(plan))):
-        rows, width = descriptors[argument]
-        layout = f",{_LAYOUT}" if plan.is_hopper else ""
-        return f"tensordesc<{TRITON_POINTER[plan.dtype][1:]}[1, 1, {rows}, {width}]{layout}>"
+        tile = descriptors[argument]
+        dtype = torch.float32 if described(argument).endswith("_ptr") else plan.dtype
+        layout = f",{_shared_layout(tile, dtype)}" if plan.is_hopper else ""
+        return f"tensordesc<{TRITON_POINTER[dtype][1:]}{list(tile)}{layout}>"
     if argument in _FLOAT_POINTERS:
         return "*fp32"
     if argument in _SCALES:

@@ -1,8 +1,9 @@
-"""The Gluon forward on sm_90: every kind of mod, mask, shape and layout against the float64 reference."""
+"""The Gluon kernels on sm_90: every kind of mod, mask, shape and layout against the float64 reference."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,21 +27,25 @@ FP16 = Setting("cuda", torch.float16, block=4, options=HOPPER)
 WIDE, NARROW = Sizes(2, 2, 1, 333, 427, 128, 128), Sizes(2, 2, 1, 333, 427, 64, 64)
 
 
-def runs_here(name: str) -> bool:
-    """Tell whether a score_mod of SCORES is for this engine."""
-    q = torch.zeros(1, 4, 256, 64, dtype=torch.bfloat16)
+def forced(name: str) -> tuple[tuple[str, str], ...]:
+    """Return the options that force this engine where it can compute a score_mod of SCORES, in both passes or one."""
+    q = torch.zeros(1, 4, 256, 64, dtype=torch.bfloat16, requires_grad=True)
     score_mod, _ = SCORES[name](Setting("cpu", torch.bfloat16), 4, 256, 256)
-    return explain(q, q, q, score_mod, target="sm_90").plans[0].is_hopper
+    kernels = [plan.kernel for plan in explain(q, q, q, score_mod, target="sm_90").plans]
+    phases = {"fwd_BACKEND": "hopper_forward" in kernels, "bwd_BACKEND": "hopper_backward" in kernels}
+    return tuple((option, "HOPPER") for option, here in phases.items() if here)
 
 
 @pytest.mark.parametrize("name", sorted(SCORES))
 @pytest.mark.parametrize("mask", [None, "causal"])
-def test_score_mods(name: str, mask: str | None) -> None:
-    if runs_here(name):
-        check(make_call(BF16, NARROW, name, mask), loose=name == "constant")
-    else:
+@pytest.mark.parametrize("sizes", [NARROW, WIDE], ids=["D64", "D128"])
+def test_score_mods(name: str, mask: str | None, sizes: Sizes) -> None:
+    options = forced(name)
+    if len(options) < 2:
         with pytest.raises(UnsupportedError, match="BACKEND='HOPPER', and "):
-            check(make_call(BF16, NARROW, name, mask))
+            check(make_call(BF16, sizes, name, mask))
+    if options:
+        check(make_call(replace(BF16, options=options), sizes, name, mask), loose=name == "constant")
 
 
 @pytest.mark.parametrize("at", [BF16, FP16], ids=str)

@@ -83,7 +83,7 @@ def score_grad(grad, score, sm_scale, b, h, q_idx, kv_idx, live, score_cap0):
     t4 = t3 * t3
     t5 = 1.0 - t4
     t6 = grad * t5
-    return tl.broadcast_to(t6, score.shape)
+    return t6
 """,
         )
 

@@ -75,17 +75,21 @@ def test_hopper_binary(work: str, kernel: str) -> None:
     assert found.shared_bytes <= shared_bytes(plan) <= 1.45 * found.shared_bytes
 
 
-GLUON = {"full 64": 0, "causal 64": 0, "full 128": 0, "causal 128": 0, "softcap causal 128": 0, "alibi causal 128": 0,
-         "document 128": 500}  # bytes that may spill  # fmt: skip
+# Bytes that Gluon kernels may spill, as above; ptxas' warnings (serialised products) are never right there.
+GLUON = {
+    ("document 128", "hopper_forward"): 500, ("full 128", "hopper_backward"): 120,
+    ("causal 128", "hopper_backward"): 120, ("softcap causal 128", "hopper_backward"): 410,
+    ("alibi causal 128", "hopper_backward"): 180, ("document 128", "hopper_backward"): 390,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("work", GLUON)
-def test_gluon_forward(work: str) -> None:
-    plan, source = sources(work, "HOPPER")[0]
-    assert plan.is_hopper
+@pytest.mark.parametrize("kernel", ["hopper_forward", "hopper_backward"])
+@pytest.mark.parametrize("work", [w for w in WORKS if w.endswith((" 64", " 128")) and "relative" not in w])
+def test_gluon(work: str, kernel: str) -> None:
+    plan, source = next(pair for pair in sources(work, "HOPPER") if pair[0].kernel == kernel)
     found = report(source)
     assert found.sass["HGMMA"] > 0 and found.sass["UTMALDG"] > 0
-    assert found.spill_bytes <= GLUON[work]
+    assert found.spill_bytes <= GLUON.get((work, kernel), 0)
     assert not found.warnings, "products are not serialised, registers are given out"
     assert 0.95 * shared_bytes(plan) <= found.shared_bytes <= shared_bytes(plan)
 

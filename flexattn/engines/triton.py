@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexattn.launch import buffer_name, padded_rows, plan_launch, run
-from flexattn.plan import KERNELS, KernelPlan
+from flexattn.launch import buffer_name, is_fused, padded_rows, plan_backward, plan_launch, run
+from flexattn.plan import KernelPlan
 from flexattn.problem import Problem
 from flexattn.scatter import scatter_captures
 from flexattn.target import Target
@@ -35,21 +35,27 @@ def backward(
     """Return the gradients of query, key and value (None where not needed) and of each captured tensor."""
     problem, d_out = _with_rows(problem), _rows(d_out)
     q, k, v = problem.query, problem.key, problem.value
-    delta, shift = (q.new_empty((*q.shape[:2], padded_rows(problem)), dtype=torch.float32) for _ in range(2))
+    count = q.size(0) * q.size(1) * padded_rows(problem)
+    delta, shift = (q.new_empty(count, dtype=torch.float32) for _ in range(2))
     padded = {"delta_ptr": delta, "shift_ptr": shift}
     rows = {"lse_ptr": lse} if d_lse is None else {"lse_ptr": lse, "dlse_ptr": d_lse.float().contiguous()}
     run("backward_delta", problem, {"o": out, "do": d_out}, rows | padded)
 
     inputs = {"q": q, "k": k, "v": v, "do": d_out}
     buffers = _gradient_buffers(problem)
-    dq = dk = dv = None
-    if needs[0] or buffers:
-        dq = _like_strides(q, q.size(-1))
+    dq = _like_strides(q, q.size(-1)) if needs[0] or buffers else None
+    dk, dv = (_like_strides(t, t.size(-1)) if needs[1] or needs[2] else None for t in (k, v))
+    keys = {} if dk is None or dv is None else {"dk": dk, "dv": dv}
+    if dq is not None and keys and is_fused(problem, inputs | keys):
+        dq_sum = q.new_zeros((count * q.size(-1) // 32, 32), dtype=torch.float32)
+        run("hopper_backward", problem, inputs | keys, padded | {"dq_sum_ptr": dq_sum})
+        run("backward_dq_rows", problem, {"dq": dq}, {"dq_sum_ptr": dq_sum})
+    else:
         named = {buffer_name(problem, i): buffer for i, buffer in buffers.items()}
-        run("backward_dq", problem, inputs | {"dq": dq}, padded | named)
-    if needs[1] or needs[2]:
-        dk, dv = _like_strides(k, k.size(-1)), _like_strides(v, v.size(-1))
-        run("backward_dkdv", problem, inputs | {"dk": dk, "dv": dv}, padded)
+        if dq is not None:
+            run("backward_dq", problem, inputs | {"dq": dq}, padded | named)
+        if keys:
+            run("backward_dkdv", problem, inputs | keys, padded)
     captures = () if problem.score is None else problem.score.captures
     captured = tuple(buffers[i].to(c.dtype) if i in buffers else None for i, c in enumerate(captures))
     return (dq if needs[0] else None), (dk if needs[1] else None), (dv if needs[2] else None), captured
@@ -60,8 +66,11 @@ def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | Non
     problem = _with_rows(problem)
     out = _like_strides(problem.query, problem.value.size(-1))
     q, k, v = problem.query, problem.key, problem.value
-    tensors = {"forward": [q, k, v, out], "backward_delta": [out, out]}
-    return tuple(plan_launch(kernel, problem, target, tensors.get(kernel, [q, k, v, out])) for kernel in KERNELS)
+    forward, delta = (
+        plan_launch(kernel, problem, target, tensors)
+        for kernel, tensors in (("forward", [q, k, v, out]), ("backward_delta", [out, out]))
+    )
+    return forward, delta, *plan_backward(problem, target, [q, k, v, out])
 
 
 def _rows(tensor: Tensor) -> Tensor:
