@@ -106,7 +106,8 @@ def documents(S: int) -> Callable[..., Tensor]:
     ids=["full", "causal", "documents softcap", "sliding", "prefix alibi"],
 )  # fmt: skip
 def test_long_sequences_agree_with_the_triton_engine(S, D, mask, score) -> None:
-    q, k, v = big(1, 8, 2, S, D)
+    q, k, v = (x.requires_grad_() for x in big(1, 8, 2, S, D))
+    d_out = torch.randn_like(q)
     mask = mask(S) if mask is documents else mask
     blocks = mask and create_block_mask(mask, None, None, S, S, device="cuda")
     results = []
@@ -115,8 +116,10 @@ def test_long_sequences_agree_with_the_triton_engine(S, D, mask, score) -> None:
         out, extra = flex_attention(
             q, k, v, score, blocks, enable_gqa=True, return_aux=aux, kernel_options={"BACKEND": backend}
         )
-        results.append((out.float(), extra.lse, extra.max_scores))
-    for (ours, theirs), bound in zip(zip(*results, strict=True), (2.0**-6, 2.0**-14, 2.0**-14), strict=True):
+        grads = torch.autograd.grad(out, (q, k, v), d_out)
+        results.append((out.float(), extra.lse, extra.max_scores, *(g.float() for g in grads)))
+    bounds = (2.0**-6, 2.0**-14, 2.0**-14, 2.0**-6, 2.0**-6, 2.0**-6)
+    for (ours, theirs), bound in zip(zip(*results, strict=True), bounds, strict=True):
         assert (ours - theirs).abs().max() <= bound * theirs.abs().max().clamp(min=1)
 
 
@@ -127,13 +130,51 @@ def test_the_same_call_twice_is_bitwise_equal() -> None:
     assert all(torch.equal(outs[0], x) for x in outs)
 
 
+def gradients(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, options: dict[str, str]) -> tuple[Tensor, ...]:
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = flex_attention(q, k, v, mods.softcap(9.0), mask, enable_gqa=True, kernel_options=options)
+    return torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+
+def test_deterministic_gradients_are_bitwise_equal() -> None:
+    """dk and dv always are; dq is a sum in any order, unless deterministic algorithms are asked for."""
+    inputs = big(2, 8, 4, 2048, 128)
+    blocks = create_block_mask(mods.causal, None, None, 2048, 2048, device="cuda")
+    fused = [gradients(*inputs, blocks, {"bwd_BACKEND": "HOPPER"}) for _ in range(20)]
+    torch.use_deterministic_algorithms(True)
+    try:
+        pair = [gradients(*inputs, blocks, {}) for _ in range(20)]
+        with pytest.raises(UnsupportedError, match="deterministic algorithms"):
+            gradients(*inputs, blocks, {"bwd_BACKEND": "HOPPER"})
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(x, y) for other in fused for x, y in zip(fused[0][1:], other[1:], strict=True))
+    assert all(torch.equal(x, y) for other in pair for x, y in zip(pair[0], other, strict=True))
+    for x, y in zip(fused[0], pair[0], strict=True):
+        assert (x.float() - y.float()).norm() <= 2.0**-7 * y.float().norm()
+
+
 def test_nothing_of_other_heads_or_past_the_end_leaks() -> None:
-    """Keys and values past the length, in the same allocation, are NaN; so is the next head."""
+    """Queries, keys and values past the length, in the same allocation, are NaN; so is the next head."""
     S = 200
-    q, k, v = big(1, 2, 2, 256, 128)
-    k[:, :, S:], v[:, :, S:] = float("nan"), float("nan")
-    out = flex_attention(q[:, :, :S], k[:, :, :S], v[:, :, :S], kernel_options={"BACKEND": "HOPPER"})
+    tensors = big(1, 2, 2, 256, 128)
+    for x in tensors:
+        x[:, :, S:] = float("nan")
+    q, k, v = (x[:, :, :S] for x in tensors)
+    out = flex_attention(q, k, v, kernel_options={"BACKEND": "HOPPER"})
     assert out.isfinite().all()
+    assert all(g.isfinite().all() for g in gradients(q, k, v, None, {"BACKEND": "HOPPER"}))
+
+
+def test_keys_and_queries_that_no_block_reaches() -> None:
+    """Their gradients are 0, not what the memory held before."""
+    q, k, v = big(1, 4, 2, 640, 64)
+    middle = lambda b, h, q_idx, kv_idx: (q_idx // 128 == 2) & (kv_idx // 128 == 3)  # noqa: E731
+    mask = create_block_mask(middle, None, None, 640, 640, device="cuda")
+    dq, dk, dv = gradients(q, k, v, mask, {"BACKEND": "HOPPER"})
+    assert (dq[:, :, :256] == 0).all() and (dq[:, :, 384:] == 0).all() and dq[:, :, 256:384].any()
+    for x in (dk, dv):
+        assert (x[:, :, :384] == 0).all() and (x[:, :, 512:] == 0).all() and x[:, :, 384:512].any()
 
 
 def test_rows_without_a_key_are_zero() -> None:
