@@ -21,6 +21,7 @@ ROWS = 64  # queries of one consumer warpgroup of the forward, keys of one of th
 TILES: dict[tuple[int, int], Tile] = {
     (64, 64): Tile(128, 128, 4, 2),
     (128, 128): Tile(128, 128, 4, 2),
+    (256, 256): Tile(128, 64, 4, 2),
 }
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 # The same for the backward. Fewer registers, and ptxas serialises the products.

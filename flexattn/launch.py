@@ -26,7 +26,7 @@ from flexattn.plan import KernelPlan, fit, heads_per_group, plan_kernel, smaller
 from flexattn.problem import Problem
 from flexattn.render import KernelSource, described, render, stream_descriptors
 from flexattn.scatter import scatter_captures
-from flexattn.target import Target, l2_bytes, target_of
+from flexattn.target import Target, l2_bytes, processors, target_of
 
 LOG2E = math.log2(math.e)
 PADDING = LARGEST_TILE  # rows after the last query that backward kernels may read
@@ -116,8 +116,7 @@ def _prepare(kernel: str, problem: Problem, tensors: Tensors, arrays: Tensors) -
         elif name.endswith("_ptr"):
             fillers.append((position, _array(name if name not in _TENSOR_POINTERS else name.removesuffix("_ptr"))))
         arguments.append(values.get(name))
-    programs = _programs(plan, problem)
-    return Launch(built, programs * values["heads"], tuple(arguments), tuple(fillers))
+    return Launch(built, _programs(plan, values, problem.query.device), tuple(arguments), tuple(fillers))
 
 
 def plan_launch(
@@ -208,12 +207,18 @@ def built_kernel(plan: KernelPlan) -> tuple[KernelPlan, KernelSource, Kernel]:
     raise CompileError(f"no tile of {plan.name} fits: {problems[-1]}")
 
 
-def _programs(plan: KernelPlan, problem: Problem) -> int:
-    """Return the programs of one head."""
+def _tiles(plan: KernelPlan, problem: Problem) -> int:
+    """Return the tiles of one head that programs own."""
     rows = (problem.key if plan.transposed else problem.query).size(2)
     if plan.kernel == "backward_delta":
         return _padded(rows) // plan.tile.BLOCK_M
     return -(-rows // plan.outer[0]) * plan.tiles_per_block
+
+
+def _programs(plan: KernelPlan, values: Values, device: torch.device) -> int:
+    """Return how many programs run: one for each tile, or as many as there is room for, which share the tiles."""
+    stay = plan.kernel == "hopper_forward"
+    return min(values["tiles"], processors(device)) if stay else values["tiles"]
 
 
 def _padded(rows: int) -> int:
@@ -236,7 +241,8 @@ def _plain_values(plan: KernelPlan, problem: Problem) -> Values:
     # The forward's maximum needs a positive factor: the sign, or a scale of zero, is applied to q there.
     qk_scale = (abs(scale) * LOG2E or 1.0) if plan.kernel.endswith("forward") else scale * LOG2E
     values: Values = {
-        "M": M, "N": N, "M_padded": _padded(M), "heads": heads, "heads_q": Hq, "heads_kv": Hkv, "group_size": Hq // Hkv,
+        "tiles": _tiles(plan, problem) * heads, "M": M, "N": N, "M_padded": _padded(M), "heads": heads,
+        "heads_q": Hq, "heads_kv": Hkv, "group_size": Hq // Hkv,
         "batch_repeats": B // max(1, Bkv), "batch_shares_keys": int(Bkv == 1),
         "heads_per_group": heads_per_group(streamed, l2_bytes(q.device), heads),
         "sm_scale": scale, "dq_scale": scale, "dk_scale": scale, "qk_scale": qk_scale,

@@ -22,7 +22,7 @@ from flexattn.errors import IndexRangeError, message
 from flexattn.graph import BoundMod
 from flexattn.lower_bounds import TableSpec, table_dtype
 from flexattn.mask_kernels import PLACES, MaskPlan, levels_source, list_sources, table_entries, table_source
-from flexattn.target import Target, target_of
+from flexattn.target import Target, processors, target_of
 
 _FULL_RESOLUTION = 2**14  # smaller tensors have tables of their elements, larger ones of granules
 _GRANULE_BITS = 7
@@ -76,7 +76,7 @@ def build_lists(
     *totals, open_blocks, _, _, _ = scratch.tensor(6).tolist()  # here the host waits
     if open_blocks:
         octets = scratch.tensor(2).view(torch.uint8) if target.backend == "interpreter" else unknown
-        programs = min(g.octets, _PROGRAMS * _processors(device))
+        programs = min(g.octets, _PROGRAMS * processors(device))
         bitmaps = (full, partial, octets, full_by_key, partial_by_key)
         build(plan.evaluate, target).launch(programs, (*bitmaps, status, *g.values, g.octets, *mod_values))
         count_runs()
@@ -168,11 +168,6 @@ def _kernels(plan: MaskPlan, target: Target) -> tuple[Kernel, ...]:
 @lru_cache(64)
 def _table_kernel(dtype: torch.dtype, chunk: int, target: Target) -> Kernel:
     return build(table_source(dtype, chunk), target)
-
-
-@lru_cache(64)
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _mod_values(plan: MaskPlan, bound: BoundMod) -> list[object]:

@@ -114,6 +114,11 @@ class KernelPlan:
         return self.tile.num_stages + 1
 
     @property
+    def shares_output(self) -> bool:
+        """Whether hopper_forward's output leaves from the buffer of its queries, since both do not fit."""
+        return self.D > 128
+
+    @property
     def dq_buffers(self) -> int:
         """Tiles of dq under way there, of 64 columns each."""
         return self.D // 64
@@ -232,7 +237,7 @@ def shared_bytes(plan: KernelPlan) -> int:
         sums = plan.dq_buffers * t.BLOCK_M * 64 * 4 + (plan.query_stages + t.num_stages) * t.BLOCK_M * 4
         return (tiles + 2 * t.num_stages * 64 * t.BLOCK_M) * size + sums + 1024
     if plan.is_hopper:
-        queries = t.BLOCK_M * (plan.D + (plan.Dv if plan.Dv != plan.D else 0))
+        queries = t.BLOCK_M * (plan.D + (0 if plan.shares_output else plan.Dv))
         return (queries + t.num_stages * t.BLOCK_N * (plan.D + plan.Dv)) * size + 1024
     scores = t.BLOCK_M * t.BLOCK_N * size * (2 if plan.kernel != "forward" else 1)
     held_bytes = held * size * (widths if plan.kernel != "forward" else sum(p.width for p in split_head_dim(plan.D)))

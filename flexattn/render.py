@@ -150,13 +150,19 @@ class _Own:
 
 def _hopper_forward_names(plan: KernelPlan) -> _Own:
     consumers = plan.tile.BLOCK_M // ROWS
+    shared_lists = ("starts",) if plan.blocks else ()
+    buffers = (
+        "q_bufs", "k_bufs", "v_bufs", "o_bufs", "q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty",
+        *(("own", *shared_lists) if plan.blocks else ()),
+    )  # fmt: skip
     return _Own(
         [("CONSUMERS", consumers), ("SAFE", plan.score is not None)],
-        ("q_bufs", "k_bufs", "v_bufs", "o_bufs", "q_full", "k_full", "k_empty", "v_full", "v_empty"),
-        ("lse_ptr", *(("max_ptr",) if plan.max_scores else ()), "M", "N", "heads", "heads_q", "group_size",
+        buffers,
+        ("tiles", "lse_ptr", *(("max_ptr",) if plan.max_scores else ()), "M", "N", "heads", "heads_q", "group_size",
          "heads_per_group", "batch_shares_keys"),
         {
-            "consumers": consumers, "roles": [*(f"consumer_{i}" for i in range(consumers)), "producer"],
+            "consumers": consumers, "shared_lists": shared_lists, "shares_output": plan.shares_output,
+            "roles": [*(f"consumer_{i}" for i in range(consumers)), "producer"],
             "worker_warps": [4] * (consumers - 1) + [1],
             "worker_registers": [CONSUMER_REGISTERS] * (consumers - 1) + [PRODUCER_REGISTERS],
         },

@@ -53,3 +53,9 @@ def l2_bytes(device: torch.device) -> int:
     if device.type == "cpu":
         return 1 << 25
     return torch.cuda.get_device_properties(device).L2_cache_size
+
+
+@lru_cache(64)
+def processors(device: torch.device) -> int:
+    """Return the number of multiprocessors."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -30,7 +30,9 @@ WIDE, NARROW = Sizes(2, 2, 1, 333, 427, 128, 128), Sizes(2, 2, 1, 333, 427, 64, 
 def forced(name: str) -> tuple[tuple[str, str], ...]:
     """Return the options that force this engine where it can compute a score_mod of SCORES, in both passes or one."""
     q = torch.zeros(1, 4, 256, 64, dtype=torch.bfloat16, requires_grad=True)
-    score_mod, _ = SCORES[name](Setting("cpu", torch.bfloat16), 4, 256, 256)
+    score_mod, learned = SCORES[name](Setting("cpu", torch.bfloat16), 4, 256, 256)
+    for x in learned:
+        x.requires_grad_()
     kernels = [plan.kernel for plan in explain(q, q, q, score_mod, target="sm_90").plans]
     phases = {"fwd_BACKEND": "hopper_forward" in kernels, "bwd_BACKEND": "hopper_backward" in kernels}
     return tuple((option, "HOPPER") for option, here in phases.items() if here)
