@@ -17,10 +17,11 @@ from flexattn.triton_versions import has_gluon
 
 ROWS = 64  # queries of one consumer warpgroup of the forward, keys of one of the backward
 
-# (D, Dv): the tile, whose BLOCK_M is ROWS for each consumer; registers of a consumer are what is left of 65,536.
+# By widths: the tile, whose BLOCK_M is ROWS for each consumer; registers of a consumer are what is left of 65,536.
 TILES: dict[tuple[int, int], Tile] = {
     (64, 64): Tile(128, 128, 4, 2),
     (128, 128): Tile(128, 128, 4, 2),
+    (192, 128): Tile(128, 128, 4, 2),
     (256, 256): Tile(128, 64, 4, 2),
 }
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
@@ -79,7 +80,7 @@ def _refusal(
 
 
 def _with_tile(plan: KernelPlan, kernel: str, tiles: dict[tuple[int, int], Tile]) -> KernelPlan | str:
-    tile = tiles.get((plan.D, plan.Dv))
+    tile = tiles.get(plan.widths)
     if tile is None:
         return f"no tile for D {plan.D}, Dv {plan.Dv}"
     if plan.blocks and (plan.blocks[0] % tile.BLOCK_M or plan.blocks[1] % tile.BLOCK_N):

@@ -113,6 +113,8 @@ def _prepare(kernel: str, problem: Problem, tensors: Tensors, arrays: Tensors) -
     for position, (name, _) in enumerate(source.signature):
         if name in descriptors:
             fillers.append((position, _descriptor(described(name), descriptors[name])))
+        elif name == "counter_ptr":
+            fillers.append((position, _counter(values["tiles"] > processors(problem.query.device))))
         elif name.endswith("_ptr"):
             fillers.append((position, _array(name if name not in _TENSOR_POINTERS else name.removesuffix("_ptr"))))
         arguments.append(values.get(name))
@@ -172,6 +174,16 @@ def _unless_forced(
 
 
 _TENSOR_POINTERS = {f"{name}_ptr" for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv")}
+
+
+def _counter(needed: bool) -> Callable[[Tensors], Any]:
+    """Return what makes a zero for programs that share tiles; without it, any address serves, as it is not used.
+
+    One for each launch: in a CUDA graph zeroing is a node too, and what runs beside it has a counter of its own.
+    """
+    if not needed:
+        return lambda tensors: tensors["lse_ptr"]
+    return lambda tensors: tensors["lse_ptr"].new_zeros(1, dtype=torch.int32)
 
 
 def _array(name: str) -> Callable[[Tensors], Any]:

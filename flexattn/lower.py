@@ -115,7 +115,8 @@ class Dialect:
     interpreter: bool = False
     ptx: bool = False  # NVIDIA's instructions may be written inline
     float_index: bool = True  # lengths are below INDEX_LIMIT: index differences are formed in float32
-    # This index (q_idx or kv_idx) also comes as float32, `q_float` or `kv_float`, which is cheaper than converting it.
+    # This index (q_idx or kv_idx) also comes as float32, which is cheaper than converting it: as the sum of `near`,
+    # which in each thread has few values, and `offset`, which is a constant of the instruction.
     float_columns: str = ""
     checked: bool = False  # a mask also gives the captures that it was asked to read outside of, as bits
 
@@ -190,7 +191,7 @@ def _parameters(mod: ModPlan, dialect: Dialect) -> list[str]:
 
 
 def _float_columns(dialect: Dialect) -> list[str]:
-    return [dialect.float_columns.replace("_idx", "_float")] if dialect.float_columns else []
+    return ["near", "offset"] if dialect.float_columns else []
 
 
 class Writer:
@@ -204,6 +205,7 @@ class Writer:
         self.lines: list[str] = []
         self.names = {node: f"early[{i}]" for i, node in enumerate(early)}  # of nodes already written
         self.float_names: dict[int, str] = {}
+        self.split: dict[str, tuple[str, str]] = {}  # of names of a sum with `offset`: the rest and its sign
         self.checks: list[tuple[int, str]] = []  # (capture, condition that a load of it is inside), where checked
         proved = never_negative(mod.graph) if nonnegative is None else nonnegative
         self.nonnegative = [a or i in mod.nonnegative for i, a in enumerate(proved)]
@@ -278,6 +280,8 @@ class Writer:
         """
         if self.dialect.exact:
             return self.value(position) if factor is None else self.assign(f"{self.value(position)} * {factor}")
+        if factor is not None and (x := self._sum(position, factor)):
+            return x
         varying, above, below = self._factors(position)
         for node in [n for n in above if n in below]:
             above.remove(node)
@@ -288,8 +292,22 @@ class Writer:
         if below:
             scalar = f"{scalar or '1.0'} / ({' * '.join(n if isinstance(n, str) else self.value(n) for n in below)})"
         if scalar:
-            varying = [*varying, scalar if scalar.isidentifier() else self.assign(scalar)]
+            scalar = scalar if scalar.isidentifier() else self.assign(scalar)
+            if len(varying) == 1 and varying[0] in self.split:
+                rest, sign = self.split[varying[0]]
+                return self.assign(f"{self.assign(f'{rest} * {scalar}')} {sign} offset * {scalar}")
+            varying = [*varying, scalar]
         return varying[0] if len(varying) == 1 else self.assign(" * ".join(varying))
+
+    def _sum(self, position: int, factor: str) -> str | None:
+        """Write a sum times `factor` as the sum of its parts times it, where one of them has a factor to join it."""
+        node = self.graph.nodes[position]
+        if node.op not in ("add", "sub") or position in self.names or not node.dtype.is_floating_point:
+            return None
+        if not any(above or below for _, above, below in map(self._factors, node.args)):
+            return None
+        x, y = (self.product(a, factor) for a in node.args)
+        return self.assign(f"{x} {'+' if node.op == 'add' else '-'} {y}")
 
     def _factors(self, position: int) -> tuple[list[str], list[int | str], list[int | str]]:
         """Return (texts that vary over places, nodes above, nodes below the line) of a chain of products."""
@@ -441,13 +459,32 @@ class Writer:
             if node.op == "const":
                 return repr(float(str(node.value)))
             if node.op == "input" and node.value == self.dialect.float_columns:
-                return _float_columns(self.dialect)[0]
+                return self._with_offset(position, "near", "+")
             if node.op == "input":
                 text = f"{node.value}.to(tl.float32)"
+            elif node.op in ("add", "sub") and (split := self._split_sum(node)):
+                return self._with_offset(position, *split)
             else:
                 text = self._text(node.op).format(*(self._float_value(a) for a in node.args))
             self.float_names[position] = self.assign(text)
         return self.float_names[position]
+
+    def _split_sum(self, node: Node) -> tuple[str, str] | None:
+        """Return a sum of which one part is split as (what has few values, the sign of `offset`)."""
+        x, y = (self._float_value(a) for a in node.args)
+        sign = "+" if node.op == "add" else "-"
+        if x in self.split and y not in self.split:
+            return self.assign(f"{self.split[x][0]} {sign} {y}"), self.split[x][1]
+        if y in self.split and x not in self.split:
+            rest, of_offset = self.split[y]
+            return self.assign(f"{x} {sign} {rest}"), "+" if sign == of_offset else "-"
+        return None
+
+    def _with_offset(self, position: int, rest: str, sign: str) -> str:
+        name = self.assign(f"{rest} {sign} offset")
+        self.float_names[position] = name
+        self.split[name] = rest, sign
+        return name
 
 
 def _times(factor: int, text: str) -> str:

@@ -23,6 +23,8 @@ from flexattn.problem import Problem
 from flexattn.target import Target
 
 KERNELS = ("forward", "backward_delta", "backward_dq", "backward_dkdv")
+# Widths (of q and k, of v) that Hopper's kernels are made for; narrower heads are filled with zeros by the TMA unit.
+WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
 FUSED = ("hopper_backward", "backward_dq_rows")  # what stands for the last two where the plan is Hopper's
 
 
@@ -109,6 +111,11 @@ class KernelPlan:
         return "".join(c if c.isalnum() and c.isascii() else "_" for c in text)[:120]
 
     @property
+    def widths(self) -> tuple[int, int]:
+        """Columns of q and k, and of v, in the tiles of a Hopper kernel; (0, 0) where there is none so wide."""
+        return next(((D, Dv) for D, Dv in WIDTHS if self.D <= D and self.Dv <= Dv), (0, 0))
+
+    @property
     def query_stages(self) -> int:
         """Tiles of queries under way in hopper_backward: each waits one step longer than its gradient, for dk."""
         return self.tile.num_stages + 1
@@ -116,12 +123,12 @@ class KernelPlan:
     @property
     def shares_output(self) -> bool:
         """Whether hopper_forward's output leaves from the buffer of its queries, since both do not fit."""
-        return self.D > 128
+        return self.widths[0] > 128
 
     @property
     def dq_buffers(self) -> int:
         """Tiles of dq under way there, of 64 columns each."""
-        return self.D // 64
+        return self.widths[0] // 64
 
     @property
     def scales_gradient(self) -> bool:
@@ -232,13 +239,14 @@ def shared_bytes(plan: KernelPlan) -> int:
     held, streamed = (t.BLOCK_N, t.BLOCK_M) if plan.transposed else (t.BLOCK_M, t.BLOCK_N)
     if plan.kernel in ("backward_delta", "backward_dq_rows"):
         return max(4096, 4 * t.BLOCK_M * 64)
+    D, Dv = plan.widths
     if plan.kernel == "hopper_backward":
-        tiles = t.BLOCK_N * (plan.D + plan.Dv) + t.BLOCK_M * (plan.D * plan.query_stages + plan.Dv * t.num_stages)
+        tiles = t.BLOCK_N * (D + Dv) + t.BLOCK_M * (D * plan.query_stages + Dv * t.num_stages)
         sums = plan.dq_buffers * t.BLOCK_M * 64 * 4 + (plan.query_stages + t.num_stages) * t.BLOCK_M * 4
         return (tiles + 2 * t.num_stages * 64 * t.BLOCK_M) * size + sums + 1024
     if plan.is_hopper:
-        queries = t.BLOCK_M * (plan.D + (0 if plan.shares_output else plan.Dv))
-        return (queries + t.num_stages * t.BLOCK_N * (plan.D + plan.Dv)) * size + 1024
+        queries = t.BLOCK_M * (D + (0 if plan.shares_output else Dv))
+        return (queries + t.num_stages * t.BLOCK_N * (D + Dv)) * size + 1024
     scores = t.BLOCK_M * t.BLOCK_N * size * (2 if plan.kernel != "forward" else 1)
     held_bytes = held * size * (widths if plan.kernel != "forward" else sum(p.width for p in split_head_dim(plan.D)))
     barriers_and_reductions = 2048
@@ -284,7 +292,7 @@ def plan_kernel(kernel: str, problem: Problem, target: Target, tensors: list[Ten
     D, Dv = problem.query.size(-1), problem.value.size(-1)
     aligned = all(is_aligned(t) for t in tensors)
     if kernel == "backward_dq_rows":
-        return KernelPlan(kernel, target, problem.query.dtype, D, D, Tile(64, 64, 4, 1), aligned)
+        return KernelPlan(kernel, target, problem.query.dtype, D, Dv, Tile(64, 64, 4, 1), aligned)
     blocks = problem.block_mask.BLOCK_SIZE if problem.block_mask is not None else None
     score = _mod_plan(problem.score, "score", problem)
     grad = None

@@ -79,6 +79,8 @@ def _names(plan: KernelPlan) -> dict[str, object]:
     ]  # fmt: skip
     if plan.grad and plan.grad.graph.sites:
         constants.append(("DTYPE", f"tl.{TRITON_DTYPE[plan.dtype]}"))
+    if plan.kernel == "backward_dq_rows":
+        constants += [("D", plan.D), ("WIDTH", plan.widths[0])]
     if plan.kernel == "backward_dkdv":
         constants.append(("PARTIAL_M", plan.tile.partial_m))
     if plan.blocks:
@@ -87,7 +89,7 @@ def _names(plan: KernelPlan) -> dict[str, object]:
     mask = plan.mask.argument_names() if plan.mask else ()
     scatter = tuple(n for n, _ in scatter_arguments(plan.grad)) if plan.grad and plan.grad.graph.sites else ()
     return {
-        "name": plan.name, "constants": constants, "mods": _mods(plan), "D": plan.D,
+        "name": plan.name, "constants": constants, "mods": _mods(plan),
         "qk_parts": split_head_dim(plan.D), "v_parts": split_head_dim(plan.Dv),
         "has_score": plan.score is not None, "scales_gradient": plan.scales_gradient,
         "early_score": bool(plan.score and early_loads(plan.score)),
@@ -116,8 +118,8 @@ def _hopper_names(plan: KernelPlan) -> dict[str, object]:
     """Return what Hopper's templates refer to besides."""
     tile, side = plan.tile, "q" if plan.transposed else "kv"
     constants: list[tuple[str, object]] = [
-        ("BLOCK_M", tile.BLOCK_M), ("BLOCK_N", tile.BLOCK_N), ("STAGES", tile.num_stages), ("D", plan.D),
-        ("Dv", plan.Dv),
+        ("BLOCK_M", tile.BLOCK_M), ("BLOCK_N", tile.BLOCK_N), ("STAGES", tile.num_stages),
+        ("D", plan.widths[0]), ("Dv", plan.widths[1]),
     ]  # fmt: skip
     if plan.blocks:
         constants += [("SPARSE_Q", plan.blocks[0]), ("SPARSE_KV", plan.blocks[1]), ("TILES", plan.tiles_per_block)]
@@ -125,7 +127,7 @@ def _hopper_names(plan: KernelPlan) -> dict[str, object]:
     mods = [a for m in (plan.score, plan.mask) if m for a in m.argument_names()]
     lowered = hopper_mods(plan)
     names: dict[str, object] = {
-        "mods": lowered, "list_arguments": lists, "Dv": plan.Dv, "is_backward": plan.transposed,
+        "mods": lowered, "list_arguments": lists, "is_backward": plan.transposed,
         "prelude": as_gluon(environment().get_template("prelude.py.jinja").render(scatter_arguments=())),
         "reads_each_place": any(", mask=live" in text for text in lowered),
     }  # fmt: skip
@@ -148,19 +150,29 @@ class _Own:
     names: dict[str, object]
 
 
+# By width of q: which columns' exponentials are computed by a polynomial, those where the column & this is 0.
+_EMULATED = {64: 24}
+# 2**f for |f| <= 1/2, the least largest relative error of degree 3: 7.5e-5, a fiftieth of bfloat16's rounding.
+_POLYNOMIAL = "((0.05517167 * f + 0.24261113) * f + 0.69326097) * f + 0.99992806"
+
+
 def _hopper_forward_names(plan: KernelPlan) -> _Own:
     consumers = plan.tile.BLOCK_M // ROWS
     shared_lists = ("starts",) if plan.blocks else ()
+    parts = split_head_dim(plan.widths[0])
     buffers = (
-        "q_bufs", "k_bufs", "v_bufs", "o_bufs", "q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty",
-        *(("own", *shared_lists) if plan.blocks else ()),
+        *(f"{x}_bufs_{p.index}" for x in ("q", "k") for p in parts), "v_bufs", "o_bufs", "q_full", "q_empty", "k_full",
+        "k_empty", "v_full", "v_empty", "own", *shared_lists,
     )  # fmt: skip
     return _Own(
         [("CONSUMERS", consumers), ("SAFE", plan.score is not None)],
         buffers,
-        ("tiles", "lse_ptr", *(("max_ptr",) if plan.max_scores else ()), "M", "N", "heads", "heads_q", "group_size",
-         "heads_per_group", "batch_shares_keys"),
+        ("tiles", "counter_ptr", "lse_ptr", *(("max_ptr",) if plan.max_scores else ()), "M", "N", "heads", "heads_q",
+         "group_size",         "heads_per_group", "batch_shares_keys"),
         {
+            "parts": parts, "emulates": _EMULATED.get(plan.widths[0], 0), "polynomial": _POLYNOMIAL,
+            "bytes": lambda names: " + ".join(f"{names}.block_type.nbytes".replace("%", str(p.index)) for p in parts),
+            "numbers": ["b", "h", "m0", *(["partial", "full"] if plan.blocks else [])],
             "consumers": consumers, "shared_lists": shared_lists, "shares_output": plan.shares_output,
             "roles": [*(f"consumer_{i}" for i in range(consumers)), "producer"],
             "worker_warps": [4] * (consumers - 1) + [1],
@@ -187,7 +199,7 @@ def _hopper_backward_names(plan: KernelPlan) -> _Own:
         {
             "dtype": TRITON_DTYPE[plan.dtype], "packing": _PACKING[plan.dtype], "unpacking": _UNPACKING[plan.dtype],
             # With a derivative there is enough to do while dk waits for its own dS (tanh: 4 % faster, D 128).
-            "delayed": not plan.scales_gradient or plan.D == 64,
+            "delayed": not plan.scales_gradient or plan.widths[0] == 64,
             "roles": ["keys_0", "keys_1", "queries", "producer"], "worker_warps": [4, 4, 1],
             "worker_registers": [KEYS_REGISTERS, QUERIES_REGISTERS, PRODUCER_REGISTERS],
         },
@@ -306,10 +318,11 @@ def _tile(base: str, rows: str, stride: str, part: Part) -> str:
 
 def stream_descriptors(plan: KernelPlan) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return (argument, shape of a tile) of each tensor descriptor that the kernel streams tiles through."""
-    t, D, Dv = plan.tile, plan.D, plan.Dv
+    t, (D, Dv) = plan.tile, plan.widths
     if plan.kernel == "hopper_forward":
-        rows = {"q": (ROWS, D), "k": (t.BLOCK_N, D), "v": (t.BLOCK_N, Dv), "o": (ROWS, Dv)}
-        return tuple((f"{name}_desc", (1, 1, *tile)) for name, tile in rows.items())
+        parts = [(x, rows, p) for x, rows in (("q", ROWS), ("k", t.BLOCK_N)) for p in split_head_dim(D)]
+        found = [(f"{x}_desc_{p.index}", (1, 1, rows, p.width)) for x, rows, p in parts]
+        return (*found, ("v_desc", (1, 1, t.BLOCK_N, Dv)), ("o_desc", (1, 1, ROWS, Dv)))
     if plan.kernel == "hopper_backward":
         rows = {"q": (t.BLOCK_M, D), "do": (t.BLOCK_M, Dv), "k": (ROWS, D), "v": (ROWS, Dv), "dk": (ROWS, D)}
         tiled = [(f"{name}_desc", (1, 1, *tile)) for name, tile in (*rows.items(), ("dv", (ROWS, Dv)))]
@@ -318,7 +331,7 @@ def stream_descriptors(plan: KernelPlan) -> tuple[tuple[str, tuple[int, ...]], .
     if not plan.tma:
         return ()
     tensors, count = (("q", "do"), t.BLOCK_M) if plan.transposed else (("k", "v"), t.BLOCK_N)
-    dims = (split_head_dim(D), split_head_dim(Dv))
+    dims = (split_head_dim(plan.D), split_head_dim(plan.Dv))
     parts = [(tensor, p) for tensor, d in zip(tensors, dims, strict=True) for p in d]
     found = [(f"{tensor}_desc_{p.index}", (1, 1, count, p.width)) for tensor, p in parts]
     if _has_partial_step(plan):
@@ -395,7 +408,7 @@ def _argument_types(plan: KernelPlan) -> dict[str, str]:
 
 def _shared_layout(tile: tuple[int, ...], dtype: torch.dtype) -> str:
     """Return how a tile lies in shared memory: rows of 128 bytes or more are swizzled, for products and reductions."""
-    swizzle = 128 if len(tile) > 1 else 0
+    swizzle = min(128, tile[-1] * dtype.itemsize) if len(tile) > 1 else 0
     return f"NVMMASharedLayout(swizzle_byte_width={swizzle}, element_bitwidth={dtype.itemsize * 8}, rank={len(tile)})"
 
 
@@ -416,7 +429,7 @@ def _default_type(argument: str, plan: KernelPlan) -> str:
     if argument in _SCALES:
         return "fp32"
     if argument.endswith("_ptr"):
-        is_index = argument.startswith(("kv_", "q_partial", "q_full", "q_order"))
+        is_index = argument.startswith(("kv_", "q_partial", "q_full", "q_order", "counter"))
         return "*i32" if is_index else TRITON_POINTER[plan.dtype]
     if argument.startswith("stride_mask"):
         return "i32"

@@ -70,6 +70,16 @@ def test_shapes(sizes: Sizes, mask: str | None) -> None:
     check(make_call(BF16, sizes, "softcap", mask), loose=True)
 
 
+@pytest.mark.parametrize(
+    "dims", [(96, 96), (40, 72), (72, 40), (16, 128), (192, 128), (136, 64), (256, 256), (200, 160)]
+)
+@pytest.mark.parametrize("mask", [None, "causal"])
+def test_head_dims(dims: tuple[int, int], mask: str | None) -> None:
+    wide = max(dims) > 128
+    at = replace(BF16, options=(("fwd_BACKEND", "HOPPER"),)) if wide else BF16
+    check(make_call(at, Sizes(2, 4, 2, 300, 290, *dims), "softcap", mask), loose=True)
+
+
 def between_heads(x: Tensor) -> Tensor:
     """The same values as a view of [B, S, H, D]."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
