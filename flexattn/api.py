@@ -240,7 +240,8 @@ def _pose(
         mask = _mask(blocks, query, by_hand)  # Python -> BoundMod
     learned = tuple(i for i, c in enumerate(captures) if c.requires_grad)
     score_grad = differentiate(score.graph, learned) if gradient and score is not None else None  # ModGraph -> ModGraph
-    return Problem(query, key, value, scale, score, mask, blocks, score_grad, options, max_scores)
+    runs = () if mask is None or blocks is None else blocks.equal_runs()
+    return Problem(query, key, value, scale, score, mask, blocks, score_grad, runs, options, max_scores)
 
 
 def _autocast(query: object, key: object, value: object) -> tuple[object, object, object]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexattn import mask_cache
-from flexattn.block_mask import BlockMask, BuildCounts, RunLists, Runs, run_lists
+from flexattn.block_mask import BlockMask, BuildCounts, BuiltMask, RunLists, Runs, run_lists
 from flexattn.bound import DTYPES, EMPTY, FULL, INDEX_LIMIT, PARTIAL
 from flexattn.boxes import BlockClasses, classify_by_boxes, undecided
 from flexattn.build import current_stream
@@ -74,20 +74,19 @@ def create_block_mask(
     sizes = (B or 1 if bound.graph.reads("b") else 1, H or 1 if bound.graph.reads("h") else 1, Q_LEN, KV_LEN)
     key = (bound.origin, sizes, block_size, separate_full_blocks, *_where(chosen))
     with torch.no_grad():
-        lists = mask_cache.find(key, bound) if bound.origin else None
-        if lists is None:
-            lists = classify(bound, sizes, block_size, chosen, separate_full_blocks)
+        built = mask_cache.find(key, bound) if bound.origin else None
+        if built is None:
+            built = classify(bound, sizes, block_size, chosen, separate_full_blocks)
             if bound.origin:
-                mask_cache.keep(key, bound, lists)
-    kv_runs, q_runs, counts = lists
+                mask_cache.keep(key, bound, built)
     mask = BlockMask.from_runs(
-        kv_runs, q_runs, *sizes[:2], (Q_LEN, KV_LEN), block_size, mask_mod,
+        built.by_query, built.by_key, *sizes[:2], (Q_LEN, KV_LEN), block_size, mask_mod,
         separate_full_blocks=separate_full_blocks, full_overhangs=False,
     ).expand(B or 1, H or 1)  # fmt: skip
-    mask._remember(bound)
-    mask.build_counts = counts
+    mask._remember(bound, built.runs)
+    mask.build_counts = built.counts
     if settings().debug:
-        debug("mask", f"{counts}\n{mask!r}")
+        debug("mask", f"{built.counts}\n{mask!r}")
     if compute_dq_write_order:
         mask._set_dq_write_order(dq_kv_order)
     return mask
@@ -126,7 +125,7 @@ def create_mask(
 
 def classify(
     bound: BoundMod, sizes: tuple[int, int, int, int], block_size: tuple[int, int], device: torch.device, separate: bool
-) -> tuple[RunLists, RunLists, BuildCounts]:
+) -> BuiltMask:
     """Return the blocks of a mask over `sizes` (B, H, Q, KV), as rows of queries and as rows of keys.
 
     On a GPU generated kernels do it all. Otherwise boxes of blocks decide most, and what they leave open is evaluated
@@ -145,7 +144,7 @@ def classify(
         classes = classes.resolve(_evaluate_blocks(bound.on(device), classes.unknown, sizes, block_size, device))
     classes = classes if separate else classes.joined()
     by_query, by_key = (_lists(classes, transposed).map(lambda t: t.to(device)) for transposed in (False, True))
-    return by_query, by_key, counts
+    return BuiltMask(by_query, by_key, counts)
 
 
 def _lists(classes: BlockClasses, transposed: bool) -> RunLists:

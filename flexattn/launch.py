@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from flexattn.build import Kernel, OutOfResources, build
+from flexattn.equal_runs import with_runs
 from flexattn.errors import CompileError, UnsupportedError, message
 from flexattn.graph import BoundMod
 from flexattn.hopper import hopper_backward, hopper_forward
 from flexattn.lower import ModPlan, layout_unit
 from flexattn.options import LARGEST_TILE, option
-from flexattn.plan import KernelPlan, fit, heads_per_group, plan_kernel, smaller_tiles
+from flexattn.plan import TRANSPOSED, KernelPlan, fit, heads_per_group, plan_kernel, smaller_tiles
 from flexattn.problem import Problem
 from flexattn.render import KernelSource, described, render, stream_descriptors
 from flexattn.scatter import scatter_captures
@@ -67,6 +68,7 @@ def run(kernel: str, problem: Problem, tensors: Tensors, arrays: Tensors) -> Non
     `tensors` are [B, H, rows, D] with any strides but 1 for the last; `arrays` are contiguous and known by address
     alone (lse_ptr, ...), those of the mask and the mods are found in the problem.
     """
+    problem = _for_kernel(kernel, problem)
     key = _signature(kernel, problem, tensors, arrays)
     launch = _launches.get(key)
     if launch is None:
@@ -97,7 +99,7 @@ def _mod_signature(mod: BoundMod | None) -> tuple[object, ...]:
 
 def _prepare(kernel: str, problem: Problem, tensors: Tensors, arrays: Tensors) -> Launch:
     target = target_of(problem.query.device)
-    wanted, _ = plan_launch(kernel, problem, target, list(tensors.values()), "dlse_ptr" in arrays)
+    wanted, _ = _plan_launch(kernel, problem, target, list(tensors.values()), "dlse_ptr" in arrays)
     plan, source, built = built_kernel(wanted)
     values: Values = _plain_values(plan, problem)
     for name, tensor in tensors.items():
@@ -125,6 +127,12 @@ def plan_launch(
     kernel: str, problem: Problem, target: Target, tensors: list[Tensor], has_dlse: bool = False
 ) -> tuple[KernelPlan, str | None]:
     """Plan one kernel for the engine that serves it best; return also why it is not Hopper's, None where it is."""
+    return _plan_launch(kernel, _for_kernel(kernel, problem), target, tensors, has_dlse)
+
+
+def _plan_launch(
+    kernel: str, problem: Problem, target: Target, tensors: list[Tensor], has_dlse: bool = False
+) -> tuple[KernelPlan, str | None]:
     if kernel == "hopper_backward":
         hopper = hopper_backward(plan_kernel("backward_dkdv", problem, target, tensors, has_dlse), problem, tensors)
         assert isinstance(hopper, KernelPlan), hopper
@@ -140,11 +148,19 @@ def plan_backward(problem: Problem, target: Target, tensors: list[Tensor]) -> tu
 
     `tensors` are query, key, value and all that is like them in what these kernels read and write.
     """
-    plan = plan_kernel("backward_dkdv", problem, target, tensors, False)
+    by_key = _for_kernel("backward_dkdv", problem)
+    plan = plan_kernel("backward_dkdv", by_key, target, tensors, False)
     plan, reason = _unless_forced(problem, "bwd", plan, hopper_backward(plan, problem, tensors))
     if reason is None:
         return (plan, None), (plan_kernel("backward_dq_rows", problem, target, [problem.query], False), None)
-    return (plan_kernel("backward_dq", problem, target, tensors, False), reason), (plan, reason)
+    return (*plan_launch("backward_dq", problem, target, tensors)[:1], reason), (plan, reason)
+
+
+def _for_kernel(kernel: str, problem: Problem) -> Problem:
+    """Return the problem with a mask that asks for runs, where these are known, of what the kernel's rows are."""
+    if not problem.runs or problem.mask is None:
+        return problem
+    return replace(problem, mask=with_runs(problem.mask, problem.runs, kernel in TRANSPOSED), runs=())
 
 
 _fused: dict[tuple[object, ...], bool] = {}
@@ -308,7 +324,7 @@ def _arrays_of(kernel: str, problem: Problem) -> dict[str, Tensor]:
         return found
     mask = problem.block_mask
     if mask is not None:
-        side, lists = ("q", mask.q_runs) if kernel in ("backward_dkdv", "hopper_backward") else ("kv", mask.kv_runs)
+        side, lists = ("q", mask.q_runs) if kernel in TRANSPOSED else ("kv", mask.kv_runs)
         assert lists is not None
         found = {
             f"{side}_partial_ptr": lists.partial.row_ptr, f"{side}_partial_runs_ptr": lists.partial.runs,

@@ -16,12 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.block_mask import BuildCounts, RunLists, Runs
+from flexattn.block_mask import BuildCounts, BuiltMask, RunLists, Runs
 from flexattn.build import Kernel, KernelSource, build
+from flexattn.equal_runs import EqualRuns
 from flexattn.errors import IndexRangeError, message
 from flexattn.graph import BoundMod
 from flexattn.lower_bounds import TableSpec, table_dtype
-from flexattn.mask_kernels import PLACES, MaskPlan, levels_source, list_sources, table_entries, table_source
+from flexattn.mask_kernels import (
+    PLACES,
+    RUN_PLACES,
+    MaskPlan,
+    levels_source,
+    list_sources,
+    runs_source,
+    table_entries,
+    table_source,
+)
 from flexattn.target import Target, processors, target_of
 
 _FULL_RESOLUTION = 2**14  # smaller tensors have tables of their elements, larger ones of granules
@@ -41,7 +51,7 @@ def fits(sizes: Sizes, block_size: tuple[int, int]) -> bool:
 
 def build_lists(
     plan: MaskPlan, bound: BoundMod, sizes: Sizes, block_size: tuple[int, int], device: torch.device, separate: bool
-) -> tuple[RunLists, RunLists, BuildCounts]:
+) -> BuiltMask:
     """Return the blocks of a mask over `sizes` (B, H, Q, KV), as rows of queries and as rows of keys.
 
     `bound` is on `device`; no size is 0. `separate` False: full blocks are called partial.
@@ -67,13 +77,14 @@ def build_lists(
         fill.launch(g.rows, (*found, counts, status, kept.at(0), kept.at(4), runs.at(0), *g.ends))
 
     classify.launch(g.tiles, (*bitmaps, status, *g.values, *mod_values, *tables))
+    equal = _equal_runs(plan, bound, status, target)
     count_runs()
     runs = None
     if g.most_runs <= _SMALL:
         runs = _Memory((2 * g.most_runs,), device)
         fill_runs(runs)
     parts = kept.tensors()  # while the device works
-    *totals, open_blocks, _, _, _ = scratch.tensor(6).tolist()  # here the host waits
+    *totals, open_blocks, _, descends, _ = scratch.tensor(6).tolist()  # here the host waits
     if open_blocks:
         octets = scratch.tensor(2).view(torch.uint8) if target.backend == "interpreter" else unknown
         programs = min(g.octets, _PROGRAMS * processors(device))
@@ -87,7 +98,22 @@ def build_lists(
         runs = _Memory((2 * sum(totals),), device)
         fill_runs(runs)
     by_query, by_key = _run_lists(parts, runs.buffer.view(-1, 2), totals, g.heads)
-    return by_query, by_key, BuildCounts(g.blocks, None, open_blocks)
+    return BuiltMask(by_query, by_key, BuildCounts(g.blocks, None, open_blocks), () if descends else equal)
+
+
+def _equal_runs(plan: MaskPlan, bound: BoundMod, status: Any, target: Target) -> tuple[EqualRuns, ...]:
+    """Find the runs of equal elements in what the mask compares by its elements; the status tells whether they hold."""
+    found = []
+    for position in plan.compared:
+        x = bound.captures[position]
+        if not x.is_contiguous() or not 0 < x.size(-1) < 2**30:
+            continue
+        runs = torch.empty((2, *x.shape), dtype=torch.int32, device=x.device)
+        n = x.size(-1)
+        programs = x.numel() // n * -(-n // RUN_PLACES)
+        build(runs_source(x.dtype), target).launch(programs, (x, runs[0], runs[1], status, n, n.bit_length()))
+        found.append(EqualRuns(position, runs[0], runs[1]))
+    return tuple(found)
 
 
 def _run_lists(kept: Sequence[Tensor], runs: Tensor, totals: list[int], heads: int) -> tuple[RunLists, RunLists]:
@@ -244,6 +270,7 @@ def sources(plan: MaskPlan, bound: BoundMod, block_size: tuple[int, int], evalua
         found.append(table_source(capture.dtype, shape.chunk))
         if shape.levels > 1:
             found.append(levels_source(table_dtype(capture.dtype)))
+    found += [runs_source(bound.captures[i].dtype) for i in plan.compared]
     return tuple(dict.fromkeys(found))
 
 

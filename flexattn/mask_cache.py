@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexattn.block_mask import BuildCounts, RunLists, Seen, is_same, seen
+from flexattn.block_mask import BuiltMask, Seen, is_same, seen
 from flexattn.graph import BoundMod
 
 _MASKS = 32  # kept after a clearing, which is done when there are twice as many
@@ -23,9 +23,9 @@ _LARGEST = 2**26  # bytes of a tensor whose contents are kept
 
 @dataclass(frozen=True)
 class Built:
-    """The lists of one mask and what they were built from; the user's tensors are held weakly."""
+    """One mask and what they were built from; the user's tensors are held weakly."""
 
-    lists: tuple[RunLists, RunLists, BuildCounts]
+    mask: BuiltMask
     tensors: tuple[Seen, ...]
     contents: tuple[Tensor, ...] | None  # None: built once so far
 
@@ -51,7 +51,7 @@ def clear() -> None:
         _stats.update(dict.fromkeys(_stats, 0))
 
 
-def find(key: object, bound: BoundMod) -> tuple[RunLists, RunLists, BuildCounts] | None:
+def find(key: object, bound: BoundMod) -> BuiltMask | None:
     """Return the lists built for the key from tensors that are unchanged; the host waits to compare them."""
     key = _with_tensors(key, bound)
     built = _built.get(key)
@@ -65,10 +65,10 @@ def find(key: object, bound: BoundMod) -> tuple[RunLists, RunLists, BuildCounts]
         _stats["hits" if found else "builds"] += 1
         if found and key in _built:
             _built.move_to_end(key)
-    return built.lists if found and built is not None else None
+    return built.mask if found and built is not None else None
 
 
-def keep(key: object, bound: BoundMod, lists: tuple[RunLists, RunLists, BuildCounts]) -> None:
+def keep(key: object, bound: BoundMod, mask: BuiltMask) -> None:
     """Remember lists for a key; when there are too many, those whose tensors are gone are forgotten first."""
     tensors = bound.reached
     for t in tensors:
@@ -79,7 +79,7 @@ def keep(key: object, bound: BoundMod, lists: tuple[RunLists, RunLists, BuildCou
         before = _built.get(key)
         again = not tensors or (before is not None and before.is_of(bound))
         contents = tuple(t.detach().clone() for t in tensors) if again else None
-        _built[key] = Built(lists, tuple(map(seen, tensors)), contents)
+        _built[key] = Built(mask, tuple(map(seen, tensors)), contents)
         _built.move_to_end(key)
         if len(_built) > 2 * _MASKS:  # not at each build: it would take a fifth of its time on the host
             for other in [k for k, b in _built.items() if any(t() is None for t, _ in b.tensors)]:

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from flexattn.build import KernelSource
+from flexattn.equal_runs import captures_compared
 from flexattn.graph import BoundMod, ModGraph
 from flexattn.lower import TRITON_DTYPE, TRITON_POINTER, CaptureLayout, Dialect, ModPlan, lower
 from flexattn.lower_bounds import BoundsText, TableSpec, lower_bounds, table_dtype
@@ -49,6 +50,11 @@ class MaskPlan:
     @cached_property
     def bounds(self) -> BoundsText:
         return lower_bounds(self.mod, self._dialect)
+
+    @cached_property
+    def compared(self) -> tuple[int, ...]:
+        """Positions of the captures whose runs of equal elements the kernels of attention can use."""
+        return captures_compared(self.mod.graph)
 
     @property
     def tables(self) -> tuple[TableSpec, ...]:
@@ -155,6 +161,15 @@ def table_entries(chunk: int) -> int:
 
 
 PLACES = 64  # of a level that one program makes
+RUN_PLACES = 256  # of a tensor whose runs one program finds
+
+
+@lru_cache(64)
+def runs_source(dtype: torch.dtype) -> KernelSource:
+    """Return the kernel that finds the runs of equal elements in the rows of a tensor."""
+    outputs = tuple((f"{n}_ptr", "*i32") for n in ("starts", "ends", "status"))
+    signature = (("src_ptr", TRITON_POINTER[dtype]), *outputs, ("n", "i32"), ("steps", "i32"))
+    return _source("mask_runs", signature, {"PLACES": RUN_PLACES})
 
 
 @lru_cache(64)

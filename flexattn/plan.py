@@ -25,6 +25,7 @@ from flexattn.target import Target
 KERNELS = ("forward", "backward_delta", "backward_dq", "backward_dkdv")
 # Widths (of q and k, of v) that Hopper's kernels are made for; narrower heads are filled with zeros by the TMA unit.
 WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
+TRANSPOSED = ("backward_dkdv", "hopper_backward")  # a program owns keys and walks queries
 FUSED = ("hopper_backward", "backward_dq_rows")  # what stands for the last two where the plan is Hopper's
 
 
@@ -101,7 +102,7 @@ class KernelPlan:
     @property
     def transposed(self) -> bool:
         """Whether a program owns keys and walks queries."""
-        return self.kernel in ("backward_dkdv", "hopper_backward")
+        return self.kernel in TRANSPOSED
 
     @property
     def name(self) -> str:

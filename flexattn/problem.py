@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flexattn.block_mask import BlockMask
+from flexattn.equal_runs import EqualRuns
 from flexattn.graph import BoundMod, ModGraph
 
 
@@ -25,5 +26,6 @@ class Problem:
     mask: BoundMod | None = None
     block_mask: BlockMask | None = None
     score_grad: ModGraph | None = None  # gradient graph of `score`, where a backward may follow
+    runs: tuple[EqualRuns, ...] = ()  # of what `mask` captures, where they are known
     options: tuple[tuple[str, object], ...] = ()  # validated kernel_options
     max_scores: bool = False  # whether the forward returns the largest score of each row

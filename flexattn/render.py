@@ -150,12 +150,6 @@ class _Own:
     names: dict[str, object]
 
 
-# By width of q: which columns' exponentials are computed by a polynomial, those where the column & this is 0.
-_EMULATED = {64: 24}
-# 2**f for |f| <= 1/2, the least largest relative error of degree 3: 7.5e-5, a fiftieth of bfloat16's rounding.
-_POLYNOMIAL = "((0.05517167 * f + 0.24261113) * f + 0.69326097) * f + 0.99992806"
-
-
 def _hopper_forward_names(plan: KernelPlan) -> _Own:
     consumers = plan.tile.BLOCK_M // ROWS
     shared_lists = ("starts",) if plan.blocks else ()
@@ -170,7 +164,7 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
         ("tiles", "counter_ptr", "lse_ptr", *(("max_ptr",) if plan.max_scores else ()), "M", "N", "heads", "heads_q",
          "group_size",         "heads_per_group", "batch_shares_keys"),
         {
-            "parts": parts, "emulates": _EMULATED.get(plan.widths[0], 0), "polynomial": _POLYNOMIAL,
+            "parts": parts,
             "bytes": lambda names: " + ".join(f"{names}.block_type.nbytes".replace("%", str(p.index)) for p in parts),
             "numbers": ["b", "h", "m0", *(["partial", "full"] if plan.blocks else [])],
             "consumers": consumers, "shared_lists": shared_lists, "shares_output": plan.shares_output,

@@ -189,6 +189,28 @@ def test_keys_and_queries_that_no_block_reaches() -> None:
         assert (x[:, :, :384] == 0).all() and (x[:, :, 512:] == 0).all() and x[:, :, 384:512].any()
 
 
+@pytest.mark.parametrize("ascending", [True, False])
+def test_documents_by_their_runs(ascending: bool) -> None:
+    """Where ids ascend a mask asks where documents begin and end, not which id each key has; else as it is written."""
+    q, k, v = (x.requires_grad_() for x in big(2, 4, 2, 1000, 128))
+    cuts = torch.tensor([[0, 130, 131, 500, 999], [0, 1, 2, 640, 650]], device="cuda")
+    ids = (torch.arange(1000, device="cuda")[None, :, None] >= cuts[:, None, :]).sum(-1, dtype=torch.int32)
+    ids = ids if ascending else ids % 4
+    same = lambda b, h, q_idx, kv_idx: (ids[b, q_idx] == ids[b, kv_idx]) & (q_idx >= kv_idx)  # noqa: E731
+    mask = create_block_mask(same, 2, None, 1000, 1000, device="cuda")
+    assert len(mask.equal_runs()) == ascending
+    dense = (ids[:, :, None] == ids[:, None, :]).tril()[:, None]
+    for backend in ("HOPPER", "TRITON"):
+        out = flex_attention(q, k, v, None, mask, enable_gqa=True, kernel_options={"BACKEND": backend})
+        grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q.double(), k.double(), v.double(), attn_mask=dense, enable_gqa=True
+        )
+        theirs = torch.autograd.grad(expected, (q, k, v), torch.ones_like(expected))
+        for x, y in zip((out, *grads), (expected, *theirs), strict=True):
+            assert (x.double() - y).norm() <= 2.0**-7 * y.double().norm()
+
+
 def test_rows_without_a_key_are_zero() -> None:
     q, k, v = big(1, 2, 2, 512, 128)
     mask = create_block_mask(lambda b, h, q_idx, kv_idx: (q_idx >= 130) & (kv_idx < q_idx - 100), None, None, 512, 512)

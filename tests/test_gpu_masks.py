@@ -98,8 +98,10 @@ def check(bound: BoundMod, Q: int, KV: int, block: tuple[int, int], separate: bo
     sizes = (*extents(bound), Q, KV)
     there = BoundMod(bound.graph, tuple(c.to(gpu()) for c in bound.captures), bound.numbers)
     plan = plan_of(there, target_of(gpu()), blind)
-    *ours, counts = build_lists(plan, there, sizes, block, gpu(), separate)
-    *theirs, _ = classify(bound, sizes, block, torch.device("cpu"), separate)
+    built = build_lists(plan, there, sizes, block, gpu(), separate)
+    ours, counts = [built.by_query, built.by_key], built.counts
+    expected = classify(bound, sizes, block, torch.device("cpu"), separate)
+    theirs = [expected.by_query, expected.by_key]
     assert_same_lists(ours, theirs)
     return counts.blocks
 

@@ -16,7 +16,7 @@ import flexattn
 PACKAGE = Path(flexattn.__file__).parent
 # Reading order: a module imports only from those before it. A folder is one layer.
 ORDER = (
-    "mods", "reference", "errors", "config", "options", "ops", "graph", "index_range", "aten", "captures",
+    "mods", "reference", "errors", "config", "options", "ops", "graph", "equal_runs", "index_range", "aten", "captures",
     "interception", "scalarize", "trace", "differentiate", "bound", "boxes", "facts", "block_mask", "problem", "target",
     "triton_versions", "kernel_store", "build", "lower", "scatter", "lower_bounds", "plan", "hopper", "render",
     "launch", "engines", "mask_kernels", "mask_build", "mask_cache", "classify", "validate", "explain", "autograd",

@@ -17,6 +17,7 @@ from flexattn.block_mask.pairs import Pairs, count_useful
 from flexattn.block_mask.record import BuildCounts, CaptureRecord, Shell, lift, move
 from flexattn.block_mask.runs import RunLists, Runs, run_lists_of
 from flexattn.block_mask.slices import SlicedMod, as_tensor, offset_of, positions, sliced_length
+from flexattn.equal_runs import EqualRuns
 from flexattn.errors import ArgumentError, IndexRangeError, MaskError, UnsupportedError, message
 from flexattn.graph import BoundMod
 from flexattn.mods.combine import noop_mask
@@ -327,9 +328,13 @@ class BlockMask:
         """Whether the blocks were computed from mask_mod, not given as lists."""
         return self._built_from_mod
 
-    def _remember(self, bound: BoundMod) -> None:
+    def equal_runs(self) -> tuple[EqualRuns, ...]:
+        """Return the runs of what mask_mod captures, where building the mask found them."""
+        return () if self._record is None or self._record.mod is not self._mask_mod else self._record.runs
+
+    def _remember(self, bound: BoundMod, runs: tuple[EqualRuns, ...] = ()) -> None:
         """Note that the blocks were computed from mask_mod with the values of `bound`."""
-        self._record = CaptureRecord.of(self._mask_mod, bound)
+        self._record = CaptureRecord.of(self._mask_mod, bound, runs)
         self._built_from_mod = True
 
     # PyTorch's fields, computed when asked for.

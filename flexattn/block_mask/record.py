@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexattn.block_mask.runs import RunLists
 from flexattn.captures import substitute, survey
+from flexattn.equal_runs import EqualRuns
 from flexattn.errors import MutationError
 from flexattn.graph import BoundMod, ModGraph
 
@@ -28,6 +30,16 @@ class BuildCounts:
 
 
 @dataclass(frozen=True)
+class BuiltMask:
+    """What building a mask found: its blocks as rows of queries and of keys, and runs in what its mod captures."""
+
+    by_query: RunLists
+    by_key: RunLists
+    counts: BuildCounts
+    runs: tuple[EqualRuns, ...] = ()
+
+
+@dataclass(frozen=True)
 class CaptureRecord:
     """The graph, tensors and numbers that a mask was built from; tensors are held weakly, with their versions."""
 
@@ -36,11 +48,12 @@ class CaptureRecord:
     captures: tuple[Seen, ...]  # those of the graph
     numbers: tuple[int | float, ...]
     reached: tuple[Seen, ...]  # those of the user, from which a prologue may compute captures at each call
+    runs: tuple[EqualRuns, ...]  # of the captures
 
     @staticmethod
-    def of(mod: Mod, bound: BoundMod) -> CaptureRecord:
+    def of(mod: Mod, bound: BoundMod, runs: tuple[EqualRuns, ...]) -> CaptureRecord:
         captures, reached = (tuple([seen(t) for t in ts]) for ts in (bound.captures, bound.reached))
-        return CaptureRecord(mod, bound.graph, captures, bound.numbers, reached)
+        return CaptureRecord(mod, bound.graph, captures, bound.numbers, reached, runs)
 
     def check(self, bound: BoundMod) -> None:
         """Raise MutationError if `bound`, the same mod bound now, has other values than those recorded."""

@@ -80,6 +80,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _with_rows(problem: Problem) -> Problem:
+    """Return the problem with contiguous rows."""
     q, k, v = problem.query, problem.key, problem.value
     rows = _rows(q), _rows(k), _rows(v)
     if rows[0] is q and rows[1] is k and rows[2] is v:

@@ -106,8 +106,10 @@ def check(mod: Mod | BoundMod, shape: Shape, blind: bool = False) -> BuildCounts
     """Compare the lists of kernels with those of the CPU, and with brute force."""
     bound = mod if isinstance(mod, BoundMod) else trace(mod, "mask")
     sizes = (*extents(bound), shape.Q, shape.KV)
-    *lists, counts = build_lists(plan_of(bound, INTERPRETER, blind), bound, sizes, shape.block, CPU, shape.separate)
-    assert_same_lists(lists, classify(bound, sizes, shape.block, CPU, shape.separate)[:2])
+    built = build_lists(plan_of(bound, INTERPRETER, blind), bound, sizes, shape.block, CPU, shape.separate)
+    lists, counts = [built.by_query, built.by_key], built.counts
+    expected = classify(bound, sizes, shape.block, CPU, shape.separate)
+    assert_same_lists(lists, [expected.by_query, expected.by_key])
     some, every = classes(brute_force(mod, *sizes), shape.block)
     full = every if shape.separate else torch.zeros_like(every)
     assert torch.equal(lists[0].full.dense(some.shape[3]).view(some.shape), full)
