@@ -13,6 +13,7 @@ from flexattn.lower import Dialect, lower, lower_score
 from flexattn.options import option
 from flexattn.plan import KernelPlan, Tile, has_descriptor, score_kind
 from flexattn.problem import Problem
+from flexattn.row_bounds import lower_row_bounds
 from flexattn.triton_versions import has_gluon
 
 ROWS = 64  # queries of one consumer warpgroup of the forward, keys of one of the backward
@@ -104,8 +105,8 @@ def as_gluon(text: str) -> str:
 
 
 def _lowered(plan: KernelPlan) -> list[str]:
-    dialect = Dialect(float_index=plan.float_index, float_columns="q_idx" if plan.transposed else "kv_idx")
-    found = [] if plan.mask is None else [lower(plan.mask, "mask_mod", dialect)]
+    dialect = Dialect(float_index=plan.float_index, columns="q_idx" if plan.transposed else "kv_idx")
+    found = [] if plan.mask is None else [lower_row_bounds(plan.mask, "mask_mod", dialect)]
     if plan.score is not None:
         found.append(lower_score(plan.score, "score_mod", dialect))
     if plan.grad is not None and plan.scales_gradient:

@@ -115,9 +115,9 @@ class Dialect:
     interpreter: bool = False
     ptx: bool = False  # NVIDIA's instructions may be written inline
     float_index: bool = True  # lengths are below INDEX_LIMIT: index differences are formed in float32
-    # This index (q_idx or kv_idx) also comes as float32, which is cheaper than converting it: as the sum of `near`,
-    # which in each thread has few values, and `offset`, which is a constant of the instruction.
-    float_columns: str = ""
+    # This index (q_idx or kv_idx) also comes as the sum of `near`, which in each thread has few values (so there is
+    # little to convert to float32), and `offset`, which is a constant of the instruction.
+    columns: str = ""
     checked: bool = False  # a mask also gives the captures that it was asked to read outside of, as bits
 
 
@@ -187,11 +187,7 @@ def mod_parameters(graph: ModGraph) -> list[str]:
 
 
 def _parameters(mod: ModPlan, dialect: Dialect) -> list[str]:
-    return [*mod_parameters(mod.graph), *_float_columns(dialect), "live"]
-
-
-def _float_columns(dialect: Dialect) -> list[str]:
-    return ["near", "offset"] if dialect.float_columns else []
+    return [*mod_parameters(mod.graph), *(["near", "offset"] if dialect.columns else []), "live"]
 
 
 class Writer:
@@ -295,7 +291,7 @@ class Writer:
             scalar = scalar if scalar.isidentifier() else self.assign(scalar)
             if len(varying) == 1 and varying[0] in self.split:
                 rest, sign = self.split[varying[0]]
-                return self.assign(f"{self.assign(f'{rest} * {scalar}')} {sign} offset * {scalar}")
+                return self.assign(f"{self.assign(f'{rest} * {scalar}')} {sign} offset.to(tl.float32) * {scalar}")
             varying = [*varying, scalar]
         return varying[0] if len(varying) == 1 else self.assign(" * ".join(varying))
 
@@ -458,8 +454,8 @@ class Writer:
             node = self.graph.nodes[position]
             if node.op == "const":
                 return repr(float(str(node.value)))
-            if node.op == "input" and node.value == self.dialect.float_columns:
-                return self._with_offset(position, "near", "+")
+            if node.op == "input" and node.value == self.dialect.columns:
+                return self._with_offset(position, self.assign("near.to(tl.float32)"), "+")
             if node.op == "input":
                 text = f"{node.value}.to(tl.float32)"
             elif node.op in ("add", "sub") and (split := self._split_sum(node)):
@@ -481,7 +477,7 @@ class Writer:
         return None
 
     def _with_offset(self, position: int, rest: str, sign: str) -> str:
-        name = self.assign(f"{rest} {sign} offset")
+        name = self.assign(f"{rest} {sign} offset.to(tl.float32)")
         self.float_names[position] = name
         self.split[name] = rest, sign
         return name
