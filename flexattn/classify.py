@@ -79,10 +79,9 @@ def create_block_mask(
             built = classify(bound, sizes, block_size, chosen, separate_full_blocks)
             if bound.origin:
                 mask_cache.keep(key, bound, built)
-    mask = BlockMask.from_runs(
-        built.by_query, built.by_key, *sizes[:2], (Q_LEN, KV_LEN), block_size, mask_mod,
-        separate_full_blocks=separate_full_blocks, full_overhangs=False,
-    ).expand(B or 1, H or 1)  # fmt: skip
+    mask = BlockMask._of_runs(
+        built.by_query, built.by_key, *sizes[:2], (Q_LEN, KV_LEN), block_size, mask_mod, separate_full_blocks, False
+    ).expand(B or 1, H or 1)
     mask._remember(bound, built.runs)
     mask.build_counts = built.counts
     if settings().debug:

@@ -20,7 +20,7 @@ ROWS = 64  # queries of one consumer warpgroup of the forward, keys of one of th
 
 # By widths: the tile, whose BLOCK_M is ROWS for each consumer; registers of a consumer are what is left of 65,536.
 TILES: dict[tuple[int, int], Tile] = {
-    (64, 64): Tile(128, 128, 4, 2),
+    (64, 64): Tile(128, 128, 4, 3),
     (128, 128): Tile(128, 128, 4, 2),
     (192, 128): Tile(128, 128, 4, 2),
     (256, 256): Tile(128, 64, 4, 2),
@@ -106,7 +106,11 @@ def as_gluon(text: str) -> str:
 
 def _lowered(plan: KernelPlan) -> list[str]:
     dialect = Dialect(float_index=plan.float_index, columns="q_idx" if plan.transposed else "kv_idx")
-    found = [] if plan.mask is None else [lower_row_bounds(plan.mask, "mask_mod", dialect)]
+    found = []
+    if plan.mask is not None:
+        # Weights of queries past the end are 0 as they are, but the derivative there may be anything.
+        limited = not plan.transposed or plan.scales_gradient
+        found.append(lower_row_bounds(plan.mask, "mask_mod", dialect, limited=limited, rows=plan.transposed))
     if plan.score is not None:
         found.append(lower_score(plan.score, "score_mod", dialect))
     if plan.grad is not None and plan.scales_gradient:

@@ -108,11 +108,11 @@ def _equal_runs(plan: MaskPlan, bound: BoundMod, status: Any, target: Target) ->
         x = bound.captures[position]
         if not x.is_contiguous() or not 0 < x.size(-1) < 2**30:
             continue
-        runs = torch.empty((2, *x.shape), dtype=torch.int32, device=x.device)
+        starts, ends = torch.empty((2, *x.shape), dtype=torch.int32, device=x.device).unbind()
         n = x.size(-1)
         programs = x.numel() // n * -(-n // RUN_PLACES)
-        build(runs_source(x.dtype), target).launch(programs, (x, runs[0], runs[1], status, n, n.bit_length()))
-        found.append(EqualRuns(position, runs[0], runs[1]))
+        _runs_kernel(x.dtype, target).launch(programs, (x, starts, ends, status, n, n.bit_length()))
+        found.append(EqualRuns(position, starts, ends))
     return tuple(found)
 
 
@@ -189,6 +189,11 @@ class _Memory:
 def _kernels(plan: MaskPlan, target: Target) -> tuple[Kernel, ...]:
     """Return the kernels that classify, count, scan and fill; that which evaluates is built where it is needed."""
     return tuple(build(source, target) for source in (plan.classify, *list_sources()))
+
+
+@lru_cache(64)
+def _runs_kernel(dtype: torch.dtype, target: Target) -> Kernel:
+    return build(runs_source(dtype), target)
 
 
 @lru_cache(64)

@@ -16,16 +16,27 @@ _FLIPPED = {"ge": "le", "gt": "lt", "le": "ge", "lt": "gt"}
 Interval = tuple[str | None, str | None]  # texts of the first column and of that behind the last; None: no bound
 
 
-def lower_row_bounds(mod: ModPlan, function: str, dialect: Dialect) -> str:
-    """Return the text of a mask_mod that also takes `limit`, which its columns are below."""
+def lower_row_bounds(mod: ModPlan, function: str, dialect: Dialect, *, limited: bool, rows: bool) -> str:
+    """Return the text of a mask_mod that takes its columns as `near` and `offset`.
+
+    `limited`: it also takes `limit`, which columns are below. `rows`: it takes `row`, the rows that attend at all.
+    """
     output = mod.graph.outputs[0]
     assert output is not None
     writer = _RowBounds(mod, dialect)
     low, high, rest = writer.conjunction(output)
-    high = "limit" if high is None else writer.assign(f"tl.minimum({high}, limit)")
-    texts = [f"(offset < {high} - near)", *([] if low is None else [f"(offset >= {low} - near)"]), *rest]
-    parameters = [*mod_parameters(mod.graph), "near", "offset", "limit", "live"]
-    return writer.function(function, parameters, [f"return {' & '.join(texts)}"])
+    if limited:
+        high = writer.combined("minimum", high, "limit")
+    if rows and low is not None:
+        low = writer.assign(f"tl.where(row, {low}, {_FAR})")
+    elif rows:
+        high = writer.assign(f"tl.where(row, {_FAR if high is None else high}, {-_FAR})")
+    texts = [] if high is None else [f"(offset < {high} - near)"]
+    texts += [] if low is None else [f"(offset >= {low} - near)"]
+    parameters = ["near", "offset", *(["limit"] if limited else []), *(["row"] if rows else []), "live"]
+    return writer.function(
+        function, [*mod_parameters(mod.graph), *parameters], [f"return {' & '.join([*texts, *rest])}"]
+    )
 
 
 class _RowBounds(Writer):
@@ -61,7 +72,7 @@ class _RowBounds(Writer):
         if node.op == "and":
             return self._both(x, y)
         if node.op == "not":
-            return x[::-1] if None in x else None
+            return (x[1], x[0]) if None in x else None
         for side, function in ((0, "minimum"), (1, "maximum")):  # bounds on one side alone: the wider one
             if x[1 - side] is None and y[1 - side] is None:
                 if x[side] is None or y[side] is None:
@@ -72,9 +83,10 @@ class _RowBounds(Writer):
 
     def _both(self, x: Interval, y: Interval) -> Interval:
         """Return what two intervals have in common."""
-        return self._combined("maximum", x[0], y[0]), self._combined("minimum", x[1], y[1])
+        return self.combined("maximum", x[0], y[0]), self.combined("minimum", x[1], y[1])
 
-    def _combined(self, function: str, x: str | None, y: str | None) -> str | None:
+    def combined(self, function: str, x: str | None, y: str | None) -> str | None:
+        """Return the minimum or maximum of two bounds, one of which may not exist."""
         return x if y is None else y if x is None else self.assign(f"tl.{function}({x}, {y})")
 
     def _compared(self, op: str, x: int, y: int) -> Interval | None:

@@ -41,15 +41,16 @@ class Goldens(TestCase):
             """\
 @triton.jit
 def score_mod(score, sm_scale, b, h, q_idx, kv_idx, live, score_slopes0_ptr, score_slopes0_size0):
-    t0 = score * sm_scale
-    t1 = kv_idx.to(tl.float32)
-    t2 = q_idx.to(tl.float32)
-    t3 = t1 - t2
-    t4 = tl.load(score_slopes0_ptr + (h), mask=(h >= 0) & (h < score_slopes0_size0), other=0)
-    t5 = t3 * t4
-    t6 = t0 + t5
-    t7 = t6 * LOG2E
-    return t7
+    t0 = LOG2E * sm_scale
+    t1 = score * t0
+    t2 = kv_idx.to(tl.float32)
+    t3 = q_idx.to(tl.float32)
+    t4 = t2 - t3
+    t5 = tl.load(score_slopes0_ptr + (h), mask=(h >= 0) & (h < score_slopes0_size0), other=0)
+    t6 = LOG2E * t5
+    t7 = t4 * t6
+    t8 = t1 + t7
+    return t8
 """,
         )
 

@@ -170,13 +170,22 @@ class BlockMask:
         full_overhangs: bool = True,
     ) -> Self:
         """Build a mask from what it stores; only the numbers of rows are checked."""
-        self = cls.__new__(cls)
         lengths, block_size = _pair("seq_lengths", seq_lengths, 0), _pair("BLOCK_SIZE", BLOCK_SIZE, 1)
-        self._fill_fields(lengths, block_size, mask_mod, (B, H), separate_full_blocks, None)
+        self = cls._of_runs(kv_runs, q_runs, B, H, lengths, block_size, mask_mod, separate_full_blocks, full_overhangs)
         for name, lists, blocks in (("kv_runs", kv_runs, self._grid[0]), ("q_runs", q_runs, self._grid[1])):
             if lists is not None and (lists.partial.rows, lists.full.rows) != (B * H * blocks,) * 2:
                 found = f"{lists.partial.rows} and {lists.full.rows} rows"
                 raise MaskError(message(name, found, f"B * H * {blocks} = {B * H * blocks}", "Check B, H and lengths."))
+        return self
+
+    @classmethod
+    def _of_runs(
+        cls, kv_runs: RunLists, q_runs: RunLists | None, B: int, H: int, seq_lengths: tuple[int, int],
+        BLOCK_SIZE: tuple[int, int], mask_mod: MaskMod, separate_full_blocks: bool, full_overhangs: bool,
+    ) -> Self:  # fmt: skip
+        """Build a mask from what is known to be right."""
+        self = cls.__new__(cls)
+        self._fill_fields(seq_lengths, BLOCK_SIZE, mask_mod, (B, H), separate_full_blocks, None)
         self.kv_runs = kv_runs
         self.q_runs = q_runs
         self.full_overhangs = full_overhangs

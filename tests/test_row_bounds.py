@@ -1,0 +1,88 @@
+"""Masks as bounds of rows: the lowered text, run on torch in place of Triton, says what the mask_mod says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexattn import mods
+from flexattn.graph import BoundMod
+from flexattn.lower import Dialect, ModPlan
+from flexattn.plan import number_type
+from flexattn.row_bounds import lower_row_bounds
+from flexattn.trace import trace
+
+
+def of(x: Any) -> Tensor:
+    return torch.as_tensor(x)
+
+
+TL = SimpleNamespace(
+    int1=torch.bool, int32=torch.int32, int64=torch.int64, float32=torch.float32, abs=torch.abs,
+    cast=lambda x, dtype: of(x).to(dtype), where=lambda c, x, y: torch.where(of(c), of(x), of(y)),
+    minimum=lambda x, y: torch.minimum(of(x), of(y)), maximum=lambda x, y: torch.maximum(of(x), of(y)),
+)  # fmt: skip
+HUGE = 2**31 - 1
+
+# name: mask_mod, comparisons with `offset` that are left, conditions that are no interval
+CASES: dict[str, tuple[Any, int, int]] = {
+    "causal": (mods.causal, 1, 0),
+    "strictly before": (lambda b, h, q, k: k < q, 1, 0),
+    "after": (lambda b, h, q, k: k > q + 2, 2, 0),
+    "sliding": (mods.sliding_window(7), 2, 0),
+    "both sides": (lambda b, h, q, k: (q - k <= 5) & (k - q <= 3), 2, 0),
+    "prefix": (mods.prefix_lm(9), 1, 0),
+    "sums": (lambda b, h, q, k: q + h - 3 >= k - b, 1, 0),
+    "not before": (lambda b, h, q, k: ~(k < q), 2, 0),
+    "some rows": (lambda b, h, q, k: (q % 3 != 0) & (q >= k), 1, 0),
+    "or some rows": (lambda b, h, q, k: (q % 3 == 0) | (q >= k), 1, 0),
+    "every third": (lambda b, h, q, k: (q >= k) & (k % 3 != 0), 1, 1),
+    "two ends": (lambda b, h, q, k: (k < q - 4) | (k > q + 4), 1, 1),
+    "exclusive": (lambda b, h, q, k: (k <= q) ^ (k < 5), 1, 1),
+    "diagonal": (lambda b, h, q, k: q == k, 1, 1),
+    "twice": (lambda b, h, q, k: k + k < q, 1, 1),
+    "difference": (lambda b, h, q, k: (q - k).abs() < 6, 1, 1),
+    "floats": (lambda b, h, q, k: q * 0.5 > k, 1, 1),
+    "huge window": (lambda b, h, q, k, w=HUGE: (q - k < w) & (k <= q), 2, 0),
+    "sum that wraps": (lambda b, h, q, k, w=HUGE: q + w >= k + w, 1, 1),
+    "always": (lambda b, h, q, k: (q >= 0) | (k >= 0), 1, None),
+}  # fmt: skip
+
+
+def lowered(name: str, columns: str, **kinds: bool) -> tuple[str, BoundMod]:
+    bound = trace(CASES[name][0], "mask")
+    mod = ModPlan(bound.graph, "mask", (), tuple(map(number_type, bound.numbers)))
+    return lower_row_bounds(mod, "mask_mod", Dialect(columns=columns), **kinds), bound
+
+
+@pytest.mark.parametrize(("limited", "rows"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("columns", ["kv_idx", "q_idx"])
+@pytest.mark.parametrize("name", CASES)
+def test_text_says_what_the_mask_says(name: str, columns: str, limited: bool, rows: bool) -> None:
+    text, bound = lowered(name, columns, limited=limited, rows=rows)
+    names: dict[str, Any] = {"tl": TL, "triton": SimpleNamespace(jit=lambda f: f)}
+    exec(text, names)
+    own, column = torch.arange(13, 61, dtype=torch.int32)[:, None], torch.arange(16, dtype=torch.int32)
+    b, h = (torch.tensor(i, dtype=torch.int32) for i in (1, 2))
+    for start, limit in ((0, 100), (16, 29), (48, 50)):
+        streamed = (start + column)[None, :]
+        places = (start + (column & 7))[None, :], (column & ~7)[None, :]
+        q, kv = (own, streamed) if columns == "kv_idx" else (streamed, own)
+        expected = bound(b, h, q, kv).expand(48, 16)
+        expected = expected & (streamed < limit) if limited else expected
+        expected = expected & (own % 5 != 0) if rows else expected
+        ends = (*((limit,) if limited else ()), *((own % 5 != 0,) if rows else ()))
+        found = names["mask_mod"](b, h, q, kv, *places, *ends, None, *bound.numbers)
+        assert torch.equal(found.expand(48, 16), expected), text
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_left_for_each_place(name: str) -> None:
+    _, compared, others = CASES[name]
+    result = lowered(name, "kv_idx", limited=True, rows=False)[0].splitlines()[-1]
+    assert result.count("offset") == compared
+    assert others is None or result.count(" & ") == compared + others - 1
