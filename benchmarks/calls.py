@@ -225,24 +225,30 @@ def excess(call: Call, results: dict[str, Tensor], draw: random.Random) -> dict[
         exact = truth[name].double()
         heads = slice(kv_head, kv_head + 1) if name in ("dk", "dv") else slice(kv_head * group, (kv_head + 1) * group)
         error, usual = (result[b, heads].double() - exact).abs(), (dense[name].double() - exact).abs()
-        least = sizes.get(name, 0.0)
-        rmse = max(2 * _rms(usual), floor * max(_rms(exact), least))
-        largest = max(4 * float(usual.max()), floor * max(float(exact.abs().max()), least))
+        least = sizes.get(name, (0.0, 0.0))
+        rmse = max(2 * _rms(usual), floor * max(_rms(exact), least[0]))
+        largest = max(4 * float(usual.max()), floor * max(float(exact.abs().max()), least[1]))
         parts = (_part(_rms(error), rmse), _part(float(error.max()), largest))
         found[name] = math.inf if any(math.isnan(x) for x in parts) else max(parts)
     return found
 
 
-def sizes_of_terms(call: Call, b: int, h: int) -> dict[str, float]:
-    """Return how large the terms of a gradient are: where one key attends they cancel, and rounding is what is left."""
+def sizes_of_terms(call: Call, b: int, h: int) -> dict[str, tuple[float, float]]:
+    """Return how large the terms of a gradient are, rms and at most: where one key attends they cancel, and rounding is
+    what is left; where few queries attend, it is left in few keys.
+    """
     m, n, device = call.query.size(2), call.key.size(2), call.query.device
     b_idx, h_idx = torch.tensor(b, device=device), torch.tensor(h, device=device)
     queries, keys = torch.arange(m, device=device)[:, None], torch.arange(n, device=device)
-    live = call.mask_mod(b_idx, h_idx, queries, keys).expand(m, n).sum(-1)
-    weight = torch.where(live > 0, 1.0 / live.clamp(min=1), 0.0)  # sum over a row of squared probabilities, at least
-    of_query = math.sqrt(call.kind.dim * float(weight.mean()))
-    of_key = math.sqrt(call.kind.dim * float(weight.sum()) / n)
-    return {"dq": call.scale * of_query, "dk": call.scale * of_key, "d_table": of_key}
+    live = call.mask_mod(b_idx, h_idx, queries, keys).expand(m, n)
+    count = live.sum(-1, keepdim=True)
+    squares = torch.where(live, 1.0 / count.clamp(min=1).square(), 0.0)  # of probabilities, if a row's are equal
+    of_query, of_key = (call.kind.dim * squares.sum(axis) for axis in (1, 0))
+    sizes = {"dq": (of_query, call.scale), "dk": (of_key, call.scale), "d_table": (of_key, 1.0)}
+    return {
+        name: (factor * math.sqrt(float(x.mean())), factor * math.sqrt(float(x.max())))
+        for name, (x, factor) in sizes.items()
+    }
 
 
 def _part(error: float, allowed: float) -> float:
