@@ -32,8 +32,8 @@ def version() -> str:
 
 
 def has_gluon() -> bool:
-    """Whether this release of Triton is known to compile our Gluon kernels."""
-    return tuple(version().split(".")[:2]) in {("3", "6"), ("3", "7")}
+    """Whether this release of Triton is known to compile our Gluon kernels (3.6 is the one that ran them on a card)."""
+    return tuple(version().split(".")[:2]) in {("3", "6"), ("3", "7"), ("3", "8"), ("3", "9")}
 
 
 def is_interpreting() -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import os
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -15,6 +18,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Tools that a GPU machine without a network may lack; a test file that imports a missing one is left out, by name.
 OPTIONAL_TOOLS = ("expecttest", "hatchling", "editables", "nbformat", "nbclient", "ipykernel")
 MISSING_TOOLS = [tool for tool in OPTIONAL_TOOLS if importlib.util.find_spec(tool) is None]
+
+LIMIT_S = 300.0  # of a test on a GPU: kernels whose roles wait for each other hang for ever where one is wrong
 
 hypothesis.settings.register_profile("flexattn", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("flexattn")
@@ -53,3 +58,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
+
+
+@pytest.fixture(autouse=True)
+def watchdog(request: pytest.FixtureRequest) -> Iterator[None]:
+    """End the process, with all stacks, where a test on a GPU hangs: nothing else ends a wait for a kernel."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=sys.__stderr__)
+    yield
+    faulthandler.cancel_dump_traceback_later()
