@@ -17,8 +17,8 @@ from flexattn.graph import BoundMod, ModGraph
 from flexattn.lower import TRITON_DTYPE, TRITON_POINTER, CaptureLayout, Dialect, ModPlan, lower
 from flexattn.lower_bounds import BoundsText, TableSpec, lower_bounds, table_dtype
 from flexattn.plan import number_type
-from flexattn.render import environment
 from flexattn.target import Target
+from flexattn.templates import environment
 
 Signature = tuple[tuple[str, str], ...]
 

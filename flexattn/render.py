@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
-from functools import cache, lru_cache
-from pathlib import Path
+from functools import lru_cache
 
-import jinja2
 import torch
 
 from flexattn.build import KernelSource
-from flexattn.errors import CompileError
-from flexattn.hopper import (
-    CONSUMER_REGISTERS,
-    KEYS_REGISTERS,
-    PRODUCER_REGISTERS,
-    QUERIES_REGISTERS,
-    ROWS,
-    as_gluon,
-    hopper_mods,
-)
+from flexattn.hopper_names import hopper_descriptors, hopper_names, shared_layout
 from flexattn.lower import (
     TRITON_DTYPE,
     TRITON_POINTER,
@@ -32,34 +20,13 @@ from flexattn.lower import (
 )
 from flexattn.plan import KernelPlan, Part, split_head_dim
 from flexattn.scatter import lower_scatter, needs_live, scatter_arguments
-
-
-@cache
-def templates_folder() -> Path:
-    """Return the folder of the templates: inside the package (wheel), or beside it (clone, editable install)."""
-    package = Path(__file__).parent
-    for folder in (package / "templates", package.parent / "templates"):
-        if (folder / "forward.py.jinja").is_file():
-            return folder
-    raise CompileError(f"templates: none beside {package}; reinstall flexattn.")
-
-
-@cache
-def environment() -> jinja2.Environment:
-    """Return jinja2 as all templates are filled by it."""
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(templates_folder()),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+from flexattn.templates import environment
 
 
 @lru_cache(512)
 def render(plan: KernelPlan) -> KernelSource:
     """Return the source of a plan's kernel: a Python file that reads as a Triton program, and how to compile it."""
-    names = _names(plan) | (_hopper_names(plan) if plan.is_hopper else {})
+    names = _names(plan) | (hopper_names(plan) if plan.is_hopper else {})
     text = environment().get_template(f"{plan.kernel}.py.jinja").render(names)
     arguments = _kernel_arguments(text, plan.name)
     types = _argument_types(plan)
@@ -109,95 +76,6 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "partial_arguments": tuple(_partial_name(plan, n) for n in _stream_arguments(plan)),
         "each": _each, "names": _joined, "tile": _tile, "guard": _guard, "store_guard": _store_guard,
     }  # fmt: skip
-
-
-_LISTS = tuple(f"%_{n}_ptr" for n in ("partial", "partial_runs", "full", "full_runs", "order"))
-
-
-def _hopper_names(plan: KernelPlan) -> dict[str, object]:
-    """Return what Hopper's templates refer to besides."""
-    tile, side = plan.tile, "q" if plan.transposed else "kv"
-    constants: list[tuple[str, object]] = [
-        ("BLOCK_M", tile.BLOCK_M), ("BLOCK_N", tile.BLOCK_N), ("STAGES", tile.num_stages),
-        ("D", plan.widths[0]), ("Dv", plan.widths[1]),
-    ]  # fmt: skip
-    if plan.blocks:
-        constants += [("SPARSE_Q", plan.blocks[0]), ("SPARSE_KV", plan.blocks[1]), ("TILES", plan.tiles_per_block)]
-    lists = (*(n.replace("%", side) for n in _LISTS), "stride_mask_b", "stride_mask_h") if plan.blocks else ()
-    mods = [a for m in (plan.score, plan.mask) if m for a in m.argument_names()]
-    lowered = hopper_mods(plan)
-    names: dict[str, object] = {
-        "mods": lowered, "list_arguments": lists, "is_backward": plan.transposed,
-        "prelude": as_gluon(environment().get_template("prelude.py.jinja").render(scatter_arguments=())),
-        "reads_each_place": any(", mask=live" in text for text in lowered),
-    }  # fmt: skip
-    own = _hopper_backward_names(plan) if plan.transposed else _hopper_forward_names(plan)
-    descriptors = tuple(name for name, _ in stream_descriptors(plan))
-    scalars = (*own.scalars, "sm_scale" if plan.score else "qk_scale", *lists, *mods)
-    return names | own.names | {
-        "constants": [*constants, *own.constants], "arguments": (*descriptors, *scalars),
-        "role_arguments": (*descriptors, *own.buffers, *scalars),
-    }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Own:
-    """What one of Hopper's templates adds."""
-
-    constants: list[tuple[str, object]]
-    buffers: tuple[str, ...]
-    scalars: tuple[str, ...]
-    names: dict[str, object]
-
-
-def _hopper_forward_names(plan: KernelPlan) -> _Own:
-    consumers = plan.tile.BLOCK_M // ROWS
-    shared_lists = ("starts",) if plan.blocks else ()
-    parts = split_head_dim(plan.widths[0])
-    buffers = (
-        *(f"{x}_bufs_{p.index}" for x in ("q", "k") for p in parts), "v_bufs", "o_bufs", "q_full", "q_empty", "k_full",
-        "k_empty", "v_full", "v_empty", "own", *shared_lists,
-    )  # fmt: skip
-    return _Own(
-        [("CONSUMERS", consumers), ("SAFE", plan.score is not None)],
-        buffers,
-        ("tiles", "counter_ptr", "lse_ptr", *(("max_ptr",) if plan.max_scores else ()), "M", "N", "heads", "heads_q",
-         "group_size",         "heads_per_group", "batch_shares_keys"),
-        {
-            "parts": parts,
-            "bytes": lambda names: " + ".join(f"{names}.block_type.nbytes".replace("%", str(p.index)) for p in parts),
-            "numbers": ["b", "h", "m0", *(["partial", "full"] if plan.blocks else [])],
-            "consumers": consumers, "shared_lists": shared_lists, "shares_output": plan.shares_output,
-            "roles": [*(f"consumer_{i}" for i in range(consumers)), "producer"],
-            "worker_warps": [4] * (consumers - 1) + [1],
-            "worker_registers": [CONSUMER_REGISTERS] * (consumers - 1) + [PRODUCER_REGISTERS],
-        },
-    )  # fmt: skip
-
-
-# Conversions of two numbers at a time to half precision and back.
-_PACKING = {torch.bfloat16: "cvt.rn.bf16x2.f32 $0, $2, $1;", torch.float16: "cvt.rn.f16x2.f32 $0, $2, $1;"}
-_UNPACKING = {
-    torch.bfloat16: "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
-    torch.float16: "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
-}
-
-
-def _hopper_backward_names(plan: KernelPlan) -> _Own:
-    return _Own(
-        [("Q_STAGES", plan.query_stages), ("DQ_BUFFERS", plan.dq_buffers)],
-        ("q_bufs", "k_bufs", "v_bufs", "do_bufs", "ds_bufs", "dq_bufs", "shift_bufs", "delta_bufs", "kv_full", "q_full",
-         "q_empty", "do_full", "do_empty", "ds_full", "ds_empty"),
-        ("M", "M_padded", "N", "heads", "heads_q", "heads_kv", "group_size", "batch_repeats", "heads_per_group",
-         "dk_scale"),
-        {
-            "dtype": TRITON_DTYPE[plan.dtype], "packing": _PACKING[plan.dtype], "unpacking": _UNPACKING[plan.dtype],
-            # With a derivative there is enough to do while dk waits for its own dS (tanh: 4 % faster, D 128).
-            "delayed": not plan.scales_gradient or plan.widths[0] == 64,
-            "roles": ["keys_0", "keys_1", "queries", "producer"], "worker_warps": [4, 4, 1],
-            "worker_registers": [KEYS_REGISTERS, QUERIES_REGISTERS, PRODUCER_REGISTERS],
-        },
-    )  # fmt: skip
 
 
 # Scores are kept in the exp2 domain where the factor log2(e) can join others. Where a plan is exact its rounding would
@@ -312,22 +190,15 @@ def _tile(base: str, rows: str, stride: str, part: Part) -> str:
 
 def stream_descriptors(plan: KernelPlan) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return (argument, shape of a tile) of each tensor descriptor that the kernel streams tiles through."""
-    t, (D, Dv) = plan.tile, plan.widths
-    if plan.kernel == "hopper_forward":
-        parts = [(x, rows, p) for x, rows in (("q", ROWS), ("k", t.BLOCK_N)) for p in split_head_dim(D)]
-        found = [(f"{x}_desc_{p.index}", (1, 1, rows, p.width)) for x, rows, p in parts]
-        return (*found, ("v_desc", (1, 1, t.BLOCK_N, Dv)), ("o_desc", (1, 1, ROWS, Dv)))
-    if plan.kernel == "hopper_backward":
-        rows = {"q": (t.BLOCK_M, D), "do": (t.BLOCK_M, Dv), "k": (ROWS, D), "v": (ROWS, Dv), "dk": (ROWS, D)}
-        tiled = [(f"{name}_desc", (1, 1, *tile)) for name, tile in (*rows.items(), ("dv", (ROWS, Dv)))]
-        sums = (("shift_desc", (t.BLOCK_M,)), ("delta_desc", (t.BLOCK_M,)), ("dq_desc", (t.BLOCK_M * 2, 32)))
-        return (*tiled, *sums)
+    if plan.is_hopper:
+        return hopper_descriptors(plan)
     if not plan.tma:
         return ()
-    tensors, count = (("q", "do"), t.BLOCK_M) if plan.transposed else (("k", "v"), t.BLOCK_N)
+    t = plan.tile
+    tensors, rows = (("q", "do"), t.BLOCK_M) if plan.transposed else (("k", "v"), t.BLOCK_N)
     dims = (split_head_dim(plan.D), split_head_dim(plan.Dv))
     parts = [(tensor, p) for tensor, d in zip(tensors, dims, strict=True) for p in d]
-    found = [(f"{tensor}_desc_{p.index}", (1, 1, count, p.width)) for tensor, p in parts]
+    found = [(f"{tensor}_desc_{p.index}", (1, 1, rows, p.width)) for tensor, p in parts]
     if _has_partial_step(plan):
         found += [(f"{tensor}_desc_partial_{p.index}", (1, 1, t.partial_m, p.width)) for tensor, p in parts]
     return tuple(found)
@@ -400,12 +271,6 @@ def _argument_types(plan: KernelPlan) -> dict[str, str]:
     return found
 
 
-def _shared_layout(tile: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Return how a tile lies in shared memory: rows of 128 bytes or more are swizzled, for products and reductions."""
-    swizzle = min(128, tile[-1] * dtype.itemsize) if len(tile) > 1 else 0
-    return f"NVMMASharedLayout(swizzle_byte_width={swizzle}, element_bitwidth={dtype.itemsize * 8}, rank={len(tile)})"
-
-
 _FLOAT_POINTERS = {"dq_sum_ptr", "lse_ptr", "shift_ptr", "max_ptr", "delta_ptr", "dlse_ptr"}
 _SCALES = {"sm_scale", "qk_scale", "q_sign", "dq_scale", "dk_scale"}
 _ROW_STRIDES = {f"stride_{t}{d}" for t in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for d in ("m", "n")}
@@ -416,7 +281,7 @@ def _default_type(argument: str, plan: KernelPlan) -> str:
     if argument in (descriptors := dict(stream_descriptors(plan))):
         tile = descriptors[argument]
         dtype = torch.float32 if described(argument).endswith("_ptr") else plan.dtype
-        layout = f",{_shared_layout(tile, dtype)}" if plan.is_hopper else ""
+        layout = f",{shared_layout(tile, dtype)}" if plan.is_hopper else ""
         return f"tensordesc<{TRITON_POINTER[dtype][1:]}{list(tile)}{layout}>"
     if argument in _FLOAT_POINTERS:
         return "*fp32"

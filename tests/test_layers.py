@@ -19,8 +19,8 @@ ORDER = (
     "mods", "reference", "errors", "config", "options", "ops", "graph", "equal_runs", "index_range", "aten",
     "captures", "interception", "scalarize", "trace", "differentiate", "bound", "boxes", "facts", "block_mask",
     "problem", "target", "triton_versions", "kernel_store", "build", "lower", "row_bounds", "scatter",
-    "lower_bounds", "plan", "hopper", "render", "launch", "engines", "mask_kernels", "mask_build", "mask_cache",
-    "classify", "validate", "explain", "autograd", "api", "__init__",
+    "lower_bounds", "templates", "plan", "hopper", "hopper_names", "render", "launch", "engines", "mask_kernels",
+    "mask_build", "mask_cache", "classify", "validate", "explain", "autograd", "api", "__init__",
 )  # fmt: skip
 LEAVES = ("mods", "reference")
 HEAVY = ("sympy", "triton", "torch._dynamo", "torch.fx.experimental.symbolic_shapes")

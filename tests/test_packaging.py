@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 TEMPLATES = sorted(p.name for p in (ROOT / "templates").iterdir() if p.is_file())
 PIP_OPTIONS = ("--quiet", "--disable-pip-version-check", "--no-index", "--no-deps", "--no-build-isolation")
-ASK = "from flexattn.render import templates_folder; print(templates_folder())"
+ASK = "from flexattn.templates import templates_folder; print(templates_folder())"
 
 
 def install(tmp_path: Path, *what: str) -> Path:

@@ -11,7 +11,8 @@ import torch
 
 from flexattn import create_block_mask, explain, mods
 from flexattn.plan import KernelPlan
-from flexattn.render import render, templates_folder
+from flexattn.render import render
+from flexattn.templates import templates_folder
 
 pytest.importorskip("triton")
 

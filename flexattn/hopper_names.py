@@ -1,0 +1,127 @@
+"""hopper_names: what the templates of Hopper's kernels refer to, beside what all templates do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flexattn.hopper import (
+    CONSUMER_REGISTERS,
+    KEYS_REGISTERS,
+    PRODUCER_REGISTERS,
+    QUERIES_REGISTERS,
+    ROWS,
+    as_gluon,
+    hopper_mods,
+)
+from flexattn.lower import TRITON_DTYPE
+from flexattn.plan import KernelPlan, split_head_dim
+from flexattn.templates import environment
+
+_LISTS = tuple(f"%_{n}_ptr" for n in ("partial", "partial_runs", "full", "full_runs", "order"))
+
+
+def hopper_names(plan: KernelPlan) -> dict[str, object]:
+    """Return what Hopper's templates refer to besides."""
+    tile, side = plan.tile, "q" if plan.transposed else "kv"
+    constants: list[tuple[str, object]] = [
+        ("BLOCK_M", tile.BLOCK_M), ("BLOCK_N", tile.BLOCK_N), ("STAGES", tile.num_stages),
+        ("D", plan.widths[0]), ("Dv", plan.widths[1]),
+    ]  # fmt: skip
+    if plan.blocks:
+        constants += [("SPARSE_Q", plan.blocks[0]), ("SPARSE_KV", plan.blocks[1]), ("TILES", plan.tiles_per_block)]
+    lists = (*(n.replace("%", side) for n in _LISTS), "stride_mask_b", "stride_mask_h") if plan.blocks else ()
+    mods = [a for m in (plan.score, plan.mask) if m for a in m.argument_names()]
+    lowered = hopper_mods(plan)
+    names: dict[str, object] = {
+        "mods": lowered, "list_arguments": lists, "is_backward": plan.transposed,
+        "prelude": as_gluon(environment().get_template("prelude.py.jinja").render(scatter_arguments=())),
+        "reads_each_place": any(", mask=live" in text for text in lowered),
+    }  # fmt: skip
+    own = _hopper_backward_names(plan) if plan.transposed else _hopper_forward_names(plan)
+    descriptors = tuple(name for name, _ in hopper_descriptors(plan))
+    scalars = (*own.scalars, "sm_scale" if plan.score else "qk_scale", *lists, *mods)
+    return names | own.names | {
+        "constants": [*constants, *own.constants], "arguments": (*descriptors, *scalars),
+        "role_arguments": (*descriptors, *own.buffers, *scalars),
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What one of Hopper's templates adds."""
+
+    constants: list[tuple[str, object]]
+    buffers: tuple[str, ...]
+    scalars: tuple[str, ...]
+    names: dict[str, object]
+
+
+def _hopper_forward_names(plan: KernelPlan) -> _Own:
+    consumers = plan.tile.BLOCK_M // ROWS
+    shared_lists = ("starts",) if plan.blocks else ()
+    parts = split_head_dim(plan.widths[0])
+    buffers = (
+        *(f"{x}_bufs_{p.index}" for x in ("q", "k") for p in parts), "v_bufs", "o_bufs", "q_full", "q_empty", "k_full",
+        "k_empty", "v_full", "v_empty", "own", *shared_lists,
+    )  # fmt: skip
+    return _Own(
+        [("CONSUMERS", consumers), ("SAFE", plan.score is not None)],
+        buffers,
+        ("tiles", "counter_ptr", "lse_ptr", *(("max_ptr",) if plan.max_scores else ()), "M", "N", "heads", "heads_q",
+         "group_size", "heads_per_group", "batch_shares_keys"),
+        {
+            "parts": parts,
+            "bytes": lambda names: " + ".join(f"{names}.block_type.nbytes".replace("%", str(p.index)) for p in parts),
+            "numbers": ["b", "h", "m0", *(["partial", "full"] if plan.blocks else [])],
+            "consumers": consumers, "shared_lists": shared_lists, "shares_output": plan.shares_output,
+            "roles": [*(f"consumer_{i}" for i in range(consumers)), "producer"],
+            "worker_warps": [4] * (consumers - 1) + [1],
+            "worker_registers": [CONSUMER_REGISTERS] * (consumers - 1) + [PRODUCER_REGISTERS],
+        },
+    )  # fmt: skip
+
+
+# Conversions of two numbers at a time to half precision and back.
+_PACKING = {torch.bfloat16: "cvt.rn.bf16x2.f32 $0, $2, $1;", torch.float16: "cvt.rn.f16x2.f32 $0, $2, $1;"}
+_UNPACKING = {
+    torch.bfloat16: "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+    torch.float16: "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+}
+
+
+def _hopper_backward_names(plan: KernelPlan) -> _Own:
+    return _Own(
+        [("Q_STAGES", plan.query_stages), ("DQ_BUFFERS", plan.dq_buffers)],
+        ("q_bufs", "k_bufs", "v_bufs", "do_bufs", "ds_bufs", "dq_bufs", "shift_bufs", "delta_bufs", "kv_full", "q_full",
+         "q_empty", "do_full", "do_empty", "ds_full", "ds_empty"),
+        ("M", "M_padded", "N", "heads", "heads_q", "heads_kv", "group_size", "batch_repeats", "heads_per_group",
+         "dk_scale"),
+        {
+            "dtype": TRITON_DTYPE[plan.dtype], "packing": _PACKING[plan.dtype], "unpacking": _UNPACKING[plan.dtype],
+            # With a derivative there is enough to do while dk waits for its own dS (tanh: 4 % faster, D 128).
+            "delayed": not plan.scales_gradient or plan.widths[0] == 64,
+            "roles": ["keys_0", "keys_1", "queries", "producer"], "worker_warps": [4, 4, 1],
+            "worker_registers": [KEYS_REGISTERS, QUERIES_REGISTERS, PRODUCER_REGISTERS],
+        },
+    )  # fmt: skip
+
+
+def hopper_descriptors(plan: KernelPlan) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return (argument, shape of a tile) of each tensor descriptor of a kernel."""
+    t, (D, Dv) = plan.tile, plan.widths
+    if plan.kernel == "hopper_forward":
+        parts = [(x, rows, p) for x, rows in (("q", ROWS), ("k", t.BLOCK_N)) for p in split_head_dim(D)]
+        found = [(f"{x}_desc_{p.index}", (1, 1, rows, p.width)) for x, rows, p in parts]
+        return (*found, ("v_desc", (1, 1, t.BLOCK_N, Dv)), ("o_desc", (1, 1, ROWS, Dv)))
+    rows = {"q": (t.BLOCK_M, D), "do": (t.BLOCK_M, Dv), "k": (ROWS, D), "v": (ROWS, Dv), "dk": (ROWS, D)}
+    tiled = [(f"{name}_desc", (1, 1, *tile)) for name, tile in (*rows.items(), ("dv", (ROWS, Dv)))]
+    sums = (("shift_desc", (t.BLOCK_M,)), ("delta_desc", (t.BLOCK_M,)), ("dq_desc", (t.BLOCK_M * 2, 32)))
+    return (*tiled, *sums)
+
+
+def shared_layout(tile: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Return how a tile lies in shared memory: rows of 128 bytes or more are swizzled, for products and reductions."""
+    swizzle = min(128, tile[-1] * dtype.itemsize) if len(tile) > 1 else 0
+    return f"NVMMASharedLayout(swizzle_byte_width={swizzle}, element_bitwidth={dtype.itemsize * 8}, rank={len(tile)})"
