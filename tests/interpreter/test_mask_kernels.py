@@ -203,3 +203,20 @@ def test_other_lengths_tensors_and_numbers_compile_nothing() -> None:
         return {name: n for name, n in stats().items() if name != "memory_hits"}
 
     assert build_for(50, 20) == build_for(90, 31)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+@pytest.mark.parametrize("ascending", [True, False])
+def test_runs_of_equal_elements(dtype: torch.dtype, ascending: bool) -> None:
+    """They are found where each row ascends, and are not given where one does not."""
+    ids = torch.tensor([[0, 0, 0, 2, 2, 3, 9, 9, 9, 9], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]], dtype=dtype)
+    if not ascending:
+        ids[1, 4] = 0
+    bound = trace(lambda b, h, q, k: ids[b, q] == ids[b, k], "mask")
+    built = build_lists(plan_of(bound, INTERPRETER), bound, (2, 1, 10, 10), (8, 8), CPU, True)
+    if not ascending:
+        assert built.runs == ()
+        return
+    (runs,) = built.runs
+    expected = (torch.searchsorted(ids, ids, right=right).int() for right in (False, True))
+    assert all(torch.equal(x, y) for x, y in zip((runs.starts, runs.ends), expected, strict=True))
