@@ -73,17 +73,15 @@ def build_lists(
         count.launch(g.rows, (*found, unknown, counts, *g.ends))
         scan.launch(5, (counts, kept.at(0), status, *g.ends[:2]))
 
-    def fill_runs(runs: _Memory) -> None:
-        fill.launch(g.rows, (*found, counts, status, kept.at(0), kept.at(4), runs.at(0), *g.ends))
+    def fill_runs(memory: _Memory, part: int) -> None:
+        fill.launch(g.rows, (*found, counts, status, kept.at(0), kept.at(4), memory.at(part), *g.ends))
 
     classify.launch(g.tiles, (*bitmaps, status, *g.values, *mod_values, *tables))
     equal = _equal_runs(plan, bound, status, target)
     count_runs()
-    runs = None
-    if g.most_runs <= _SMALL:
-        runs = _Memory((2 * g.most_runs,), device)
-        fill_runs(runs)
-    parts = kept.tensors()  # while the device works
+    if g.kept[6]:
+        fill_runs(kept, 6)
+    *parts, runs = kept.tensors()  # while the device works
     *totals, open_blocks, _, descends, _ = scratch.tensor(6).tolist()  # here the host waits
     if open_blocks:
         octets = scratch.tensor(2).view(torch.uint8) if target.backend == "interpreter" else unknown
@@ -94,10 +92,11 @@ def build_lists(
         *totals, _, outside, _, _ = scratch.tensor(6).tolist()
         if outside:
             raise _outside(bound, outside)
-    if runs is None or open_blocks:
-        runs = _Memory((2 * sum(totals),), device)
-        fill_runs(runs)
-    by_query, by_key = _run_lists(parts, runs.buffer.view(-1, 2), totals, g.heads)
+    if open_blocks or not g.kept[6]:
+        memory = _Memory((2 * sum(totals),), device)
+        fill_runs(memory, 0)
+        runs = memory.buffer
+    by_query, by_key = _run_lists(parts, runs.view(-1, 2), totals, g.heads)
     return BuiltMask(by_query, by_key, BuildCounts(g.blocks, None, open_blocks), () if descends else equal)
 
 
@@ -135,11 +134,12 @@ class _Geometry:
     rows: int  # of both directions
     tiles: int  # of 32 x 32 blocks
     octets: int  # bytes of the bits by row
-    most_runs: int  # that there can be: in a row of n blocks n / 2 of each kind
     values: tuple[int, ...]  # arguments of the kernels that decide blocks
     ends: tuple[int, ...]  # and of those that list them
     scratch: tuple[int, ...]  # bits by row: full, partial, unknown; by column: full, partial; counts of rows; status
-    kept: tuple[int, ...]  # row_ptr of partial and full runs by query, then by key; the two orders
+    # row_ptr of partial and full runs by query, then by key; the two orders; the most runs that there can be (in a row
+    # of n blocks n / 2 of each kind), or 0 where these are many.
+    kept: tuple[int, ...]
 
 
 @lru_cache(256)
@@ -149,13 +149,13 @@ def _geometry(sizes: Sizes, block_size: tuple[int, int], separate: bool) -> _Geo
     q_words, kv_words = -(-q_blocks // 32), -(-kv_blocks // 32)
     q_rows, kv_rows = B * H * q_blocks, B * H * kv_blocks
     by_row, by_column = q_rows * kv_words, kv_rows * q_words
+    most = 2 * (q_rows * -(-kv_blocks // 2) + kv_rows * -(-q_blocks // 2))
     return _Geometry(
         heads=B * H, blocks=q_rows * kv_blocks, rows=q_rows + kv_rows, tiles=B * H * q_words * kv_words,
-        octets=4 * by_row, most_runs=2 * (q_rows * -(-kv_blocks // 2) + kv_rows * -(-q_blocks // 2)),
-        values=(Q, KV, *block_size, q_blocks, kv_blocks, H, int(separate)),
+        octets=4 * by_row, values=(Q, KV, *block_size, q_blocks, kv_blocks, H, int(separate)),
         ends=(q_rows, kv_rows, q_blocks, kv_blocks),
         scratch=(by_row, by_row, by_row, by_column, by_column, 4 * q_rows + 3 * kv_rows, 8),
-        kept=(q_rows + 1, q_rows + 1, kv_rows + 1, kv_rows + 1, q_rows, kv_rows),
+        kept=(q_rows + 1, q_rows + 1, kv_rows + 1, kv_rows + 1, q_rows, kv_rows, 2 * most * (most <= _SMALL)),
     )  # fmt: skip
 
 
