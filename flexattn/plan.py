@@ -38,6 +38,11 @@ class Part:
     used: int
 
 
+def widths_of(D: int, Dv: int) -> tuple[int, int]:
+    """Return the least of WIDTHS that hold these head dims; (0, 0) where none does."""
+    return next((widths for widths in WIDTHS if D <= widths[0] and Dv <= widths[1]), (0, 0))
+
+
 @lru_cache(1024)
 def split_head_dim(dim: int) -> tuple[Part, ...]:
     """Split a head dim into powers of two: 192 = 128 + 64, 96 = 64 + 32; one padded part where two do not help."""
@@ -112,8 +117,8 @@ class KernelPlan:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Columns of q and k, and of v, in the tiles of a Hopper kernel; (0, 0) where there is none so wide."""
-        return next(((D, Dv) for D, Dv in WIDTHS if self.D <= D and self.Dv <= Dv), (0, 0))
+        """Columns of q and k, and of v, in the tiles of a Hopper kernel."""
+        return widths_of(self.D, self.Dv)
 
     @property
     def query_stages(self) -> int:

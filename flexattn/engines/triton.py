@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexattn.launch import buffer_name, is_fused, padded_rows, plan_backward, plan_launch, run
-from flexattn.plan import WIDTHS, KernelPlan
+from flexattn.plan import KernelPlan, widths_of
 from flexattn.problem import Problem
 from flexattn.scatter import scatter_captures
 from flexattn.target import Target
@@ -47,7 +47,7 @@ def backward(
     dk, dv = (_like_strides(t, t.size(-1)) if needs[1] or needs[2] else None for t in (k, v))
     keys = {} if dk is None or dv is None else {"dk": dk, "dv": dv}
     if dq is not None and keys and is_fused(problem, inputs | keys):
-        width = next(D for D, Dv in WIDTHS if q.size(-1) <= D and v.size(-1) <= Dv)
+        width, _ = widths_of(q.size(-1), v.size(-1))
         dq_sum = q.new_zeros((count * width // 32, 32), dtype=torch.float32)
         run("hopper_backward", problem, inputs | keys, padded | {"dq_sum_ptr": dq_sum})
         run("backward_dq_rows", problem, {"dq": dq}, {"dq_sum_ptr": dq_sum})
