@@ -40,7 +40,7 @@ class Part:
 
 def widths_of(D: int, Dv: int) -> tuple[int, int]:
     """Return the least of WIDTHS that hold these head dims; (0, 0) where none does."""
-    return next((widths for widths in WIDTHS if D <= widths[0] and Dv <= widths[1]), (0, 0))
+    return next((widths for widths in WIDTHS if widths[0] >= D and widths[1] >= Dv), (0, 0))
 
 
 @lru_cache(1024)
