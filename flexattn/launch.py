@@ -99,7 +99,7 @@ def _mod_signature(mod: BoundMod | None) -> tuple[object, ...]:
 
 def _prepare(kernel: str, problem: Problem, tensors: Tensors, arrays: Tensors) -> Launch:
     target = target_of(problem.query.device)
-    wanted, _ = _plan_launch(kernel, problem, target, list(tensors.values()), "dlse_ptr" in arrays)
+    wanted, _ = plan_launch(kernel, problem, target, list(tensors.values()), "dlse_ptr" in arrays)
     plan, source, built = built_kernel(wanted)
     values: Values = _plain_values(plan, problem)
     for name, tensor in tensors.items():
@@ -127,12 +127,7 @@ def plan_launch(
     kernel: str, problem: Problem, target: Target, tensors: list[Tensor], has_dlse: bool = False
 ) -> tuple[KernelPlan, str | None]:
     """Plan one kernel for the engine that serves it best; return also why it is not Hopper's, None where it is."""
-    return _plan_launch(kernel, _for_kernel(kernel, problem), target, tensors, has_dlse)
-
-
-def _plan_launch(
-    kernel: str, problem: Problem, target: Target, tensors: list[Tensor], has_dlse: bool = False
-) -> tuple[KernelPlan, str | None]:
+    problem = _for_kernel(kernel, problem)  # as it is where that was done
     if kernel == "hopper_backward":
         hopper = hopper_backward(plan_kernel("backward_dkdv", problem, target, tensors, has_dlse), problem, tensors)
         assert isinstance(hopper, KernelPlan), hopper
@@ -153,7 +148,8 @@ def plan_backward(problem: Problem, target: Target, tensors: list[Tensor]) -> tu
     plan, reason = _unless_forced(problem, "bwd", plan, hopper_backward(plan, problem, tensors))
     if reason is None:
         return (plan, None), (plan_kernel("backward_dq_rows", problem, target, [problem.query], False), None)
-    return (*plan_launch("backward_dq", problem, target, tensors)[:1], reason), (plan, reason)
+    dq = plan_kernel("backward_dq", _for_kernel("backward_dq", problem), target, tensors, False)
+    return (dq, reason), (plan, reason)
 
 
 def _for_kernel(kernel: str, problem: Problem) -> Problem:
