@@ -30,6 +30,8 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 BACKWARD_TILES: dict[tuple[int, int], Tile] = {
     (64, 64): Tile(64, 128, 4, 3),
     (128, 128): Tile(64, 128, 4, 2),
+    (192, 128): Tile(64, 64, 4, 2),
+    (256, 256): Tile(64, 64, 4, 2),
 }
 KEYS_REGISTERS, QUERIES_REGISTERS = 208, 64
 
@@ -56,7 +58,8 @@ def hopper_backward(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -
         reason = "score_mod's captured tensors receive gradients"
     if reason is None and torch.are_deterministic_algorithms_enabled():
         reason = "deterministic algorithms are asked for: it adds to dq in any order"
-    return reason or _with_tile(plan, "hopper_backward", BACKWARD_TILES)
+    kernel = "hopper_backward_wide" if plan.widths[0] > 128 else "hopper_backward"
+    return reason or _with_tile(plan, kernel, BACKWARD_TILES)
 
 
 def _refusal(

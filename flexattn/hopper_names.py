@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,7 +16,7 @@ from flexattn.hopper import (
     hopper_mods,
 )
 from flexattn.lower import TRITON_DTYPE
-from flexattn.plan import KernelPlan, split_head_dim
+from flexattn.plan import KernelPlan, Part, split_head_dim
 from flexattn.templates import environment
 
 _LISTS = tuple(f"%_{n}_ptr" for n in ("partial", "partial_runs", "full", "full_runs", "order"))
@@ -38,8 +38,9 @@ def hopper_names(plan: KernelPlan) -> dict[str, object]:
         "mods": lowered, "list_arguments": lists, "is_backward": plan.transposed,
         "prelude": as_gluon(environment().get_template("prelude.py.jinja").render(scatter_arguments=())),
         "reads_each_place": any(", mask=live" in text for text in lowered),
+        "bytes": lambda text, parts: " + ".join(f"{text}.block_type.nbytes".replace("%", str(p.index)) for p in parts),
     }  # fmt: skip
-    own = _hopper_backward_names(plan) if plan.transposed else _hopper_forward_names(plan)
+    own = _OWN[plan.kernel](plan)
     descriptors = tuple(name for name, _ in hopper_descriptors(plan))
     scalars = (*own.scalars, "sm_scale" if plan.score else "qk_scale", *lists, *mods)
     return names | own.names | {
@@ -73,7 +74,6 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
          "group_size", "heads_per_group", "batch_shares_keys"),
         {
             "parts": parts,
-            "bytes": lambda names: " + ".join(f"{names}.block_type.nbytes".replace("%", str(p.index)) for p in parts),
             "numbers": ["b", "h", "m0", *(["partial", "full"] if plan.blocks else [])],
             "consumers": consumers, "shared_lists": shared_lists, "shares_output": plan.shares_output,
             "roles": [*(f"consumer_{i}" for i in range(consumers)), "producer"],
@@ -93,9 +93,8 @@ _UNPACKING = {
 
 def _hopper_backward_names(plan: KernelPlan) -> _Own:
     return _Own(
-        [("Q_STAGES", plan.query_stages), ("DQ_BUFFERS", plan.dq_buffers)],
-        ("q_bufs", "k_bufs", "v_bufs", "do_bufs", "ds_bufs", "dq_bufs", "shift_bufs", "delta_bufs", "kv_full", "q_full",
-         "q_empty", "do_full", "do_empty", "ds_full", "ds_empty"),
+        [("Q_STAGES", plan.rings.queries), ("DS_STAGES", plan.rings.ds), ("DQ_BUFFERS", plan.rings.dq)],
+        ("q_bufs", "k_bufs", "v_bufs", "do_bufs", *_OF_DQ),
         ("M", "M_padded", "N", "heads", "heads_q", "heads_kv", "group_size", "batch_repeats", "heads_per_group",
          "dk_scale"),
         {
@@ -108,6 +107,34 @@ def _hopper_backward_names(plan: KernelPlan) -> _Own:
     )  # fmt: skip
 
 
+_OF_DQ = (
+    "ds_bufs", "dq_bufs", "shift_bufs", "delta_bufs", "kv_full", "q_full", "q_empty", "do_full", "do_empty", "ds_full",
+    "ds_empty",
+)  # fmt: skip
+
+
+def _hopper_wide_names(plan: KernelPlan) -> _Own:
+    own, (q_parts, v_parts) = _hopper_backward_names(plan), map(_columns, plan.widths)
+    tiles = (f"{x}_bufs_{p.index}" for x, parts in zip("qkv", (q_parts, q_parts, v_parts), strict=True) for p in parts)
+    gradients = (f"do_bufs_{p.index}" for p in v_parts)
+    return replace(
+        own,
+        buffers=(*tiles, *gradients, *_OF_DQ, "p_bufs", "p_full", "p_empty", "finished"),
+        names=own.names | {"roles": ["values", "keys", "queries", "producer"], "parts": q_parts, "v_parts": v_parts},
+    )
+
+
+def _columns(width: int) -> tuple[Part, ...]:
+    """Split a width into parts of at most 128 columns."""
+    return tuple(Part(i, 128 * i, n, n) for i in range(-(-width // 128)) if (n := min(128, width - 128 * i)))
+
+
+_OWN = {
+    "hopper_forward": _hopper_forward_names, "hopper_backward": _hopper_backward_names,
+    "hopper_backward_wide": _hopper_wide_names,
+}  # fmt: skip
+
+
 def hopper_descriptors(plan: KernelPlan) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return (argument, shape of a tile) of each tensor descriptor of a kernel."""
     t, (D, Dv) = plan.tile, plan.widths
@@ -115,10 +142,13 @@ def hopper_descriptors(plan: KernelPlan) -> tuple[tuple[str, tuple[int, ...]], .
         parts = [(x, rows, p) for x, rows in (("q", ROWS), ("k", t.BLOCK_N)) for p in split_head_dim(D)]
         found = [(f"{x}_desc_{p.index}", (1, 1, rows, p.width)) for x, rows, p in parts]
         return (*found, ("v_desc", (1, 1, t.BLOCK_N, Dv)), ("o_desc", (1, 1, ROWS, Dv)))
-    rows = {"q": (t.BLOCK_M, D), "do": (t.BLOCK_M, Dv), "k": (ROWS, D), "v": (ROWS, Dv), "dk": (ROWS, D)}
-    tiled = [(f"{name}_desc", (1, 1, *tile)) for name, tile in (*rows.items(), ("dv", (ROWS, Dv)))]
-    sums = (("shift_desc", (t.BLOCK_M,)), ("delta_desc", (t.BLOCK_M,)), ("dq_desc", (t.BLOCK_M * 2, 32)))
-    return (*tiled, *sums)
+    held, streamed = (("k", D), ("v", Dv), ("dk", D), ("dv", Dv)), (("q", D), ("do", Dv))
+    rows = [*((x, t.BLOCK_M, width) for x, width in streamed), *((x, ROWS, width) for x, width in held)]
+    split = [(f"{x}_desc", n, width) for x, n, width in rows]
+    if plan.kernel == "hopper_backward_wide":
+        split = [(f"{x}_desc_{p.index}", n, p.width) for x, n, width in rows for p in _columns(width)]
+    sums = (("shift_desc", (t.BLOCK_M,)), ("delta_desc", (t.BLOCK_M,)), ("dq_desc", (t.BLOCK_M, 32)))
+    return (*((name, (1, 1, n, width)) for name, n, width in split), *sums)
 
 
 def shared_layout(tile: tuple[int, ...], dtype: torch.dtype) -> str:

@@ -24,7 +24,7 @@ from flexattn.target import Target
 KERNELS = ("forward", "backward_delta", "backward_dq", "backward_dkdv")
 # Widths (of q and k, of v) that Hopper's kernels are made for; narrower heads are filled with zeros by the TMA unit.
 WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
-TRANSPOSED = ("backward_dkdv", "hopper_backward")  # a program owns keys and walks queries
+TRANSPOSED = ("backward_dkdv", "hopper_backward", "hopper_backward_wide")  # a program owns keys and walks queries
 FUSED = ("hopper_backward", "backward_dq_rows")  # what stands for the last two where the plan is Hopper's
 
 
@@ -75,6 +75,23 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class Rings:
+    """How many tiles Hopper's backward holds in shared memory."""
+
+    queries: int  # for dk each waits one step longer than its gradient, where there is room
+    gradients: int
+    ds: int
+    dq: int  # of 32 columns each, on their way to the sum
+
+
+# By widths; those of 256 fill 226 of 227 KB.
+RINGS = {
+    (64, 64): Rings(4, 3, 3, 2), (128, 128): Rings(3, 2, 2, 4), (192, 128): Rings(2, 2, 2, 6),
+    (256, 256): Rings(2, 2, 1, 2),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
 class KernelPlan:
     """One kernel: two equal plans give the same source, byte for byte."""
 
@@ -121,19 +138,14 @@ class KernelPlan:
         return widths_of(self.D, self.Dv)
 
     @property
-    def query_stages(self) -> int:
-        """Tiles of queries under way in hopper_backward: each waits one step longer than its gradient, for dk."""
-        return self.tile.num_stages + 1
+    def rings(self) -> Rings:
+        """Tiles under way in Hopper's backward."""
+        return RINGS[self.widths]
 
     @property
     def shares_output(self) -> bool:
         """Whether hopper_forward's output leaves from the buffer of its queries, since both do not fit."""
         return self.widths[0] > 128
-
-    @property
-    def dq_buffers(self) -> int:
-        """Tiles of dq under way there, of 64 columns each."""
-        return self.widths[0] // 64
 
     @property
     def scales_gradient(self) -> bool:
@@ -180,7 +192,7 @@ class KernelPlan:
         lines += [
             f"    {m.role:<8} {m.graph.name}  {m.graph.location}" for m in (self.score, self.mask) if m is not None
         ]
-        if self.kernel == "hopper_backward":
+        if self.is_hopper and self.transposed:
             lines.append("    memory   a float32 sum of dq: 4 bytes for each element of query")
         return "\n".join(lines)
 
@@ -245,10 +257,10 @@ def shared_bytes(plan: KernelPlan) -> int:
     if plan.kernel in ("backward_delta", "backward_dq_rows"):
         return max(4096, 4 * t.BLOCK_M * 64)
     D, Dv = plan.widths
-    if plan.kernel == "hopper_backward":
-        tiles = t.BLOCK_N * (D + Dv) + t.BLOCK_M * (D * plan.query_stages + Dv * t.num_stages)
-        sums = plan.dq_buffers * t.BLOCK_M * 64 * 4 + (plan.query_stages + t.num_stages) * t.BLOCK_M * 4
-        return (tiles + 2 * t.num_stages * 64 * t.BLOCK_M) * size + sums + 1024
+    if plan.is_hopper and plan.transposed:
+        ring, numbers = plan.rings, (plan.rings.queries + plan.rings.gradients) * t.BLOCK_M * 4
+        tiles = t.BLOCK_N * (D + Dv) + t.BLOCK_M * (D * ring.queries + Dv * ring.gradients + 128 * ring.ds)
+        return tiles * size + ring.dq * t.BLOCK_M * 32 * 4 + numbers + 1024
     if plan.is_hopper:
         queries = t.BLOCK_M * (D + (0 if plan.shares_output else Dv))
         return (queries + t.num_stages * t.BLOCK_N * (D + Dv)) * size + 1024
