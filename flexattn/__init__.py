@@ -2,7 +2,8 @@
 
     query, key, value, mods  ->  trace  ->  differentiate  ->  plan  ->  lower  ->  render  ->  build  ->  run
 
-The names of torch.nn.attention.flex_attention are here with the same meaning; `explain` shows each stage of a call.
+The names of torch.nn.attention.flex_attention are here with the same meaning; `explain` shows each stage of a call,
+and `tune` measures the tiles of its kernels.
 """
 
 from flexattn import mods as mods
@@ -11,6 +12,7 @@ from flexattn.api import AuxOutput as AuxOutput
 from flexattn.api import AuxRequest as AuxRequest
 from flexattn.api import explain as explain
 from flexattn.api import flex_attention as flex_attention
+from flexattn.api import tune as tune
 from flexattn.block_mask import BlockMask as BlockMask
 from flexattn.classify import create_block_mask as create_block_mask
 from flexattn.classify import create_mask as create_mask
@@ -20,6 +22,7 @@ from flexattn.mods import and_masks as and_masks
 from flexattn.mods import noop_mask as noop_mask
 from flexattn.mods import or_masks as or_masks
 from flexattn.options import FlexKernelOptions as FlexKernelOptions
+from flexattn.trials import Tuning as Tuning
 
 __all__ = [
     "AuxOutput",
@@ -28,6 +31,7 @@ __all__ = [
     "Explanation",
     "FlexAttentionError",
     "FlexKernelOptions",
+    "Tuning",
     "and_masks",
     "create_block_mask",
     "create_mask",
@@ -37,4 +41,5 @@ __all__ = [
     "noop_mask",
     "or_masks",
     "reference",
+    "tune",
 ]

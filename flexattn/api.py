@@ -1,9 +1,10 @@
-"""flex_attention and explain: the only module that knows the whole sequence of stages."""
+"""flex_attention, explain and tune: the only module that knows the whole sequence of stages."""
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -19,18 +20,21 @@ from flexattn.build import KernelSource
 from flexattn.classify import create_block_mask
 from flexattn.differentiate import differentiate
 from flexattn.engines import cpu, empty, triton
-from flexattn.errors import ArgumentError, DtypeError, MaskError, OptionError, message
+from flexattn.errors import ArgumentError, DtypeError, MaskError, OptionError, UnsupportedError, message
 from flexattn.explain import Explanation, target_named
 from flexattn.facts import analyze
 from flexattn.graph import BoundMod, ModGraph, Node
 from flexattn.mask_build import sources
 from flexattn.mask_kernels import plan_mask
-from flexattn.options import option, validate_options
+from flexattn.options import option, tile_options, validate_options
+from flexattn.plan import tile_origin
 from flexattn.problem import Problem
 from flexattn.render import render
 from flexattn.target import Target, target_of
 from flexattn.trace import trace
+from flexattn.trials import Tuning
 from flexattn.triton_versions import is_interpreting
+from flexattn.tuning import TUNED, Effort, tune_problem
 from flexattn.validate import (
     DEVICES,
     DTYPES,
@@ -170,10 +174,64 @@ def explain(
         block_mask=problem.block_mask,
         engine=engine.__name__.rpartition(".")[2],  # type: ignore[attr-defined]
         plans=tuple(plan for plan, _ in plans),
+        origins=tuple(tile_origin(plan) for plan, _ in plans),
         reasons=tuple(reason for _, reason in plans),
         sources=tuple(render(plan) for plan, _ in plans),
         mask_sources=_mask_sources(problem, plans[0][0].target) if plans else (),
     )
+
+
+def tune(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = None,
+    block_mask: BlockMask | upstream.BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    kernel_options: Mapping[str, object] | None = None,
+    *,
+    kernels: Sequence[str] = TUNED,
+    seconds: float = 120.0,
+    processes: int | None = None,
+    rounds: int = 10,
+    remember: bool = True,
+) -> Tuning:
+    """Measure which tiles make the Triton kernels of this call fastest on this GPU, and remember them.
+
+    Later calls, in this process and others, take a remembered tile where architecture, kernel, dtype, head dims, kind
+    of score_mod, and whether there is a mask, are the same; `explain` then says so. The backward is measured too where
+    a tensor wants a gradient. Calling it again searches on from the best. Hopper's own kernels have one tile each.
+
+    Args:
+        query, key, value, score_mod, block_mask, scale, enable_gqa: as in flex_attention; nothing of them is changed.
+        kernel_options: as there, without those that choose a tile; {"BACKEND": "TRITON"} for the kernels that Hopper's
+            own stand for.
+        kernels: which to tune, of forward, backward_dq and backward_dkdv.
+        seconds: how long candidates may compile; those that are not ready then are left out.
+        processes: how many compile side by side; where None, one for each core, at most 8.
+        rounds: how often each candidate is timed; medians are compared.
+        remember: keep the best tiles in tiles.json, in the folder of the kernels. To forget them, delete the file.
+
+    Raises:
+        What flex_attention raises; UnsupportedError where no Triton kernel runs, OptionError for an option that chooses
+        a tile, ArgumentError for other kernels, or where the file of tiles cannot be read.
+
+    Example:
+        >>> q = k = v = torch.randn(1, 2, 64, 32, device="cuda", requires_grad=True)  # doctest: +SKIP
+        >>> print(tune(q, k, v))  # doctest: +SKIP
+    """
+    if unknown := set(kernels) - set(TUNED):
+        raise ArgumentError(message("kernels", sorted(unknown), f"names of {', '.join(TUNED)}", "Leave them out."))
+    problem = _pose(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, False)
+    if _engine(problem) is not triton:
+        found = f"{tuple(query.shape)} on {query.device}"
+        raise UnsupportedError(message("query", found, "what a Triton kernel computes", "Pass tensors on a GPU."))
+    if names := tile_options(problem.options):
+        mend = "Leave it out: tune finds it."
+        raise OptionError(message("kernel_options", ", ".join(names), "none that choose a tile", mend))
+    effort = Effort(tuple(kernels), seconds, processes or min(8, os.cpu_count() or 1), rounds)
+    return tune_problem(problem, effort, remember)
 
 
 def _mask_sources(problem: Problem, target: Target) -> tuple[KernelSource, ...]:

@@ -26,6 +26,7 @@ class Explanation:
     block_mask: BlockMask | None = None
     engine: str | None = None
     plans: tuple[KernelPlan, ...] = ()  # of each kernel; empty for engines that generate none
+    origins: tuple[str, ...] = ()  # where the tile of each plan comes from
     reasons: tuple[str | None, ...] = ()  # why each plan is not one of Hopper's own kernels; None where it is
     sources: tuple[KernelSource, ...] = ()  # of each plan
     mask_sources: tuple[KernelSource, ...] = ()  # what builds the mask on that GPU
@@ -50,8 +51,9 @@ class Explanation:
         return "\n\n".join(f"{_rule(title)}\n{str(text).strip()}" for title, text in stages if text is not None)
 
     def _plan(self, i: int) -> str:
+        origin = self.origins[i] if self.origins else ""
         reason = self.reasons[i] if self.reasons else None
-        return f"{self.plans[i]}" + (f"\n    hopper   no: {reason}" if reason else "")
+        return self.plans[i].text(origin) + (f"\n    hopper   no: {reason}" if reason else "")
 
 
 def _heading(kind: str, graph: ModGraph | None) -> str:

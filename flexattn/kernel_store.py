@@ -3,6 +3,7 @@
 root/<digest>/      the generated source, the compiled files and manifest.json with the sha256 of each
 root/locks/         one file lock for each first byte of a digest; a dead process holds none
 root/triton/        Triton's own C stubs
+root/tiles.json     tiles tuned on this machine (tile_choice.py)
 """
 
 from __future__ import annotations
@@ -97,6 +98,21 @@ class KernelStore:
                 if self.find(digest) is None:
                     raise
         return folder
+
+    def read(self, name: str) -> str | None:
+        """Return the text of a file beside the entries, None where there is none or the folder is not ours alone."""
+        if not _is_private(self.root):
+            return None
+        try:
+            return (self.root / name).read_text()
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file beside the entries in one step."""
+        with self.staging() as aside:
+            (aside / name).write_text(text)
+            os.replace(aside / name, self.root / name)
 
 
 @functools.lru_cache(maxsize=8)

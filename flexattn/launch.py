@@ -28,6 +28,7 @@ from flexattn.problem import Problem
 from flexattn.render import KernelSource, described, render, stream_descriptors
 from flexattn.scatter import scatter_captures
 from flexattn.target import Target, l2_bytes, processors, target_of
+from flexattn.tiles import Tile
 
 LOG2E = math.log2(math.e)
 PADDING = LARGEST_TILE  # rows after the last query that backward kernels may read
@@ -100,6 +101,10 @@ def _mod_signature(mod: BoundMod | None) -> tuple[object, ...]:
 def _prepare(kernel: str, problem: Problem, tensors: Tensors, arrays: Tensors) -> Launch:
     target = target_of(problem.query.device)
     wanted, _ = plan_launch(kernel, problem, target, list(tensors.values()), "dlse_ptr" in arrays)
+    return _launch_of(wanted, problem, tensors)
+
+
+def _launch_of(wanted: KernelPlan, problem: Problem, tensors: Tensors) -> Launch:
     plan, source, built = built_kernel(wanted)
     values: Values = _plain_values(plan, problem)
     for name, tensor in tensors.items():
@@ -121,6 +126,27 @@ def _prepare(kernel: str, problem: Problem, tensors: Tensors, arrays: Tensors) -
             fillers.append((position, _array(name if name not in _TENSOR_POINTERS else name.removesuffix("_ptr"))))
         arguments.append(values.get(name))
     return Launch(built, _programs(plan, values, problem.query.device), tuple(arguments), tuple(fillers))
+
+
+def runner(plan: KernelPlan, problem: Problem, tensors: Tensors, arrays: Tensors) -> Callable[[], None]:
+    """Return what runs the kernel of any plan for these tensors, named as for `run`, again and again."""
+    problem = _for_kernel(plan.kernel, problem)
+    launch = _launch_of(plan, problem, tensors)
+    everything = {**tensors, **arrays, **_arrays_of(plan.kernel, problem)}
+    return lambda: launch(everything, problem.query.device)
+
+
+def forget_launches() -> None:
+    """Let every kernel be planned anew, as when there is another tile for it."""
+    _launches.clear()
+
+
+def plan_with_tile(
+    kernel: str, problem: Problem, target: Target, tensors: list[Tensor], tile: Tile
+) -> KernelPlan | None:
+    """Plan a kernel of the Triton engine with this tile; None where it cannot have it."""
+    plan = plan_kernel(kernel, _for_kernel(kernel, problem), target, tensors, False, tile)
+    return plan if plan.tile == tile else None
 
 
 def plan_launch(

@@ -89,6 +89,12 @@ def option(options: Options, name: str, phase: Literal["fwd", "bwd"] | None = No
     return given.get(f"{phase}_{name}", given.get(name))
 
 
+def tile_options(options: Options) -> tuple[str, ...]:
+    """Return the names of the given options that choose a tile."""
+    plain = {name: name.removeprefix("fwd_").removeprefix("bwd_") for name, _ in options}
+    return tuple(name for name, its in plain.items() if its.startswith("BLOCK_") or its in ("num_warps", "num_stages"))
+
+
 def _checked(name: str, value: object) -> object:
     """Return the value of one option as flexattn writes it."""
     argument = f"kernel_options[{name!r}]"

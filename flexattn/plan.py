@@ -20,6 +20,8 @@ from flexattn.lower import INDEX_LIMIT, CaptureLayout, ModPlan
 from flexattn.options import LARGEST_TILE, option
 from flexattn.problem import Problem
 from flexattn.target import Target
+from flexattn.tile_choice import choose
+from flexattn.tiles import Tile, TileKey
 
 KERNELS = ("forward", "backward_delta", "backward_dq", "backward_dkdv")
 # Widths (of q and k, of v) that Hopper's kernels are made for; narrower heads are filled with zeros by the TMA unit.
@@ -52,26 +54,6 @@ def split_head_dim(dim: int) -> tuple[Part, ...]:
     if large >= 16 and rest and large + rest < padded:
         return (Part(0, 0, large, large), Part(1, large, rest, dim - large))
     return (Part(0, 0, padded, dim),)
-
-
-@dataclass(frozen=True)
-class Tile:
-    """The part of the scores that one program holds at a time, and how it is run."""
-
-    BLOCK_M: int
-    BLOCK_N: int
-    num_warps: int
-    num_stages: int
-    # Queries that dK/dV takes at a time where a mask is asked; 0: BLOCK_M. What the mask holds in registers beside dK
-    # and dV spills 4 KB with 64 (D 128), and the kernel then takes 3.6 times as long.
-    PARTIAL_M: int = 0
-    # Ask for both products of the backward (q k^T, dO v^T) before using either. Then less waits in registers for the
-    # second one: with tanh at D 128 dK/dV takes 2.33 ms so and 3.08 ms otherwise, but plain causal 2.50 and 1.99 ms.
-    PRODUCTS_FIRST: bool = False
-
-    @property
-    def partial_m(self) -> int:
-        return self.PARTIAL_M or self.BLOCK_M
 
 
 @dataclass(frozen=True)
@@ -180,13 +162,18 @@ class KernelPlan:
         return -(-block // tile)
 
     def __repr__(self) -> str:
+        return self.text()
+
+    def text(self, origin: str = "") -> str:
+        """Return the plan to be read, and where its tile comes from if that is told."""
         t = self.tile
         kinds = f"{str(self.dtype).removeprefix('torch.')}  D {self.D}  Dv {self.Dv}"
         lines = [
             f"KernelPlan {self.name}",
             f"    target   {self.target}",
             f"    dtype    {kinds}  {'aligned' if self.aligned else 'unaligned rows'}{'  tma' if self.tma else ''}",
-            f"    tile     BLOCK_M {t.BLOCK_M}  BLOCK_N {t.BLOCK_N}  warps {t.num_warps}  stages {t.num_stages}",
+            f"    tile     BLOCK_M {t.BLOCK_M}  BLOCK_N {t.BLOCK_N}  warps {t.num_warps}  stages {t.num_stages}"
+            + (f"  ({origin})" if origin else ""),
             f"    blocks   {f'{self.blocks[0]} x {self.blocks[1]}' if self.blocks else 'none: every pair attends'}",
         ]
         lines += [
@@ -197,48 +184,9 @@ class KernelPlan:
         return "\n".join(lines)
 
 
-# Tiles by (kernel, bytes of an element): rows of (largest max(D, Dv), Tile), the first that holds is taken. Measured on
-# an H200 with triton 3.6 at 4,096 to 32,768 tokens, each kernel alone among about eight candidates.
-TILES: dict[tuple[str, int], tuple[tuple[int, Tile], ...]] = {
-    ("forward", 2): (
-        (64, Tile(64, 128, 4, 3)), (128, Tile(64, 64, 4, 3)), (192, Tile(128, 64, 8, 3)), (256, Tile(128, 32, 8, 3)),
-        (512, Tile(64, 32, 4, 2)),
-    ),
-    ("backward_dq", 2): (
-        (64, Tile(64, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (192, Tile(128, 64, 8, 2)), (256, Tile(128, 32, 8, 2)),
-        (512, Tile(32, 32, 4, 1)),
-    ),
-    ("backward_dkdv", 2): (
-        (64, Tile(64, 64, 4, 3, 32, True)), (128, Tile(64, 64, 4, 2, 32)), (192, Tile(32, 64, 4, 3)),
-        (256, Tile(64, 64, 8, 2)), (512, Tile(32, 32, 4, 1)),
-    ),
-    ("backward_delta", 2): ((1 << 20, Tile(64, 16, 4, 1)),),
-    ("forward", 4): (
-        (64, Tile(64, 32, 4, 2)), (128, Tile(32, 32, 4, 2)), (256, Tile(32, 32, 4, 1)), (512, Tile(16, 16, 4, 1)),
-    ),
-    ("backward_dq", 4): ((64, Tile(32, 32, 4, 2)), (128, Tile(32, 32, 4, 1)), (512, Tile(16, 16, 4, 1))),
-    ("backward_dkdv", 4): ((64, Tile(32, 32, 4, 2)), (128, Tile(32, 32, 4, 1)), (512, Tile(16, 16, 4, 1))),
-    ("backward_delta", 4): ((1 << 20, Tile(32, 16, 4, 1)),),
-}  # fmt: skip
-# The same for what a score_mod does, the first kind that holds: it transforms the score, which takes registers in the
-# backward; it loads for each place; it adds to the score.
-SCORE_TILES: dict[str, dict[tuple[str, int], tuple[tuple[int, Tile], ...]]] = {
-    "transforms": {
-        ("backward_dq", 2): ((128, Tile(128, 64, 8, 3, 0, True)),),
-        ("backward_dkdv", 2): ((128, Tile(32, 64, 4, 3, 0, True)),),
-    },
-    "gathers": {("forward", 2): ((64, Tile(64, 64, 4, 2)),)},
-    "adds": {("backward_dkdv", 2): ((64, Tile(64, 64, 4, 3, 32)),)},
-}
-
-# The same for rows that are not aligned to 16 bytes, which come element by element through registers. Fewer than 64
-# rows keep Triton from wgmma: fed from registers it read outside of shared memory (H200, triton 3.6; D 33, 64, 130).
+# Rows of a program where they are not aligned to 16 bytes. Fewer than 64 rows keep Triton from wgmma: fed from
+# registers it read outside of shared memory (H200, triton 3.6; D 33, 64, 130).
 _UNALIGNED_ROWS = 32
-UNALIGNED_TILES: dict[tuple[str, int], tuple[tuple[int, Tile], ...]] = {
-    ("forward", 2): ((64, Tile(32, 64, 4, 2)), (512, Tile(32, 32, 4, 1))),
-    ("backward_dq", 2): ((64, Tile(32, 32, 4, 2)), (512, Tile(32, 16, 4, 1))),
-    ("backward_dkdv", 2): ((64, Tile(32, 32, 4, 2)), (512, Tile(16, 32, 4, 1))),
-}
 
 # kernel_options that set a kernel's tile, as PyTorch names them.
 _TILE_OPTIONS = {
@@ -246,7 +194,6 @@ _TILE_OPTIONS = {
     "backward_dkdv": ("BLOCK_M1", "BLOCK_N1"),
     "backward_dq": ("BLOCK_M2", "BLOCK_N2"),
 }
-_INTERPRETER_TILE = Tile(32, 32, 4, 1)
 
 
 def shared_bytes(plan: KernelPlan) -> int:
@@ -297,12 +244,17 @@ def fit(plan: KernelPlan) -> KernelPlan:
     )
 
 
-def plan_kernel(kernel: str, problem: Problem, target: Target, tensors: list[Tensor], has_dlse: bool) -> KernelPlan:
-    """Plan one kernel of a problem; `tensors` are those [B, H, rows, D] that it reads and writes."""
+def plan_kernel(
+    kernel: str, problem: Problem, target: Target, tensors: list[Tensor], has_dlse: bool, tile: Tile | None = None
+) -> KernelPlan:
+    """Plan one kernel of a problem; `tensors` are those [B, H, rows, D] that it reads and writes.
+
+    `tile` takes the place of the one in the tables, and is changed as that would be.
+    """
     if kernel == "backward_delta":
         Dv = problem.value.size(-1)
         aligned = all(is_aligned(t) for t in tensors)
-        tile = _tile(kernel, problem, target, Dv, aligned)
+        tile = _tile(kernel, problem, target, Dv, Dv, aligned)
         return KernelPlan(
             kernel, target, problem.query.dtype, Dv, Dv, tile, aligned, exact=_exact(problem), has_dlse=has_dlse
         )
@@ -319,7 +271,7 @@ def plan_kernel(kernel: str, problem: Problem, target: Target, tensors: list[Ten
         grad = _mod_plan(replace(problem.score, graph=graph), "score", problem)
     plan = KernelPlan(
         kernel=kernel, target=target, dtype=problem.query.dtype, D=D, Dv=Dv,
-        tile=_tile(kernel, problem, target, max(D, Dv), aligned), aligned=aligned,
+        tile=_tile(kernel, problem, target, D, Dv, aligned, tile), aligned=aligned,
         wide_rows=any(t.stride(2) >= 1 << 23 for t in tensors),
         score=score, grad=grad, mask=_mod_plan(problem.mask, "mask", problem), blocks=blocks,
         float_index=max(problem.query.size(2), problem.key.size(2)) <= INDEX_LIMIT,
@@ -347,15 +299,40 @@ def _without_sites(graph: ModGraph) -> ModGraph:
     return replace(graph, sites=(), outputs=graph.outputs[:1])
 
 
-def _tile(kernel: str, problem: Problem, target: Target, width: int, aligned: bool) -> Tile:
-    """Choose the tile: from the tables, then as kernel_options ask, then within what the compiler does right."""
-    if target.backend == "interpreter":
-        tile = _INTERPRETER_TILE
-    else:
-        key = kernel, 4 if problem.query.dtype.itemsize == 4 else 2
-        kind = {} if problem.score is None else SCORE_TILES[score_kind(problem.score.graph)]
-        special = (kind if aligned else UNALIGNED_TILES).get(key, ())
-        tile = next((t for limit, t in (*special, *TILES[key]) if width <= limit), TILES[key][-1][1])
+def tile_key(plan: KernelPlan) -> TileKey:
+    """Return what the tile of a plan of the Triton engine is chosen by."""
+    graph = None if plan.score is None else plan.score.graph
+    masked = plan.blocks is not None
+    return _tile_key(plan.kernel, plan.dtype, plan.precision, plan.D, plan.Dv, graph, masked, plan.aligned)
+
+
+def tile_origin(plan: KernelPlan) -> str:
+    """Return where the tile of a plan comes from, in words."""
+    if plan.is_hopper or plan.kernel in FUSED:
+        return "measured on sm_90"
+    choice = choose(tile_key(plan), plan.target)
+    changed = plan.kernel in _TILE_OPTIONS and plan.tile != choice.tile
+    return f"instead of {choice.tile}, {choice.origin}" if changed else choice.origin
+
+
+def _tile_key(
+    kernel: str, dtype: torch.dtype, precision: str, D: int, Dv: int, score: ModGraph | None, masked: bool,
+    aligned: bool,
+) -> TileKey:  # fmt: skip
+    products = precision if dtype == torch.float32 and precision != "ieee" else str(dtype).removeprefix("torch.")
+    kind = "unaligned" if not aligned else "none" if score is None else score_kind(score)
+    return TileKey(kernel, products, D, Dv, kind, masked)
+
+
+def _tile(
+    kernel: str, problem: Problem, target: Target, D: int, Dv: int, aligned: bool, tile: Tile | None = None
+) -> Tile:
+    """Choose the tile: as given or from the tables, then as kernel_options ask, then as the compiler does right."""
+    if tile is None:
+        score = None if problem.score is None else problem.score.graph
+        precision, masked = _precision(problem), problem.block_mask is not None
+        key = _tile_key(kernel, problem.query.dtype, precision, D, Dv, score, masked, aligned)
+        tile = choose(key, target).tile
     if kernel not in _TILE_OPTIONS:
         return tile
     tile = _as_asked(tile, kernel, problem)
@@ -378,7 +355,7 @@ def _as_asked(tile: Tile, kernel: str, problem: Problem) -> Tile:
 
 @lru_cache(512)
 def score_kind(graph: ModGraph) -> str:
-    """Return the row of SCORE_TILES that a score_mod belongs to."""
+    """Return which of KINDS a score_mod is."""
     (output,) = graph.outputs
     if output is None or not _adds(graph, output):
         return "transforms"

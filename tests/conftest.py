@@ -14,6 +14,8 @@ import hypothesis
 import pytest
 import torch
 
+from flexattn import config, tile_choice
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Tools that a GPU machine without a network may lack; a test file that imports a missing one is left out, by name.
 OPTIONAL_TOOLS = ("expecttest", "hatchling", "editables", "nbformat", "nbclient", "ipykernel")
@@ -69,3 +71,15 @@ def watchdog(request: pytest.FixtureRequest) -> Iterator[None]:
     faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=sys.__stderr__)
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Give the folder of the kernels of a machine that has none and remembers no tiles."""
+    caches = (config.settings, tile_choice._remembered)
+    monkeypatch.setenv("FLEXATTN_CACHE_DIR", str(tmp_path))
+    for cache in caches:
+        cache.cache_clear()
+    yield tmp_path
+    for cache in caches:
+        cache.cache_clear()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import flexattn
-from benchmarks import attention, calls, masks, overhead
+from benchmarks import attention, calls, masks, overhead, tune
 from benchmarks.harness import Config, Result, geometric_mean, measure, table, write_json
 from benchmarks.peers import PEERS, Attend
 from benchmarks.works import CPU_WORKS, WORKS, Mods, Work, count_pairs, document_lengths, forward_flops
@@ -354,3 +354,39 @@ def test_claims_that_fail_are_named() -> None:
 def test_calls_in_the_interpreter(capsys: pytest.CaptureFixture[str]) -> None:
     code = calls.main(["--device", "interpreter", "--calls", "24", "--mods", "alibi_causal"])
     assert code == 0, capsys.readouterr().out
+
+
+# tune
+
+
+def test_tune_in_the_interpreter(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "t.json"
+    argv = [*QUICK, "--dims", "16", "--dtypes", "float32", "--kernels", "forward", "--json", str(path)]
+    assert tune.main(argv) == 0, capfd.readouterr()
+    record = json.loads(path.read_text())
+    (tuning,) = record["tunings"]
+    assert tuning["key"]["kind"] == "none"
+    assert len(tuning["trials"]) > 5 and not any(trial["note"] for trial in tuning["trials"])
+    text = capfd.readouterr().out
+    assert "not remembered" in text and "(in use" in text
+
+
+def test_a_case_that_breaks_is_a_note_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = tune.cases_of(tune.parse(["--dims", "64,192:128", "--kinds", "none,gathers"]))
+    assert [str(case) for case in cases][1:3] == ["2x16x4096 D64 bfloat16 gathers", "2x16x4096 D192/128 bfloat16 none"]
+
+    def run(case: tune.Case) -> tune.Tuning:
+        if case.kind == "gathers":
+            raise RuntimeError("boom")
+        return tune.Tuning("a card", ())
+
+    tunings, notes = tune.tune_all(cases, run)
+    assert len(tunings) == 2
+    assert [*notes.values()] == ["error: RuntimeError: boom"] * 2
+    assert "D64 bfloat16 gathers: error: RuntimeError: boom" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["--kinds", "some"], ["--dtypes", "int8"], ["--device", "cpu", "--write"]])
+def test_tune_refuses_what_means_nothing(argv: list[str]) -> None:
+    with pytest.raises(SystemExit, match=argv[-2] if argv[-1] != "--write" else "--write"):
+        tune.main(argv)

@@ -18,9 +18,10 @@ PACKAGE = Path(flexattn.__file__).parent
 ORDER = (
     "mods", "reference", "errors", "config", "options", "ops", "graph", "equal_runs", "index_range", "aten",
     "captures", "interception", "scalarize", "trace", "differentiate", "bound", "boxes", "facts", "block_mask",
-    "problem", "target", "triton_versions", "kernel_store", "build", "lower", "row_bounds", "scatter",
-    "lower_bounds", "templates", "plan", "hopper", "hopper_names", "render", "launch", "engines", "mask_kernels",
-    "mask_build", "mask_cache", "classify", "validate", "explain", "autograd", "api", "__init__",
+    "problem", "target", "triton_versions", "kernel_store", "build", "builders", "tiles", "tile_choice",
+    "lower", "row_bounds", "scatter", "lower_bounds", "templates", "plan", "hopper", "hopper_names", "render", "launch",
+    "engines", "mask_kernels", "mask_build", "mask_cache", "classify", "validate", "explain", "autograd", "trials",
+    "tuning", "api", "__init__",
 )  # fmt: skip
 LEAVES = ("mods", "reference")
 HEAVY = ("sympy", "triton", "torch._dynamo", "torch.fx.experimental.symbolic_shapes")
@@ -85,8 +86,9 @@ def test_modules_import_each_other_without_cycles() -> None:
 
 def test_public_names() -> None:
     assert flexattn.__all__ == [
-        "AuxOutput", "AuxRequest", "BlockMask", "Explanation", "FlexAttentionError", "FlexKernelOptions", "and_masks",
-        "create_block_mask", "create_mask", "explain", "flex_attention", "mods", "noop_mask", "or_masks", "reference",
+        "AuxOutput", "AuxRequest", "BlockMask", "Explanation", "FlexAttentionError", "FlexKernelOptions", "Tuning",
+        "and_masks", "create_block_mask", "create_mask", "explain", "flex_attention", "mods", "noop_mask", "or_masks",
+        "reference", "tune",
     ]  # fmt: skip
     assert all(hasattr(flexattn, name) for name in flexattn.__all__)
 

@@ -51,6 +51,7 @@ def test_wheel_holds_package_and_templates_only(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {n.split("/")[0] for n in names if "dist-info" not in n} == {"flexattn"}
     assert sorted(n.split("/")[-1] for n in names if n.startswith("flexattn/templates/")) == TEMPLATES
+    assert "flexattn/tiles.json" in names
     assert not any(n.endswith(".pyc") for n in names)
 
 

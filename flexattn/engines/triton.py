@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from flexattn.launch import buffer_name, is_fused, padded_rows, plan_backward, plan_launch, run
+from flexattn.launch import Tensors, buffer_name, is_fused, padded_rows, plan_backward, plan_launch, run
 from flexattn.plan import KernelPlan, widths_of
 from flexattn.problem import Problem
 from flexattn.scatter import scatter_captures
 from flexattn.target import Target
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]
+Run = Callable[[str, Problem, Tensors, Tensors], None]  # as launch.run, or what keeps such calls
 
 
-def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+def forward(problem: Problem, run: Run = run) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return out [B, Hq, M, Dv], lse [B, Hq, M] and, where asked for, the largest score of each row [B, Hq, M]."""
     problem = _with_rows(problem)
     q, v = problem.query, problem.value
@@ -30,8 +32,9 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def backward(
-    problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: tuple[bool, bool, bool]
-) -> Gradients:
+    problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: tuple[bool, bool, bool],
+    run: Run = run,
+) -> Gradients:  # fmt: skip
     """Return the gradients of query, key and value (None where not needed) and of each captured tensor."""
     problem, d_out = _with_rows(problem), _rows(d_out)
     q, k, v = problem.query, problem.key, problem.value

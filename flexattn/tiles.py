@@ -1,0 +1,118 @@
+"""tiles: what a tile is, what it was measured for, and tables of tiles as JSON text with a row on each line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from flexattn.errors import ArgumentError, message
+from flexattn.options import LARGEST_TILE
+
+FORMAT = 1  # of the JSON text; another one is not read
+
+# What a score_mod does, the first that holds: it transforms the score, which takes registers in the backward; it loads
+# for each place; it adds to the score; there is none. Or, whatever it does: rows are not aligned to 16 bytes and come
+# element by element through registers.
+KINDS = ("transforms", "gathers", "adds", "none", "unaligned")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The part of the scores that one program holds at a time, and how it is run."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+    # Queries that dK/dV takes at a time where a mask is asked; 0: BLOCK_M. What the mask holds in registers beside dK
+    # and dV spills 4 KB with 64 (D 128), and the kernel then takes 3.6 times as long.
+    PARTIAL_M: int = 0
+    # Ask for both products of the backward (q k^T, dO v^T) before using either. Then less waits in registers for the
+    # second one: with tanh at D 128 dK/dV takes 2.33 ms so and 3.08 ms otherwise, but plain causal 2.50 and 1.99 ms.
+    PRODUCTS_FIRST: bool = False
+
+    def __str__(self) -> str:
+        partial = f", {self.PARTIAL_M} where masked" if self.PARTIAL_M else ""
+        first = ", products first" if self.PRODUCTS_FIRST else ""
+        return f"{self.BLOCK_M} x {self.BLOCK_N}, warps {self.num_warps}, stages {self.num_stages}{partial}{first}"
+
+    @property
+    def partial_m(self) -> int:
+        return self.PARTIAL_M or self.BLOCK_M
+
+
+@dataclass(frozen=True)
+class TileKey:
+    """What a tile is chosen by on one architecture."""
+
+    kernel: str  # of the Triton engine: forward, backward_dq, ...
+    dtype: str  # of the products: float16, bfloat16, float32, tf32 or tf32x3
+    D: int
+    Dv: int
+    kind: str  # one of KINDS
+    masked: bool  # whether there is a block mask
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of an element in memory."""
+        return 2 if self.dtype in ("float16", "bfloat16") else 4
+
+
+@dataclass(frozen=True)
+class TileRow:
+    """A tile with what, where and when it was measured."""
+
+    architecture: str  # as str(Target): sm_90
+    key: TileKey
+    tile: Tile
+    device: str
+    date: str
+
+
+def rows_text(rows: Iterable[TileRow]) -> str:
+    """Return a table as JSON text, sorted: equal tables give equal text."""
+    ordered = sorted(rows, key=lambda row: (row.architecture, row.key.kernel, row.key.bytes, *_place(row.key)))
+    lines = ",\n".join(f"  {json.dumps(_record(row))}" for row in ordered)
+    return f'{{\n "format": {FORMAT},\n "tiles": [\n{lines}\n ]\n}}\n'
+
+
+def read_rows(text: str, name: str) -> tuple[TileRow, ...]:
+    """Return the rows of a table, in its order; raise ArgumentError, which says `name`, where the text is no table."""
+    try:
+        table = json.loads(text)
+        if table["format"] != FORMAT:
+            raise ValueError(f"format {table['format']!r}")
+        return tuple(_row(record) for record in table["tiles"])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        found = f"{type(error).__name__}: {error}"
+        mend = "Mend it by hand, or delete it."
+        raise ArgumentError(message(name, found, f"a table of tiles in format {FORMAT}", mend)) from error
+
+
+def _place(key: TileKey) -> tuple[int, int, int, int, bool, str]:
+    """Return what rows of a kernel are sorted by: the least widths that hold come first."""
+    return KINDS.index(key.kind), max(key.D, key.Dv), key.D, key.Dv, key.masked, key.dtype
+
+
+def _record(row: TileRow) -> dict[str, Any]:
+    tile = {f.name: value for f in fields(Tile) if (value := getattr(row.tile, f.name)) != f.default}
+    return {"architecture": row.architecture, **asdict(row.key), "tile": tile, "device": row.device, "date": row.date}
+
+
+def _row(record: dict[str, Any]) -> TileRow:
+    key = TileKey(**{f.name: record[f.name] for f in fields(TileKey)})
+    tile = Tile(**record["tile"])
+    sizes = (tile.BLOCK_M, tile.BLOCK_N, tile.partial_m)
+    counts = (*sizes, tile.num_warps, tile.num_stages, tile.PARTIAL_M, key.D, key.Dv)
+    possible = (
+        all(type(n) is int for n in counts)
+        and all(16 <= n <= LARGEST_TILE and not n & (n - 1) for n in sizes)
+        and tile.num_warps in (1, 2, 4, 8, 16)
+        and 1 <= tile.num_stages <= 16
+        and key.kind in KINDS
+    )
+    if not possible:
+        raise ValueError(f"a row that no kernel can have: {record}")
+    return TileRow(record["architecture"], key, tile, record["device"], record["date"])
