@@ -24,8 +24,8 @@ from flexattn.errors import ArgumentError, DtypeError, MaskError, OptionError, U
 from flexattn.explain import Explanation, target_named
 from flexattn.facts import analyze
 from flexattn.graph import BoundMod, ModGraph, Node
-from flexattn.mask_build import sources
 from flexattn.mask_kernels import plan_mask
+from flexattn.mask_recipe import sources
 from flexattn.options import option, tile_options, validate_options
 from flexattn.plan import tile_origin
 from flexattn.problem import Problem

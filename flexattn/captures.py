@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -56,6 +56,11 @@ class CodeFacts:
     widest: frozenset[str]  # and what it reaches without naming it
     bare: frozenset[str]  # variables that are used otherwise than as in `variable.name`
     followed: bool  # False: reads names that only the running code knows
+
+    @cached_property
+    def cells(self) -> tuple[tuple[Place, frozenset[str]], ...]:
+        """For each variable of its closure, its place, and the names that the code may read of what it holds."""
+        return tuple((("cell", i), self.names_of(name)) for i, name in enumerate(self.code.co_freevars))
 
     def names_of(self, variable: str) -> frozenset[str]:
         """Return what the code may read of the object that a variable holds."""
@@ -100,8 +105,8 @@ class Survey:
         self.key.append(position)
         if position == len(self.tensors):
             self.tensors.append(value)
-            self.key += (value.dtype, value.device, value.requires_grad)
-            self.key.append(tuple([2 if s > 1 else s for s in value.shape]))
+            shape = tuple([2 if s > 1 else s for s in value.shape])
+            self.key += (value.dtype, value.device, value.requires_grad, shape)
 
     def _composite(self, value: Any, names: frozenset[str], literal: bool) -> None:
         wanted = self.wanted.get(id(value))
@@ -122,7 +127,7 @@ class Survey:
             return
         self.key.append(head)
         if type(value) is types.FunctionType:
-            self.followed = self.followed and code_facts(value.__code__).followed
+            self.followed = self.followed and head[0].followed
         for _, child, child_names, child_literal in slots:
             self.visit(child, child_names, literal or child_literal)
 
@@ -207,12 +212,11 @@ def _contents(cell: types.CellType) -> Any:
 
 
 def _open_function(function: types.FunctionType, _: frozenset[str]) -> tuple[Any, list[Slot]]:
-    code = function.__code__
-    facts = code_facts(code)
+    facts = code_facts(function.__code__)
     slots: list[Slot] = []
     if function.__closure__:
-        cells = zip(code.co_freevars, function.__closure__, strict=True)
-        slots += [(("cell", i), _contents(cell), facts.names_of(n), False) for i, (n, cell) in enumerate(cells)]
+        cells = zip(facts.cells, function.__closure__, strict=True)
+        slots += [(place, _contents(cell), names, False) for (place, names), cell in cells]
     foreign: list[Any] = []
     if not _is_library(function.__module__):
         scope = function.__globals__
@@ -233,6 +237,7 @@ def _open_function(function: types.FunctionType, _: frozenset[str]) -> tuple[Any
     return (facts, *foreign), slots
 
 
+@lru_cache(1024)
 def _is_library(module: str | None) -> bool:
     if module is None or module == "__main__":
         return False

@@ -72,13 +72,12 @@ def create_block_mask(
     chosen = _device(bound, device)
     # Batches and heads that the mod does not read are classified once.
     sizes = (B or 1 if bound.graph.reads("b") else 1, H or 1 if bound.graph.reads("h") else 1, Q_LEN, KV_LEN)
-    key = (bound.origin, sizes, block_size, separate_full_blocks, *_where(chosen))
-    with torch.no_grad():
-        built = mask_cache.find(key, bound) if bound.origin else None
-        if built is None:
-            built = classify(bound, sizes, block_size, chosen, separate_full_blocks)
-            if bound.origin:
-                mask_cache.keep(key, bound, built)
+    key = (bound.origin, sizes, block_size, separate_full_blocks, *_where(chosen), *map(id, bound.reached))
+    built = mask_cache.find(key, bound) if bound.origin else None
+    if built is None:
+        built = classify(bound, sizes, block_size, chosen, separate_full_blocks)
+        if bound.origin:
+            mask_cache.keep(key, bound, built)
     mask = BlockMask._of_runs(
         built.by_query, built.by_key, *sizes[:2], (Q_LEN, KV_LEN), block_size, mask_mod, separate_full_blocks, False
     ).expand(B or 1, H or 1)
@@ -220,12 +219,13 @@ def _check_extents(bound: BoundMod, B: int | None, H: int | None) -> None:
 def _device(bound: BoundMod, device: torch.device | str | int | None) -> torch.device:
     """Return the device to build on, and check that what the mod captures is there."""
     pairs = zip(bound.graph.captures, bound.captures, strict=True)
-    captured = {t.device: c.name for c, t in pairs if not c.literal and (t.dim() or t.device.type != "cpu")}
+    captured = {t.device: c.name for c, t in pairs if not c.literal and (t.dim() or not t.is_cpu)}
     if device is None and len(captured) == 1:
         return next(iter(captured))
     chosen = torch.device((torch.accelerator.current_accelerator() or "cpu") if device is None else device)
-    if chosen.type != "cpu":
-        chosen = torch.empty(0, device=chosen).device if chosen.index is None else chosen  # "cuda" becomes "cuda:0"
+    if chosen.index is None and chosen.type != "cpu":  # "cuda" becomes "cuda:0"
+        is_cuda = chosen.type == "cuda"  # asked directly: an allocation takes the host longer
+        chosen = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.empty(0, device=chosen).device
     for found, name in captured.items():
         if found != chosen:
             mend = f"Move {name} there, or pass device={str(found)!r}."

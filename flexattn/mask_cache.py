@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ _MASKS = 32  # kept after a clearing, which is done when there are twice as many
 _LARGEST = 2**26  # bytes of a tensor whose contents are kept
 
 
-@dataclass(frozen=True)
-class Built:
+class Built(NamedTuple):
     """One mask and what they were built from; the user's tensors are held weakly."""
 
     mask: BuiltMask
@@ -52,8 +51,10 @@ def clear() -> None:
 
 
 def find(key: object, bound: BoundMod) -> BuiltMask | None:
-    """Return the lists built for the key from tensors that are unchanged; the host waits to compare them."""
-    key = _with_tensors(key, bound)
+    """Return the lists built for the key from tensors that are unchanged; the host waits to compare them.
+
+    The key holds the ids of the tensors; an id may come again, so `Built.is_of` tells whether it is them.
+    """
     built = _built.get(key)
     found = (
         built is not None
@@ -74,20 +75,13 @@ def keep(key: object, bound: BoundMod, mask: BuiltMask) -> None:
     for t in tensors:
         if t.is_inference() or t.numel() * t.element_size() > _LARGEST:
             return
-    key = _with_tensors(key, bound)
     with _lock:
-        before = _built.get(key)
+        before = _built.pop(key, None)
         again = not tensors or (before is not None and before.is_of(bound))
         contents = tuple(t.detach().clone() for t in tensors) if again else None
         _built[key] = Built(mask, tuple(map(seen, tensors)), contents)
-        _built.move_to_end(key)
         if len(_built) > 2 * _MASKS:  # not at each build: it would take a fifth of its time on the host
             for other in [k for k, b in _built.items() if any(t() is None for t, _ in b.tensors)]:
                 del _built[other]
             while len(_built) > _MASKS:
                 _built.popitem(last=False)
-
-
-def _with_tensors(key: object, bound: BoundMod) -> tuple[object, ...]:
-    """Return the key of a mod with these tensors; an id may come again, so `Built.is_of` tells whether it is them."""
-    return (key, *map(id, bound.reached))

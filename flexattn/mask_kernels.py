@@ -30,7 +30,7 @@ _SAME = {
 }  # fmt: skip
 _SAME_WHOLE = {"floordiv", "mod", "fmod"}
 
-_BITMAPS = tuple((f"{n}_ptr", "*i32") for n in ("full", "partial", "unknown", "full_by_key", "partial_by_key"))
+_BITMAPS = tuple((f"{n}_ptr", "*i32") for n in ("full", "partial", "full_by_key", "partial_by_key", "unknown"))
 _GEOMETRY = tuple((n, "i32") for n in ("Q", "KV", "BLOCK_Q", "BLOCK_KV", "q_blocks", "kv_blocks", "H", "separate"))
 _ROWS = tuple((n, "i32") for n in ("rows_q", "rows_kv", "q_blocks", "kv_blocks"))
 _BITS = tuple((f"{n}_ptr", "*i32") for n in ("full", "partial", "full_by_key", "partial_by_key"))
@@ -40,7 +40,7 @@ TILE = (32, 64)  # of an evaluation
 WARPS = {"classify": 8, "evaluate": 4}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MaskPlan:
     """A mask with all that changes the kernels that decide its blocks."""
 
@@ -71,10 +71,11 @@ class MaskPlan:
     @cached_property
     def classify(self) -> KernelSource:
         """The kernel that bounds and samples blocks."""
-        signature = (*_BITMAPS, ("status_ptr", "*i32"), *_GEOMETRY, *self.mod.arguments(), *self.table_arguments)
+        signature = (*_BITMAPS, ("status_ptr", "*i32"), *_GEOMETRY, *self.table_arguments, *self.mod.arguments())
         names = {
-            "functions": [self._mask_mod, self.bounds.text], "arguments": _names(signature[14:]),
-            "bounds_arguments": _names(signature[14:]), "mask_arguments": self.mod.argument_names(), "SAMPLES": SAMPLES,
+            "functions": [self._mask_mod, self.bounds.text],
+            "bounds_arguments": (*self.mod.argument_names(), *_names(self.table_arguments)),
+            "mask_arguments": self.mod.argument_names(), "SAMPLES": SAMPLES,
         }  # fmt: skip
         return self._source("classify", signature, names)
 
@@ -84,8 +85,8 @@ class MaskPlan:
         bitmaps = tuple((n, "*u8" if n == "unknown_ptr" else t) for n, t in _BITMAPS)
         own = (*bitmaps, ("status_ptr", "*i32"), *_GEOMETRY, ("total_bytes", "i32"))
         names = {
-            "functions": [self._mask_mod], "arguments": self.mod.argument_names(),
-            "mask_arguments": self.mod.argument_names(), "TILE_Q": TILE[0], "TILE_KV": TILE[1],
+            "functions": [self._mask_mod], "mask_arguments": self.mod.argument_names(), "TILE_Q": TILE[0],
+            "TILE_KV": TILE[1],
         }  # fmt: skip
         return self._source("evaluate", (*own, *self.mod.arguments()), names)
 
@@ -96,23 +97,31 @@ class MaskPlan:
     def _source(self, kind: str, signature: Signature, names: dict[str, object]) -> KernelSource:
         graph = self.mod.graph
         header = (f"mask {graph.name} {graph.location}".rstrip(), *repr(graph).splitlines())
+        # Pointers come first, the numbers of the mask last: so a launch adds them to what is known before.
+        signature = tuple(sorted(signature, key=lambda argument: not argument[1].startswith("*")))
         own = "".join(c if c.isalnum() and c.isascii() else "_" for c in graph.name)
         return _source(
-            f"mask_{kind}", signature, {**names, "scatter_arguments": ()}, header, WARPS[kind], f"mask_{kind}_{own}"
-        )
+            f"mask_{kind}", signature, {**names, "arguments": _names(signature), "scatter_arguments": ()}, header,
+            WARPS[kind], f"mask_{kind}_{own}",
+        )  # fmt: skip
 
 
 def plan_mask(bound: BoundMod, target: Target) -> MaskPlan | None:
     """Plan the kernels that decide the blocks of a mask; None where Triton would not give what torch gives."""
-    if target.backend == "hip" or not _same_as_torch(bound.graph):
-        return None
-    layouts = tuple(_layout(t) for t in bound.captures)
-    return _planned(
-        ModPlan(bound.graph, "mask", layouts, tuple(map(number_type, bound.numbers))), target.backend == "interpreter"
-    )
+    layouts = tuple([_layout(t) for t in bound.captures])
+    return _planned(bound.graph, layouts, tuple([number_type(n) for n in bound.numbers]), target.backend)
 
 
 @lru_cache(512)
+def _planned(
+    graph: ModGraph, layouts: tuple[CaptureLayout, ...], numbers: tuple[str, ...], backend: str
+) -> MaskPlan | None:
+    """Return one object for each plan, which keeps its sources."""
+    if backend == "hip" or not _same_as_torch(graph):
+        return None
+    return MaskPlan(ModPlan(graph, "mask", layouts, numbers), backend == "interpreter")
+
+
 def _same_as_torch(graph: ModGraph) -> bool:
     """Tell whether the kernels can read all that a mask captures, and compute it bit for bit as torch does."""
     for node in graph.nodes:
@@ -122,11 +131,6 @@ def _same_as_torch(graph: ModGraph) -> bool:
         if node.dtype == torch.float64 and node.op not in ("number", "const"):
             return False
     return len(graph.captures) <= 31 and all(c.dtype in TRITON_POINTER for c in graph.captures)
-
-
-@lru_cache(512)
-def _planned(mod: ModPlan, interpreter: bool) -> MaskPlan:
-    return MaskPlan(mod, interpreter)  # one object, which keeps its sources
 
 
 def _layout(tensor: torch.Tensor) -> CaptureLayout:

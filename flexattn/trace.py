@@ -57,8 +57,6 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
         for traced in _memo.get(key, ()):
             if traced.guard is None or traced.guard(found.tensors, found.numbers):
                 _stats["hits"] += 1
-                with contextlib.suppress(KeyError):  # another thread may have evicted it
-                    _memo.move_to_end(key)
                 return traced.bind(found.tensors, found.numbers, found.tensors, True)
     with _lock, torch.inference_mode(False):
         traced, tensors = _trace_anew(mod, kind, score_dtype, found)

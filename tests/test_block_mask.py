@@ -23,7 +23,7 @@ from flexattn import classify, mods
 from flexattn.block_mask import BlockMask, RunLists, Runs, from_torch, picture, plot
 from flexattn.block_mask import mask as mask_module
 from flexattn.block_mask import pairs as pairs_module
-from flexattn.block_mask.runs import runs_of
+from flexattn.block_mask.runs import LaterRunLists, runs_of
 from flexattn.captures import survey
 from flexattn.classify import create_block_mask, create_mask
 from flexattn.errors import (
@@ -522,6 +522,19 @@ def test_pickle_and_deepcopy():
     assert torch.equal(live_pairs(pickle.loads(pickle.dumps(part))), live_pairs(part))
     with pytest.raises((pickle.PicklingError, AttributeError)):
         pickle.dumps(create(lambda b, h, q, kv: q >= kv, None, None, 16, 16))
+
+
+@pytest.mark.parametrize(
+    "copied", [lambda lists: lists, copy.deepcopy, lambda lists: pickle.loads(pickle.dumps(lists))]
+)
+def test_lists_that_are_made_when_asked_for(copied):
+    want = create(causal, 2, None, 70, 70, BLOCK_SIZE=16).kv_runs
+    lists = copied(LaterRunLists(functools.partial(tuple, want.tensors)))
+    assert not {"partial", "full", "order"} & vars(lists).keys()
+    assert all(map(torch.equal, lists.tensors, want.tensors))
+    assert lists.order is lists.order
+    with pytest.raises(AttributeError):
+        lists.others  # noqa: B018
 
 
 @pytest.mark.parametrize("transposed", [True, False])

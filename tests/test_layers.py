@@ -20,8 +20,8 @@ ORDER = (
     "captures", "interception", "scalarize", "trace", "differentiate", "bound", "boxes", "facts", "block_mask",
     "problem", "target", "triton_versions", "kernel_store", "build", "builders", "tiles", "tile_choice",
     "lower", "row_bounds", "scatter", "lower_bounds", "templates", "plan", "hopper", "hopper_names", "render", "launch",
-    "engines", "mask_kernels", "mask_build", "mask_cache", "classify", "validate", "explain", "autograd", "trials",
-    "tuning", "api", "__init__",
+    "engines", "mask_kernels", "mask_recipe", "mask_build", "mask_cache", "classify", "validate", "explain",
+    "autograd", "trials", "tuning", "api", "__init__",
 )  # fmt: skip
 LEAVES = ("mods", "reference")
 HEAVY = ("sympy", "triton", "torch._dynamo", "torch.fx.experimental.symbolic_shapes")

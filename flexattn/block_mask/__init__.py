@@ -7,6 +7,7 @@ from flexattn.block_mask.record import BuiltMask as BuiltMask
 from flexattn.block_mask.record import Seen as Seen
 from flexattn.block_mask.record import is_same as is_same
 from flexattn.block_mask.record import seen as seen
+from flexattn.block_mask.runs import LaterRunLists as LaterRunLists
 from flexattn.block_mask.runs import RunLists as RunLists
 from flexattn.block_mask.runs import Runs as Runs
 from flexattn.block_mask.runs import run_lists as run_lists

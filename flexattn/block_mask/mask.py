@@ -484,14 +484,14 @@ class BlockMask:
 
     def expand(self, B: int, H: int) -> Self:
         """Return the mask with its one batch or head repeated."""
+        if (B, H) == (self.B, self.H):
+            return self
         for name, have, wanted in (("B", self.B, B), ("H", self.H, H)):
             if have not in (1, wanted):
                 raise MaskError(message(name, wanted, f"{have}, which the mask has", "Only an axis of 1 is repeated."))
             if have < wanted and self._record is not None and self._record.graph.reads(name.lower()):
                 mend = f"Build it with create_block_mask(..., {name}={wanted}, ...)."
                 raise MaskError(message(name, wanted, f"1, as the mask_mod reads {name.lower()}", mend))
-        if (B, H) == (self.B, self.H):
-            return self
         heads = torch.arange(self.B * self.H, device=self.device).view(self.B, self.H).expand(B, H).flatten()
         kept = type(self).__new__(type(self))
         kept._fill_fields(self.seq_lengths, self.BLOCK_SIZE, self._mask_mod, (B, H), self._separate, self._widths)

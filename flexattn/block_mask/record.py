@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ Mod = Callable[..., Any]
 Seen = tuple["weakref.ref[Tensor]", int | None]  # a tensor and its version
 
 
-@dataclass(frozen=True)
-class BuildCounts:
+class BuildCounts(NamedTuple):
     """What building a mask took."""
 
     boxes: int  # boxes of blocks that were bounded
@@ -29,8 +28,7 @@ class BuildCounts:
     blocks: int  # blocks that were evaluated pair by pair; of batches and heads that the mod tells apart
 
 
-@dataclass(frozen=True)
-class BuiltMask:
+class BuiltMask(NamedTuple):
     """What building a mask found: its blocks as rows of queries and of keys, and runs in what its mod captures."""
 
     by_query: RunLists
@@ -39,8 +37,7 @@ class BuiltMask:
     runs: tuple[EqualRuns, ...] = ()
 
 
-@dataclass(frozen=True)
-class CaptureRecord:
+class CaptureRecord(NamedTuple):
     """The graph, tensors and numbers that a mask was built from; tensors are held weakly, with their versions."""
 
     mod: Mod

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +79,22 @@ class RunLists:
         blocks = self.order.shape[1]
         rows = (heads[:, None] * blocks + torch.arange(blocks, device=heads.device)).flatten()
         return RunLists(self.partial.take(rows), self.full.take(rows), self.order[heads])
+
+
+class LaterRunLists(RunLists):
+    """Run lists whose tensors are made when they are first asked for; those of one direction often never are."""
+
+    def __init__(self, make: Callable[[], tuple[Tensor, ...]]) -> None:
+        self.__dict__["make"] = make
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _FIELDS:
+            raise AttributeError(name)
+        self.__dict__.update(vars(RunLists.from_tensors(self.__dict__["make"]())))
+        return self.__dict__[name]
+
+
+_FIELDS = tuple(field.name for field in fields(RunLists))
 
 
 def runs_of(blocks: Tensor) -> Runs:

@@ -34,6 +34,7 @@ from flexattn.errors import IndexRangeError
 from flexattn.graph import BoundMod
 from flexattn.mask_build import build_lists
 from flexattn.mask_kernels import plan_mask
+from flexattn.mask_recipe import recipe_of
 from flexattn.target import INTERPRETER
 from flexattn.trace import trace
 
@@ -203,6 +204,15 @@ def test_other_lengths_tensors_and_numbers_compile_nothing() -> None:
         return {name: n for name, n in stats().items() if name != "memory_hits"}
 
     assert build_for(50, 20) == build_for(90, 31)
+
+
+def test_other_tensors_and_numbers_of_one_shape_prepare_nothing() -> None:
+    def build_for(seed: int) -> int:
+        ids = drawn(50, 50, seed=seed).sort().values
+        check(lambda b, h, q, k: (ids[q] == ids[k]) & (q - k < 20 + seed), Shape(50, 43, (32, 32)))
+        return recipe_of.cache_info().misses
+
+    assert build_for(1) == build_for(2)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
