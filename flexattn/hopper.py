@@ -30,10 +30,15 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 BACKWARD_TILES: dict[tuple[int, int], Tile] = {
     (64, 64): Tile(64, 128, 4, 3),
     (128, 128): Tile(64, 128, 4, 2),
-    (192, 128): Tile(64, 64, 4, 2),
-    (256, 256): Tile(64, 64, 4, 2),
 }
+WIDE_TILES: dict[tuple[int, int], Tile] = {(192, 128): Tile(64, 64, 4, 2), (256, 256): Tile(64, 64, 4, 2)}
 KEYS_REGISTERS, QUERIES_REGISTERS = 208, 64
+# The same for dq alone. With 128 keys at a time ptxas serialises the products of D 128, and at D 64 what mods read for
+# each key spills: 0.5 to 5 KB.
+DQ_TILES: dict[tuple[int, int], Tile] = {
+    (64, 64): Tile(128, 64, 4, 4),
+    (128, 128): Tile(128, 64, 4, 3),
+}
 
 # What lowered mods may name of `tl`: the rest Gluon does not have.
 _GLUON_NAMES = frozenset((
@@ -53,13 +58,32 @@ def hopper_forward(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) ->
 
 def hopper_backward(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -> KernelPlan | str:
     """Return the plan of one kernel for dq, dk and dv, from that of dK and dV, or the reason why there is none."""
-    reason = _refusal(plan, problem, tensors, "bwd", ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"))
-    if reason is None and problem.score_grad is not None and problem.score_grad.sites:
-        reason = "score_mod's captured tensors receive gradients"
+    reason = _refusal_of_backward(plan, problem, tensors) or _refusal_of_dq(problem)
     if reason is None and torch.are_deterministic_algorithms_enabled():
         reason = "deterministic algorithms are asked for: it adds to dq in any order"
-    kernel = "hopper_backward_wide" if plan.widths[0] > 128 else "hopper_backward"
-    return reason or _with_tile(plan, kernel, BACKWARD_TILES)
+    if plan.widths in WIDE_TILES:
+        return reason or _with_tile(plan, "hopper_backward_wide", WIDE_TILES)
+    return reason or _with_tile(plan, "hopper_backward", BACKWARD_TILES)
+
+
+def hopper_dq(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -> KernelPlan | str:
+    """Return the Gluon form of the plan of dQ, or the reason why there is none."""
+    reason = _refusal_of_backward(plan, problem, tensors) or _refusal_of_dq(problem)
+    return reason or _with_tile(plan, "hopper_dq", DQ_TILES)
+
+
+def hopper_dkdv(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -> KernelPlan | str:
+    """Return the Gluon form of the plan of dK and dV, or the reason why there is none."""
+    return _refusal_of_backward(plan, problem, tensors) or _with_tile(plan, "hopper_dkdv", BACKWARD_TILES)
+
+
+def _refusal_of_backward(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -> str | None:
+    return _refusal(plan, problem, tensors, "bwd", ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"))
+
+
+def _refusal_of_dq(problem: Problem) -> str | None:
+    captured = problem.score_grad is not None and problem.score_grad.sites
+    return "score_mod's captured tensors receive gradients" if captured else None
 
 
 def _refusal(

@@ -35,7 +35,7 @@ def hopper_names(plan: KernelPlan) -> dict[str, object]:
     mods = [a for m in (plan.score, plan.mask) if m for a in m.argument_names()]
     lowered = hopper_mods(plan)
     names: dict[str, object] = {
-        "mods": lowered, "list_arguments": lists, "is_backward": plan.transposed,
+        "mods": lowered, "list_arguments": lists, "adds_dq": False,
         "prelude": as_gluon(environment().get_template("prelude.py.jinja").render(scatter_arguments=())),
         "reads_each_place": any(", mask=live" in text for text in lowered),
         "bytes": lambda text, parts: " + ".join(f"{text}.block_type.nbytes".replace("%", str(p.index)) for p in parts),
@@ -91,26 +91,54 @@ _UNPACKING = {
 }
 
 
-def _hopper_backward_names(plan: KernelPlan) -> _Own:
+def _hopper_dq_names(plan: KernelPlan) -> _Own:
     return _Own(
-        [("Q_STAGES", plan.rings.queries), ("DS_STAGES", plan.rings.ds), ("DQ_BUFFERS", plan.rings.dq)],
-        ("q_bufs", "k_bufs", "v_bufs", "do_bufs", *_OF_DQ),
+        [("K_STAGES", plan.key_stages)],
+        ("q_bufs", "do_bufs", "k_bufs", "v_bufs", "q_full", "k_full", "k_empty", "v_full", "v_empty"),
+        ("shift_ptr", "delta_ptr", "M", "M_padded", "N", "heads", "heads_q", "group_size", "heads_per_group",
+         "batch_shares_keys", "dq_scale"),
+        {
+            "roles": ["queries_0", "queries_1", "producer"], "worker_warps": [4, 1],
+            "worker_registers": [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        },
+    )  # fmt: skip
+
+
+# Who runs where programs own keys.
+_KEY_ROLES: dict[str, dict[str, object]] = {
+    "hopper_backward": {
+        "roles": ["keys_0", "keys_1", "queries", "producer"], "worker_warps": [4, 4, 1],
+        "worker_registers": [KEYS_REGISTERS, QUERIES_REGISTERS, PRODUCER_REGISTERS],
+    },
+    "hopper_backward_wide": {
+        "roles": ["values", "keys", "queries", "producer"], "worker_warps": [4, 4, 1],
+        "worker_registers": [KEYS_REGISTERS, QUERIES_REGISTERS, PRODUCER_REGISTERS],
+    },
+    "hopper_dkdv": {
+        "roles": ["keys_0", "keys_1", "producer"], "worker_warps": [4, 1],
+        "worker_registers": [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    },
+}  # fmt: skip
+
+
+def _hopper_backward_names(plan: KernelPlan) -> _Own:
+    adds_dq = plan.kernel != "hopper_dkdv"
+    return _Own(
+        [("Q_STAGES", plan.rings.queries), *([("DQ_BUFFERS", plan.rings.dq)] if adds_dq else [])],
+        ("q_bufs", "k_bufs", "v_bufs", "do_bufs", *_ROWS, *(_OF_DQ if adds_dq else ())),
         ("M", "M_padded", "N", "heads", "heads_q", "heads_kv", "group_size", "batch_repeats", "heads_per_group",
          "dk_scale"),
         {
             "dtype": TRITON_DTYPE[plan.dtype], "packing": _PACKING[plan.dtype], "unpacking": _UNPACKING[plan.dtype],
             # With a derivative there is enough to do while dk waits for its own dS (tanh: 4 % faster, D 128).
             "delayed": not plan.scales_gradient or plan.widths[0] == 64,
-            "roles": ["keys_0", "keys_1", "queries", "producer"], "worker_warps": [4, 4, 1],
-            "worker_registers": [KEYS_REGISTERS, QUERIES_REGISTERS, PRODUCER_REGISTERS],
+            "adds_dq": adds_dq, **_KEY_ROLES[plan.kernel],
         },
     )  # fmt: skip
 
 
-_OF_DQ = (
-    "ds_bufs", "dq_bufs", "shift_bufs", "delta_bufs", "kv_full", "q_full", "q_empty", "do_full", "do_empty", "ds_full",
-    "ds_empty",
-)  # fmt: skip
+_ROWS = ("shift_bufs", "delta_bufs", "kv_full", "q_full", "q_empty", "do_full", "do_empty")
+_OF_DQ = ("ds_bufs", "dq_bufs", "ds_full", "ds_empty")
 
 
 def _hopper_wide_names(plan: KernelPlan) -> _Own:
@@ -119,8 +147,9 @@ def _hopper_wide_names(plan: KernelPlan) -> _Own:
     gradients = (f"do_bufs_{p.index}" for p in v_parts)
     return replace(
         own,
-        buffers=(*tiles, *gradients, *_OF_DQ, "p_bufs", "p_full", "p_empty", "finished"),
-        names=own.names | {"roles": ["values", "keys", "queries", "producer"], "parts": q_parts, "v_parts": v_parts},
+        constants=[*own.constants, ("DS_STAGES", plan.rings.ds)],
+        buffers=(*tiles, *gradients, *_ROWS, *_OF_DQ, "p_bufs", "p_full", "p_empty", "finished"),
+        names=own.names | {"parts": q_parts, "v_parts": v_parts},
     )
 
 
@@ -130,9 +159,12 @@ def _columns(width: int) -> tuple[Part, ...]:
 
 
 _OWN = {
-    "hopper_forward": _hopper_forward_names, "hopper_backward": _hopper_backward_names,
+    "hopper_forward": _hopper_forward_names,
+    "hopper_backward": _hopper_backward_names,
     "hopper_backward_wide": _hopper_wide_names,
-}  # fmt: skip
+    "hopper_dq": _hopper_dq_names,
+    "hopper_dkdv": _hopper_backward_names,
+}
 
 
 def hopper_descriptors(plan: KernelPlan) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -142,13 +174,19 @@ def hopper_descriptors(plan: KernelPlan) -> tuple[tuple[str, tuple[int, ...]], .
         parts = [(x, rows, p) for x, rows in (("q", ROWS), ("k", t.BLOCK_N)) for p in split_head_dim(D)]
         found = [(f"{x}_desc_{p.index}", (1, 1, rows, p.width)) for x, rows, p in parts]
         return (*found, ("v_desc", (1, 1, t.BLOCK_N, Dv)), ("o_desc", (1, 1, ROWS, Dv)))
+    if plan.kernel == "hopper_dq":
+        tiles = {"q": (ROWS, D), "do": (ROWS, Dv), "k": (t.BLOCK_N, D), "v": (t.BLOCK_N, Dv), "dq": (ROWS, D)}
+        return tuple((f"{name}_desc", (1, 1, *tile)) for name, tile in tiles.items())
     held, streamed = (("k", D), ("v", Dv), ("dk", D), ("dv", Dv)), (("q", D), ("do", Dv))
     rows = [*((x, t.BLOCK_M, width) for x, width in streamed), *((x, ROWS, width) for x, width in held)]
     split = [(f"{x}_desc", n, width) for x, n, width in rows]
     if plan.kernel == "hopper_backward_wide":
         split = [(f"{x}_desc_{p.index}", n, p.width) for x, n, width in rows for p in _columns(width)]
     sums = (("shift_desc", (t.BLOCK_M,)), ("delta_desc", (t.BLOCK_M,)), ("dq_desc", (t.BLOCK_M, 32)))
-    return (*((name, (1, 1, n, width)) for name, n, width in split), *sums)
+    return (
+        *((name, (1, 1, n, width)) for name, n, width in split),
+        *(sums[:2] if plan.kernel == "hopper_dkdv" else sums),
+    )
 
 
 def shared_layout(tile: tuple[int, ...], dtype: torch.dtype) -> str:

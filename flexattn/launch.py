@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ from flexattn.build import Kernel, OutOfResources, build
 from flexattn.equal_runs import with_runs
 from flexattn.errors import CompileError, UnsupportedError, message
 from flexattn.graph import BoundMod
-from flexattn.hopper import hopper_backward, hopper_forward
+from flexattn.hopper import hopper_backward, hopper_dkdv, hopper_dq, hopper_forward
 from flexattn.lower import ModPlan, layout_unit
 from flexattn.options import LARGEST_TILE, option
-from flexattn.plan import TRANSPOSED, KernelPlan, fit, heads_per_group, plan_kernel, smaller_tiles
+from flexattn.plan import FUSED, PAIR, TRANSPOSED, KernelPlan, fit, heads_per_group, plan_kernel, smaller_tiles
 from flexattn.problem import Problem
 from flexattn.render import KernelSource, described, render, stream_descriptors
 from flexattn.scatter import scatter_captures
@@ -35,6 +35,15 @@ PADDING = LARGEST_TILE  # rows after the last query that backward kernels may re
 _REMEMBERED = 4096
 
 Tensors = Mapping[str, Tensor]  # by the names that templates give them: q, k, v, o, do, dq, dk, dv
+# Those that a kernel reads and writes.
+TENSORS: dict[str, tuple[str, ...]] = {
+    "forward": ("q", "k", "v", "o"),
+    "backward_delta": ("o", "do"),
+    "backward_dq": ("q", "k", "v", "do", "dq"),
+    "backward_dkdv": ("q", "k", "v", "do", "dk", "dv"),
+    "hopper_backward": ("q", "k", "v", "do", "dk", "dv"),
+    "backward_dq_rows": ("dq",),
+}
 Values = dict[str, Any]
 
 
@@ -119,7 +128,7 @@ def _launch_of(wanted: KernelPlan, problem: Problem, tensors: Tensors) -> Launch
     fillers: list[tuple[int, Callable[[Tensors], Any]]] = []
     for position, (name, _) in enumerate(source.signature):
         if name in descriptors:
-            fillers.append((position, _descriptor(described(name), descriptors[name])))
+            fillers.append((position, _descriptor(described(name, descriptors[name]), descriptors[name])))
         elif name == "counter_ptr":
             fillers.append((position, _counter(values["tiles"] > processors(problem.query.device))))
         elif name.endswith("_ptr"):
@@ -149,33 +158,28 @@ def plan_with_tile(
     return plan if plan.tile == tile else None
 
 
+# What may stand for a kernel of the Triton engine.
+_HOPPER_FORMS = {"forward": hopper_forward, "backward_dq": hopper_dq, "backward_dkdv": hopper_dkdv}
+
+
 def plan_launch(
     kernel: str, problem: Problem, target: Target, tensors: list[Tensor], has_dlse: bool = False
 ) -> tuple[KernelPlan, str | None]:
     """Plan one kernel for the engine that serves it best; return also why it is not Hopper's, None where it is."""
     problem = _for_kernel(kernel, problem)  # as it is where that was done
     if kernel == "hopper_backward":
-        hopper = hopper_backward(plan_kernel("backward_dkdv", problem, target, tensors, has_dlse), problem, tensors)
-        assert isinstance(hopper, KernelPlan), hopper
-        return hopper, None
+        fused = _plan_fused(problem, target, tensors)
+        assert isinstance(fused, KernelPlan), fused
+        return fused, None
     plan = plan_kernel(kernel, problem, target, tensors, has_dlse)
-    if kernel != "forward":
+    if kernel not in _HOPPER_FORMS:
         return plan, None
-    return _unless_forced(problem, "fwd", plan, hopper_forward(plan, problem, tensors))
+    return _unless_forced(problem, plan, _HOPPER_FORMS[kernel](plan, problem, tensors))
 
 
-def plan_backward(problem: Problem, target: Target, tensors: list[Tensor]) -> tuple[tuple[KernelPlan, str | None], ...]:
-    """Plan what follows delta: one kernel for all gradients and one for rows of dq, or one for dq, one for dk and dv.
-
-    `tensors` are query, key, value and all that is like them in what these kernels read and write.
-    """
-    by_key = _for_kernel("backward_dkdv", problem)
-    plan = plan_kernel("backward_dkdv", by_key, target, tensors, False)
-    plan, reason = _unless_forced(problem, "bwd", plan, hopper_backward(plan, problem, tensors))
-    if reason is None:
-        return (plan, None), (plan_kernel("backward_dq_rows", problem, target, [problem.query], False), None)
-    dq = plan_kernel("backward_dq", _for_kernel("backward_dq", problem), target, tensors, False)
-    return (dq, reason), (plan, reason)
+def _plan_fused(problem: Problem, target: Target, tensors: list[Tensor]) -> KernelPlan | str:
+    problem = _for_kernel("hopper_backward", problem)
+    return hopper_backward(plan_kernel("backward_dkdv", problem, target, tensors, False), problem, tensors)
 
 
 def _for_kernel(kernel: str, problem: Problem) -> Problem:
@@ -185,26 +189,36 @@ def _for_kernel(kernel: str, problem: Problem) -> Problem:
     return replace(problem, mask=with_runs(problem.mask, problem.runs, kernel in TRANSPOSED), runs=())
 
 
-_fused: dict[tuple[object, ...], bool] = {}
+_backwards: dict[tuple[object, ...], tuple[str, ...]] = {}
 
 
-def is_fused(problem: Problem, tensors: Tensors) -> bool:
-    """Tell whether one kernel gives all gradients of query, key and value; `tensors` as of `run`."""
-    key = (*_signature("backward", problem, tensors, {}), torch.are_deterministic_algorithms_enabled())
-    if key not in _fused:
-        if len(_fused) > _REMEMBERED:
-            _fused.clear()
-        planned = plan_backward(problem, target_of(problem.query.device), list(tensors.values()))
-        _fused[key] = planned[0][1] is None
-    return _fused[key]
+def backward_kernels(problem: Problem, tensors: Tensors, target: Target | None = None) -> tuple[str, ...]:
+    """Return the kernels that follow delta, in order: FUSED, or those of PAIR whose gradients are among `tensors`.
+
+    The target is that of the query's device if none is given.
+    """
+    target = target or target_of(problem.query.device)
+    key = (*_signature("backward", problem, tensors, tensors), target, torch.are_deterministic_algorithms_enabled())
+    if key not in _backwards:
+        if len(_backwards) > _REMEMBERED:
+            _backwards.clear()
+        _backwards[key] = _choose_backward(problem, target, tensors)
+    return _backwards[key]
 
 
-def _unless_forced(
-    problem: Problem, phase: Literal["fwd", "bwd"], plan: KernelPlan, hopper: KernelPlan | str
-) -> tuple[KernelPlan, str | None]:
+def _choose_backward(problem: Problem, target: Target, tensors: Tensors) -> tuple[str, ...]:
+    possible = tuple(kernel for kernel in PAIR if tensors.keys() >= set(TENSORS[kernel]))
+    if possible != PAIR:
+        return possible
+    fused = _plan_fused(problem, target, [tensors[name] for name in TENSORS["hopper_backward"]])
+    return FUSED if isinstance(fused, KernelPlan) else PAIR
+
+
+def _unless_forced(problem: Problem, plan: KernelPlan, hopper: KernelPlan | str) -> tuple[KernelPlan, str | None]:
     """Return Hopper's plan, or the other with the reason; raise where the user wants Hopper's alone."""
     if isinstance(hopper, KernelPlan):
         return hopper, None
+    phase = "fwd" if plan.kernel == "forward" else "bwd"
     if option(problem.options, "BACKEND", phase) == "HOPPER":
         found = f"BACKEND='HOPPER', and {hopper}"
         raise UnsupportedError(message("kernel_options", found, "what it can compute", "Leave BACKEND out."))

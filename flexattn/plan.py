@@ -26,8 +26,9 @@ from flexattn.tiles import Tile, TileKey
 KERNELS = ("forward", "backward_delta", "backward_dq", "backward_dkdv")
 # Widths (of q and k, of v) that Hopper's kernels are made for; narrower heads are filled with zeros by the TMA unit.
 WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
-TRANSPOSED = ("backward_dkdv", "hopper_backward", "hopper_backward_wide")  # a program owns keys and walks queries
-FUSED = ("hopper_backward", "backward_dq_rows")  # what stands for the last two where the plan is Hopper's
+# A program owns keys and walks queries.
+TRANSPOSED = ("backward_dkdv", "hopper_backward", "hopper_backward_wide", "hopper_dkdv")
+PAIR, FUSED = KERNELS[2:], ("hopper_backward", "backward_dq_rows")  # the ways from delta to all gradients
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ RINGS = {
 class KernelPlan:
     """One kernel: two equal plans give the same source, byte for byte."""
 
-    kernel: str  # one of KERNELS or FUSED, or "hopper_forward": the name of a template
+    kernel: str  # one of KERNELS or FUSED, or hopper_forward, hopper_dq, hopper_dkdv: the name of a template
     target: Target
     dtype: torch.dtype
     D: int
@@ -123,6 +124,11 @@ class KernelPlan:
     def rings(self) -> Rings:
         """Tiles under way in Hopper's backward."""
         return RINGS[self.widths]
+
+    @property
+    def key_stages(self) -> int:
+        """Tiles of keys under way in hopper_dq: each waits one step longer than its values, for dq."""
+        return self.tile.num_stages + 1
 
     @property
     def shares_output(self) -> bool:
@@ -205,9 +211,12 @@ def shared_bytes(plan: KernelPlan) -> int:
         return max(4096, 4 * t.BLOCK_M * 64)
     D, Dv = plan.widths
     if plan.is_hopper and plan.transposed:
-        ring, numbers = plan.rings, (plan.rings.queries + plan.rings.gradients) * t.BLOCK_M * 4
-        tiles = t.BLOCK_N * (D + Dv) + t.BLOCK_M * (D * ring.queries + Dv * ring.gradients + 128 * ring.ds)
-        return tiles * size + ring.dq * t.BLOCK_M * 32 * 4 + numbers + 1024
+        ring, rows = plan.rings, (plan.rings.queries + plan.rings.gradients) * t.BLOCK_M * 4
+        tiles = t.BLOCK_N * (D + Dv) + t.BLOCK_M * (D * ring.queries + Dv * ring.gradients)
+        for_dq = (ring.ds * size + ring.dq) * 128 * t.BLOCK_M
+        return tiles * size + rows + (0 if plan.kernel == "hopper_dkdv" else for_dq) + 1024
+    if plan.kernel == "hopper_dq":
+        return (t.BLOCK_M * (D + Dv) + t.BLOCK_N * (D * plan.key_stages + Dv * t.num_stages)) * size + 1024
     if plan.is_hopper:
         queries = t.BLOCK_M * (D + (0 if plan.shares_output else Dv))
         return (queries + t.num_stages * t.BLOCK_N * (D + Dv)) * size + 1024

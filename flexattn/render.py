@@ -204,10 +204,12 @@ def stream_descriptors(plan: KernelPlan) -> tuple[tuple[str, tuple[int, ...]], .
     return tuple(found)
 
 
-def described(descriptor: str) -> str:
-    """Return the tensor or array that a descriptor's argument describes."""
+def described(descriptor: str, tile: tuple[int, ...]) -> str:
+    """Return the tensor [B, H, rows, D], or the array of sums of rows, that a descriptor's argument describes."""
     name = descriptor.partition("_desc")[0]
-    return {"shift": "shift_ptr", "delta": "delta_ptr", "dq": "dq_sum_ptr"}.get(name, name)
+    if len(tile) == 4:
+        return name
+    return "dq_sum_ptr" if name == "dq" else f"{name}_ptr"
 
 
 def _has_partial_step(plan: KernelPlan) -> bool:
@@ -280,7 +282,7 @@ def _default_type(argument: str, plan: KernelPlan) -> str:
     """Return the Triton type of an argument that is not a mod's."""
     if argument in (descriptors := dict(stream_descriptors(plan))):
         tile = descriptors[argument]
-        dtype = torch.float32 if described(argument).endswith("_ptr") else plan.dtype
+        dtype = torch.float32 if described(argument, tile).endswith("_ptr") else plan.dtype
         layout = f",{shared_layout(tile, dtype)}" if plan.is_hopper else ""
         return f"tensordesc<{TRITON_POINTER[dtype][1:]}{list(tile)}{layout}>"
     if argument in _FLOAT_POINTERS:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import kernel_cases
 import pytest
 import torch
 from kernel_cases import MASKS, SCORES, Call, Setting, Sizes, check, make_call
@@ -27,6 +29,27 @@ FP16 = Setting("cuda", torch.float16, block=4, options=HOPPER)
 WIDE, NARROW = Sizes(2, 2, 1, 333, 427, 128, 128), Sizes(2, 2, 1, 333, 427, 64, 64)
 
 
+@contextlib.contextmanager
+def deterministic(wanted: bool = True) -> Iterator[None]:
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=["fused", "pair"])
+def backward(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take gradients by one kernel, or by those of deterministic mode, which the reference may not know."""
+
+    def results(call: Call, dtype: torch.dtype | str | None) -> tuple[Tensor | None, ...]:
+        with deterministic(dtype == "ours" and request.param == "pair"):
+            return plain(call, dtype)
+
+    plain = kernel_cases.results
+    monkeypatch.setattr(kernel_cases, "results", results)
+
+
 def forced(name: str) -> tuple[tuple[str, str], ...]:
     """Return the options that force this engine where it can compute a score_mod of SCORES, in both passes or one."""
     q = torch.zeros(1, 4, 256, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -38,6 +61,7 @@ def forced(name: str) -> tuple[tuple[str, str], ...]:
     return tuple((option, "HOPPER") for option, here in phases.items() if here)
 
 
+@pytest.mark.usefixtures("backward")
 @pytest.mark.parametrize("name", sorted(SCORES))
 @pytest.mark.parametrize("mask", [None, "causal"])
 @pytest.mark.parametrize("sizes", [NARROW, WIDE], ids=["D64", "D128"])
@@ -50,6 +74,13 @@ def test_score_mods(name: str, mask: str | None, sizes: Sizes) -> None:
         check(make_call(replace(BF16, options=options), sizes, name, mask), loose=name == "constant")
 
 
+@pytest.mark.parametrize("name", ["zero_d", "alibi", "chained", "relative"])
+def test_gradients_of_captured_tensors(name: str) -> None:
+    """dq is Triton's, as it adds to them; dk and dv are Hopper's where the score_mod reads no table at each place."""
+    check(make_call(replace(BF16, options=(("fwd_BACKEND", "AUTO"), ("bwd_BACKEND", "AUTO"))), WIDE, name, "causal"))
+
+
+@pytest.mark.usefixtures("backward")
 @pytest.mark.parametrize("at", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("sizes", [WIDE, NARROW], ids=["D128", "D64"])
 @pytest.mark.parametrize("mask", [None, *sorted(MASKS)])
@@ -57,6 +88,7 @@ def test_masks(mask: str | None, sizes: Sizes, at: Setting) -> None:
     check(make_call(at, sizes, None, mask), loose=True)
 
 
+@pytest.mark.usefixtures("backward")
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -70,6 +102,7 @@ def test_shapes(sizes: Sizes, mask: str | None) -> None:
     check(make_call(BF16, sizes, "softcap", mask), loose=True)
 
 
+@pytest.mark.usefixtures("backward")
 @pytest.mark.parametrize(
     "dims", [(96, 96), (40, 72), (72, 40), (16, 128), (192, 128), (136, 64), (256, 256), (200, 160)]
 )
@@ -88,6 +121,7 @@ def inside_more(x: Tensor) -> Tensor:
     return torch.cat((x, x, x), -1).split(x.size(-1), -1)[1]
 
 
+@pytest.mark.usefixtures("backward")
 @pytest.mark.parametrize("layout", [between_heads, inside_more])
 def test_layouts(layout: Callable[[Tensor], Tensor]) -> None:
     call = make_call(BF16, WIDE, None, "causal")
@@ -147,18 +181,16 @@ def gradients(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, options: 
     return torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
 
-def test_deterministic_gradients_are_bitwise_equal() -> None:
+@pytest.mark.parametrize("D", [64, 128])
+def test_deterministic_gradients_are_bitwise_equal(D: int) -> None:
     """dk and dv always are; dq is a sum in any order, unless deterministic algorithms are asked for."""
-    inputs = big(2, 8, 4, 2048, 128)
+    inputs = big(2, 8, 4, 2048, D)
     blocks = create_block_mask(mods.causal, None, None, 2048, 2048, device="cuda")
     fused = [gradients(*inputs, blocks, {"bwd_BACKEND": "HOPPER"}) for _ in range(20)]
-    torch.use_deterministic_algorithms(True)
-    try:
-        pair = [gradients(*inputs, blocks, {}) for _ in range(20)]
-        with pytest.raises(UnsupportedError, match="deterministic algorithms"):
-            gradients(*inputs, blocks, {"bwd_BACKEND": "HOPPER"})
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with deterministic():
+        pair = [gradients(*inputs, blocks, {"bwd_BACKEND": "HOPPER"}) for _ in range(20)]
+        made = explain(*inputs, mods.softcap(9.0), blocks, enable_gqa=True)
+    assert [plan.kernel for plan in made.plans[2:]] == ["hopper_dq", "hopper_dkdv"]
     assert all(torch.equal(x, y) for other in fused for x, y in zip(fused[0][1:], other[1:], strict=True))
     assert all(torch.equal(x, y) for other in pair for x, y in zip(pair[0], other, strict=True))
     for x, y in zip(fused[0], pair[0], strict=True):
@@ -174,15 +206,33 @@ def test_nothing_of_other_heads_or_past_the_end_leaks() -> None:
     q, k, v = (x[:, :, :S] for x in tensors)
     out = flex_attention(q, k, v, kernel_options={"BACKEND": "HOPPER"})
     assert out.isfinite().all()
-    assert all(g.isfinite().all() for g in gradients(q, k, v, None, {"BACKEND": "HOPPER"}))
+    for pair in (False, True):
+        with deterministic(pair):
+            assert all(g.isfinite().all() for g in gradients(q, k, v, None, {"BACKEND": "HOPPER"}))
 
 
-def test_keys_and_queries_that_no_block_reaches() -> None:
+@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, True), (False, True, False)], ids=str)
+def test_some_gradients_alone(wanted: tuple[bool, ...]) -> None:
+    """They are those of deterministic mode: what the other kernel makes is not asked for."""
+    inputs = big(2, 4, 2, 500, 128)
+    mask = create_block_mask(mods.causal, None, None, 500, 500, device="cuda")
+    with deterministic():
+        expected = gradients(*inputs, mask, {"BACKEND": "HOPPER"})
+    tensors = [x.detach().requires_grad_(want) for x, want in zip(inputs, wanted, strict=True)]
+    out = flex_attention(*tensors, mods.softcap(9.0), mask, enable_gqa=True, kernel_options={"BACKEND": "HOPPER"})
+    found = torch.autograd.grad(out, [x for x in tensors if x.requires_grad], torch.ones_like(out))
+    for x, y in zip(found, [g for g, want in zip(expected, wanted, strict=True) if want], strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_keys_and_queries_that_no_block_reaches(pair: bool) -> None:
     """Their gradients are 0, not what the memory held before."""
     q, k, v = big(1, 4, 2, 640, 64)
     middle = lambda b, h, q_idx, kv_idx: (q_idx // 128 == 2) & (kv_idx // 128 == 3)  # noqa: E731
     mask = create_block_mask(middle, None, None, 640, 640, device="cuda")
-    dq, dk, dv = gradients(q, k, v, mask, {"BACKEND": "HOPPER"})
+    with deterministic(pair):
+        dq, dk, dv = gradients(q, k, v, mask, {"BACKEND": "HOPPER"})
     assert (dq[:, :, :256] == 0).all() and (dq[:, :, 384:] == 0).all() and dq[:, :, 256:384].any()
     for x in (dk, dv):
         assert (x[:, :, :384] == 0).all() and (x[:, :, 512:] == 0).all() and x[:, :, 384:512].any()

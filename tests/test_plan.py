@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import pytest
@@ -162,6 +163,28 @@ def test_alignment_and_tma():
     assert not odd[0].aligned and not odd[0].tma
     forward = explain(*[torch.zeros(1, 4, 128, 64, dtype=torch.float16)] * 3, target="sm_80").plans[0]
     assert forward.aligned and not forward.tma
+
+
+@pytest.mark.parametrize(
+    ("score", "deterministic", "target", "kernels"),
+    [
+        (mods.softcap(20.0), False, "sm_90", ["hopper_backward", "backward_dq_rows"]),
+        (mods.softcap(20.0), True, "sm_90", ["hopper_dq", "hopper_dkdv"]),
+        (mods.softcap(20.0), False, "sm_80", ["backward_dq", "backward_dkdv"]),
+        (mods.head_gate(torch.zeros(4, requires_grad=True)), False, "sm_90", ["backward_dq", "hopper_dkdv"]),
+    ],
+    ids=["any order", "deterministic", "no Hopper", "captured gradients"],
+)
+def test_what_follows_delta(score: Callable[..., object], deterministic: bool, target: str, kernels: list[str]):
+    q = torch.zeros(1, 4, 256, 64, dtype=torch.float16, requires_grad=True)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        made = explain(q, q, q, score, target=target)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [plan.kernel for plan in made.plans[2:]] == kernels
+    hopper = [plan.is_hopper or plan.kernel == "backward_dq_rows" for plan in made.plans[2:]]
+    assert [reason is None for reason in made.reasons[2:]] == hopper
 
 
 class Goldens(TestCase):

@@ -28,10 +28,14 @@ def works() -> dict[str, tuple[KernelPlan, ...]]:
     for (name, score), masked, (D, Dv) in itertools.product(scores.items(), (False, True), ((64, 64), (40, 96))):
         q, k, v = (torch.zeros(2, 4, 200, d, dtype=torch.bfloat16, requires_grad=True) for d in (D, D, Dv))
         mask = create_block_mask(mods.causal, None, None, 200, 200, device="cpu") if masked else None
-        for target, options in (("sm_80", {}), ("sm_90", {"BACKEND": "TRITON"}), ("sm_90", {})):
+        for kind, target, options, deterministic in (
+            ("", "sm_80", {}, False), ("", "sm_90", {"BACKEND": "TRITON"}, False), ("-hopper", "sm_90", {}, False),
+            ("-pair", "sm_90", {}, True),
+        ):  # fmt: skip
+            torch.use_deterministic_algorithms(deterministic)
             plans = explain(q, k, v, score, mask, target=target, kernel_options=options).plans
-            hopper = "-hopper" if plans[0].is_hopper else ""
-            found[f"{name}-{'causal' if masked else 'full'}-{D}-{target}{hopper}"] = plans
+            found[f"{name}-{'causal' if masked else 'full'}-{D}-{target}{kind}"] = plans
+    torch.use_deterministic_algorithms(False)
     return found
 
 
@@ -76,7 +80,7 @@ def test_arguments_have_the_type_of_what_is_passed(work: str):
             if name.endswith("_ptr"):
                 assert kind.startswith("*"), name
             elif "_desc" in name:
-                sums = name in ("shift_desc", "delta_desc", "dq_desc")  # of Hopper's backward
+                sums = name in ("shift_desc", "delta_desc") or (name == "dq_desc" and plan.kernel != "hopper_dq")
                 assert kind.startswith("tensordesc<fp32[" if sums else "tensordesc<bf16[1, 1, "), name
             elif name.endswith("scale") or name == "q_sign":
                 assert kind == "fp32", name

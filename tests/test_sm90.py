@@ -41,7 +41,9 @@ HARMLESS, SERIALISED = {"C7517"}, {"full 256", "causal 256"}
 
 
 @cache
-def sources(work: str, backend: str = "TRITON") -> tuple[tuple[KernelPlan, KernelSource], ...]:
+def sources(
+    work: str, backend: str = "TRITON", deterministic: bool = False
+) -> tuple[tuple[KernelPlan, KernelSource], ...]:
     """Return the plans and sources of a work in bfloat16, as a training step has them."""
     *kinds, dims = work.split()
     D, Dv = (int(d) for d in (dims.split("/") * 2)[:2])
@@ -55,15 +57,12 @@ def sources(work: str, backend: str = "TRITON") -> tuple[tuple[KernelPlan, Kerne
     if mask and "runs" in kinds:  # as a GPU finds them when it builds the mask
         ids = (torch.arange(S) // 100 * 100).int()
         mask._remember(trace(mask_mod, "mask"), (EqualRuns(0, ids, ids + 100),))
-    made = explain(
-        q,
-        k,
-        v,
-        score_mod,
-        mask,
-        target="sm_90",
-        kernel_options={"fwd_BACKEND": backend, "bwd_BACKEND": "TRITON" if backend == "TRITON" else "AUTO"},
-    )
+    options = {"fwd_BACKEND": backend, "bwd_BACKEND": "TRITON" if backend == "TRITON" else "AUTO"}
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        made = explain(q, k, v, score_mod, mask, target="sm_90", kernel_options=options)
+    finally:
+        torch.use_deterministic_algorithms(False)
     return tuple(zip(made.plans, made.sources, strict=True))
 
 
@@ -94,15 +93,21 @@ GLUON = {
     ("softcap causal 128", "hopper_backward"): 460, ("alibi causal 128", "hopper_backward"): 210,
     ("document 128", "hopper_backward"): 420, ("document runs 128", "hopper_backward"): 150,
     ("causal 256", "hopper_backward_wide"): 100,
+    ("causal 128", "hopper_dkdv"): 30, ("alibi causal 128", "hopper_dkdv"): 50, ("document 128", "hopper_dkdv"): 250,
+    ("document runs 128", "hopper_dkdv"): 30, ("document 128", "hopper_dq"): 10,
 }  # fmt: skip
 LEFT_OUT = ("relative 64", "full 64", "full 192/128", "full 256")  # what else they have is in those of a causal mask
 FORWARDS = [(w, "hopper_forward") for w in (*WORKS, "document runs 128") if w not in LEFT_OUT]
 BACKWARDS = [(w, "hopper_backward_wide" if w.endswith(("256", "192/128")) else "hopper_backward") for w, _ in FORWARDS]
+NARROW = ("softcap causal 64", "document runs 64")
+PAIRED = [w for w, _ in BACKWARDS if w.endswith((" 64", " 128"))]
+PAIRS = [(w, k) for w in (*PAIRED, *NARROW) for k in ("hopper_dq", "hopper_dkdv")]
 
 
-@pytest.mark.parametrize(("work", "kernel"), [*FORWARDS, *BACKWARDS])
+@pytest.mark.parametrize(("work", "kernel"), [*FORWARDS, *BACKWARDS, *PAIRS])
 def test_gluon(work: str, kernel: str) -> None:
-    plan, source = next(pair for pair in sources(work, "HOPPER") if pair[0].kernel == kernel)
+    made = sources(work, "HOPPER", deterministic=(work, kernel) in PAIRS)
+    plan, source = next(pair for pair in made if pair[0].kernel == kernel)
     found = report(source)
     assert found.sass["HGMMA"] > 0 and found.sass["UTMALDG"] > 0
     assert found.spill_bytes <= GLUON.get((work, kernel), 0)

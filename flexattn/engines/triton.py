@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexattn.launch import Tensors, buffer_name, is_fused, padded_rows, plan_backward, plan_launch, run
+from flexattn.launch import TENSORS, Tensors, backward_kernels, buffer_name, padded_rows, plan_launch, run
 from flexattn.plan import KernelPlan, widths_of
 from flexattn.problem import Problem
 from flexattn.scatter import scatter_captures
@@ -44,37 +44,33 @@ def backward(
     rows = {"lse_ptr": lse} if d_lse is None else {"lse_ptr": lse, "dlse_ptr": d_lse.float().contiguous()}
     run("backward_delta", problem, {"o": out, "do": d_out}, rows | padded)
 
-    inputs = {"q": q, "k": k, "v": v, "do": d_out}
+    tensors = {"q": q, "k": k, "v": v, "do": d_out}
     buffers = _gradient_buffers(problem)
-    dq = _like_strides(q, q.size(-1)) if needs[0] or buffers else None
-    dk, dv = (_like_strides(t, t.size(-1)) if needs[1] or needs[2] else None for t in (k, v))
-    keys = {} if dk is None or dv is None else {"dk": dk, "dv": dv}
-    if dq is not None and keys and is_fused(problem, inputs | keys):
+    if needs[0] or buffers:
+        tensors["dq"] = _like_strides(q, q.size(-1))
+    if needs[1] or needs[2]:
+        tensors |= {"dk": _like_strides(k, k.size(-1)), "dv": _like_strides(v, v.size(-1))}
+    arrays = padded | {buffer_name(problem, i): buffer for i, buffer in buffers.items()}
+    kernels = backward_kernels(problem, tensors)
+    if "backward_dq_rows" in kernels:
         width, _ = widths_of(q.size(-1), v.size(-1))
-        dq_sum = q.new_zeros((count * width // 32, 32), dtype=torch.float32)
-        run("hopper_backward", problem, inputs | keys, padded | {"dq_sum_ptr": dq_sum})
-        run("backward_dq_rows", problem, {"dq": dq}, {"dq_sum_ptr": dq_sum})
-    else:
-        named = {buffer_name(problem, i): buffer for i, buffer in buffers.items()}
-        if dq is not None:
-            run("backward_dq", problem, inputs | {"dq": dq}, padded | named)
-        if keys:
-            run("backward_dkdv", problem, inputs | keys, padded)
+        arrays["dq_sum_ptr"] = q.new_zeros((count * width // 32, 32), dtype=torch.float32)
+    for kernel in kernels:
+        run(kernel, problem, {name: tensors[name] for name in TENSORS[kernel]}, arrays)
     captures = () if problem.score is None else problem.score.captures
     captured = tuple(buffers[i].to(c.dtype) if i in buffers else None for i, c in enumerate(captures))
-    return (dq if needs[0] else None), (dk if needs[1] else None), (dv if needs[2] else None), captured
+    dq, dk, dv = (tensors[name] if need else None for name, need in zip(("dq", "dk", "dv"), needs, strict=True))
+    return dq, dk, dv, captured
 
 
 def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | None], ...]:
     """Return the plans of forward and backward on `target`, each with the reason why it is not Hopper's."""
     problem = _with_rows(problem)
-    out = _like_strides(problem.query, problem.value.size(-1))
     q, k, v = problem.query, problem.key, problem.value
-    forward, delta = (
-        plan_launch(kernel, problem, target, tensors)
-        for kernel, tensors in (("forward", [q, k, v, out]), ("backward_delta", [out, out]))
-    )
-    return forward, delta, *plan_backward(problem, target, [q, k, v, out])
+    out = _like_strides(q, v.size(-1))
+    tensors = {"q": q, "k": k, "v": v, "o": out, "do": out, "dq": q, "dk": k, "dv": v}
+    kernels = ("forward", "backward_delta", *backward_kernels(problem, tensors, target))
+    return tuple(plan_launch(kernel, problem, target, [tensors[n] for n in TENSORS[kernel]]) for kernel in kernels)
 
 
 def _rows(tensor: Tensor) -> Tensor:
