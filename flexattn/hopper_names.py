@@ -68,7 +68,7 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
         "k_empty", "v_full", "v_empty", "own", *shared_lists,
     )  # fmt: skip
     return _Own(
-        [("CONSUMERS", consumers), ("SAFE", plan.score is not None)],
+        [("CONSUMERS", consumers), ("Q_STAGES", plan.tiles_of_queries), ("SAFE", plan.score is not None)],
         buffers,
         ("tiles", "counter_ptr", "lse_ptr", *(("max_ptr",) if plan.max_scores else ()), "M", "N", "heads", "heads_q",
          "group_size", "heads_per_group", "batch_shares_keys"),

@@ -81,8 +81,7 @@ def test_gradients_of_captured_tensors(name: str) -> None:
 
 
 @pytest.mark.usefixtures("backward")
-@pytest.mark.parametrize("at", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("sizes", [WIDE, NARROW], ids=["D128", "D64"])
+@pytest.mark.parametrize(("sizes", "at"), [(WIDE, BF16), (NARROW, FP16)], ids=["D128 bfloat16", "D64 float16"])
 @pytest.mark.parametrize("mask", [None, *sorted(MASKS)])
 def test_masks(mask: str | None, sizes: Sizes, at: Setting) -> None:
     check(make_call(at, sizes, None, mask), loose=True)
@@ -103,11 +102,15 @@ def test_shapes(sizes: Sizes, mask: str | None) -> None:
 
 
 @pytest.mark.usefixtures("backward")
-@pytest.mark.parametrize(
-    "dims", [(96, 96), (40, 72), (72, 40), (16, 128), (192, 128), (136, 64), (256, 256), (200, 160)]
-)
+@pytest.mark.parametrize("dims", [(96, 96), (40, 72), (72, 40), (16, 128)])
 @pytest.mark.parametrize("mask", [None, "causal"])
 def test_head_dims(dims: tuple[int, int], mask: str | None) -> None:
+    check(make_call(BF16, Sizes(2, 4, 2, 300, 290, *dims), "softcap", mask), loose=True)
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (136, 64), (256, 256), (200, 160)])
+@pytest.mark.parametrize("mask", [None, "causal", "document"])
+def test_wide_heads(dims: tuple[int, int], mask: str | None) -> None:
     check(make_call(BF16, Sizes(2, 4, 2, 300, 290, *dims), "softcap", mask), loose=True)
 
 

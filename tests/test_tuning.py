@@ -164,7 +164,7 @@ def test_tune_on_this_gpu(machine):
 
     def results() -> list[torch.Tensor]:
         out = flexattn.flex_attention(q, k, v, mods.softcap(20.0), mask, kernel_options=options)
-        return [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
 
     before = results()
     found = flexattn.tune(q, k, v, mods.softcap(20.0), mask, kernel_options=options, rounds=3)
