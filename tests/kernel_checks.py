@@ -23,7 +23,7 @@ def run(at: Setting, q: Tensor, k: Tensor, v: Tensor, *rest: object, **named: ob
 
 def bias_and_general_forms_agree(at: Setting) -> None:
     """A mod that adds to the score has tiles of its own; the same mod written otherwise gives the same."""
-    for name, mask in (("alibi", None), ("relative", "causal"), ("dense_bias", "causal"), ("infinite_bias", "causal")):
+    for name, mask in (("alibi", None), ("relative", "causal"), ("infinite_bias", "causal")):
         call = make_call(at, Sizes(), name, mask)
         additive = call.score_mod
         general = replace(call, score_mod=lambda s, *i, mod=additive: torch.where(i[2] < -1, 2 * s, mod(s, *i)))
