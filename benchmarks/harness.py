@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
+from flexattn.tuning import sample
+
 Run = Callable[[], object]
 Clock = Callable[[Run, int, torch.device], float]  # (what to run, how many times, where) -> milliseconds of one
 
-# Spinning on the device while the host enqueues a sample keeps host time out of it (about 1 ms at 1.9 GHz).
-COVER_CYCLES = 2_000_000
 SLOW_MS = 500.0  # runs of this length need no further warming up
 
 
@@ -135,23 +135,6 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device. Raises if an earlier kernel failed."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def sample(run: Run, launches: int, device: torch.device) -> float:
-    """Return milliseconds per run, over `launches` runs back to back."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        for _ in range(launches):
-            run()
-        return (time.perf_counter() - start) * 1e3 / launches
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(COVER_CYCLES)
-    begin.record()
-    for _ in range(launches):
-        run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / launches
 
 
 def host_sample(run: Run, launches: int, device: torch.device) -> float:

@@ -9,7 +9,7 @@ from flexattn.block_mask import BlockMask
 from flexattn.errors import ArgumentError, message
 from flexattn.facts import ModFacts
 from flexattn.graph import ModGraph
-from flexattn.plan import KernelPlan
+from flexattn.kernel_plan import KernelPlan
 from flexattn.render import KernelSource
 from flexattn.target import Target
 

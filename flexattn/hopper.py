@@ -9,11 +9,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from flexattn.kernel_plan import KernelPlan
 from flexattn.lower import Dialect, lower, lower_score
 from flexattn.options import option
-from flexattn.plan import KernelPlan, Tile, has_descriptor, score_kind
+from flexattn.plan import has_descriptor, score_kind
 from flexattn.problem import Problem
 from flexattn.row_bounds import lower_row_bounds
+from flexattn.tiles import Tile
 from flexattn.triton_versions import has_gluon
 
 ROWS = 64  # queries of one consumer warpgroup of the forward, keys of one of the backward

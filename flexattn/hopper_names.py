@@ -15,8 +15,8 @@ from flexattn.hopper import (
     as_gluon,
     hopper_mods,
 )
+from flexattn.kernel_plan import KernelPlan, Part, split_head_dim
 from flexattn.lower import TRITON_DTYPE
-from flexattn.plan import KernelPlan, Part, split_head_dim
 from flexattn.templates import environment
 
 _LISTS = tuple(f"%_{n}_ptr" for n in ("partial", "partial_runs", "full", "full_runs", "order"))

@@ -21,12 +21,14 @@ from flexattn.equal_runs import with_runs
 from flexattn.errors import CompileError, UnsupportedError, message
 from flexattn.graph import BoundMod
 from flexattn.hopper import hopper_backward, hopper_dkdv, hopper_dq, hopper_forward
+from flexattn.kernel_plan import FUSED, PAIR, TRANSPOSED, KernelPlan
 from flexattn.lower import ModPlan, layout_unit
 from flexattn.options import LARGEST_TILE, option
-from flexattn.plan import FUSED, PAIR, TRANSPOSED, KernelPlan, fit, heads_per_group, plan_kernel, smaller_tiles
+from flexattn.plan import heads_per_group, plan_kernel
 from flexattn.problem import Problem
 from flexattn.render import KernelSource, described, render, stream_descriptors
 from flexattn.scatter import scatter_captures
+from flexattn.shared_memory import fit, smaller_tiles
 from flexattn.target import Target, l2_bytes, processors, target_of
 from flexattn.tiles import Tile
 

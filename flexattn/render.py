@@ -9,6 +9,7 @@ import torch
 
 from flexattn.build import KernelSource
 from flexattn.hopper_names import hopper_descriptors, hopper_names, shared_layout
+from flexattn.kernel_plan import KernelPlan, Part, split_head_dim
 from flexattn.lower import (
     TRITON_DTYPE,
     TRITON_POINTER,
@@ -18,7 +19,6 @@ from flexattn.lower import (
     lower_early_loads,
     lower_score,
 )
-from flexattn.plan import KernelPlan, Part, split_head_dim
 from flexattn.scatter import lower_scatter, needs_live, scatter_arguments
 from flexattn.templates import environment
 

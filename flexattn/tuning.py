@@ -21,9 +21,10 @@ from flexattn.build import KernelSource, OutOfResources, build
 from flexattn.builders import build_apart
 from flexattn.engines import triton
 from flexattn.errors import CompileError
+from flexattn.kernel_plan import KernelPlan
 from flexattn.launch import Tensors, forget_launches, plan_launch, plan_with_tile, run, runner
 from flexattn.options import LARGEST_TILE
-from flexattn.plan import KernelPlan, tile_key
+from flexattn.plan import tile_key
 from flexattn.problem import Problem
 from flexattn.render import render
 from flexattn.target import target_of
@@ -195,7 +196,7 @@ def _time(
     runs: Mapping[Tile, Callable[[], None]], device: torch.device, effort: Effort
 ) -> dict[Tile, tuple[float, ...]]:
     """Return milliseconds of each round, rounds in random order; what is slow at first sight has one round alone."""
-    first = {tile: min(_sample(run, 1, device) for _ in range(3)) for tile, run in runs.items()}
+    first = {tile: min(sample(run, 1, device) for _ in range(3)) for tile, run in runs.items()}
     limit = SLOW * min(first.values())
     samples = {tile: [once] if once > limit else [] for tile, once in first.items()}
     quick = [tile for tile, once in first.items() if once <= limit]
@@ -204,12 +205,12 @@ def _time(
     for _ in range(effort.rounds):
         shuffle(quick)
         for tile in quick:
-            samples[tile].append(_sample(runs[tile], launches[tile], device))
+            samples[tile].append(sample(runs[tile], launches[tile], device))
     return {tile: tuple(found) for tile, found in samples.items()}
 
 
-def _sample(run: Callable[[], None], launches: int, device: torch.device) -> float:
-    """Return milliseconds of one run."""
+def sample(run: Callable[[], object], launches: int, device: torch.device) -> float:
+    """Return milliseconds per run, over `launches` runs back to back."""
     if device.type != "cuda":
         start = time.perf_counter()
         for _ in range(launches):

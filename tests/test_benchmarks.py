@@ -352,7 +352,7 @@ def test_claims_that_fail_are_named() -> None:
 
 @pytest.mark.slow
 def test_calls_in_the_interpreter(capsys: pytest.CaptureFixture[str]) -> None:
-    code = calls.main(["--device", "interpreter", "--calls", "24", "--mods", "alibi_causal"])
+    code = calls.main(["--device", "interpreter", "--calls", "12", "--mods", "alibi_causal"])
     assert code == 0, capsys.readouterr().out
 
 

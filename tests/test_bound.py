@@ -205,7 +205,7 @@ def test_indices_out_of_range_are_unknown():
 # Random masks.
 
 
-@settings(max_examples=250)
+@settings(max_examples=160)
 @given(booleans(2), st.integers(1, 90), st.integers(1, 90), st.tuples(*[st.sampled_from([1, 3, 8, 16, 24])] * 2))
 def test_boxes_never_contradict_brute_force(write, Q, KV, block):
     mod = build(write, CAPTURES, NUMBERS)

@@ -162,7 +162,7 @@ def value_of(mod: BoundMod, total: Sum, q: torch.Tensor) -> torch.Tensor:
     return result
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(st.one_of(affine(integers(0)), affine(integers(1)), booleans(1)))
 def test_facts_hold(write):
     mod = build(write, CAPTURES, NUMBERS)

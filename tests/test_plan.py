@@ -12,9 +12,11 @@ from expecttest import TestCase
 from flexattn import create_block_mask, explain, mods
 from flexattn.build import digest
 from flexattn.errors import CompileError
-from flexattn.plan import KERNELS, KernelPlan, Tile, fit, shared_bytes, smaller_tiles, split_head_dim
+from flexattn.kernel_plan import KERNELS, KernelPlan, split_head_dim
 from flexattn.render import render
+from flexattn.shared_memory import fit, shared_bytes, smaller_tiles
 from flexattn.target import Target
+from flexattn.tiles import Tile
 
 pytest.importorskip("triton")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flexattn import create_block_mask, explain, mods
-from flexattn.plan import KernelPlan
+from flexattn.kernel_plan import KernelPlan
 from flexattn.render import render
 from flexattn.templates import templates_folder
 

@@ -13,8 +13,9 @@ from mask_cases import make_mask, plan_of
 from flexattn import create_block_mask, explain, mods
 from flexattn.build import KernelSource, build
 from flexattn.equal_runs import EqualRuns
+from flexattn.kernel_plan import KernelPlan
 from flexattn.mask_kernels import levels_source, list_sources, table_source
-from flexattn.plan import KernelPlan, shared_bytes
+from flexattn.shared_memory import shared_bytes
 from flexattn.target import Target
 from flexattn.trace import trace
 

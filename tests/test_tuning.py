@@ -17,8 +17,8 @@ from flexattn.engines import triton
 from flexattn.errors import ArgumentError, OptionError, UnsupportedError
 from flexattn.kernel_store import open_store
 from flexattn.launch import plan_launch
-from flexattn.plan import shared_bytes
 from flexattn.render import render
+from flexattn.shared_memory import shared_bytes
 from flexattn.target import Target
 from flexattn.tiles import Tile, TileKey
 from flexattn.trials import KernelTuning, Trial, Tuning

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flexattn.kernel_plan import KernelPlan, widths_of
 from flexattn.launch import TENSORS, Tensors, backward_kernels, buffer_name, padded_rows, plan_launch, run
-from flexattn.plan import KernelPlan, widths_of
 from flexattn.problem import Problem
 from flexattn.scatter import scatter_captures
 from flexattn.target import Target
