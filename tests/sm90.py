@@ -6,6 +6,8 @@ speed. A good Hopper kernel has none, spills nothing, and has HGMMA instructions
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import subprocess
 from dataclasses import dataclass, field
@@ -42,9 +44,10 @@ class Report:
 
 def report(kernel: Kernel | KernelSource, target: Target = SM90) -> Report:
     """Say what the assembler made of a kernel, which is built for sm_90 first if it is a source."""
+    log = ""
     if isinstance(kernel, KernelSource):
-        kernel = build(kernel, target)
-    log = _assemble(kernel)
+        kernel, log = _build(kernel, target)
+    log = log or _assemble(kernel)
     sass = _run("cuobjdump", "-sass", str(kernel.path.with_suffix(".cubin"))).stdout
     return Report(
         registers=max(map(int, re.findall(r"Used (\d+) registers", log)), default=0),
@@ -54,6 +57,17 @@ def report(kernel: Kernel | KernelSource, target: Target = SM90) -> Report:
         sass={name: len(re.findall(pattern, sass)) for name, pattern in INSTRUCTIONS.items()},
         sass_text=sass,
     )
+
+
+def _build(source: KernelSource, target: Target) -> tuple[Kernel, str]:
+    """Build a kernel; return also what ptxas said, "" where it was built before."""
+    from triton import knobs
+
+    printed = io.StringIO()
+    with knobs.nvidia.scope(), contextlib.redirect_stdout(printed):
+        knobs.nvidia.dump_ptxas_log = True
+        kernel = build(source, target)
+    return kernel, printed.getvalue()
 
 
 def _assemble(kernel: Kernel) -> str:
