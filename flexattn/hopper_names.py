@@ -35,7 +35,7 @@ def hopper_names(plan: KernelPlan) -> dict[str, object]:
     mods = [a for m in (plan.score, plan.mask) if m for a in m.argument_names()]
     lowered = hopper_mods(plan)
     names: dict[str, object] = {
-        "mods": lowered, "list_arguments": lists, "adds_dq": False,
+        "mods": lowered, "list_arguments": lists, "adds_dq": plan.adds_dq,
         "prelude": as_gluon(environment().get_template("prelude.py.jinja").render(scatter_arguments=())),
         "reads_each_place": any(", mask=live" in text for text in lowered),
         "bytes": lambda text, parts: " + ".join(f"{text}.block_type.nbytes".replace("%", str(p.index)) for p in parts),
@@ -122,17 +122,16 @@ _KEY_ROLES: dict[str, dict[str, object]] = {
 
 
 def _hopper_backward_names(plan: KernelPlan) -> _Own:
-    adds_dq = plan.kernel != "hopper_dkdv"
     return _Own(
-        [("Q_STAGES", plan.rings.queries), *([("DQ_BUFFERS", plan.rings.dq)] if adds_dq else [])],
-        ("q_bufs", "k_bufs", "v_bufs", "do_bufs", *_ROWS, *(_OF_DQ if adds_dq else ())),
+        [("Q_STAGES", plan.rings.queries), *([("DQ_BUFFERS", plan.rings.dq)] if plan.adds_dq else [])],
+        ("q_bufs", "k_bufs", "v_bufs", "do_bufs", *_ROWS, *(_OF_DQ if plan.adds_dq else ())),
         ("M", "M_padded", "N", "heads", "heads_q", "heads_kv", "group_size", "batch_repeats", "heads_per_group",
          "dk_scale"),
         {
             "dtype": TRITON_DTYPE[plan.dtype], "packing": _PACKING[plan.dtype], "unpacking": _UNPACKING[plan.dtype],
             # With a derivative there is enough to do while dk waits for its own dS (tanh: 4 % faster, D 128).
             "delayed": not plan.scales_gradient or plan.widths[0] == 64,
-            "adds_dq": adds_dq, **_KEY_ROLES[plan.kernel],
+            **_KEY_ROLES[plan.kernel],
         },
     )  # fmt: skip
 
@@ -185,7 +184,7 @@ def hopper_descriptors(plan: KernelPlan) -> tuple[tuple[str, tuple[int, ...]], .
     sums = (("shift_desc", (t.BLOCK_M,)), ("delta_desc", (t.BLOCK_M,)), ("dq_desc", (t.BLOCK_M, 32)))
     return (
         *((name, (1, 1, n, width)) for name, n, width in split),
-        *(sums[:2] if plan.kernel == "hopper_dkdv" else sums),
+        *(sums if plan.adds_dq else sums[:2]),
     )
 
 

@@ -113,6 +113,11 @@ class KernelPlan:
         return widths_of(self.D, self.Dv)
 
     @property
+    def adds_dq(self) -> bool:
+        """Whether it adds to a float32 sum of dq."""
+        return self.kernel in ("hopper_backward", "hopper_backward_wide")
+
+    @property
     def rings(self) -> Rings:
         """Tiles under way in Hopper's backward."""
         return RINGS[self.widths]
@@ -185,6 +190,6 @@ class KernelPlan:
         lines += [
             f"    {m.role:<8} {m.graph.name}  {m.graph.location}" for m in (self.score, self.mask) if m is not None
         ]
-        if self.is_hopper and self.transposed:
+        if self.adds_dq:
             lines.append("    memory   a float32 sum of dq: 4 bytes for each element of query")
         return "\n".join(lines)

@@ -21,7 +21,7 @@ def shared_bytes(plan: KernelPlan) -> int:
         ring, rows = plan.rings, (plan.rings.queries + plan.rings.gradients) * t.BLOCK_M * 4
         tiles = t.BLOCK_N * (D + Dv) + t.BLOCK_M * (D * ring.queries + Dv * ring.gradients)
         for_dq = (ring.ds * size + ring.dq) * 128 * t.BLOCK_M
-        return tiles * size + rows + (0 if plan.kernel == "hopper_dkdv" else for_dq) + 1024
+        return tiles * size + rows + (for_dq if plan.adds_dq else 0) + 1024
     if plan.kernel == "hopper_dq":
         return (t.BLOCK_M * (D + Dv) + t.BLOCK_N * (D * plan.key_stages + Dv * t.num_stages)) * size + 1024
     if plan.is_hopper:
