@@ -242,7 +242,7 @@ def _mask_sources(problem: Problem, target: Target) -> tuple[KernelSource, ...]:
     bound = trace(mask.mask_mod, "mask")
     plan = plan_mask(bound, target)
     evaluates = mask.build_counts is not None and mask.build_counts.blocks > 0
-    return () if plan is None else sources(plan, bound, mask.BLOCK_SIZE, evaluates)
+    return () if plan is None else sources(plan, bound, (mask.B, mask.H, *mask.seq_lengths), mask.BLOCK_SIZE, evaluates)
 
 
 def _explain_mods(

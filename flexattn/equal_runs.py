@@ -20,8 +20,16 @@ class EqualRuns:
     """The run that each element of a captured tensor lies in: int32 of its shape, along its last dimension."""
 
     capture: int  # its position
-    starts: Tensor
-    ends: Tensor  # behind the last element
+    places: Tensor  # [2, ...]
+
+    @property
+    def starts(self) -> Tensor:
+        return self.places[0]
+
+    @property
+    def ends(self) -> Tensor:
+        """Where runs end, behind the last element."""
+        return self.places[1]
 
 
 def captures_compared(graph: ModGraph) -> tuple[int, ...]:

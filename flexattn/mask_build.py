@@ -47,48 +47,54 @@ def build_lists(
             return build_lists(plan, bound, sizes, block_size, device, separate)
     target, tensors = target_of(device), bound.captures
     recipe = recipe_of(plan, tuple([(t.shape, t.stride()) for t in tensors]), sizes, block_size, separate, target)
-    allocate = functools.partial(_allocate, device, target)
     captures = [_pointer(t, target) for t in tensors]
-    scratch, parts = allocate(recipe.scratch)
-    *memories, full, partial, full_by_key, partial_by_key, unknown, counts, status = parts
-    kept, (row_ptr, order, runs) = allocate(recipe.kept)
+    kept = _allocate(recipe.scratch[-1] if recipe.together else recipe.kept[-1], device)
+    scratch = kept if recipe.together else _allocate(recipe.scratch[-1], device)
+    row_ptr, order, runs, *equal = _parts(kept, recipe.kept, target)
+    *memories, full, partial, full_by_key, partial_by_key, unknown, counts, status = _parts(
+        scratch, recipe.scratch, target
+    )
     bits = (full, partial, full_by_key, partial_by_key)
 
-    def count() -> None:
+    def make_lists() -> None:
+        if recipe.at_once is not None:
+            recipe.at_once.launch((*bits, unknown, status, row_ptr, order, runs))
+            return
         recipe.count.launch((*bits, unknown, counts))
         recipe.scan.launch((counts, row_ptr, status))
+        if recipe.has_room:
+            fill(runs)
 
     def fill(runs: Any) -> None:
         recipe.fill.launch((*bits, counts, status, row_ptr, order, runs))
 
     tables = [_table(r, tensors, captures, at, target) for r, at in zip(recipe.tables, memories, strict=True)]
     recipe.classify.launch((*bits, unknown, status, *[tables[i] for i in recipe.reads], *captures), bound.numbers)
-    equal: list[EqualRuns] = []
-    for r in recipe.runs:
-        starts, ends = torch.empty(r.shape, dtype=torch.int32, device=device).unbind()
-        r.step.launch((captures[r.capture], _pointer(starts, target), _pointer(ends, target), status))
-        equal.append(EqualRuns(r.capture, starts, ends))
-    count()
-    if recipe.has_room:
-        fill(runs)
+    for r, starts, ends in zip(recipe.runs, equal[::2], equal[1::2], strict=True):
+        r.step.launch((captures[r.capture], starts, ends, status))
+    make_lists()
     memory, begin = kept, recipe.kept[2]
     *totals, open_blocks, _, descends, _ = scratch[-8:].tolist()  # here the host waits
     if open_blocks:
         programs = min(recipe.octets, _PROGRAMS * processors(device))
         evaluate = Step(build(plan.evaluate, target), programs, recipe.evaluated)
         evaluate.launch((*bits, _typed(unknown, torch.uint8), status, *captures), bound.numbers)
-        count()
+        make_lists()
         *totals, _, outside, _, _ = scratch[-8:].tolist()
         if outside:
             raise _outside(bound, outside)
-    if open_blocks or not recipe.has_room:
-        (memory, (runs,)), begin = allocate((0, 2 * sum(totals))), 0
-        fill(runs)
+    if not recipe.has_room:
+        memory, begin = _allocate(2 * sum(totals), device), 0
+        fill(_pointer(memory, target))
     by_query, by_key = (
         LaterRunLists(functools.partial(_views, kept, memory, begin, totals, recipe.heads, recipe.rows, by_key))
         for by_key in (0, 1)
     )
-    return BuiltMask(by_query, by_key, BuildCounts(recipe.blocks, None, open_blocks), () if descends else tuple(equal))
+    found = () if descends else tuple([
+        EqualRuns(r.capture, kept.as_strided(r.shape, r.strides, begin))
+        for r, begin in zip(recipe.runs, recipe.kept[3:-1:2], strict=True)
+    ])  # fmt: skip
+    return BuiltMask(by_query, by_key, BuildCounts(recipe.blocks, None, open_blocks), found)
 
 
 def _table(recipe: TableRecipe, tensors: Sequence[Tensor], captures: Sequence[Any], memory: Any, target: Target) -> Any:
@@ -117,13 +123,16 @@ def _views(
     )  # fmt: skip
 
 
-def _allocate(device: torch.device, target: Target, starts: Sequence[int]) -> tuple[Tensor, list[Any]]:
-    """Return memory, int32, and pointers to its parts, given as where these begin and where the last ends."""
-    memory = torch.empty(starts[-1], dtype=torch.int32, device=device)
+def _allocate(words: int, device: torch.device) -> Tensor:
+    return torch.empty(words, dtype=torch.int32, device=device)
+
+
+def _parts(memory: Tensor, starts: Sequence[int], target: Target) -> list[Any]:
+    """Return pointers to the parts of memory, given as where these begin and where the last ends."""
     if target.backend == "interpreter":
-        return memory, [memory[start:end] for start, end in itertools.pairwise(starts)]
+        return [memory[start:end] for start, end in itertools.pairwise(starts)]
     address = memory.data_ptr()
-    return memory, [address + 4 * start for start in starts[:-1]]
+    return [address + 4 * start for start in starts[:-1]]
 
 
 def _pointer(tensor: Tensor, target: Target) -> Any:

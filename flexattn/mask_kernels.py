@@ -195,6 +195,17 @@ def list_sources() -> tuple[KernelSource, KernelSource, KernelSource]:
     return count, scan, fill
 
 
+SMALL_LISTS = (128, 4)  # rows of blocks and words of a row, at most, of a mask whose lists one program makes
+
+
+@lru_cache(1)
+def small_lists_source() -> KernelSource:
+    """Return the kernel that makes all lists of a small mask."""
+    outputs = tuple((f"{n}_ptr", "*i32") for n in ("status", "row_ptr", "order", "runs"))
+    signature = (*_BITS, ("unknown_ptr", "*i32"), *outputs, *_ROWS)
+    return _source("mask_lists", signature, {"ROWS": SMALL_LISTS[0], "WORDS": SMALL_LISTS[1]}, num_warps=8)
+
+
 def _source(
     template: str, signature: Signature, names: dict[str, object], header: tuple[str, ...] = (), num_warps: int = 4,
     kernel: str = "",

@@ -20,10 +20,12 @@ from flexattn.lower_bounds import table_dtype
 from flexattn.mask_kernels import (
     PLACES,
     RUN_PLACES,
+    SMALL_LISTS,
     MaskPlan,
     levels_source,
     list_sources,
     runs_source,
+    small_lists_source,
     table_entries,
     table_source,
 )
@@ -31,6 +33,7 @@ from flexattn.target import Target
 
 _FULL_RESOLUTION = 2**14  # smaller tensors have tables of their elements, larger ones of granules
 _GRANULE_BITS = 7
+_SMALL_SCRATCH = 2**16  # int32 that a mask may keep so that there is one allocation
 _SMALL = 2**18  # runs (of 8 bytes) that may be allocated before it is known how many there are
 
 Sizes = tuple[int, int, int, int]
@@ -66,30 +69,34 @@ class RunsRecipe:
     """How to find the runs of equal elements of one captured tensor."""
 
     capture: int
-    shape: tuple[int, ...]  # of both ends of runs
+    shape: tuple[int, ...]  # of both ends of runs, int32 that are kept
+    strides: tuple[int, ...]
+    elements: int  # of the tensor
     step: Step
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All of a build that is known before it; memory is one allocation of int32 in parts, given as where these begin.
+    """All of a build that is known before it; memory is one or two allocations of int32 in parts.
 
     scratch: tables (of an even number of words each, so that elements of 8 bytes are aligned); bits by row: full,
     partial; by column: full, partial; by row: unknown; counts of rows; status.
     kept: row_ptr of partial and full runs by query, then by key; both orders; room for the most runs that there can be
-    (in a row of n blocks n / 2 of each kind), or none where these are many.
+    (in a row of n blocks n / 2 of each kind), or none where these are many; starts and ends of runs of equal elements.
     """
 
     heads: int
     rows: tuple[int, int]  # of queries, of keys
     blocks: int
     octets: int  # bytes of the bits by row
-    scratch: tuple[int, ...]
-    kept: tuple[int, ...]
+    kept: tuple[int, ...]  # where parts begin, and the last ends
+    scratch: tuple[int, ...]  # the same; from the end of `kept` on where it is one allocation
+    together: bool
     tables: tuple[TableRecipe, ...]
     reads: tuple[int, ...]  # the tables that the bounds read, in the order of their arguments
     runs: tuple[RunsRecipe, ...]
     classify: Step
+    at_once: Step | None  # makes all lists where the mask is small, in place of the next three
     count: Step
     scan: Step
     fill: Step
@@ -112,7 +119,6 @@ def recipe_of(
     q_words, kv_words = -(-q_blocks // 32), -(-kv_blocks // 32)
     q_rows, kv_rows = rows = B * H * q_blocks, B * H * kv_blocks
     by_row, by_column = q_rows * kv_words, kv_rows * q_words
-    most = 2 * (q_rows * -(-kv_blocks // 2) + kv_rows * -(-q_blocks // 2))
     listed = (*rows, q_blocks, kv_blocks)
     of_blocks = (Q, KV, *block_size, q_blocks, kv_blocks, H, int(separate))
     of_captures = [
@@ -127,22 +133,37 @@ def recipe_of(
     reads = tuple(wanted.index(key) for key in keys)
     of_tables = [n for i in reads for n in tables[i].constants]
     classify, count, scan, fill = (build(source, target) for source in (plan.classify, *list_sources()))
+    runs = tuple(r for i in plan.compared if (r := _runs(i, captures[i], dtypes[i], target)) is not None)
+    most = 2 * (q_rows * -(-kv_blocks // 2) + kv_rows * -(-q_blocks // 2))
+    kept = _starts(
+        2 * (q_rows + kv_rows + 2),
+        q_rows + kv_rows,
+        2 * most * (most <= _SMALL),
+        *(r.elements for r in runs for _ in range(2)),
+    )
+    scratch = (*(t.words for t in tables), by_row, by_row, by_column, by_column, by_row, 4 * q_rows + 3 * kv_rows, 8)
+    together = sum(scratch) <= _SMALL_SCRATCH
     return Recipe(
         heads=B * H, rows=rows, blocks=q_rows * kv_blocks, octets=4 * by_row,
-        scratch=_starts(*(t.words for t in tables), by_row, by_row, by_column, by_column, by_row,
-                        4 * q_rows + 3 * kv_rows, 8),
-        kept=_starts(2 * (q_rows + kv_rows + 2), q_rows + kv_rows, 2 * most * (most <= _SMALL)),
-        tables=tables, reads=reads,
-        runs=tuple(r for i in plan.compared if (r := _runs(i, captures[i], dtypes[i], target)) is not None),
+        kept=kept, scratch=_starts(*scratch, begin=together * (kept[-1] + kept[-1] % 2)), together=together,
+        tables=tables, reads=reads, runs=runs,
         classify=Step(classify, B * H * q_words * kv_words, (*of_blocks, *of_tables, *of_captures)),
+        at_once=Step(build(small_lists_source(), target), 1, listed) if _is_small(sizes, block_size) else None,
         count=Step(count, sum(rows), listed), scan=Step(scan, 5, rows), fill=Step(fill, sum(rows), listed),
         evaluated=(*of_blocks, 4 * by_row, *of_captures),
     )  # fmt: skip
 
 
-def _starts(*sizes: int) -> tuple[int, ...]:
+def _is_small(sizes: Sizes, block_size: tuple[int, int]) -> bool:
+    """Tell whether one program makes the lists of a mask."""
+    B, H, *lengths = sizes
+    blocks = [-(-length // block) for length, block in zip(lengths, block_size, strict=True)]
+    return B * H * max(blocks) <= SMALL_LISTS[0] and max(blocks) <= 32 * SMALL_LISTS[1]
+
+
+def _starts(*sizes: int, begin: int = 0) -> tuple[int, ...]:
     """Return where parts of these sizes begin, and where the last ends."""
-    return (0, *itertools.accumulate(sizes))
+    return tuple(itertools.accumulate(sizes, initial=begin))
 
 
 def _runs(capture: int, strided: Strided, dtype: torch.dtype, target: Target) -> RunsRecipe | None:
@@ -151,7 +172,7 @@ def _runs(capture: int, strided: Strided, dtype: torch.dtype, target: Target) ->
     if not torch.empty_strided(shape, strides, device="meta").is_contiguous() or not 0 < n < 2**30:
         return None
     step = Step(build(runs_source(dtype), target), elements // n * -(-n // RUN_PLACES), (n, n.bit_length()))
-    return RunsRecipe(capture, (2, *shape), step)
+    return RunsRecipe(capture, (2, *shape), (elements, *strides), elements, step)
 
 
 # Range tables.
@@ -204,9 +225,12 @@ def _table(key: _TableKey, strided: Strided, dtype: torch.dtype, target: Target)
     )  # fmt: skip
 
 
-def sources(plan: MaskPlan, bound: BoundMod, block_size: tuple[int, int], evaluates: bool) -> tuple[KernelSource, ...]:
+def sources(
+    plan: MaskPlan, bound: BoundMod, sizes: Sizes, block_size: tuple[int, int], evaluates: bool
+) -> tuple[KernelSource, ...]:
     """Return the kernels that building a mask runs; `evaluates`: bounds and samples leave blocks open."""
-    found = [plan.classify, *list_sources(), *([plan.evaluate] if evaluates else [])]
+    lists = (small_lists_source(),) if _is_small(sizes, block_size) else list_sources()
+    found = [plan.classify, *lists, *([plan.evaluate] if evaluates else [])]
     for key in _table_keys(plan, block_size):
         capture = bound.captures[key[0]]
         shape = _table_shape(key, capture.shape)

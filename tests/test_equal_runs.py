@@ -35,7 +35,7 @@ NOT_FOUND: dict[str, Any] = {
 
 
 def runs_of(x: torch.Tensor) -> EqualRuns:
-    return EqualRuns(0, *(torch.searchsorted(x, x, right=right).int() for right in (False, True)))
+    return EqualRuns(0, torch.stack([torch.searchsorted(x, x, right=right).int() for right in (False, True)]))
 
 
 @pytest.mark.parametrize("name", [*FOUND, *NOT_FOUND])

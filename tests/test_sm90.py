@@ -14,7 +14,7 @@ from flexattn import create_block_mask, explain, mods
 from flexattn.build import KernelSource, build
 from flexattn.equal_runs import EqualRuns
 from flexattn.kernel_plan import KernelPlan
-from flexattn.mask_kernels import levels_source, list_sources, table_source
+from flexattn.mask_kernels import levels_source, list_sources, small_lists_source, table_source
 from flexattn.shared_memory import shared_bytes
 from flexattn.target import Target
 from flexattn.trace import trace
@@ -55,7 +55,7 @@ def sources(
     mask = mask_mod and create_block_mask(mask_mod, None, None, S, S, device="cpu")
     if mask and "runs" in kinds:  # as a GPU finds them when it builds the mask
         ids = (torch.arange(S) // 100 * 100).int()
-        mask._remember(trace(mask_mod, "mask"), (EqualRuns(0, ids, ids + 100),))
+        mask._remember(trace(mask_mod, "mask"), (EqualRuns(0, torch.stack([ids, ids + 100])),))
     options = {"fwd_BACKEND": backend, "bwd_BACKEND": "TRITON" if backend == "TRITON" else "AUTO"}
     torch.use_deterministic_algorithms(deterministic)
     try:
@@ -171,9 +171,9 @@ def test_kernels_of_a_mask(name: str, kind: str) -> None:
     assert_lean(plan.classify if kind == "classify" else plan.evaluate)
 
 
-@pytest.mark.parametrize("kernel", range(3), ids=["count", "scan", "fill"])
+@pytest.mark.parametrize("kernel", range(4), ids=["count", "scan", "fill", "at once"])
 def test_kernels_of_lists(kernel: int) -> None:
-    assert_lean(list_sources()[kernel])
+    assert_lean((*list_sources(), small_lists_source())[kernel])
 
 
 @pytest.mark.parametrize("chunk", [1, 128])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import pytest
@@ -26,7 +27,7 @@ from mask_cases import (
 from mod_grammar import CAPTURES, NUMBERS, booleans, build
 from test_classify import classes
 
-from flexattn import mods
+from flexattn import mask_recipe, mods
 from flexattn.block_mask import BuildCounts
 from flexattn.build import stats
 from flexattn.classify import classify
@@ -51,25 +52,32 @@ TOKENS = 120  # that a mask has tensors for
 
 @dataclass(frozen=True)
 class Shape:
-    """Lengths, block sizes, and whether full blocks are told apart."""
+    """Lengths, block sizes, whether full blocks are told apart, whether one program makes all lists."""
 
     Q: int
     KV: int
     block: tuple[int, int]
     separate: bool = True
+    at_once: bool = True
 
     def __str__(self) -> str:
-        return f"{self.Q}x{self.KV} in {self.block[0]}x{self.block[1]}{'' if self.separate else ', joined'}"
+        options = ("" if self.separate else ", joined") + ("" if self.at_once else ", in steps")
+        return f"{self.Q}x{self.KV} in {self.block[0]}x{self.block[1]}{options}"
 
 
-# A row of blocks, in either direction, takes a tenth of a second.
-SHAPES = (Shape(119, 79, (60, 40)), Shape(90, 118, (96, 40)), Shape(64, 64, (32, 32)), Shape(70, 120, (33, 50), False))
+# A row of blocks, in either direction, takes a tenth of a second where lists are made in steps.
+SHAPES = (
+    Shape(119, 79, (60, 40)), Shape(90, 118, (96, 40), at_once=False), Shape(64, 64, (32, 32)),
+    Shape(70, 120, (33, 50), False), Shape(119, 79, (60, 40), False, at_once=False),
+)  # fmt: skip
 BORDERS = (
     ("nested", Shape(100, 7, (24, 40))),  # fewer keys than a block has
     ("nested", Shape(1, 120, (16, 16))),
     ("nested", Shape(120, 1, (64, 128), False)),
     ("nested", Shape(96, 96, (96, 24))),
-    ("keys", Shape(5, 70, (4, 2))),  # more blocks than a word has bits
+    ("keys", Shape(5, 70, (4, 2), at_once=False)),  # more blocks than a word has bits
+    ("keys", Shape(5, 70, (4, 2))),
+    ("causal", Shape(66, 120, (1, 1))),  # most rows and words that one program takes, but for a few
     ("sums", Shape(60, 60, (20, 20))),  # what stands out is the first or the last of a range
     ("ends", Shape(60, 60, (20, 20))),
 )
@@ -103,11 +111,22 @@ def interpreter() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def lists_in_steps() -> Iterator[None]:
+    """Count, scan and fill, as for masks of many rows of blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mask_recipe, "SMALL_LISTS", (0, 0))
+        recipe_of.cache_clear()
+        yield
+    recipe_of.cache_clear()
+
+
 def check(mod: Mod | BoundMod, shape: Shape, blind: bool = False) -> BuildCounts:
     """Compare the lists of kernels with those of the CPU, and with brute force."""
     bound = mod if isinstance(mod, BoundMod) else trace(mod, "mask")
     sizes = (*extents(bound), shape.Q, shape.KV)
-    built = build_lists(plan_of(bound, INTERPRETER, blind), bound, sizes, shape.block, CPU, shape.separate)
+    with nullcontext() if shape.at_once else lists_in_steps():
+        built = build_lists(plan_of(bound, INTERPRETER, blind), bound, sizes, shape.block, CPU, shape.separate)
     lists, counts = [built.by_query, built.by_key], built.counts
     expected = classify(bound, sizes, shape.block, CPU, shape.separate)
     assert_same_lists(lists, [expected.by_query, expected.by_key])
@@ -149,7 +168,10 @@ def test_what_no_sample_decides_is_evaluated() -> None:
 
 
 @settings(max_examples=10)
-@given(booleans(2), st.sampled_from([Shape(20, 33, (20, 17)), Shape(17, 9, (9, 9), False), Shape(2, 3, (1, 1))]))
+@given(
+    booleans(2),
+    st.sampled_from([Shape(20, 33, (20, 17)), Shape(17, 9, (9, 9), False, at_once=False), Shape(2, 3, (1, 1))]),
+)
 def test_random_masks(write, shape: Shape) -> None:
     bound = build(write, CAPTURES, NUMBERS)
     assume(all(n.dtype != torch.bfloat16 for n in bound.graph.nodes))  # the interpreter does not round to it

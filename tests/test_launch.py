@@ -1,0 +1,21 @@
+"""What launches are made of, without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexattn.launch import _descriptor
+
+
+def test_a_descriptor_that_is_not_checked_again_says_the_same() -> None:
+    tools = pytest.importorskip("triton.tools.tensor_descriptor")
+    make = _descriptor("q", (1, 1, 64, 64))
+    first, second = (torch.empty(1, 3, 100, 64, dtype=torch.bfloat16) for _ in range(2))
+    found = [make({"q": x}) for x in (first, second, first)]
+    assert [id(x.base) for x in found] == [id(first), id(second), id(first)]
+    for x in found:
+        assert isinstance(x, tools.TensorDescriptor)
+        assert (x.shape, x.strides, x.block_shape, x.padding) == (
+            [1, 3, 100, 64], [64, 6400, 64, 1], [1, 1, 64, 64], "zero",
+        )  # fmt: skip
