@@ -131,6 +131,7 @@ def _hopper_backward_names(plan: KernelPlan) -> _Own:
             "dtype": TRITON_DTYPE[plan.dtype], "packing": _PACKING[plan.dtype], "unpacking": _UNPACKING[plan.dtype],
             # With a derivative there is enough to do while dk waits for its own dS (tanh: 4 % faster, D 128).
             "delayed": not plan.scales_gradient or plan.widths[0] == 64,
+            "keeps_keys": plan.widths == (64, 64),
             **_KEY_ROLES[plan.kernel],
         },
     )  # fmt: skip

@@ -35,7 +35,7 @@ ROW = TileRow("sm_90", KEY, Tile(32, 16, 8, 1), "a card", "2026-01-02")
         ("backward_dq", "bfloat16", 64, 64, "transforms", Tile(128, 64, 8, 3, 0, True)),
         ("backward_dkdv", "bfloat16", 64, 64, "none", Tile(64, 64, 4, 3, 32)),
         ("backward_dkdv", "bfloat16", 64, 64, "adds", Tile(64, 64, 4, 3, 32)),
-        ("backward_dkdv", "float32", 96, 128, "adds", Tile(32, 32, 4, 1)),
+        ("backward_dkdv", "float32", 96, 128, "adds", Tile(16, 16, 8, 2)),
         ("backward_delta", "float32", 999, 999, "none", Tile(32, 16, 4, 1)),
     ],
 )
