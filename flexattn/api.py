@@ -30,6 +30,7 @@ from flexattn.options import option, tile_options, validate_options
 from flexattn.plan import tile_origin
 from flexattn.problem import Problem
 from flexattn.render import render
+from flexattn.sinks import check_sink
 from flexattn.target import Target, target_of
 from flexattn.trace import trace
 from flexattn.trials import Tuning
@@ -73,6 +74,7 @@ def flex_attention(
     return_lse: bool = False,
     kernel_options: Mapping[str, object] | None = None,
     *,
+    sink: Tensor | float | None = None,
     return_aux: AuxRequest | upstream.AuxRequest | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Return attention of query over key and value, its scores changed by `score_mod` and masked by `block_mask`.
@@ -87,10 +89,12 @@ def flex_attention(
         enable_gqa: let groups of Hq // Hkv query heads share a key head.
         return_lse: deprecated, use return_aux=AuxRequest(lse=True).
         kernel_options: how to compute; see FlexKernelOptions.
+        sink: one more term exp(sink) of each row's sum of exponentials, which takes weight and has no value: [Hq] or
+            [B, Hq] of any floating dtype, with gradient, or a number (0.0: softmax off by one). lse has it in it.
         return_aux: what to return besides the output, as (out, AuxOutput).
 
     Returns:
-        The output [B, Hq, M, Dv] in the dtype of query; a row whose keys are all masked is 0, its lse -inf.
+        The output [B, Hq, M, Dv] in the dtype of query; a row whose keys are all masked is 0, its lse -inf or the sink.
 
     Example:
         >>> import flexattn
@@ -100,7 +104,9 @@ def flex_attention(
         torch.Size([1, 2, 64, 32])
     """
     request = _request(return_lse, return_aux)
-    problem = _pose(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, request.max_scores)
+    problem = _pose(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, request.max_scores
+    )
     out, lse, max_scores = attention(_engine(problem), problem)
     if return_aux is not None:
         return out, AuxOutput(lse if request.lse else None, max_scores)
@@ -117,6 +123,7 @@ def explain(
     enable_gqa: bool = False,
     kernel_options: Mapping[str, object] | None = None,
     *,
+    sink: Tensor | float | None = None,
     mask_mod: Mod | None = None,
     B: int | None = None,
     H: int | None = None,
@@ -131,7 +138,7 @@ def explain(
     the graph that bounds it over boxes of places. With lengths its BlockMask is built too, and what that took is shown.
 
     Args:
-        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options: as in flex_attention.
+        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink: as in flex_attention.
         mask_mod: `(b, h, q_idx, kv_idx) -> bool`, to be explained without tensors.
         B, H, Q_LEN, KV_LEN, BLOCK_SIZE: as in create_block_mask, to build the mask of mask_mod with its default device;
             without Q_LEN and KV_LEN none is built.
@@ -155,7 +162,7 @@ def explain(
         mend = "Pass block_mask=create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) instead."
         raise ArgumentError(message("mask_mod", "one beside other arguments", "score_mod and mask_mod alone", mend))
     _refuse_sizes(sizes, "a mask_mod without tensors", "Leave it out: the tensors and block_mask have it.")
-    problem = _pose(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, False)
+    problem = _pose(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, False)
     score, mask = problem.score, problem.mask
     if score is not None and problem.score_grad is None:
         problem = replace(problem, score_grad=differentiate(score.graph, ()))
@@ -223,7 +230,7 @@ def tune(
     """
     if unknown := set(kernels) - set(TUNED):
         raise ArgumentError(message("kernels", sorted(unknown), f"names of {', '.join(TUNED)}", "Leave them out."))
-    problem = _pose(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, False)
+    problem = _pose(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, None, False)
     if _engine(problem) is not triton:
         found = f"{tuple(query.shape)} on {query.device}"
         raise UnsupportedError(message("query", found, "what a Triton kernel computes", "Pass tensors on a GPU."))
@@ -281,7 +288,7 @@ def _refuse_sizes(sizes: Mapping[str, int | None], expected: str, mend: str) -> 
 def _pose(
     query: Tensor | None, key: Tensor | None, value: Tensor | None, score_mod: Mod | None,
     block_mask: BlockMask | upstream.BlockMask | None, scale: float | None, enable_gqa: bool,
-    kernel_options: Mapping[str, object] | None, max_scores: bool,
+    kernel_options: Mapping[str, object] | None, sink: Tensor | float | None, max_scores: bool,
 ) -> Problem:  # fmt: skip
     """Turn the arguments of a call into a Problem: everything before the engine, stage by stage."""
     query, key, value = check_tensors(*_autocast(query, key, value), enable_gqa)
@@ -289,7 +296,9 @@ def _pose(
     scale = check_scale(scale, query.shape[3])
     score = _score(score_mod, query)  # Python -> BoundMod
     captures = () if score is None else score.captures
-    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *captures))
+    checked_sink = check_sink(sink, query)
+    learnable = (query, key, value, *captures, *(() if checked_sink is None else (checked_sink,)))
+    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in learnable)
     blocks = _blocks(block_mask)  # PyTorch's BlockMask -> BlockMask
     mask = None
     if blocks is not None:
@@ -299,7 +308,7 @@ def _pose(
     learned = tuple(i for i, c in enumerate(captures) if c.requires_grad)
     score_grad = differentiate(score.graph, learned) if gradient and score is not None else None  # ModGraph -> ModGraph
     runs = () if mask is None or blocks is None else blocks.equal_runs()
-    return Problem(query, key, value, scale, score, mask, blocks, score_grad, runs, options, max_scores)
+    return Problem(query, key, value, scale, score, mask, blocks, score_grad, runs, options, checked_sink, max_scores)
 
 
 def _autocast(query: object, key: object, value: object) -> tuple[object, object, object]:

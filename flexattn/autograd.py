@@ -17,7 +17,8 @@ from flexattn.errors import MutationError, UnsupportedError, message
 from flexattn.graph import BoundMod
 from flexattn.problem import Problem
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]
+# Of query, key, value, each tensor that score_mod captures, and the sink.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...], Tensor | None]
 
 
 class Engine(Protocol):
@@ -36,7 +37,7 @@ class Engine(Protocol):
         d_lse: Tensor | None,
         needs: tuple[bool, bool, bool],
     ) -> Gradients:
-        """Return dq, dk, dv and the gradients of the tensors that score_mod captures."""
+        """Return dq, dk, dv, the gradients of the tensors that score_mod captures, and that of a sink that learns."""
         ...
 
 
@@ -120,27 +121,30 @@ def _gradients(
     lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return one gradient, or None, for each of the problem's tensors."""
-    dq, dk, dv, captured = _without_autocast(
+    dq, dk, dv, captured, d_sink = _without_autocast(
         problem, engine.backward, problem, out, lse, d_out, d_lse, (needs[0], needs[1], needs[2])
     )
-    of_mask = (None,) * (len(needs) - 3 - len(captured))
-    grads = (dq, dk, dv, *captured, *of_mask)
+    of_sink = () if problem.sink is None else (d_sink,)
+    of_mask = (None,) * (len(needs) - 3 - len(captured) - len(of_sink))
+    grads = (dq, dk, dv, *captured, *of_mask, *of_sink)
     return tuple(g if need else None for g, need in zip(grads, needs, strict=True))
 
 
 def _tensors(problem: Problem) -> tuple[Tensor, ...]:
-    """Return query, key, value, the captures of score_mod and those of mask_mod."""
+    """Return query, key, value, the captures of score_mod and those of mask_mod, and the sink."""
     score = () if problem.score is None else problem.score.captures
     mask = () if problem.mask is None else problem.mask.captures
-    return problem.query, problem.key, problem.value, *score, *mask
+    sink = () if problem.sink is None else (problem.sink,)
+    return problem.query, problem.key, problem.value, *score, *mask, *sink
 
 
 def _with_tensors(problem: Problem, tensors: Sequence[Tensor]) -> Problem:
     """Return the problem with other tensors, in the order of `_tensors`."""
     query, key, value, *rest = tensors
+    sink = None if problem.sink is None else rest.pop()
     split = 0 if problem.score is None else len(problem.score.captures)
     score, mask = _with_captures(problem.score, rest[:split]), _with_captures(problem.mask, rest[split:])
-    return replace(problem, query=query, key=key, value=value, score=score, mask=mask)
+    return replace(problem, query=query, key=key, value=value, score=score, mask=mask, sink=sink)
 
 
 def _with_captures(bound: BoundMod | None, captures: Sequence[Tensor]) -> BoundMod | None:
@@ -174,4 +178,5 @@ def _unpack(ctx: Any) -> tuple[Tensor, ...]:
 def _names(problem: Problem) -> tuple[str, ...]:
     """Return the names of everything that is saved for the backward, in its order."""
     mods = [m for m in (problem.score, problem.mask) if m is not None]
-    return "query", "key", "value", *(c.name for m in mods for c in m.graph.captures), "out", "lse"
+    sink = () if problem.sink is None else ("sink",)
+    return "query", "key", "value", *(c.name for m in mods for c in m.graph.captures), *sink, "out", "lse"

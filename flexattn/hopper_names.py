@@ -70,10 +70,11 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
     return _Own(
         [("CONSUMERS", consumers), ("Q_STAGES", plan.tiles_of_queries), ("SAFE", plan.score is not None)],
         buffers,
-        ("tiles", "counter_ptr", "lse_ptr", *(("max_ptr",) if plan.max_scores else ()), "M", "N", "heads", "heads_q",
+        ("tiles", "counter_ptr", "lse_ptr", *(("max_ptr",) if plan.max_scores else ()),
+         *(("sink_ptr", "stride_sink_b", "stride_sink_h") if plan.has_sink else ()), "M", "N", "heads", "heads_q",
          "group_size", "heads_per_group", "batch_shares_keys"),
         {
-            "parts": parts,
+            "parts": parts, "with_sink": as_gluon(environment().get_template("with_sink.py.jinja").render()),
             "numbers": ["b", "h", "m0", *(["partial", "full"] if plan.blocks else [])],
             "consumers": consumers, "shared_lists": shared_lists, "shares_output": plan.shares_output,
             "roles": [*(f"consumer_{i}" for i in range(consumers)), "producer"],

@@ -89,6 +89,7 @@ class KernelPlan:
     exact: bool = False
     max_scores: bool = False
     has_dlse: bool = False
+    has_sink: bool = False
 
     @property
     def is_hopper(self) -> bool:
@@ -190,6 +191,8 @@ class KernelPlan:
         lines += [
             f"    {m.role:<8} {m.graph.name}  {m.graph.location}" for m in (self.score, self.mask) if m is not None
         ]
+        if self.has_sink:
+            lines.append("    sink     one more term of each sum")
         if self.adds_dq:
             lines.append("    memory   a float32 sum of dq: 4 bytes for each element of query")
         return "\n".join(lines)

@@ -97,6 +97,7 @@ def _signature(kernel: str, problem: Problem, tensors: Tensors, arrays: Tensors)
     return (
         kernel, q.dtype, q.device, q.shape, k.shape, problem.value.shape, problem.scale, problem.options,
         problem.max_scores, tuple(arrays), torch.backends.cuda.matmul.allow_tf32, problem.score_grad,
+        None if problem.sink is None else (problem.sink.shape, problem.sink.stride()),
         None if mask is None else (mask.B, mask.H, mask.BLOCK_SIZE, mask.full_overhangs),
         *((t.stride(), t.data_ptr() & 15) for t in tensors.values()),
         *_mod_signature(problem.score), *_mod_signature(problem.mask),
@@ -333,6 +334,9 @@ def _plain_values(plan: KernelPlan, problem: Problem) -> Values:
         "sm_scale": scale, "dq_scale": scale, "dk_scale": scale, "qk_scale": qk_scale,
         "q_sign": float((scale > 0) - (scale < 0)),
     }  # fmt: skip
+    if problem.sink is not None:
+        (of_batch, of_head), (batches, heads) = problem.sink.stride(), problem.sink.shape
+        values |= {"stride_sink_b": of_batch if batches > 1 else 0, "stride_sink_h": of_head if heads > 1 else 0}
     mask = problem.block_mask
     if mask is not None:
         blocks = -(-(N if transposed else M) // mask.BLOCK_SIZE[transposed])

@@ -64,6 +64,7 @@ def plan_kernel(
         float_index=max(problem.query.size(2), problem.key.size(2)) <= INDEX_LIMIT,
         precision=_precision(problem), exact=_exact(problem),
         max_scores=problem.max_scores and kernel == "forward",
+        has_sink=problem.sink is not None and kernel == "forward",
     )  # fmt: skip
     plan = fit(plan)
     if _may_stream(kernel, problem, plan):

@@ -28,4 +28,5 @@ class Problem:
     score_grad: ModGraph | None = None  # gradient graph of `score`, where a backward may follow
     runs: tuple[EqualRuns, ...] = ()  # of what `mask` captures, where they are known
     options: tuple[tuple[str, object], ...] = ()  # validated kernel_options
+    sink: Tensor | None = None  # [B or 1, Hq or 1] float32 (float64), natural logarithm of one more term of each sum
     max_scores: bool = False  # whether the forward returns the largest score of each row

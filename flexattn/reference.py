@@ -19,11 +19,13 @@ def attention(
     mask_mod: Callable[..., Any] | Tensor | None = None,
     scale: float | None = None,
     dtype: torch.dtype | None = torch.float64,
+    sink: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:  # [B, Hq, M, Dv], [B, Hq, M]
     """Return the output and the natural logarithm of the sum of exponentials, both in `dtype`.
 
     `mask_mod` is a function of (b, h, q_idx, kv_idx) or a bool tensor that broadcasts to [B, Hq, M, N]. With dtype
     None, matrix products are in the dtype of the inputs, and what is between them, as lse, at least in float32.
+    `sink`, [Hq], [B, Hq] or a number, joins each row's sum of exponentials.
 
     >>> q = k = v = torch.randn(1, 2, 8, 4)
     >>> out, lse = attention(q, k, v, mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
@@ -40,7 +42,11 @@ def attention(
     if mask_mod is not None:
         live = mask_mod if isinstance(mask_mod, Tensor) else over_all_pairs(mask_mod, score.shape, device=score.device)
         score = torch.where(live, score, -math.inf)
-    if key.shape[-2] == 0:
+    if sink is not None:  # a key that every row attends to, of value 0
+        sink = torch.as_tensor(sink, dtype=wide, device=score.device)
+        score = torch.cat([score, sink[..., None, None].expand(*score.shape[:3], 1)], -1)
+        value = torch.cat([value, torch.zeros_like(value[..., :1, :])], -2)
+    if value.shape[-2] == 0:
         return query.new_zeros((*score.shape[:3], value.shape[-1])), score.new_full(score.shape[:3], -math.inf)
     largest = score.detach().amax(-1, keepdim=True)
     weight = torch.exp(score - largest.masked_fill(largest == -math.inf, 0.0))

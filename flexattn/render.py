@@ -63,7 +63,8 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "early_grad": bool(plan.grad and plan.scales_gradient and early_loads(plan.grad)),
         "has_mask": plan.mask is not None, "has_blocks": plan.blocks is not None,
         "full_tail": plan.cuts_blocks or plan.full_overhangs, "max_scores": plan.max_scores,
-        "has_dlse": plan.has_dlse, "scale": "qk_scale" if _scales_to_exp2(plan) else "sm_scale",
+        "has_dlse": plan.has_dlse, "has_sink": plan.has_sink,
+        "scale": "qk_scale" if _scales_to_exp2(plan) else "sm_scale",
         "natural": plan.exact, "to_exp2": _to_exp2(plan), "to_lse": _to_lse(plan),
         "score_arguments": score, "mask_arguments": mask, "mod_arguments": (*score, *mask),
         "scatter_arguments": scatter, "scatter_live": lambda loop: _scatter_live(plan, loop),
@@ -273,7 +274,7 @@ def _argument_types(plan: KernelPlan) -> dict[str, str]:
     return found
 
 
-_FLOAT_POINTERS = {"dq_sum_ptr", "lse_ptr", "shift_ptr", "max_ptr", "delta_ptr", "dlse_ptr"}
+_FLOAT_POINTERS = {"dq_sum_ptr", "lse_ptr", "sink_ptr", "shift_ptr", "max_ptr", "delta_ptr", "dlse_ptr"}
 _SCALES = {"sm_scale", "qk_scale", "q_sign", "dq_scale", "dk_scale"}
 _ROW_STRIDES = {f"stride_{t}{d}" for t in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for d in ("m", "n")}
 

@@ -52,7 +52,8 @@ class Call:
     mask: BlockMask | upstream.BlockMask | None = None
     mask_mod: Mod | Tensor | None = None  # what the oracle is given in place of the mask
     scale: float | None = None
-    learned: tuple[Tensor, ...] = ()  # of the tensors that score_mod captures
+    learned: tuple[Tensor, ...] = ()  # of the tensors that score_mod captures, and the sink
+    sink: Tensor | float | None = None
     options: dict[str, object] = field(default_factory=dict)
     d_out: Callable[[Tensor], Tensor] = lambda x: x  # another layout of the same gradient
 
@@ -104,11 +105,11 @@ def results(call: Call, dtype: torch.dtype | str | None) -> tuple[Tensor | None,
     if dtype == "ours":
         out, aux = flex_attention(
             *leaves, call.score_mod, call.mask, call.scale, enable_gqa=True, return_aux=AuxRequest(lse=True),
-            kernel_options={"BACKEND": "TRITON", **call.options},
+            kernel_options={"BACKEND": "TRITON", **call.options}, sink=call.sink,
         )  # fmt: skip
         lse = aux.lse
     else:
-        out, lse = attention(*leaves, call.score_mod, call.mask_mod, call.scale, dtype)
+        out, lse = attention(*leaves, call.score_mod, call.mask_mod, call.scale, dtype, call.sink)
     d_out, d_lse = given(call, out, lse)
     both = [(x, d) for x, d in ((out, d_out), (lse, d_lse)) if x.requires_grad]
     grads = torch.autograd.grad([x for x, _ in both], leaves + learned, [d for _, d in both], allow_unused=True)
@@ -438,6 +439,23 @@ def _with_upstreams_mask(at: Setting) -> Call:
     return replace(call, mask=mask)
 
 
+# Sinks: make(setting, batches, heads); those that learn are tensors.
+SINKS: dict[str, Callable[[Setting, int, int], Tensor | float]] = {
+    "heads": lambda at, B, H: 2 * at.randn(H, seed=11),
+    "batches": lambda at, B, H: at.randn(B, H, seed=11).to(at.dtype),
+    "one": lambda at, B, H: 0.0,
+    "large": lambda at, B, H: 40 + at.randn(H, seed=11),
+    "small": lambda at, B, H: -90 * torch.ones(H, device=at.device),
+    "none": lambda at, B, H: torch.full((H,), -math.inf, device=at.device),
+}
+
+
+def with_sink(call: Call, at: Setting, name: str) -> Call:
+    """Return the call with a sink of SINKS."""
+    sink = SINKS[name](at, *call.query.shape[:2])
+    return replace(call, sink=sink, learned=(*call.learned, *((sink,) if isinstance(sink, Tensor) else ())))
+
+
 def _cases() -> dict[str, Callable[[Setting], Call]]:
     found: dict[str, Callable[[Setting], Call]] = {"plain": lambda at: make_call(at)}
     found |= {f"score-{n}": lambda at, n=n: make_call(at, Sizes(), n, "causal") for n in SCORES}
@@ -463,6 +481,14 @@ def _cases() -> dict[str, Callable[[Setting], Call]]:
     # Lengths of whole tiles: loads are proved to be inside of their tensor.
     for score in (None, "dense_bias"):
         found[f"mask_inside-{score}"] = lambda at, n=score: make_call(at, Sizes(1, 2, 1, 128, 128), n, "captured", 128)
+    for sink, score, mask in (
+        ("heads", None, "late_rows"), ("batches", "softcap", "causal"), ("one", "alibi", None),
+        ("one", None, "nothing"),
+        ("large", "relative", "sliding"), ("small", None, "causal"), ("none", None, "late_rows"),
+    ):  # fmt: skip
+        found[f"sink-{sink}-{score}-{mask}"] = lambda at, n=sink, s=score, m=mask: with_sink(
+            make_call(at, Sizes(), s, m), at, n
+        )
     found["lists"] = _with_lists
     found["unequal_lists"] = _with_unequal_lists
     found["upstreams_mask"] = _with_upstreams_mask
@@ -476,6 +502,7 @@ LOOSE = (
     "dims",
     "mask",
     "scale",
+    "sink",
     "score-constant",
     "unmasked-constant",
     "layout-expanded",

@@ -80,7 +80,7 @@ def check(q, k, v, score_mod=None, mask=None, scale=None, captures=(), dense_mas
     floor = {2: 2.0, 4: 3.0, 8: 4.0}[q.dtype.itemsize]
     assert_close_to_oracle("out", out, same[0], want[0], "out", floor)
     assert_close_to_oracle("lse", lse.to(same[1].dtype), same[1], want[1], "lse", floor)
-    *grads, captured = cpu.backward(problem, out, lse, d_out, d_lse, ALL)
+    *grads, captured, _ = cpu.backward(problem, out, lse, d_out, d_lse, ALL)
     factor = 1.0
     if q.dtype == torch.float32:  # out, from which the backward starts, is rounded
         floor, factor = 5.0, 1.1
@@ -200,7 +200,7 @@ def test_empty_sizes(sizes):
     out, lse, largest = cpu.forward(problem)
     assert out.shape == (*q.shape[:3], 24) and (out == 0).all() and (lse == -math.inf).all()
     assert (largest == -math.inf).all() and largest.shape == lse.shape == q.shape[:3]
-    dq, dk, dv, (ds,) = cpu.backward(problem, out, lse, out, lse, ALL)
+    dq, dk, dv, (ds,), _ = cpu.backward(problem, out, lse, out, lse, ALL)
     assert [x.shape for x in (dq, dk, dv, ds)] == [x.shape for x in (q, k, v, slopes)]
     assert all((x == 0).all() for x in (dq, dk, dv, ds))
 
@@ -251,7 +251,7 @@ def test_rows_that_a_score_mod_empties():
     table[::4] = 0.0
     problem = pose(q, k, v, lambda s, b, h, i, j: s + torch.log(table[j]))
     out, lse, _ = cpu.forward(problem)
-    *_, (got,) = cpu.backward(problem, out, lse, torch.randn_like(out), None, ALL)
+    *_, (got,), _ = cpu.backward(problem, out, lse, torch.randn_like(out), None, ALL)
     assert got.isfinite().all() and (got[::4] == 0).all() and (got[1::4] != 0).all()
 
 
@@ -271,7 +271,7 @@ def test_only_what_is_needed():
     out, lse, _ = cpu.forward(problem)
     every = cpu.backward(problem, out, lse, out, None, ALL)
     for needs in ((True, False, False), (False, True, False), (False, False, True), (False, False, False)):
-        *grads, (captured,) = cpu.backward(problem, out, lse, out, None, needs)
+        *grads, (captured,), _ = cpu.backward(problem, out, lse, out, None, needs)
         for need, got, want in zip(needs, grads, every, strict=False):
             assert (got is not None) == need and (got is None or torch.equal(got, want))
         assert torch.equal(captured, every[3][0])
@@ -353,7 +353,7 @@ def test_threads_change_nothing(sizes, by_heads, monkeypatch):
     for threads in (1, 3):
         monkeypatch.setattr(cpu, "_threads", lambda _, n=threads: n)
         out, lse, _ = cpu.forward(problem)
-        *grads, captured = cpu.backward(problem, out, lse, torch.ones_like(out), lse.clamp(min=0), ALL)
+        *grads, captured, _ = cpu.backward(problem, out, lse, torch.ones_like(out), lse.clamp(min=0), ALL)
         results.append((out, lse, *grads, *captured))
     assert torch.get_num_threads() == 1
     for one, many in zip(*results, strict=True):

@@ -281,3 +281,12 @@ def test_blocks_that_are_no_whole_tiles_are_refused_by_name(block: int) -> None:
     with pytest.raises(UnsupportedError, match=f"blocks of {block} x {block} are no whole tiles"):
         flex_attention(q, k, v, block_mask=mask, kernel_options={"BACKEND": "HOPPER"})
     assert flex_attention(q, k, v, block_mask=mask).isfinite().all()  # by the Triton engine
+
+
+@pytest.mark.usefixtures("backward")
+@pytest.mark.parametrize("sink", sorted(kernel_cases.SINKS))
+@pytest.mark.parametrize(
+    ("sizes", "score", "mask"), [(WIDE, None, "late_rows"), (NARROW, "softcap", None), (NARROW, None, "nothing")]
+)
+def test_sinks(sizes: Sizes, score: str | None, mask: str | None, sink: str) -> None:
+    check(kernel_cases.with_sink(make_call(BF16, sizes, score, mask), BF16, sink), loose=True)

@@ -17,10 +17,11 @@ from flexattn.engines.cpu_scores import Scores, computing_dtype
 from flexattn.engines.cpu_threads import Queue, in_threads
 from flexattn.engines.cpu_tiles import Strip, Tile, shares, strips
 from flexattn.problem import Problem
+from flexattn.sinks import sink_gradient
 
 _LOG2E = math.log2(math.e)
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...], Tensor | None]
 
 
 @torch.no_grad()
@@ -34,6 +35,8 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     out = _zeros_in_order_of(query, (*query.shape[:3], value.shape[3]), query.dtype)
     lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float64 if query.dtype == torch.float32 else wide)
     largest = torch.full_like(lse, -torch.inf, dtype=wide) if problem.max_scores else None
+    if problem.sink is not None:  # of rows without a key
+        lse.copy_(problem.sink[..., None].expand(lse.shape))
     if query.numel() > 0:
         queue = Queue(strips(problem))
 
@@ -53,8 +56,14 @@ def _forward_strip(tiles: Scores, strip: Strip, out: Tensor, lse: Tensor, larges
     if not _all_finite(acc, l_i):
         m_i, l_i, acc = _softmax_strip(tiles, strip, unit, guard=True)
     acc.div_(l_i.masked_fill(l_i == 0, 1.0))
+    row_lse = m_i.double().div_(unit).add_(l_i.double().log_())
+    if tiles.problem.sink is not None:
+        sink = tiles.problem.sink[..., None, None].expand(*lse.shape, 1)
+        total = torch.logaddexp(row_lse, tiles.stack(sink, strip, torch.float64))
+        acc.mul_(row_lse.sub_(total).exp_())
+        row_lse = total
     tiles.rows(out, strip).copy_(tiles.unstack(acc, strip))
-    tiles.rows(lse[..., None], strip).copy_(tiles.unstack(m_i.double().div_(unit).add_(l_i.double().log_()), strip))
+    tiles.rows(lse[..., None], strip).copy_(tiles.unstack(row_lse, strip))
     if largest is not None:
         tiles.rows(largest[..., None], strip).copy_(tiles.unstack(m_i.div_(unit), strip))
 
@@ -93,12 +102,19 @@ def _softmax_strip(tiles: Scores, strip: Strip, unit: float, guard: bool) -> tup
 def backward(
     problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: tuple[bool, bool, bool]
 ) -> Gradients:
-    """Return the gradients of query, key and value (where needed) and of the captured tensors of the score mod."""
+    """Return the gradients of query, key, value (where needed), of what score_mod captures, and of the sink."""
     given = (out, lse[..., None], d_out, None if d_lse is None else d_lse[..., None])
     sums = _backward(problem, given, needs, guard=False)
     if not _all_finite(*sums.all()):
         sums = _backward(problem, given, needs, guard=True)
-    return sums.finish(problem)
+    return *sums.finish(problem), _sink_gradient(problem, out, lse, d_out, d_lse)
+
+
+def _sink_gradient(problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Tensor | None:
+    if problem.sink is None or not problem.sink.requires_grad:
+        return None
+    delta = torch.stack([-(o.double() * d).sum(-1) for o, d in zip(out, d_out, strict=True)])
+    return sink_gradient(problem.sink, lse, delta if d_lse is None else delta + d_lse)
 
 
 @dataclass
@@ -114,7 +130,7 @@ class _Sums:
         inner = [] if self.captures is None else list(self.captures.sums.values())
         return [x for x in (self.dq, self.dk, self.dv, *inner) if x is not None]
 
-    def finish(self, problem: Problem) -> Gradients:
+    def finish(self, problem: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
         captures = () if problem.score is None else problem.score.captures
         sums = {} if self.captures is None else self.captures.sums
         return (

@@ -6,22 +6,29 @@ import torch
 from torch import Tensor
 
 from flexattn.problem import Problem
+from flexattn.sinks import sink_gradient
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return out 0, lse -inf and the largest scores -inf, of the right shapes."""
+    """Return out 0, lse -inf or the sink, and the largest scores -inf, of the right shapes."""
     query, value = problem.query, problem.value
     out = query.new_zeros((*query.shape[:3], value.shape[3]))
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
-    return out, lse, lse.to(torch.float32, copy=True) if problem.max_scores else None
+    largest = lse.to(torch.float32, copy=True) if problem.max_scores else None
+    return out, lse if problem.sink is None else lse.copy_(problem.sink[..., None].expand(lse.shape)), largest
 
 
 def backward(
     problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: tuple[bool, bool, bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...], Tensor | None]:
     """Return gradients of zero for whatever is needed."""
     inputs = (problem.query, problem.key, problem.value)
     dq, dk, dv = (torch.zeros_like(x) if need else None for x, need in zip(inputs, needs, strict=True))
     captures = () if problem.score is None else problem.score.captures
-    return dq, dk, dv, tuple(torch.zeros_like(c) if c.is_floating_point() else None for c in captures)
+    d_sink = None if problem.sink is None else sink_gradient(problem.sink, lse, _or_zeros(d_lse, lse))
+    return dq, dk, dv, tuple(torch.zeros_like(c) if c.is_floating_point() else None for c in captures), d_sink
+
+
+def _or_zeros(d_lse: Tensor | None, lse: Tensor) -> Tensor:
+    return torch.zeros_like(lse) if d_lse is None else d_lse

@@ -12,9 +12,10 @@ from flexattn.kernel_plan import KernelPlan, widths_of
 from flexattn.launch import TENSORS, Tensors, backward_kernels, buffer_name, padded_rows, plan_launch, run
 from flexattn.problem import Problem
 from flexattn.scatter import scatter_captures
+from flexattn.sinks import sink_gradient
 from flexattn.target import Target
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...], Tensor | None]
 Run = Callable[[str, Problem, Tensors, Tensors], None]  # as launch.run, or what keeps such calls
 
 
@@ -25,6 +26,8 @@ def forward(problem: Problem, run: Run = run) -> tuple[Tensor, Tensor, Tensor | 
     out = _like_strides(q, v.size(-1))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     arrays = {"lse_ptr": lse}
+    if problem.sink is not None:
+        arrays["sink_ptr"] = problem.sink.detach()
     if problem.max_scores:
         arrays["max_ptr"] = torch.empty_like(lse)
     run("forward", problem, {"q": q, "k": problem.key, "v": v, "o": out}, arrays)
@@ -35,7 +38,7 @@ def backward(
     problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: tuple[bool, bool, bool],
     run: Run = run,
 ) -> Gradients:  # fmt: skip
-    """Return the gradients of query, key and value (None where not needed) and of each captured tensor."""
+    """Return the gradients of query, key, value (None where not needed), of captured tensors, and of the sink."""
     problem, d_out = _with_rows(problem), _rows(d_out)
     q, k, v = problem.query, problem.key, problem.value
     count = q.size(0) * q.size(1) * padded_rows(problem)
@@ -60,7 +63,11 @@ def backward(
     captures = () if problem.score is None else problem.score.captures
     captured = tuple(buffers[i].to(c.dtype) if i in buffers else None for i, c in enumerate(captures))
     dq, dk, dv = (tensors[name] if need else None for name, need in zip(("dq", "dk", "dv"), needs, strict=True))
-    return dq, dk, dv, captured
+    d_sink = None
+    if problem.sink is not None and problem.sink.requires_grad:
+        B, Hq, M, _ = q.shape
+        d_sink = sink_gradient(problem.sink.detach(), lse, delta.view(B, Hq, -1)[..., :M])
+    return dq, dk, dv, captured, d_sink
 
 
 def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | None], ...]:

@@ -1,0 +1,55 @@
+"""sinks: one more term of each softmax's sum, which takes weight and has no value (Xiao et al., arXiv:2309.17453)."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from flexattn.errors import ArgumentError, DeviceError, DtypeError, message
+
+
+def check_sink(sink: object, query: Tensor) -> Tensor | None:
+    """Return the sink as a tensor [B or 1, Hq or 1], float32 (float64 for float64), through which gradients pass."""
+    if sink is None:
+        return None
+    wide = torch.promote_types(query.dtype, torch.float32)
+    if not isinstance(sink, Tensor):
+        return _constant(_number(sink), query.device, wide)
+    B, Hq = query.shape[:2]
+    if not sink.is_floating_point():
+        raise DtypeError(message("sink", sink.dtype, "a floating dtype", "Convert it: sink.float()."))
+    if sink.device != query.device:
+        raise DeviceError(
+            message("sink", sink.device, f"that of query, {query.device}", "Move it: sink.to(query.device).")
+        )
+    if sink.shape not in ((Hq,), (1, Hq), (B, Hq)):
+        mend = "Give one number for each query head, or for each batch and query head."
+        raise ArgumentError(message("sink", f"shape {list(sink.shape)}", f"[{Hq}] or [{B}, {Hq}]", mend))
+    return sink.to(wide).view(-1, Hq)
+
+
+def _number(sink: object) -> float:
+    if isinstance(sink, bool) or not isinstance(sink, Real):
+        raise DtypeError(
+            message("sink", f"a {type(sink).__name__}", "a tensor or a number", "Pass sink=0.0 for softmax off by one.")
+        )
+    number = float(sink)
+    if math.isnan(number) or number == math.inf:
+        raise ArgumentError(message("sink", number, "a number below infinity", "Pass None for no sink."))
+    return number
+
+
+@lru_cache(64)
+def _constant(number: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((1, 1), number, device=device, dtype=dtype)
+
+
+def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Return the gradient of a sink, a key of value 0, from lse and d_lse - rowsum(out * d_out), both [B, Hq, M]."""
+    weight = torch.where(lse == -math.inf, 0.0, torch.exp(sink[..., None] - lse))
+    return (weight * delta).sum(-1).sum_to_size(sink.shape).to(sink.dtype)
