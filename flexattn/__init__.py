@@ -16,6 +16,7 @@ from flexattn.api import tune as tune
 from flexattn.block_mask import BlockMask as BlockMask
 from flexattn.classify import create_block_mask as create_block_mask
 from flexattn.classify import create_mask as create_mask
+from flexattn.dropout import dropout_mask as dropout_mask
 from flexattn.errors import FlexAttentionError as FlexAttentionError
 from flexattn.explain import Explanation as Explanation
 from flexattn.mods import and_masks as and_masks
@@ -35,6 +36,7 @@ __all__ = [
     "and_masks",
     "create_block_mask",
     "create_mask",
+    "dropout_mask",
     "explain",
     "flex_attention",
     "mods",

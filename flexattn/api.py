@@ -19,6 +19,7 @@ from flexattn.bound import bound as bounds_of
 from flexattn.build import KernelSource
 from flexattn.classify import create_block_mask
 from flexattn.differentiate import differentiate
+from flexattn.dropout import check_dropout
 from flexattn.engines import cpu, empty, triton
 from flexattn.errors import ArgumentError, DtypeError, MaskError, OptionError, UnsupportedError, message
 from flexattn.explain import Explanation, target_named
@@ -75,6 +76,7 @@ def flex_attention(
     kernel_options: Mapping[str, object] | None = None,
     *,
     sink: Tensor | float | None = None,
+    dropout_p: float = 0.0,
     return_aux: AuxRequest | upstream.AuxRequest | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Return attention of query over key and value, its scores changed by `score_mod` and masked by `block_mask`.
@@ -91,6 +93,9 @@ def flex_attention(
         kernel_options: how to compute; see FlexKernelOptions.
         sink: one more term exp(sink) of each row's sum of exponentials, which takes weight and has no value: [Hq] or
             [B, Hq] of any floating dtype, with gradient, or a number (0.0: softmax off by one). lse has it in it.
+        dropout_p: part of the weights that is dropped, from 0 to 1 in steps of 1 / 65536; those kept are divided by
+            1 - dropout_p, lse is that before. It draws one number from torch's generator of the device, and
+            `dropout_mask` gives the same mask from the same state.
         return_aux: what to return besides the output, as (out, AuxOutput).
 
     Returns:
@@ -105,7 +110,17 @@ def flex_attention(
     """
     request = _request(return_lse, return_aux)
     problem = _pose(
-        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, request.max_scores
+        query,
+        key,
+        value,
+        score_mod,
+        block_mask,
+        scale,
+        enable_gqa,
+        kernel_options,
+        sink,
+        request.max_scores,
+        dropout_p,
     )
     out, lse, max_scores = attention(_engine(problem), problem)
     if return_aux is not None:
@@ -289,6 +304,7 @@ def _pose(
     query: Tensor | None, key: Tensor | None, value: Tensor | None, score_mod: Mod | None,
     block_mask: BlockMask | upstream.BlockMask | None, scale: float | None, enable_gqa: bool,
     kernel_options: Mapping[str, object] | None, sink: Tensor | float | None, max_scores: bool,
+    dropout_p: float = 0.0,
 ) -> Problem:  # fmt: skip
     """Turn the arguments of a call into a Problem: everything before the engine, stage by stage."""
     query, key, value = check_tensors(*_autocast(query, key, value), enable_gqa)
@@ -297,6 +313,7 @@ def _pose(
     score = _score(score_mod, query)  # Python -> BoundMod
     captures = () if score is None else score.captures
     checked_sink = check_sink(sink, query)
+    dropout = check_dropout(dropout_p, query.device)
     learnable = (query, key, value, *captures, *(() if checked_sink is None else (checked_sink,)))
     gradient = torch.is_grad_enabled() and any(x.requires_grad for x in learnable)
     blocks = _blocks(block_mask)  # PyTorch's BlockMask -> BlockMask
@@ -308,7 +325,9 @@ def _pose(
     learned = tuple(i for i, c in enumerate(captures) if c.requires_grad)
     score_grad = differentiate(score.graph, learned) if gradient and score is not None else None  # ModGraph -> ModGraph
     runs = () if mask is None or blocks is None else blocks.equal_runs()
-    return Problem(query, key, value, scale, score, mask, blocks, score_grad, runs, options, checked_sink, max_scores)
+    return Problem(
+        query, key, value, scale, score, mask, blocks, score_grad, runs, options, checked_sink, dropout, max_scores
+    )
 
 
 def _autocast(query: object, key: object, value: object) -> tuple[object, object, object]:

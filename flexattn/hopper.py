@@ -99,6 +99,7 @@ def _refusal(
         (target.backend != "cuda" or int(target.arch) != 90, f"{target} is not sm_90"),
         (plan.dtype not in (torch.float16, torch.bfloat16), f"{plan.dtype} is no half precision"),
         (plan.exact, "EXACT is asked for"),
+        (plan.has_dropout, "weights are dropped"),
         (not has_gluon(), "this release of Triton is not known to compile it"),
         (bool(asked), f"{', '.join(asked)} chooses a tile of the Triton engine"),
         (option(problem.options, "USE_TMA", phase) is False, "USE_TMA is False"),

@@ -90,6 +90,7 @@ class KernelPlan:
     max_scores: bool = False
     has_dlse: bool = False
     has_sink: bool = False
+    has_dropout: bool = False
 
     @property
     def is_hopper(self) -> bool:
@@ -191,6 +192,8 @@ class KernelPlan:
         lines += [
             f"    {m.role:<8} {m.graph.name}  {m.graph.location}" for m in (self.score, self.mask) if m is not None
         ]
+        if self.has_dropout:
+            lines.append("    dropout  by Philox, from seed and place")
         if self.has_sink:
             lines.append("    sink     one more term of each sum")
         if self.adds_dq:

@@ -98,6 +98,7 @@ def _signature(kernel: str, problem: Problem, tensors: Tensors, arrays: Tensors)
         kernel, q.dtype, q.device, q.shape, k.shape, problem.value.shape, problem.scale, problem.options,
         problem.max_scores, tuple(arrays), torch.backends.cuda.matmul.allow_tf32, problem.score_grad,
         None if problem.sink is None else (problem.sink.shape, problem.sink.stride()),
+        None if problem.dropout is None else problem.dropout.drop_below,
         None if mask is None else (mask.B, mask.H, mask.BLOCK_SIZE, mask.full_overhangs),
         *((t.stride(), t.data_ptr() & 15) for t in tensors.values()),
         *_mod_signature(problem.score), *_mod_signature(problem.mask),
@@ -337,6 +338,8 @@ def _plain_values(plan: KernelPlan, problem: Problem) -> Values:
     if problem.sink is not None:
         (of_batch, of_head), (batches, heads) = problem.sink.stride(), problem.sink.shape
         values |= {"stride_sink_b": of_batch if batches > 1 else 0, "stride_sink_h": of_head if heads > 1 else 0}
+    if problem.dropout is not None:
+        values |= {"drop_below": problem.dropout.drop_below, "keep_scale": problem.dropout.keep_scale}
     mask = problem.block_mask
     if mask is not None:
         blocks = -(-(N if transposed else M) // mask.BLOCK_SIZE[transposed])
@@ -383,11 +386,13 @@ def _arrays_of(kernel: str, problem: Problem) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     if kernel in ("backward_delta", "backward_dq_rows"):
         return found
+    if problem.dropout is not None:
+        found["seed_ptr"] = problem.dropout.seed
     mask = problem.block_mask
     if mask is not None:
         side, lists = ("q", mask.q_runs) if kernel in TRANSPOSED else ("kv", mask.kv_runs)
         assert lists is not None
-        found = {
+        found |= {
             f"{side}_partial_ptr": lists.partial.row_ptr, f"{side}_partial_runs_ptr": lists.partial.runs,
             f"{side}_full_ptr": lists.full.row_ptr, f"{side}_full_runs_ptr": lists.full.runs,
             f"{side}_order_ptr": lists.order,

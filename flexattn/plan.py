@@ -64,7 +64,7 @@ def plan_kernel(
         float_index=max(problem.query.size(2), problem.key.size(2)) <= INDEX_LIMIT,
         precision=_precision(problem), exact=_exact(problem),
         max_scores=problem.max_scores and kernel == "forward",
-        has_sink=problem.sink is not None and kernel == "forward",
+        has_sink=problem.sink is not None and kernel == "forward", has_dropout=problem.dropout is not None,
     )  # fmt: skip
     plan = fit(plan)
     if _may_stream(kernel, problem, plan):
@@ -127,6 +127,9 @@ def _tile(
     if not aligned:
         rows = "BLOCK_N" if kernel == "backward_dkdv" else "BLOCK_M"
         tile = replace(tile, **{rows: min(getattr(tile, rows), _UNALIGNED_ROWS)})
+    if problem.dropout is not None:  # bits of random numbers want registers: 600 to 1,800 bytes of spills with more
+        limits = {"forward": {"BLOCK_N": 64}, "backward_dkdv": {"BLOCK_M": 32, "PARTIAL_M": 0}}.get(kernel, {})
+        tile = replace(tile, **{name: min(getattr(tile, name), limit) for name, limit in limits.items()})
     if problem.score is not None and _indexes_by_score(problem.score.graph):
         # A load whose address depends on a product cannot be pipelined: Triton 3.6 fails on it.
         tile = replace(tile, num_stages=1)

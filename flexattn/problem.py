@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flexattn.block_mask import BlockMask
+from flexattn.dropout import Dropout
 from flexattn.equal_runs import EqualRuns
 from flexattn.graph import BoundMod, ModGraph
 
@@ -29,4 +30,5 @@ class Problem:
     runs: tuple[EqualRuns, ...] = ()  # of what `mask` captures, where they are known
     options: tuple[tuple[str, object], ...] = ()  # validated kernel_options
     sink: Tensor | None = None  # [B or 1, Hq or 1] float32 (float64), natural logarithm of one more term of each sum
+    dropout: Dropout | None = None
     max_scores: bool = False  # whether the forward returns the largest score of each row

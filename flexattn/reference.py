@@ -20,12 +20,14 @@ def attention(
     scale: float | None = None,
     dtype: torch.dtype | None = torch.float64,
     sink: Tensor | float | None = None,
+    dropout: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # [B, Hq, M, Dv], [B, Hq, M]
     """Return the output and the natural logarithm of the sum of exponentials, both in `dtype`.
 
     `mask_mod` is a function of (b, h, q_idx, kv_idx) or a bool tensor that broadcasts to [B, Hq, M, N]. With dtype
     None, matrix products are in the dtype of the inputs, and what is between them, as lse, at least in float32.
-    `sink`, [Hq], [B, Hq] or a number, joins each row's sum of exponentials.
+    `sink`, [Hq], [B, Hq] or a number, joins each row's sum of exponentials; weights are multiplied by
+    `dropout`, which broadcasts to [B, Hq, M, N].
 
     >>> q = k = v = torch.randn(1, 2, 8, 4)
     >>> out, lse = attention(q, k, v, mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
@@ -54,7 +56,10 @@ def attention(
     empty = total == 0  # rows without a live key
     total = total.masked_fill(empty, 1.0)
     lse = (largest + total.log()).squeeze(-1)
-    return (weight / total).to(dtype) @ value, lse
+    weight = weight / total
+    if dropout is not None:
+        weight = weight[..., : key.shape[-2]] * dropout
+    return weight.to(dtype) @ value[..., : weight.shape[-1], :], lse
 
 
 def over_all_pairs(

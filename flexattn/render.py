@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 
 from flexattn.build import KernelSource
+from flexattn.dropout import OCTET
 from flexattn.hopper_names import hopper_descriptors, hopper_names, shared_layout
 from flexattn.kernel_plan import KernelPlan, Part, split_head_dim
 from flexattn.lower import (
@@ -63,7 +64,10 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "early_grad": bool(plan.grad and plan.scales_gradient and early_loads(plan.grad)),
         "has_mask": plan.mask is not None, "has_blocks": plan.blocks is not None,
         "full_tail": plan.cuts_blocks or plan.full_overhangs, "max_scores": plan.max_scores,
-        "has_dlse": plan.has_dlse, "has_sink": plan.has_sink,
+        "has_dlse": plan.has_dlse, "has_sink": plan.has_sink, "transposed": plan.transposed,
+        "has_dropout": plan.has_dropout, "octets": plan.blocks is None or plan.blocks[1] % OCTET == 0,
+        "dropout_arguments": _dropout_arguments(plan),
+        "dropout_parameters": ("seed_ptr", "drop_below", "keep_scale") if plan.has_dropout else (),
         "scale": "qk_scale" if _scales_to_exp2(plan) else "sm_scale",
         "natural": plan.exact, "to_exp2": _to_exp2(plan), "to_lse": _to_lse(plan),
         "score_arguments": score, "mask_arguments": mask, "mod_arguments": (*score, *mask),
@@ -126,6 +130,12 @@ def _mods(plan: KernelPlan) -> list[str]:
     if plan.grad and plan.grad.graph.sites:
         found.append(lower_scatter(plan.grad, "score_scatter", dialect))
     return found
+
+
+def _dropout_arguments(plan: KernelPlan) -> tuple[str, ...]:
+    """Return what the inner loop needs to know which weights are dropped, beside places."""
+    first = ("n0",) if plan.transposed else ()
+    return ("seed", *first, "drop_below", "keep_scale", "heads_q") if plan.has_dropout else ()
 
 
 def _streamed(plan: KernelPlan) -> str:
@@ -275,7 +285,7 @@ def _argument_types(plan: KernelPlan) -> dict[str, str]:
 
 
 _FLOAT_POINTERS = {"dq_sum_ptr", "lse_ptr", "sink_ptr", "shift_ptr", "max_ptr", "delta_ptr", "dlse_ptr"}
-_SCALES = {"sm_scale", "qk_scale", "q_sign", "dq_scale", "dk_scale"}
+_SCALES = {"keep_scale", "sm_scale", "qk_scale", "q_sign", "dq_scale", "dk_scale"}
 _ROW_STRIDES = {f"stride_{t}{d}" for t in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for d in ("m", "n")}
 
 
@@ -290,6 +300,8 @@ def _default_type(argument: str, plan: KernelPlan) -> str:
         return "*fp32"
     if argument in _SCALES:
         return "fp32"
+    if argument == "seed_ptr":
+        return "*i64"
     if argument.endswith("_ptr"):
         is_index = argument.startswith(("kv_", "q_partial", "q_full", "q_order", "counter"))
         return "*i32" if is_index else TRITON_POINTER[plan.dtype]

@@ -16,7 +16,7 @@ from oracle import assert_close_to_oracle
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
-from flexattn import AuxRequest, BlockMask, create_block_mask, flex_attention, mods
+from flexattn import AuxRequest, BlockMask, create_block_mask, dropout_mask, flex_attention, mods
 from flexattn.reference import attention
 
 Mod = Callable[..., Any]
@@ -54,6 +54,7 @@ class Call:
     scale: float | None = None
     learned: tuple[Tensor, ...] = ()  # of the tensors that score_mod captures, and the sink
     sink: Tensor | float | None = None
+    dropout_p: float = 0.0
     options: dict[str, object] = field(default_factory=dict)
     d_out: Callable[[Tensor], Tensor] = lambda x: x  # another layout of the same gradient
 
@@ -102,14 +103,18 @@ def results(call: Call, dtype: torch.dtype | str | None) -> tuple[Tensor | None,
     """Return (out, lse, dq, dk, dv, *d_learned) of the engine (dtype "ours"), or of the dense reference in a dtype."""
     leaves = [x.detach().requires_grad_() for x in (call.query, call.key, call.value)]
     learned = [x.requires_grad_() for x in call.learned]
+    torch.manual_seed(5)  # of dropout
     if dtype == "ours":
         out, aux = flex_attention(
             *leaves, call.score_mod, call.mask, call.scale, enable_gqa=True, return_aux=AuxRequest(lse=True),
             kernel_options={"BACKEND": "TRITON", **call.options}, sink=call.sink,
+            dropout_p=call.dropout_p,
         )  # fmt: skip
         lse = aux.lse
     else:
-        out, lse = attention(*leaves, call.score_mod, call.mask_mod, call.scale, dtype, call.sink)
+        places = (*call.query.shape[:3], call.key.shape[2])
+        dropout = dropout_mask(call.dropout_p, places, call.query.device) if call.dropout_p else None
+        out, lse = attention(*leaves, call.score_mod, call.mask_mod, call.scale, dtype, call.sink, dropout)
     d_out, d_lse = given(call, out, lse)
     both = [(x, d) for x, d in ((out, d_out), (lse, d_lse)) if x.requires_grad]
     grads = torch.autograd.grad([x for x, _ in both], leaves + learned, [d for _, d in both], allow_unused=True)
@@ -489,6 +494,14 @@ def _cases() -> dict[str, Callable[[Setting], Call]]:
         found[f"sink-{sink}-{score}-{mask}"] = lambda at, n=sink, s=score, m=mask: with_sink(
             make_call(at, Sizes(), s, m), at, n
         )
+    for p, score, mask, block in (
+        (0.3, None, None, 32), (0.1, "softcap", "causal", 32), (0.5, "relative", "sliding", (24, 20)),
+        (1.0, None, "late_rows", 32),
+    ):  # fmt: skip
+        found[f"dropout-{p}-{score}-{mask}"] = lambda at, p=p, s=score, m=mask, block=block: make_call(
+            at, Sizes(), s, m, block, dropout_p=p
+        )
+    found["dropout-sink"] = lambda at: with_sink(make_call(at, Sizes(), None, "causal", dropout_p=0.2), at, "heads")
     found["lists"] = _with_lists
     found["unequal_lists"] = _with_unequal_lists
     found["upstreams_mask"] = _with_upstreams_mask

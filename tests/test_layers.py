@@ -18,10 +18,10 @@ PACKAGE = Path(flexattn.__file__).parent
 ORDER = (
     "mods", "reference", "errors", "config", "options", "ops", "graph", "equal_runs", "index_range", "aten",
     "captures", "interception", "scalarize", "trace", "differentiate", "bound", "boxes", "facts", "block_mask",
-    "problem", "sinks", "target", "triton_versions", "kernel_store", "build", "builders", "tiles", "tile_choice",
-    "lower", "row_bounds", "scatter", "lower_bounds", "templates", "kernel_plan", "shared_memory", "plan", "hopper",
-    "hopper_names", "render", "launch", "engines", "mask_kernels", "mask_recipe", "mask_build", "mask_cache",
-    "classify", "validate", "explain", "autograd", "trials", "tuning", "api", "__init__",
+    "dropout", "problem", "sinks", "target", "triton_versions", "kernel_store", "build", "builders", "tiles",
+    "tile_choice", "lower", "row_bounds", "scatter", "lower_bounds", "templates", "kernel_plan", "shared_memory",
+    "plan", "hopper", "hopper_names", "render", "launch", "engines", "mask_kernels", "mask_recipe", "mask_build",
+    "mask_cache", "classify", "validate", "explain", "autograd", "trials", "tuning", "api", "__init__",
 )  # fmt: skip
 LEAVES = ("mods", "reference")
 HEAVY = ("sympy", "triton", "torch._dynamo", "torch.fx.experimental.symbolic_shapes")
@@ -87,8 +87,8 @@ def test_modules_import_each_other_without_cycles() -> None:
 def test_public_names() -> None:
     assert flexattn.__all__ == [
         "AuxOutput", "AuxRequest", "BlockMask", "Explanation", "FlexAttentionError", "FlexKernelOptions", "Tuning",
-        "and_masks", "create_block_mask", "create_mask", "explain", "flex_attention", "mods", "noop_mask", "or_masks",
-        "reference", "tune",
+        "and_masks", "create_block_mask", "create_mask", "dropout_mask", "explain", "flex_attention", "mods",
+        "noop_mask", "or_masks", "reference", "tune",
     ]  # fmt: skip
     assert all(hasattr(flexattn, name) for name in flexattn.__all__)
 

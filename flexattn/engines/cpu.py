@@ -93,6 +93,8 @@ def _softmax_strip(tiles: Scores, strip: Strip, unit: float, guard: bool) -> tup
         decay.exp2_()
         l_i.mul_(decay).add_(p.sum(-1, keepdim=True))
         acc.mul_(decay)
+        if tiles.problem.dropout is not None:
+            p.mul_(tiles.kept(strip, tile))
         _add_product(acc, p, tiles.keys_of(tiles.problem.value, strip, tile), guard)
         m_i = m_new
     return m_i, l_i, acc
@@ -195,12 +197,16 @@ def _backward_strip(
         excluded = p == -torch.inf if guard else None
         p.sub_(lse)
         (p if unit == _LOG2E else p.mul_(_LOG2E)).exp2_()
+        kept = None if problem.dropout is None else tiles.kept(strip, tile)
         if sums.dv is not None:
-            tiles.add_to_keys(sums.dv, strip, tile, _product(p.mT, d_out, guard))
+            tiles.add_to_keys(sums.dv, strip, tile, _product((p if kept is None else p * kept).mT, d_out, guard))
         if sums.dq is None and sums.dk is None and sums.captures is None:
             continue
         ds = tiles.buffer("gradient", strip, tile)
-        torch.bmm(d_out, tiles.keys_of(problem.value, strip, tile).mT, out=ds).sub_(delta).mul_(p)
+        torch.bmm(d_out, tiles.keys_of(problem.value, strip, tile).mT, out=ds)
+        if kept is not None:
+            ds.mul_(kept)
+        ds.sub_(delta).mul_(p)
         ds = _through_mod(tiles, strip, tile, query, ds, excluded, sums.captures)
         if ds is None:
             continue

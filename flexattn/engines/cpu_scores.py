@@ -74,6 +74,14 @@ class Scores:
             "kv_idx": torch.cat(keys)[first_column:],
         }
 
+    def kept(self, strip: Strip, tile: Tile) -> Tensor:
+        """Return what dropout multiplies the weights by, [key heads, group * rows, keys]."""
+        assert self.problem.dropout is not None
+        places, dropout = self.indices(strip, tile), self.problem.dropout
+        batch_head = places["b"] * self.problem.query.shape[1] + places["h"]
+        keep = dropout.keep(batch_head, places["q_idx"], tile.keys).expand(self.shape(strip, tile))
+        return keep.flatten(1, 2).to(self.dtype).mul_(dropout.keep_scale)
+
     def plain_scores(self, strip: Strip, tile: Tile, query: Tensor, factor: float, name: str = "scores") -> Tensor:
         """Return query @ key.mT * factor, [key heads, group * rows, keys]; it lasts until `name` is asked for again."""
         key = self.keys_of(self.problem.key, strip, tile)
