@@ -75,9 +75,9 @@ def flex_attention(
     return_lse: bool = False,
     kernel_options: Mapping[str, object] | None = None,
     *,
+    return_aux: AuxRequest | upstream.AuxRequest | None = None,
     sink: Tensor | float | None = None,
     dropout_p: float = 0.0,
-    return_aux: AuxRequest | upstream.AuxRequest | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Return attention of query over key and value, its scores changed by `score_mod` and masked by `block_mask`.
 
@@ -91,12 +91,12 @@ def flex_attention(
         enable_gqa: let groups of Hq // Hkv query heads share a key head.
         return_lse: deprecated, use return_aux=AuxRequest(lse=True).
         kernel_options: how to compute; see FlexKernelOptions.
+        return_aux: what to return besides the output, as (out, AuxOutput).
         sink: one more term exp(sink) of each row's sum of exponentials, which takes weight and has no value: [Hq] or
             [B, Hq] of any floating dtype, with gradient, or a number (0.0: softmax off by one). lse has it in it.
         dropout_p: part of the weights that is dropped, from 0 to 1 in steps of 1 / 65536; those kept are divided by
             1 - dropout_p, lse is that before. It draws one number from torch's generator of the device, and
             `dropout_mask` gives the same mask from the same state.
-        return_aux: what to return besides the output, as (out, AuxOutput).
 
     Returns:
         The output [B, Hq, M, Dv] in the dtype of query; a row whose keys are all masked is 0, its lse -inf or the sink.
@@ -177,7 +177,7 @@ def explain(
         mend = "Pass block_mask=create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) instead."
         raise ArgumentError(message("mask_mod", "one beside other arguments", "score_mod and mask_mod alone", mend))
     _refuse_sizes(sizes, "a mask_mod without tensors", "Leave it out: the tensors and block_mask have it.")
-    problem = _pose(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, False)
+    problem = _pose(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, False, sink)
     score, mask = problem.score, problem.mask
     if score is not None and problem.score_grad is None:
         problem = replace(problem, score_grad=differentiate(score.graph, ()))
@@ -245,7 +245,7 @@ def tune(
     """
     if unknown := set(kernels) - set(TUNED):
         raise ArgumentError(message("kernels", sorted(unknown), f"names of {', '.join(TUNED)}", "Leave them out."))
-    problem = _pose(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, None, False)
+    problem = _pose(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, False)
     if _engine(problem) is not triton:
         found = f"{tuple(query.shape)} on {query.device}"
         raise UnsupportedError(message("query", found, "what a Triton kernel computes", "Pass tensors on a GPU."))
@@ -303,7 +303,7 @@ def _refuse_sizes(sizes: Mapping[str, int | None], expected: str, mend: str) -> 
 def _pose(
     query: Tensor | None, key: Tensor | None, value: Tensor | None, score_mod: Mod | None,
     block_mask: BlockMask | upstream.BlockMask | None, scale: float | None, enable_gqa: bool,
-    kernel_options: Mapping[str, object] | None, sink: Tensor | float | None, max_scores: bool,
+    kernel_options: Mapping[str, object] | None, max_scores: bool, sink: Tensor | float | None = None,
     dropout_p: float = 0.0,
 ) -> Problem:  # fmt: skip
     """Turn the arguments of a call into a Problem: everything before the engine, stage by stage."""
