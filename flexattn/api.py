@@ -110,17 +110,7 @@ def flex_attention(
     """
     request = _request(return_lse, return_aux)
     problem = _pose(
-        query,
-        key,
-        value,
-        score_mod,
-        block_mask,
-        scale,
-        enable_gqa,
-        kernel_options,
-        sink,
-        request.max_scores,
-        dropout_p,
+        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, request.max_scores, sink, dropout_p
     )
     out, lse, max_scores = attention(_engine(problem), problem)
     if return_aux is not None:
@@ -313,7 +303,6 @@ def _pose(
     score = _score(score_mod, query)  # Python -> BoundMod
     captures = () if score is None else score.captures
     checked_sink = check_sink(sink, query)
-    dropout = check_dropout(dropout_p, query.device)
     learnable = (query, key, value, *captures, *(() if checked_sink is None else (checked_sink,)))
     gradient = torch.is_grad_enabled() and any(x.requires_grad for x in learnable)
     blocks = _blocks(block_mask)  # PyTorch's BlockMask -> BlockMask
@@ -325,6 +314,7 @@ def _pose(
     learned = tuple(i for i, c in enumerate(captures) if c.requires_grad)
     score_grad = differentiate(score.graph, learned) if gradient and score is not None else None  # ModGraph -> ModGraph
     runs = () if mask is None or blocks is None else blocks.equal_runs()
+    dropout = check_dropout(dropout_p, query.device)  # last: a call that is refused draws nothing
     return Problem(
         query, key, value, scale, score, mask, blocks, score_grad, runs, options, checked_sink, dropout, max_scores
     )
