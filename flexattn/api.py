@@ -19,6 +19,7 @@ from flexattn.bound import bound as bounds_of
 from flexattn.build import KernelSource
 from flexattn.classify import create_block_mask
 from flexattn.differentiate import differentiate
+from flexattn.distances import by_distance
 from flexattn.dropout import check_dropout
 from flexattn.engines import cpu, empty, triton
 from flexattn.errors import ArgumentError, DtypeError, MaskError, OptionError, UnsupportedError, message
@@ -301,6 +302,8 @@ def _pose(
     options = validate_options(kernel_options)
     scale = check_scale(scale, query.shape[3])
     score = _score(score_mod, query)  # Python -> BoundMod
+    if score is not None:
+        score = by_distance(score, query.shape[2], key.shape[2])  # BoundMod -> BoundMod
     captures = () if score is None else score.captures
     checked_sink = check_sink(sink, query)
     learnable = (query, key, value, *captures, *(() if checked_sink is None else (checked_sink,)))
