@@ -35,6 +35,7 @@ from flexattn.render import render
 from flexattn.sinks import check_sink
 from flexattn.target import Target, target_of
 from flexattn.trace import trace
+from flexattn.transforms import is_transforming
 from flexattn.trials import Tuning
 from flexattn.triton_versions import is_interpreting
 from flexattn.tuning import TUNED, Effort, tune_problem
@@ -101,6 +102,7 @@ def flex_attention(
 
     Returns:
         The output [B, Hq, M, Dv] in the dtype of query; a row whose keys are all masked is 0, its lse -inf or the sink.
+        It is differentiable to any order, by forward mode and by torch.func too; beyond first gradients in plain torch.
 
     Example:
         >>> import flexattn
@@ -307,14 +309,15 @@ def _pose(
     captures = () if score is None else score.captures
     checked_sink = check_sink(sink, query)
     learnable = (query, key, value, *captures, *(() if checked_sink is None else (checked_sink,)))
-    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in learnable)
+    transformed = is_transforming()  # then any tensor may be differentiated
+    gradient = transformed or (torch.is_grad_enabled() and any(x.requires_grad for x in learnable))
     blocks = _blocks(block_mask)  # PyTorch's BlockMask -> BlockMask
     mask = None
     if blocks is not None:
         check_block_mask(blocks, query, key, backward=gradient)
         by_hand = blocks is block_mask and not blocks.is_built
         mask = _mask(blocks, query, by_hand)  # Python -> BoundMod
-    learned = tuple(i for i, c in enumerate(captures) if c.requires_grad)
+    learned = tuple(i for i, c in enumerate(captures) if c.requires_grad or (transformed and c.is_floating_point()))
     score_grad = differentiate(score.graph, learned) if gradient and score is not None else None  # ModGraph -> ModGraph
     runs = () if mask is None or blocks is None else blocks.equal_runs()
     dropout = check_dropout(dropout_p, query.device)  # last: a call that is refused draws nothing

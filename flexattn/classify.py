@@ -6,7 +6,8 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -17,19 +18,44 @@ from flexattn.block_mask import BlockMask, BuildCounts, BuiltMask, RunLists, Run
 from flexattn.bound import DTYPES, EMPTY, FULL, INDEX_LIMIT, PARTIAL
 from flexattn.boxes import BlockClasses, classify_by_boxes, undecided
 from flexattn.build import current_stream
+from flexattn.captures import survey
 from flexattn.config import debug, settings
-from flexattn.errors import ArgumentError, DeviceError, ModError, message
+from flexattn.errors import ArgumentError, DeviceError, ModError, UnsupportedError, message
 from flexattn.graph import BoundMod
 from flexattn.mask_build import build_lists, fits
 from flexattn.mask_kernels import plan_mask
 from flexattn.target import target_of
 from flexattn.trace import trace
+from flexattn.transforms import is_batched, is_transforming, outside
 
 # Pairs evaluated at a time. A graph keeps some 4 bytes a pair for each of its nodes: so this is 8 MiB a node on a CPU.
 _PAIRS = {"cpu": 2**21}
 _PAIRS_ON_GPU = 2**24
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+def _outside_transforms(make: Callable[P, R]) -> Callable[P, R]:
+    """Let torch.func's transforms see nothing of how a mask is made: it has no gradient, and is one for all entries."""
+
+    @wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not is_transforming():
+            return make(*args, **kwargs)
+        mod: Any = args[0] if args else kwargs.get("mask_mod", kwargs.get("mod_fn"))
+        batched = next((t for t in survey(mod).tensors if is_batched(t)), None)
+        if batched is not None:
+            found = f"a captured tensor of shape {tuple(batched.shape)} that differs between the entries of torch.vmap"
+            mend = "Build the mask for all entries before, or exclude pairs with -inf in score_mod."
+            raise UnsupportedError(message("mask_mod", found, "one mask for all entries", mend))
+        with outside():
+            return make(*args, **kwargs)
+
+    return made
+
+
+@_outside_transforms
 def create_block_mask(
     mask_mod: Callable[..., Any],
     B: int | None,
@@ -90,6 +116,7 @@ def create_block_mask(
     return mask
 
 
+@_outside_transforms
 def create_mask(
     mod_fn: Callable[..., Any],
     B: int | None,

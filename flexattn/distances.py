@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flexattn.graph import BoundMod, Builder, Capture, Expr, ModGraph, Number
 from flexattn.index_range import shift_invariant
+from flexattn.transforms import outside
 
 _LARGEST = 2**24  # elements of a tensor by distance
 _CHEAP = frozenset(("input", "number", "const", "add", "sub", "neg", "cast", "detach", "minimum", "maximum"))
@@ -86,7 +87,7 @@ def _index(
     builder = Builder()
     copied = _copy(builder, graph, {}, {n: n for n in range(len(graph.numbers))}, {})
     alone = builder.build(graph.name, graph.inputs, (), graph.numbers, [copied[position]])
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), outside():
         distance = torch.arange(1 - N, M, dtype=torch.int32, device=device)
         places = {"q_idx": distance.clamp(min=0), "kv_idx": (-distance).clamp(min=0)}
         (index,) = alone.evaluate(places, (), numbers)

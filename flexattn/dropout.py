@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import ArgumentError, DtypeError, message
+from flexattn.transforms import outside
 
 STEPS = 65536  # numbers that may come up
 OCTET = 8  # keys of one counter
@@ -74,7 +75,8 @@ def check_dropout(dropout_p: object, device: torch.device) -> Dropout | None:
         raise ArgumentError(message("dropout_p", p, "a number from 0 to 1", mend))
     if p == 0.0:
         return None
-    seed = torch.empty(1, dtype=torch.int64, device=device).random_()
+    with outside():
+        seed = torch.empty(1, dtype=torch.int64, device=device).random_()
     return Dropout(max(1, round(p * STEPS)), seed)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flexattn.ops import OPS, identity_of
+from flexattn.transforms import outside
 
 SCORE_INPUTS = ("score", "b", "h", "q_idx", "kv_idx")
 MASK_INPUTS = ("b", "h", "q_idx", "kv_idx")
@@ -162,7 +163,8 @@ def load_element(source: Tensor, index: tuple[Tensor, ...]) -> Tensor:
 
 @lru_cache(1024)
 def _constant(value: object, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(value, dtype=dtype, device=device)
+    with outside():  # it is kept for longer than any transform lasts
+        return torch.tensor(value, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ def _on(device: torch.device, capture: Tensor, literal: bool) -> Tensor:
 
 @lru_cache(256)
 def _literal_on(device: torch.device, data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), outside():
         return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape).to(device, copy=True)
 
 

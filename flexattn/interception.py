@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from flexattn.errors import ModError, UnsupportedError
+from flexattn.transforms import innermost
 
 
 class UnforeseenTensor(BaseException):
@@ -68,11 +68,11 @@ class Interception(TorchFunctionMode):
     def _known(self, value: Any) -> Any:
         """Replace real tensors by the fake ones that stand for them."""
         if isinstance(value, Tensor):
-            if type(value) is _fake_tensor_type() or is_functorch_wrapped_tensor(value):
-                return value
-            if id(value) not in self.replacement:
+            if id(value) in self.replacement:
+                return self.replacement[id(value)]
+            if type(innermost(value)) is not _fake_tensor_type():
                 raise UnforeseenTensor(value)
-            return self.replacement[id(value)]
+            return value
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
             return type(value)([self._known(v) for v in value])
         if isinstance(value, dict):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import ArgumentError, DeviceError, DtypeError, message
+from flexattn.transforms import outside
 
 
 def check_sink(sink: object, query: Tensor) -> Tensor | None:
@@ -45,7 +46,7 @@ def _number(sink: object) -> float:
 
 @lru_cache(64)
 def _constant(number: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), outside():
         return torch.full((1, 1), number, device=device, dtype=dtype)
 
 

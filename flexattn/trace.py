@@ -27,6 +27,7 @@ from flexattn.errors import FlexAttentionError, ModError, UnsupportedError
 from flexattn.graph import MASK_INPUTS, SCORE_INPUTS, BoundMod
 from flexattn.interception import Interception, UnforeseenTensor, explain_failure, line_of_node, refused_functions
 from flexattn.scalarize import Kind, Recorded, Traced, scalarize
+from flexattn.transforms import outside
 
 Mod = Callable[..., Any]
 
@@ -58,7 +59,7 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
             if traced.guard is None or traced.guard(found.tensors, found.numbers):
                 _stats["hits"] += 1
                 return traced.bind(found.tensors, found.numbers, found.tensors, True)
-    with _lock, torch.inference_mode(False):
+    with _lock, torch.inference_mode(False), outside():
         traced, tensors = _trace_anew(mod, kind, score_dtype, found)
         _stats["traces"] += 1
         if settings().debug:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexattn import AuxRequest, api, create_block_mask, flex_attention, reference
-from flexattn.errors import MutationError, UnsupportedError
+from flexattn.errors import MutationError
 
 
 def inputs(dtype: torch.dtype = torch.float64, grad: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,15 +144,6 @@ def test_changing_a_capture_after_its_mask_was_built_raises(derive) -> None:
     lengths[0] = 4
     with pytest.raises(MutationError, match="lengths"):
         flex_attention(*inputs(), block_mask=made)
-
-
-def test_second_derivatives_are_refused_when_they_are_taken() -> None:
-    q, k, v = inputs()
-    (dq,) = torch.autograd.grad(flex_attention(q, k, v, biased(table())).sum(), q, create_graph=True)
-    assert dq.requires_grad  # asking for a graph is no error, using it is
-    with pytest.raises(UnsupportedError, match="flex_attention: found a second derivative") as caught:
-        dq.sum().backward()
-    assert isinstance(caught.value, NotImplementedError)
 
 
 def test_two_backwards_over_one_graph() -> None:

@@ -113,7 +113,7 @@ def backward(
 
 
 def _sink_gradient(problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Tensor | None:
-    if problem.sink is None or not problem.sink.requires_grad:
+    if problem.sink is None:
         return None
     delta = torch.stack([-(o.double() * d).sum(-1) for o, d in zip(out, d_out, strict=True)])
     return sink_gradient(problem.sink, lse, delta if d_lse is None else delta + d_lse)

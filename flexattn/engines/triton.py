@@ -64,7 +64,7 @@ def backward(
     captured = tuple(buffers[i].to(c.dtype) if i in buffers else None for i, c in enumerate(captures))
     dq, dk, dv = (tensors[name] if need else None for name, need in zip(("dq", "dk", "dv"), needs, strict=True))
     d_sink = None
-    if problem.sink is not None and problem.sink.requires_grad:
+    if problem.sink is not None:
         B, Hq, M, _ = q.shape
         d_sink = sink_gradient(problem.sink.detach(), lse, delta.view(B, Hq, -1)[..., :M])
     return dq, dk, dv, captured, d_sink

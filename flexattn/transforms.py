@@ -1,0 +1,156 @@
+"""torch.func's transforms and forward mode: whether one is at work, how to step out, and operations that compose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import (
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
+)
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import Function, forward_ad
+from torch.func import vjp
+
+from flexattn.errors import UnsupportedError, message
+
+Operation = Callable[..., tuple[Tensor, ...]]
+
+outside = temporarily_clear_interpreter_stack  # a context in which new tensors belong to no transform
+
+
+def is_transforming() -> bool:
+    """Tell whether tensors may carry what `requires_grad` does not say: tangents, or the levels of torch.func."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def tangent_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return rule(ctx, saved tensors, directions) as the `jvp` of a Function, which may stand inside of a transform.
+
+    torch turns forward mode off around it, for every transform: what lies further out would take this for a constant.
+    So it is turned on again, and the tangents that it must not see are taken off.
+    """
+
+    @wraps(rule)
+    def jvp(ctx: Any, *directions: Tensor | None) -> Any:
+        with forward_ad._set_fwd_grad_enabled(True):
+            saved = [None if x is None else forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
+            return rule(ctx, saved, *directions)
+
+    return jvp
+
+
+def innermost(tensor: Tensor) -> Tensor:
+    """Return the tensor inside of all levels of torch.func."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Tell whether torch.func.vmap gives the tensor another value for each entry."""
+    while is_functorch_wrapped_tensor(tensor):
+        if is_batchedtensor(tensor):
+            return True
+        tensor = get_unwrapped(tensor)
+    return False
+
+
+def refuse_batched(*grads: Tensor | None) -> None:
+    """Raise where autograd runs a backward on many gradients at once, which a Function cannot follow."""
+    if any(is_legacy_batchedtensor(g) for g in grads if g is not None):
+        mend = "Use torch.func.jacrev, jacfwd or hessian, or leave out vectorize=True and check_batched_grad=True."
+        found = "a backward with is_grads_batched=True"
+        raise UnsupportedError(message("flex_attention", found, "one gradient at a time, or torch.func.vmap", mend))
+
+
+def one_by_one(function: type[Function], batch_size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+    """Return what the `vmap` of a Function has to: it is applied to one entry of the batch after the other."""
+    if batch_size == 0:
+        mend = "Leave such calls out."
+        raise UnsupportedError(message("torch.vmap", "a batch of 0 around flex_attention", "at least one entry", mend))
+    entries = [
+        function.apply(*(_entry(x, d, i) for x, d in zip(args, in_dims, strict=True))) for i in range(batch_size)
+    ]
+    outputs = [None if parts[0] is None else torch.stack(parts) for parts in zip(*entries, strict=True)]
+    return tuple(outputs), tuple(None if x is None else 0 for x in outputs)
+
+
+def _entry(x: Any, dim: Any, i: int) -> Any:
+    return x.select(dim, i) if isinstance(x, Tensor) and dim is not None else x
+
+
+def recomputed(operation: Operation, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return operation(*tensors), which keeps `tensors` alone: each derivative, of any order, computes it again."""
+    return _Recomputed.apply(operation, *tensors)
+
+
+class _Recomputed(Function):
+    @staticmethod
+    def forward(operation: Operation, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return operation(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.operation = inputs[0]
+        tensors = inputs[1:]
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = tuple(i for i, need in enumerate(ctx.needs_input_grad[1:]) if need)
+        found = iter(recomputed(_pullback(ctx.operation, wanted, len(grads)), *grads, *ctx.saved_tensors))
+        return None, *(next(found) if need else None for need in ctx.needs_input_grad[1:])
+
+    @staticmethod
+    @tangent_rule
+    def jvp(ctx: Any, tensors: Sequence[Tensor], _: None, *directions: Tensor | None) -> tuple[Tensor, ...]:
+        moved = tuple(i for i, t in enumerate(directions) if t is not None and tensors[i].is_floating_point())
+        return recomputed(_push(ctx.operation, moved), *(directions[i] for i in moved), *tensors)  # type: ignore[arg-type]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        return one_by_one(_Recomputed, info.batch_size, in_dims, args)
+
+
+def _pullback(operation: Operation, wanted: tuple[int, ...], outputs: int) -> Operation:
+    """Return (gradients of the outputs, tensors) -> the gradients of the tensors `wanted`."""
+
+    def pulled(*args: Tensor) -> tuple[Tensor, ...]:
+        grads, tensors = args[:outputs], args[outputs:]
+        return vjp(_of(operation, tensors, wanted), *(tensors[i] for i in wanted))[1](grads)
+
+    return pulled
+
+
+def _push(operation: Operation, moved: tuple[int, ...]) -> Operation:
+    """Return (directions of the tensors `moved`, tensors) -> the derivatives of the outputs.
+
+    It is the gradient of the gradient, which is linear in what it starts from: forward mode cannot be nested.
+    """
+
+    def pushed(*args: Tensor) -> tuple[Tensor, ...]:
+        directions, tensors = args[: len(moved)], args[len(moved) :]
+        found = vjp(_of(operation, tensors, moved), *(tensors[i] for i in moved))
+        return vjp(lambda *grads: found[1](grads), *(torch.zeros_like(x) for x in found[0]))[1](directions)
+
+    return pushed
+
+
+def _of(operation: Operation, tensors: tuple[Tensor, ...], places: tuple[int, ...]) -> Operation:
+    """Return the operation as one of the tensors at `places` alone."""
+
+    def of(*chosen: Tensor) -> tuple[Tensor, ...]:
+        every = list(tensors)
+        for i, x in zip(places, chosen, strict=True):
+            every[i] = x
+        return operation(*every)
+
+    return of
