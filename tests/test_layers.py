@@ -18,10 +18,10 @@ PACKAGE = Path(flexattn.__file__).parent
 ORDER = (
     "mods", "reference", "errors", "config", "options", "ops", "graph", "equal_runs", "index_range", "aten",
     "captures", "interception", "scalarize", "trace", "differentiate", "bound", "boxes", "facts", "block_mask",
-    "problem", "target", "triton_versions", "kernel_store", "build", "builders", "tiles", "tile_choice",
-    "lower", "row_bounds", "scatter", "lower_bounds", "templates", "kernel_plan", "shared_memory", "plan", "hopper",
-    "hopper_names", "render", "launch", "engines", "mask_kernels", "mask_recipe", "mask_build", "mask_cache",
-    "classify", "validate", "explain", "autograd", "trials", "tuning", "api", "__init__",
+    "problem", "target", "triton_versions", "kernel_store", "build", "builders", "tiles", "tile_choice", "lower",
+    "row_bounds", "scatter", "capture_sums", "lower_bounds", "templates", "kernel_plan", "shared_memory", "plan",
+    "hopper", "hopper_names", "render", "launch", "engines", "mask_kernels", "mask_recipe", "mask_build",
+    "mask_cache", "classify", "validate", "explain", "autograd", "trials", "tuning", "api", "__init__",
 )  # fmt: skip
 LEAVES = ("mods", "reference")
 HEAVY = ("sympy", "triton", "torch._dynamo", "torch.fx.experimental.symbolic_shapes")
