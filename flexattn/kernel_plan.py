@@ -21,6 +21,11 @@ WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
 # A program owns keys and walks queries.
 TRANSPOSED = ("backward_dkdv", "hopper_backward", "hopper_backward_wide", "hopper_dkdv")
 PAIR, FUSED = KERNELS[2:], ("hopper_backward", "backward_dq_rows")  # the ways from delta to all gradients
+# Forms of backward_dq: gradients of captured tensors without dq, and how large each row's contributions to them are.
+CAPTURES, SIZES = "backward_captures", "backward_sizes"
+SCATTERS = ("backward_dq", CAPTURES, SIZES)
+
+MEMORY = {"float": "float32 sums: 4 bytes", "integer": "int64 sums, the same in any order: 8 bytes"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ RINGS = {
 class KernelPlan:
     """One kernel: two equal plans give the same source, byte for byte."""
 
-    kernel: str  # one of KERNELS or FUSED, or hopper_forward, hopper_dq, hopper_dkdv: the name of a template
+    kernel: str  # of KERNELS, FUSED or SCATTERS, or hopper_forward, hopper_dq, hopper_dkdv: the name of a template
     target: Target
     dtype: torch.dtype
     D: int
@@ -91,6 +96,7 @@ class KernelPlan:
     has_dlse: bool = False
     has_sink: bool = False
     has_dropout: bool = False
+    integer_sums: bool = False  # gradients of captured tensors are added as integers: deterministic algorithms
 
     @property
     def is_hopper(self) -> bool:
@@ -144,11 +150,18 @@ class KernelPlan:
 
     @property
     def scales_gradient(self) -> bool:
-        """Whether d(score) is anything else than the gradient that comes in, as it is for `score + bias`."""
-        if self.grad is None:
+        """Whether d(score) is taken and anything else than the gradient that comes in, as it is for `score + bias`."""
+        if self.grad is None or self.kernel in (CAPTURES, SIZES):
             return False
         output = self.grad.graph.outputs[0]
         return output is None or self.grad.graph.nodes[output].value != "grad"
+
+    @property
+    def sums(self) -> str:
+        """What becomes of the gradients of captured tensors, as scatter.SUMS calls it; "" where there are none."""
+        if self.kernel not in SCATTERS or self.grad is None or not self.grad.graph.sites:
+            return ""
+        return "sizes" if self.kernel == SIZES else "integer" if self.integer_sums else "float"
 
     @property
     def unit(self) -> int:
@@ -198,4 +211,6 @@ class KernelPlan:
             lines.append("    sink     one more term of each sum")
         if self.adds_dq:
             lines.append("    memory   a float32 sum of dq: 4 bytes for each element of query")
+        if self.sums in MEMORY:
+            lines.append(f"    memory   {MEMORY[self.sums]} for each element of a captured tensor that learns")
         return "\n".join(lines)

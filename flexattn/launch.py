@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from flexattn.build import Kernel, OutOfResources, build
+from flexattn.capture_sums import has_known_bounds, sums_integers
 from flexattn.equal_runs import with_runs
 from flexattn.errors import CompileError, UnsupportedError, message
 from flexattn.graph import BoundMod
 from flexattn.hopper import hopper_backward, hopper_dkdv, hopper_dq, hopper_forward
-from flexattn.kernel_plan import FUSED, PAIR, TRANSPOSED, KernelPlan
+from flexattn.kernel_plan import CAPTURES, FUSED, PAIR, SCATTERS, SIZES, TRANSPOSED, KernelPlan
 from flexattn.lower import ModPlan, layout_unit
 from flexattn.options import LARGEST_TILE, option
 from flexattn.plan import heads_per_group, plan_kernel
@@ -45,6 +46,7 @@ TENSORS: dict[str, tuple[str, ...]] = {
     "backward_dkdv": ("q", "k", "v", "do", "dk", "dv"),
     "hopper_backward": ("q", "k", "v", "do", "dk", "dv"),
     "backward_dq_rows": ("dq",),
+    **dict.fromkeys((CAPTURES, SIZES), ("q", "k", "v", "do")),
 }
 Values = dict[str, Any]
 
@@ -75,7 +77,7 @@ _launches: OrderedDict[tuple[object, ...], Launch] = OrderedDict()
 
 
 def run(kernel: str, problem: Problem, tensors: Tensors, arrays: Tensors) -> None:
-    """Run the kernel `kernel` (one of plan.KERNELS or plan.FUSED).
+    """Run the kernel `kernel` (one of TENSORS).
 
     `tensors` are [B, H, rows, D] with any strides but 1 for the last; `arrays` are contiguous and known by address
     alone (lse_ptr, ...), those of the mask and the mods are found in the problem.
@@ -99,6 +101,7 @@ def _signature(kernel: str, problem: Problem, tensors: Tensors, arrays: Tensors)
         problem.max_scores, tuple(arrays), torch.backends.cuda.matmul.allow_tf32, problem.score_grad,
         None if problem.sink is None else (problem.sink.shape, problem.sink.stride()),
         None if problem.dropout is None else problem.dropout.drop_below,
+        torch.are_deterministic_algorithms_enabled(),
         None if mask is None else (mask.B, mask.H, mask.BLOCK_SIZE, mask.full_overhangs),
         *((t.stride(), t.data_ptr() & 15) for t in tensors.values()),
         *_mod_signature(problem.score), *_mod_signature(problem.mask),
@@ -125,7 +128,7 @@ def _launch_of(wanted: KernelPlan, problem: Problem, tensors: Tensors) -> Launch
     for mod, bound in ((plan.score, problem.score), (plan.mask, problem.mask)):
         if mod is not None and bound is not None:
             values |= _mod_values(mod, bound)
-    if plan.grad is not None and problem.score is not None:
+    if plan.sums and plan.grad is not None and problem.score is not None:
         values |= _buffer_strides(plan.grad, problem.score)
     descriptors = dict(stream_descriptors(plan))
     arguments: list[Any] = []
@@ -163,7 +166,9 @@ def plan_with_tile(
 
 
 # What may stand for a kernel of the Triton engine.
-_HOPPER_FORMS = {"forward": hopper_forward, "backward_dq": hopper_dq, "backward_dkdv": hopper_dkdv}
+_HOPPER_FORMS = {
+    "forward": hopper_forward, **dict.fromkeys(SCATTERS, hopper_dq), "backward_dkdv": hopper_dkdv,
+}  # fmt: skip
 
 
 def plan_launch(
@@ -199,10 +204,11 @@ _backwards: dict[tuple[object, ...], tuple[str, ...]] = {}
 def backward_kernels(problem: Problem, tensors: Tensors, target: Target | None = None) -> tuple[str, ...]:
     """Return the kernels that follow delta, in order: FUSED, or those of PAIR whose gradients are among `tensors`.
 
-    The target is that of the query's device if none is given.
+    Gradients of captured tensors come with dq, or have a kernel of their own, and before it one for their sizes where
+    these must be known and nothing bounds them. The target is that of the query's device if none is given.
     """
     target = target or target_of(problem.query.device)
-    key = (*_signature("backward", problem, tensors, tensors), target, torch.are_deterministic_algorithms_enabled())
+    key = (*_signature("backward", problem, tensors, tensors), target)
     if key not in _backwards:
         if len(_backwards) > _REMEMBERED:
             _backwards.clear()
@@ -212,6 +218,10 @@ def backward_kernels(problem: Problem, tensors: Tensors, target: Target | None =
 
 def _choose_backward(problem: Problem, target: Target, tensors: Tensors) -> tuple[str, ...]:
     possible = tuple(kernel for kernel in PAIR if tensors.keys() >= set(TENSORS[kernel]))
+    if problem.score_grad is not None and problem.score_grad.sites:
+        measures = sums_integers(problem) and not has_known_bounds(problem)
+        alone = () if "dq" in tensors else (CAPTURES,)
+        return (*((SIZES,) if measures else ()), *alone, *possible)
     if possible != PAIR:
         return possible
     fused = _plan_fused(problem, target, [tensors[name] for name in TENSORS["hopper_backward"]])
@@ -410,7 +420,7 @@ def _capture_names(graph: Any, role: str) -> tuple[str, ...]:
     return tuple(f"{mod.capture_name(i)}_ptr" for i in range(len(graph.captures)))
 
 
-def buffer_name(problem: Problem, capture: int) -> str:
-    """Return the name of the gradient buffer of a captured tensor of the score_mod."""
+def capture_argument(problem: Problem, capture: int, argument: str) -> str:
+    """Return the name of an argument (grad, scale, lost, size) of a captured tensor of the score_mod."""
     assert problem.score is not None
-    return _capture_names(problem.score.graph, "score")[capture].removesuffix("_ptr") + "_grad_ptr"
+    return f"{_capture_names(problem.score.graph, 'score')[capture].removesuffix('_ptr')}_{argument}_ptr"

@@ -8,9 +8,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from flexattn.capture_sums import sums_integers
 from flexattn.graph import BoundMod, ModGraph
 from flexattn.index_range import Range, index_ranges
-from flexattn.kernel_plan import FUSED, KernelPlan
+from flexattn.kernel_plan import CAPTURES, FUSED, SCATTERS, SIZES, KernelPlan
 from flexattn.lower import INDEX_LIMIT, CaptureLayout, ModPlan
 from flexattn.options import LARGEST_TILE, option
 from flexattn.problem import Problem
@@ -27,7 +28,7 @@ _UNALIGNED_ROWS = 32
 _TILE_OPTIONS = {
     "forward": ("BLOCK_M", "BLOCK_N"),
     "backward_dkdv": ("BLOCK_M1", "BLOCK_N1"),
-    "backward_dq": ("BLOCK_M2", "BLOCK_N2"),
+    **dict.fromkeys(SCATTERS, ("BLOCK_M2", "BLOCK_N2")),
 }
 
 
@@ -53,7 +54,7 @@ def plan_kernel(
     score = _mod_plan(problem.score, "score", problem)
     grad = None
     if kernel.startswith("backward") and score is not None and problem.score_grad is not None:
-        graph = problem.score_grad if kernel == "backward_dq" else _without_sites(problem.score_grad)
+        graph = problem.score_grad if kernel in SCATTERS else _without_sites(problem.score_grad)
         assert problem.score is not None
         grad = _mod_plan(replace(problem.score, graph=graph), "score", problem)
     plan = KernelPlan(
@@ -65,6 +66,7 @@ def plan_kernel(
         precision=_precision(problem), exact=_exact(problem),
         max_scores=problem.max_scores and kernel == "forward",
         has_sink=problem.sink is not None and kernel == "forward", has_dropout=problem.dropout is not None,
+        integer_sums=kernel in ("backward_dq", CAPTURES) and sums_integers(problem),
     )  # fmt: skip
     plan = fit(plan)
     if _may_stream(kernel, problem, plan):
@@ -109,7 +111,7 @@ def _tile_key(
 ) -> TileKey:  # fmt: skip
     products = precision if dtype == torch.float32 and precision != "ieee" else str(dtype).removeprefix("torch.")
     kind = "unaligned" if not aligned else "none" if score is None else score_kind(score)
-    return TileKey(kernel, products, D, Dv, kind, masked)
+    return TileKey("backward_dq" if kernel in (CAPTURES, SIZES) else kernel, products, D, Dv, kind, masked)
 
 
 def _tile(

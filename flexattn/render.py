@@ -20,7 +20,16 @@ from flexattn.lower import (
     lower_early_loads,
     lower_score,
 )
-from flexattn.scatter import lower_scatter, needs_live, scatter_arguments
+from flexattn.scatter import (
+    LARGEST_UNITS,
+    lower_scatter,
+    lower_sizes,
+    needs_live,
+    scatter_arguments,
+    scatter_loads,
+    scatter_values,
+    size_names,
+)
 from flexattn.templates import environment
 
 
@@ -45,8 +54,10 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         ("BLOCK_M", plan.tile.BLOCK_M), ("BLOCK_N", plan.tile.BLOCK_N), ("UNIT", plan.unit),
         ("PRECISION", repr(plan.precision)),
     ]  # fmt: skip
-    if plan.grad and plan.grad.graph.sites:
+    if plan.sums:
         constants.append(("DTYPE", f"tl.{TRITON_DTYPE[plan.dtype]}"))
+    if plan.sums == "integer":
+        constants.append(("LARGEST_UNITS", LARGEST_UNITS))
     if plan.kernel == "backward_dq_rows":
         constants += [("D", plan.D), ("WIDTH", plan.widths[0])]
     if plan.kernel == "backward_dkdv":
@@ -55,7 +66,6 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         constants += [("SPARSE_Q", plan.blocks[0]), ("SPARSE_KV", plan.blocks[1]), ("TILES", plan.tiles_per_block)]
     score = plan.score.argument_names() if plan.score else ()
     mask = plan.mask.argument_names() if plan.mask else ()
-    scatter = tuple(n for n, _ in scatter_arguments(plan.grad)) if plan.grad and plan.grad.graph.sites else ()
     return {
         "name": plan.name, "constants": constants, "mods": _mods(plan),
         "qk_parts": split_head_dim(plan.D), "v_parts": split_head_dim(plan.Dv),
@@ -71,7 +81,7 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "scale": "qk_scale" if _scales_to_exp2(plan) else "sm_scale",
         "natural": plan.exact, "to_exp2": _to_exp2(plan), "to_lse": _to_lse(plan),
         "score_arguments": score, "mask_arguments": mask, "mod_arguments": (*score, *mask),
-        "scatter_arguments": scatter, "scatter_live": lambda loop: _scatter_live(plan, loop),
+        **_scatter_names(plan), "scatter_live": lambda loop: _scatter_live(plan, loop),
         "opaque": lambda first: _opaque(plan, first), "far": lambda *a: _far(plan, *a),
         "inside": lambda loop: _inside(plan, loop), "tma": plan.tma, "products_first": plan.tile.PRODUCTS_FIRST,
         "add_product": lambda *a: _add_product(plan, *a),
@@ -80,6 +90,24 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "partial_descriptors": tuple(d for d, _ in stream_descriptors(plan) if "partial" in d),
         "partial_arguments": tuple(_partial_name(plan, n) for n in _stream_arguments(plan)),
         "each": _each, "names": _joined, "tile": _tile, "guard": _guard, "store_guard": _store_guard,
+    }  # fmt: skip
+
+
+def _scatter_names(plan: KernelPlan) -> dict[str, object]:
+    """Return what the templates refer to of gradients of captured tensors."""
+    makes_dq = plan.kernel == "backward_dq"
+    parts = tuple(f"dq_{p.index}" for p in split_head_dim(plan.D)) if makes_dq else ()
+    found: dict[str, object] = {
+        "sums": plan.sums, "makes_dq": makes_dq, "scatter_arguments": (), "scatter_values": (), "scatter_loads": (),
+        "sizes": (), "carried": parts,
+    }  # fmt: skip
+    if plan.grad is None or not plan.sums:
+        return found
+    sizes = size_names(plan.grad) if plan.sums == "sizes" else ()
+    return found | {
+        "scatter_arguments": tuple(n for n, _ in scatter_arguments(plan.grad, plan.sums)),
+        "scatter_values": scatter_values(plan.grad, plan.sums), "scatter_loads": scatter_loads(plan.grad, plan.sums),
+        "sizes": sizes, "carried": (*parts, *sizes),
     }  # fmt: skip
 
 
@@ -127,8 +155,10 @@ def _mods(plan: KernelPlan) -> list[str]:
         found.append(lower_score(plan.score, "score_mod", dialect))
     if plan.grad and plan.scales_gradient:
         found.append(lower(plan.grad, "score_grad", dialect))
-    if plan.grad and plan.grad.graph.sites:
-        found.append(lower_scatter(plan.grad, "score_scatter", dialect))
+    if plan.grad and plan.sums == "sizes":
+        found.append(lower_sizes(plan.grad, "score_sizes", dialect))
+    elif plan.grad and plan.sums:
+        found.append(lower_scatter(plan.grad, "score_scatter", dialect, plan.sums))
     return found
 
 
@@ -279,8 +309,8 @@ def _argument_types(plan: KernelPlan) -> dict[str, str]:
     for mod in (plan.score, plan.mask):
         if mod:
             found.update(mod.arguments())
-    if plan.grad and plan.grad.graph.sites:
-        found.update(scatter_arguments(plan.grad))
+    if plan.grad and plan.sums:
+        found.update(scatter_arguments(plan.grad, plan.sums))
     return found
 
 

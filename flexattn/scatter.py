@@ -2,6 +2,7 @@
 
 Each use of a captured tensor (a site) has an index and a gradient for every score of a tile. Before anything is added
 in memory it is summed over what the index does not depend on: rows, columns, or the places with equal q_idx - kv_idx.
+What is added are floats, in any order, or integers, whose sum is the same in every order (`capture_sums.py`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,30 @@ def scatter_captures(graph: ModGraph) -> tuple[int, ...]:
     return tuple(sorted({int(str(graph.nodes[s].value)) for s in graph.sites}))
 
 
-def scatter_arguments(mod: ModPlan) -> tuple[tuple[str, str], ...]:
+# |contribution| in units of an integer sum: what is larger is no number, or the sum's scale is wrong.
+LARGEST_UNITS = 2.0**60
+# How captured gradients are summed: the arguments of each captured tensor (what its buffer holds first), and what adds
+# `value` at `pointers`. "sizes" adds nothing: it finds how large a row's contributions are.
+SUMS = ("float", "integer", "sizes")
+_BUFFERS: dict[str, tuple[tuple[str, str], ...]] = {
+    "float": (("grad_ptr", "*fp32"),),
+    "integer": (("grad_ptr", "*i64"), ("scale_ptr", "*fp32"), ("lost_ptr", "*i32")),
+    "sizes": (("size_ptr", "*i32"),),
+}
+_ADD = {
+    "float": 'tl.atomic_add({pointers}, {value}, mask={inside}, sem="relaxed")',
+    "integer": "add_integers({pointers}, {value}, {inside}, {name}_scale, {name}_lost_ptr)",
+}
+
+
+def scatter_arguments(mod: ModPlan, sums: str) -> tuple[tuple[str, str], ...]:
     """Return (name, Triton type) of the arguments that describe the gradient buffers of captured tensors."""
     found: list[tuple[str, str]] = []
     for position in scatter_captures(mod.graph):
         name, layout = mod.capture_name(position), mod.layouts[position]
-        found.append((f"{name}_grad_ptr", "*fp32"))
+        found += [(f"{name}_{argument}", kind) for argument, kind in _BUFFERS[sums]]
+        if sums == "sizes":
+            continue
         # Buffers are contiguous: the last stride is 1.
         strides = range(mod.graph.captures[position].ndim - 1)
         found += [(f"{name}_grad_stride{d}", "i64" if layout.wide else "i32") for d in strides]
@@ -39,42 +58,81 @@ def needs_live(mod: ModPlan) -> bool:
     return not passed or any(_loads_each_place(graph, a) for site in graph.sites for a in graph.nodes[site].args)
 
 
-def lower_scatter(mod: ModPlan, function: str, dialect: Dialect) -> str:
-    """Return the text of a function that adds the gradient of each captured tensor into its float32 buffer.
+def scatter_loads(mod: ModPlan, sums: str) -> tuple[tuple[str, str], ...]:
+    """Return (value, pointer) of the numbers that a program reads once for all of its tiles."""
+    pointers = [name for name, _ in scatter_arguments(mod, sums) if name.endswith("_scale_ptr")]
+    return tuple((pointer.removesuffix("_ptr"), pointer) for pointer in pointers)
+
+
+def scatter_values(mod: ModPlan, sums: str) -> tuple[str, ...]:
+    """Return what the lowered function is given for the arguments: pointers, and numbers in place of theirs."""
+    loaded = {pointer: value for value, pointer in scatter_loads(mod, sums)}
+    return tuple(loaded.get(name, name) for name, _ in scatter_arguments(mod, sums))
+
+
+def size_names(mod: ModPlan) -> tuple[str, ...]:
+    """Return the names of the sizes that `lower_sizes` gives: one for each captured tensor."""
+    return tuple(f"{mod.capture_name(i)}_size" for i in scatter_captures(mod.graph))
+
+
+def lower_sizes(mod: ModPlan, function: str, dialect: Dialect) -> str:
+    """Return the text of a function that gives the sum of the sizes of each row's contributions to a captured tensor.
+
+    It has the parameters of `lower_scatter`'s, and gives a tuple of [BLOCK_M] for the captured tensors in order.
+    """
+    graph, writer = mod.graph, Writer(mod, dialect)
+    buffers = [n for n, _ in scatter_arguments(mod, "sizes")]
+    body = [line for i in range(len(graph.sites)) for line in _contribution(writer, i)]
+    sizes = []
+    for position in scatter_captures(graph):
+        sites = [i for i, site in enumerate(graph.sites) if graph.nodes[site].value == position]
+        sizes.append(" + ".join(f"row_sizes(d{i})" for i in sites))
+    result = f"return ({', '.join(sizes)},)"
+    return writer.function(function, [*mod_parameters(graph), "live", "m0", "n0"], [*body, result], buffers)
+
+
+def lower_scatter(mod: ModPlan, function: str, dialect: Dialect, sums: str) -> str:
+    """Return the text of a function that adds the gradient of each captured tensor into its buffer.
 
     `live` is None where the gradient of the score is 0 wherever the place is not live; m0 and n0 are the first q_idx
     and kv_idx of the tile, which has queries along axis 0 and keys along axis 1.
     """
     graph = mod.graph
     writer = Writer(mod, dialect)
-    buffers = [n for n, _ in scatter_arguments(mod)]
+    buffers = list(scatter_values(mod, sums))
     arguments = ", ".join((*mod.argument_names(), *buffers))
     body: list[str] = []
     places: list[str] = []  # functions that give the address of a site
-    for i, (site, output) in enumerate(zip(graph.sites, graph.outputs[1:], strict=True)):
-        assert output is not None
-        place = f"{function}_place{i}"
+    for i, site in enumerate(graph.sites):
+        place, name = f"{function}_place{i}", mod.capture_name(int(str(graph.nodes[site].value)))
         places.append(_place(mod, dialect, graph.nodes[site], site, place, buffers))
-        body += [
-            f"d{i} = tl.broadcast_to({writer.value(output)}, score.shape)",
-            "if live is not None:",
-            f"    d{i} = tl.where(live, d{i}, 0.0)",
-        ]
+        body += _contribution(writer, i)
         if _along_diagonals(graph, site):
             one_cell = not all(affine(graph, a) for a in graph.nodes[site].args)
-            body += _add_diagonals(i, place, arguments, one_cell)
+            body += _add_diagonals(i, place, arguments, one_cell, _ADD[sums], name)
             continue
-        for axis, name in ((0, "q_idx"), (1, "kv_idx")):
-            if name not in _reads(graph, site):
+        for axis, index in ((0, "q_idx"), (1, "kv_idx")):
+            if index not in _reads(graph, site):
                 body.append(f"d{i} = tl.sum(d{i}, {axis}, keep_dims=True)")
+        pointers, inside = (f"tl.broadcast_to({x}, d{i}.shape)" for x in ("pointers", "inside"))
         body += [
             f"pointers, inside = {place}(b, h, q_idx, kv_idx, live, {arguments})",
             *(["if live is not None:", "    inside = inside & live"] if _each_place(graph, site) else []),
-            f"tl.atomic_add(tl.broadcast_to(pointers, d{i}.shape), d{i}, "
-            f'mask=tl.broadcast_to(inside, d{i}.shape), sem="relaxed")',
+            _ADD[sums].format(pointers=pointers, value=f"d{i}", inside=inside, name=name),
         ]
     text = writer.function(function, [*mod_parameters(graph), "live", "m0", "n0"], [*body, "return"], buffers)
     return "\n\n".join([*places, text])
+
+
+def _contribution(writer: Writer, i: int) -> list[str]:
+    """Return statements that give d{i}, what the i-th site receives from each place of the tile."""
+    output = writer.graph.outputs[1 + i]
+    assert output is not None
+    return [
+        f"d{i} = tl.broadcast_to({writer.value(output)}, score.shape)",
+        "if live is not None:",
+        f"    d{i} = tl.where(live, d{i}, 0.0)",
+    ]
 
 
 def _reads(graph: ModGraph, site: int) -> frozenset[str]:
@@ -116,9 +174,10 @@ def _place(mod: ModPlan, dialect: Dialect, node: Node, site: int, function: str,
     return writer.function(function, ["b", "h", "q_idx", "kv_idx", "live"], [result], buffers)
 
 
-def _add_diagonals(i: int, place: str, arguments: str, one_cell: bool) -> list[str]:
+def _add_diagonals(i: int, place: str, arguments: str, one_cell: bool, adder: str, name: str) -> list[str]:
     """Return statements that add the sums of the diagonals of each 8 x 8 block."""
-    add = 'tl.atomic_add(pointers, sums, mask=inside & diagonal, sem="relaxed")'
+    add = adder.format(pointers="pointers", value="sums", inside="inside & diagonal", name=name)
+    add_whole = adder.format(pointers="corner", value="whole", inside="corner_inside", name=name)
     text = [
         f"sums, q_at, kv_at, diagonal = diagonal_sums(d{i}, m0, n0)",
         f"pointers, inside = {place}(b, h, q_at, kv_at, None, {arguments})",
@@ -132,7 +191,7 @@ def _add_diagonals(i: int, place: str, arguments: str, one_cell: bool) -> list[s
         f"corner, corner_inside = {place}(b, h, q_first, kv_first, None, {arguments})",
         "if tl.max((diagonal & (pointers.to(tl.int64) != corner.to(tl.int64))).to(tl.int32)) == 0:",
         "    whole = tl.sum(tl.sum(sums, 0, keep_dims=True), 1, keep_dims=True)",
-        '    tl.atomic_add(corner, whole, mask=corner_inside, sem="relaxed")',
+        f"    {add_whole}",
         "else:",
         f"    {add}",
     ]

@@ -5,9 +5,10 @@ A Setting says where and how large; CASES are calls whose results are compared w
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,6 +98,16 @@ def make_call(
     mask_mod = MASKS[mask](at, M, N) if mask else None
     blocks = mask_mod and create_block_mask(mask_mod, q.shape[0], q.shape[1], M, N, device=at.device, BLOCK_SIZE=block)
     return Call(q, k, v, score_mod, blocks, mask_mod, learned=learned, options=dict(at.options), **rest)
+
+
+@contextlib.contextmanager
+def deterministic(wanted: bool = True) -> Iterator[None]:
+    """Ask for deterministic algorithms."""
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def results(call: Call, dtype: torch.dtype | str | None) -> tuple[Tensor | None, ...]:
@@ -290,6 +301,7 @@ SCORES: dict[str, Any] = {
     "dense_factor": _table(lambda H, M, N: (H, M, N), lambda s, b, h, i, j, t, M, N: s * t[h, i, j]),
     "fixed_bias": _table(lambda H, M, N: (H, M, N), lambda s, b, h, i, j, t, M, N: s + t[h, i, j], learn=False),
     "replaced": _table(lambda H, M, N: (H, M, N), lambda s, b, h, i, j, t, M, N: t[h, i, j]),
+    "row_plus_column": _table(lambda H, M, N: (max(M, N),), lambda s, b, h, i, j, t, M, N: s + t[i] + t[j]),
     "row_and_column": _table(lambda H, M, N: (max(M, N),), lambda s, b, h, i, j, t, M, N: s + t[i] * t[j] - t[j]),
     "sites": _table(
         lambda H, M, N: (7,),

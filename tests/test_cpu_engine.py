@@ -365,6 +365,29 @@ def test_threads_change_nothing(sizes, by_heads, monkeypatch):
         cpu.forward(pose(q, k, v, lambda s, b, h, i, j: s * table[h + 2], mask))
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_run_gives_the_same_bits(threads, monkeypatch):
+    """Each thread has heads of its own, and sums of captured tensors are added up in their order."""
+    q, k, v = inputs(M=300, N=300)
+    table, pairs = torch.randn(300, requires_grad=True), torch.randn(4, 599, requires_grad=True)
+    mod = lambda s, b, h, i, j: s * torch.sigmoid(table[j]) + pairs[h, i - j] + table[i] + table[j]  # noqa: E731
+    problem = pose(q, k, v, mod)
+    monkeypatch.setattr(cpu, "_threads", lambda _: threads)
+    out, lse, _ = cpu.forward(problem)
+    runs = []
+    for _ in range(5):
+        *grads, captured = cpu.backward(problem, out, lse, torch.ones_like(out), lse, ALL)
+        runs.append((*grads, *captured))
+    assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
+
+
+def test_one_tensor_by_row_and_by_column():
+    """PyTorch's FlexAttention refuses two uses of one tensor that learns."""
+    bias = torch.randn(93, requires_grad=True)
+    q, k, v = inputs()
+    check(q, k, v, lambda s, b, h, i, j: s + bias[i] + bias[j], captures=(bias,))
+
+
 def test_no_tensor_of_queries_by_keys():
     S = 4096
     q, k, v = inputs(B=1, Hq=2, Hkv=1, M=S, N=S, D=16, Dv=16)

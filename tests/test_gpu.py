@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
+import kernel_cases
 import pytest
 import torch
 from kernel_cases import (
@@ -19,6 +20,7 @@ from kernel_cases import (
     assert_near,
     check,
     check_case,
+    deterministic,
     make_call,
     results,
 )
@@ -211,6 +213,66 @@ def test_gradient_of_a_table_at_four_thousand() -> None:
     q, k, v = (randn(1, 2, length, 64, seed=i) for i in range(3))
     table = randn(2, 2 * 512 + 1, seed=4, dtype=torch.float32)
     check(Call(q, k, v, mods.relative_bias(table), None, None, learned=(table,)))
+
+
+def pairs_of(table: Tensor) -> Callable[..., Tensor]:
+    return lambda s, b, h, i, j: s + table[h, i, j]
+
+
+def gate_of(table: Tensor) -> Callable[..., Tensor]:
+    return lambda s, b, h, i, j: s * torch.sigmoid(table)[h, j]
+
+
+# (query heads, length, shape of the captured tensor, mod): what is added to in any order, unless asked otherwise.
+REPEATED: dict[str, tuple[int, int, tuple[int, ...], Callable[[Tensor], Callable[..., Tensor]]]] = {
+    "t5": (4, 1024, (32, 4), mods.t5_bias),
+    "relative": (4, 2048, (4, 513), mods.relative_bias),
+    "pairs": (4, 1024, (4, 1024, 1024), pairs_of),
+    "gate": (4, 1024, (4, 1024), gate_of),
+    "head gate": (8, 1024, (8,), mods.head_gate),
+    "row plus column": (4, 1024, (1024,), lambda t: lambda s, b, h, i, j: s + t[i] + t[j]),
+    "number": (4, 1024, (), lambda t: lambda s, b, h, i, j: s * t),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_deterministic_algorithms_repeat_every_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ours_deterministic(call: Call, dtype: torch.dtype | str | None) -> tuple[Tensor | None, ...]:
+        with deterministic(dtype == "ours"):  # not the reference: cuBLAS wants a setting of its own for that
+            return results(call, dtype)
+
+    monkeypatch.setattr(kernel_cases, "results", ours_deterministic)
+    heads, length, shape, make = REPEATED[name]
+    q, k, v = (randn(2, n, length, 64, seed=i) for i, n in enumerate((heads, 2, 2)))
+    table = randn(*shape, seed=5, dtype=torch.float32)
+    mod, mask = make(table), causal(length)
+    call = Call(q, k, v, mod, mask, mods.causal, learned=(table,))
+    check(call)
+    runs = [ours_deterministic(call, "ours") for _ in range(20)]
+    for other in runs[1:]:
+        assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
+
+
+def test_deterministic_captured_gradients_wait_for_nothing() -> None:
+    """The step of integer sums is found on the device."""
+    q, k, v = (randn(1, 4, 512, 64, seed=i).requires_grad_() for i in range(3))
+    tables = [randn(*s, seed=5, dtype=torch.float32).requires_grad_() for s in ((4, 513), (4, 512))]
+    mod = lambda s, b, h, i, j: s * torch.sigmoid(tables[1][h, j]) + tables[0][h, (i - j).clamp(-9, 9)]  # noqa: E731
+    mask = causal(512)
+
+    def step() -> tuple[Tensor, ...]:
+        out = flex_attention(q, k, v, mod, mask)
+        return torch.autograd.grad(out, (q, k, v, *tables), out)
+
+    with deterministic():
+        want = step()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            again = step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(want, again, strict=True))
 
 
 def test_more_heads_than_a_grid_dimension_holds() -> None:

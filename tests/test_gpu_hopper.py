@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import kernel_cases
 import pytest
 import torch
-from kernel_cases import MASKS, SCORES, Call, Setting, Sizes, check, make_call
+from kernel_cases import MASKS, SCORES, Call, Setting, Sizes, check, deterministic, make_call
 from torch import Tensor
 
 from flexattn import AuxRequest, BlockMask, create_block_mask, explain, flex_attention, mods
@@ -27,15 +26,6 @@ HOPPER = (("BACKEND", "HOPPER"),)
 BF16 = Setting("cuda", torch.bfloat16, block=4, options=HOPPER)
 FP16 = Setting("cuda", torch.float16, block=4, options=HOPPER)
 WIDE, NARROW = Sizes(2, 2, 1, 333, 427, 128, 128), Sizes(2, 2, 1, 333, 427, 64, 64)
-
-
-@contextlib.contextmanager
-def deterministic(wanted: bool = True) -> Iterator[None]:
-    torch.use_deterministic_algorithms(wanted)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(params=["fused", "pair"])

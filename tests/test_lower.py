@@ -14,7 +14,7 @@ from flexattn.differentiate import differentiate
 from flexattn.errors import CompileError
 from flexattn.lower import CaptureLayout, Dialect, ModPlan, lower, lower_score
 from flexattn.ops import OPS
-from flexattn.scatter import lower_scatter, scatter_arguments
+from flexattn.scatter import lower_scatter, lower_sizes, scatter_arguments
 from flexattn.trace import trace
 
 GPU = Dialect(ptx=True)
@@ -153,10 +153,14 @@ def test_scatter_sums_before_it_adds():
         lambda s, b, h, i, j: s * table[h], lambda s, b, h, i, j: s * table[i], lambda s, b, h, i, j: s * table[i * j],
     ):  # fmt: skip
         plan = gradient(mod_plan(mod), (0,))
-        text = lower_scatter(plan, "scatter", GPU)
+        text = lower_scatter(plan, "scatter", GPU, "float")
         assert text.count("tl.atomic_add") == 1
         sums.append(text.partition("def scatter(")[2].count("tl.sum("))
-        assert [kind for _, kind in scatter_arguments(plan)] == ["*fp32"]
+        assert [kind for _, kind in scatter_arguments(plan, "float")] == ["*fp32"]
+        integers = lower_scatter(plan, "scatter", GPU, "integer")
+        assert integers.count("add_integers(") == 1 and "tl.atomic_add" not in integers
+        assert [kind for _, kind in scatter_arguments(plan, "integer")] == ["*i64", "*fp32", "*i32"]
+        assert "atomic" not in lower_sizes(plan, "sizes", GPU)
     assert sums == [2, 1, 0]
 
 

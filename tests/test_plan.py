@@ -115,7 +115,7 @@ def test_every_field_is_in_the_key():
         "score": (forward, replace(mod, numbers=("i64",))), "grad": (dq, None), "mask": (forward, None),
         "blocks": (forward, (64, 64)), "full_overhangs": (forward, True), "float_index": (forward, False),
         "precision": (forward, "tf32"), "exact": (forward, True), "max_scores": (forward, True),
-        "has_dlse": (delta, True), "has_sink": (forward, True), "has_dropout": (dkdv, True),
+        "has_dlse": (delta, True), "has_sink": (forward, True), "has_dropout": (dkdv, True), "integer_sums": (dq, True),
     }  # fmt: skip
     assert changes.keys() == {f.name for f in fields(KernelPlan)}
     for name, (plan, value) in changes.items():
@@ -167,6 +167,9 @@ def test_alignment_and_tma():
     assert forward.aligned and not forward.tma
 
 
+TABLE = mods.relative_bias(torch.zeros(4, 9, requires_grad=True))
+
+
 @pytest.mark.parametrize(
     ("score", "deterministic", "target", "kernels"),
     [
@@ -174,9 +177,14 @@ def test_alignment_and_tma():
         (mods.softcap(20.0), True, "sm_90", ["hopper_dq", "hopper_dkdv"]),
         (mods.softcap(20.0), False, "sm_80", ["backward_dq", "backward_dkdv"]),
         (mods.head_gate(torch.zeros(4, requires_grad=True)), False, "sm_90", ["backward_dq", "hopper_dkdv"]),
+        (TABLE, True, "sm_90", ["backward_dq", "backward_dkdv"]),
+        (
+            mods.head_gate(torch.zeros(4, requires_grad=True)), True, "sm_80",
+            ["backward_sizes", "backward_dq", "backward_dkdv"],
+        ),
     ],
-    ids=["any order", "deterministic", "no Hopper", "captured gradients"],
-)
+    ids=["any order", "deterministic", "no Hopper", "captured gradients", "bounded", "measured"],
+)  # fmt: skip
 def test_what_follows_delta(score: Callable[..., object], deterministic: bool, target: str, kernels: list[str]):
     q = torch.zeros(1, 4, 256, 64, dtype=torch.float16, requires_grad=True)
     torch.use_deterministic_algorithms(deterministic)

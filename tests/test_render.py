@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flexattn import create_block_mask, explain, mods
-from flexattn.kernel_plan import KernelPlan
+from flexattn.kernel_plan import CAPTURES, KernelPlan
 from flexattn.render import render
 from flexattn.templates import templates_folder
 
@@ -30,7 +30,7 @@ def works() -> dict[str, tuple[KernelPlan, ...]]:
         mask = create_block_mask(mods.causal, None, None, 200, 200, device="cpu") if masked else None
         for kind, target, options, deterministic in (
             ("", "sm_80", {}, False), ("", "sm_90", {"BACKEND": "TRITON"}, False), ("-hopper", "sm_90", {}, False),
-            ("-pair", "sm_90", {}, True),
+            ("-pair", "sm_90", {}, True), ("-pair", "sm_80", {}, True),
         ):  # fmt: skip
             torch.use_deterministic_algorithms(deterministic)
             plans = explain(q, k, v, score, mask, target=target, kernel_options=options).plans
@@ -45,6 +45,8 @@ WORKS = works()
 def variants(plan: KernelPlan) -> list[KernelPlan]:
     if plan.is_hopper:
         return [plan, replace(plan, max_scores=True)]
+    if plan.sums and plan.kernel != CAPTURES:
+        return [plan, *variants(replace(plan, kernel=CAPTURES))]
     if plan.kernel == "backward_dq_rows":
         return [plan, replace(plan, aligned=False)]
     loose = replace(plan, aligned=False, tma=False)

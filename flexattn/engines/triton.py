@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from flexattn.kernel_plan import KernelPlan, widths_of
-from flexattn.launch import TENSORS, Tensors, backward_kernels, buffer_name, padded_rows, plan_launch, run
+from flexattn.capture_sums import CaptureSums, largest_of_rows, sums_integers
+from flexattn.kernel_plan import SIZES, KernelPlan, widths_of
+from flexattn.launch import TENSORS, Tensors, backward_kernels, capture_argument, padded_rows, plan_launch, run
 from flexattn.problem import Problem
-from flexattn.scatter import scatter_captures
 from flexattn.sinks import sink_gradient
 from flexattn.target import Target
 
@@ -48,26 +48,32 @@ def backward(
     run("backward_delta", problem, {"o": out, "do": d_out}, rows | padded)
 
     tensors = {"q": q, "k": k, "v": v, "do": d_out}
-    buffers = _gradient_buffers(problem)
-    if needs[0] or buffers:
+    if needs[0]:
         tensors["dq"] = _like_strides(q, q.size(-1))
     if needs[1] or needs[2]:
         tensors |= {"dk": _like_strides(k, k.size(-1)), "dv": _like_strides(v, v.size(-1))}
-    arrays = padded | {buffer_name(problem, i): buffer for i, buffer in buffers.items()}
     kernels = backward_kernels(problem, tensors)
+    sums = CaptureSums.of(problem, sums_integers(problem))
+    if SIZES in kernels:
+        sizes = _capture_arrays(problem, sums, size=sums.sizes)
+        run(SIZES, problem, {name: tensors[name] for name in TENSORS[SIZES]}, padded | sizes)
+    kept = 1.0 if problem.dropout is None else problem.dropout.keep_scale
+    largest = largest_of_rows(d_out, v, delta, kept) if sums.sizes and SIZES not in kernels else None
+    scales = sums.scales(problem, largest)
+    of_captures = _capture_arrays(problem, sums, grad=sums.buffers.values(), scale=scales, lost=sums.lost)
+    arrays = padded | of_captures
     if "backward_dq_rows" in kernels:
         width, _ = widths_of(q.size(-1), v.size(-1))
         arrays["dq_sum_ptr"] = q.new_zeros((count * width // 32, 32), dtype=torch.float32)
     for kernel in kernels:
-        run(kernel, problem, {name: tensors[name] for name in TENSORS[kernel]}, arrays)
-    captures = () if problem.score is None else problem.score.captures
-    captured = tuple(buffers[i].to(c.dtype) if i in buffers else None for i, c in enumerate(captures))
+        if kernel != SIZES:
+            run(kernel, problem, {name: tensors[name] for name in TENSORS[kernel]}, arrays)
     dq, dk, dv = (tensors[name] if need else None for name, need in zip(("dq", "dk", "dv"), needs, strict=True))
     d_sink = None
     if problem.sink is not None:
         B, Hq, M, _ = q.shape
         d_sink = sink_gradient(problem.sink.detach(), lse, delta.view(B, Hq, -1)[..., :M])
-    return dq, dk, dv, captured, d_sink
+    return dq, dk, dv, sums.gradients(problem, scales), d_sink
 
 
 def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | None], ...]:
@@ -78,6 +84,15 @@ def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | Non
     tensors = {"q": q, "k": k, "v": v, "o": out, "do": out, "dq": q, "dk": k, "dv": v}
     kernels = ("forward", "backward_delta", *backward_kernels(problem, tensors, target))
     return tuple(plan_launch(kernel, problem, target, [tensors[n] for n in TENSORS[kernel]]) for kernel in kernels)
+
+
+def _capture_arrays(problem: Problem, sums: CaptureSums, **arrays: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Return tensors, one for each captured tensor that learns, by the names of the arguments that kernels have."""
+    return {
+        capture_argument(problem, i, argument): tensor
+        for argument, tensors in arrays.items()
+        for i, tensor in zip(sums.buffers, tensors, strict=False)
+    }
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -92,17 +107,6 @@ def _with_rows(problem: Problem) -> Problem:
     if rows[0] is q and rows[1] is k and rows[2] is v:
         return problem
     return replace(problem, query=rows[0], key=rows[1], value=rows[2])
-
-
-def _gradient_buffers(problem: Problem) -> dict[int, Tensor]:
-    """Return a float32 buffer for each captured tensor that receives a gradient, by its position."""
-    if problem.score is None or problem.score_grad is None:
-        return {}
-    captures = problem.score.captures
-    return {
-        i: torch.zeros(captures[i].shape, dtype=torch.float32, device=captures[i].device)
-        for i in scatter_captures(problem.score_grad)
-    }
 
 
 def _like_strides(tensor: Tensor, width: int) -> Tensor:
