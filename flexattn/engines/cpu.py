@@ -54,7 +54,7 @@ def _forward_strip(tiles: Scores, strip: Strip, out: Tensor, lse: Tensor, larges
         m_i, l_i, acc = _softmax_strip(tiles, strip, unit, guard=True)
     acc.div_(l_i.masked_fill(l_i == 0, 1.0))
     tiles.rows(out, strip).copy_(tiles.unstack(acc, strip))
-    tiles.rows(lse[..., None], strip).copy_(tiles.unstack(m_i.double().div_(unit).add_(l_i.double().log_()), strip))
+    tiles.rows(lse[..., None], strip).copy_(tiles.unstack(m_i.double().div(unit).add_(l_i.double().log_()), strip))
     if largest is not None:
         tiles.rows(largest[..., None], strip).copy_(tiles.unstack(m_i.div_(unit), strip))
 
