@@ -197,11 +197,16 @@ def assert_near(
     floor: float = 32.0,
 ) -> None:  # fmt: skip
     """Raise unless errors are of the size of those that dense attention makes; a few values need a `floor` in eps."""
+    error, bound = near_bound(name, got, dense, oracle, eps or torch.finfo(dtype).eps, floor)
+    assert error <= bound, f"{name}: largest error {error:.3g}, allowed {bound:.3g}"
+
+
+def near_bound(name: str, got: Tensor, dense: Tensor, oracle: Tensor, eps: float, floor: float) -> tuple[float, float]:
+    """Return the largest error and what assert_near allows; raise for misplaced infinities."""
     assert torch.equal(got.isinf(), oracle.isinf()), f"{name}: infinities are not where they belong"
     got, dense, oracle = (x.double().masked_fill(x.isinf(), 0) for x in (got, dense, oracle))
     error, error_of_dense = (float((x - oracle).abs().max()) for x in (got, dense))
-    bound = 4 * error_of_dense + floor * (eps or torch.finfo(dtype).eps) * max(1.0, float(oracle.abs().max()))
-    assert error <= bound, f"{name}: largest error {error:.3g}, allowed {bound:.3g}"
+    return error, 4 * error_of_dense + floor * eps * max(1.0, float(oracle.abs().max()))
 
 
 # Score mods: make(setting, heads, M, N) -> (score_mod, captured tensors whose gradients are compared)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -9,6 +11,27 @@ from torch import Tensor
 
 # How many times the error of a dense computation in the same dtype a result may have: (rmse, largest).
 BOUNDS = {"out": (1.2, 2.0), "lse": (1.2, 2.0), "grad": (1.5, 2.0)}
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How large the errors of a result are, and how large they may be."""
+
+    rmse: float
+    rmse_bound: float
+    largest: float
+    largest_bound: float
+    text: str
+
+    @property
+    def ratio(self) -> float:
+        """The error as a part of what is allowed."""
+        return max(part(self.rmse, self.rmse_bound), part(self.largest, self.largest_bound))
+
+
+def part(error: float, bound: float) -> float:
+    """Return error / bound; infinity for a NaN, or for an error where none is allowed."""
+    return 0.0 if error == 0 else error / bound if bound and error == error else math.inf
 
 
 def assert_close_to_oracle(
@@ -28,9 +51,19 @@ def assert_close_to_oracle(
     The magnitude of the rmse is that of the oracle's root mean square, that of the largest error its largest value.
     Infinities must be where the oracle has them.
     """
+    errors = errors_of(name, got, dense_same_dtype, oracle_fp64, kind, floor, factor, room)
+    if errors is not None and (errors.rmse > errors.rmse_bound or errors.largest > errors.largest_bound):
+        raise AssertionError(errors.text)
+
+
+def errors_of(
+    name: str, got: Tensor, dense_same_dtype: Tensor, oracle_fp64: Tensor, kind: Literal["out", "lse", "grad"] = "out",
+    floor: float = 2.0, factor: float = 1.0, room: float = 0.0,
+) -> Errors | None:  # fmt: skip
+    """Return what assert_close_to_oracle compares, None for an empty result; raise for NaN and misplaced infinities."""
     assert got.shape == oracle_fp64.shape, f"{name}: shape {list(got.shape)}, expected {list(oracle_fp64.shape)}"
     if got.numel() == 0:
-        return
+        return None
     ulp = torch.finfo(got.dtype).eps if kind != "lse" else torch.finfo(dense_same_dtype.dtype).eps
     got, dense, oracle = (x.detach().double().cpu() for x in (got, dense_same_dtype, oracle_fp64))
     assert not oracle.isnan().any(), f"{name}: the oracle itself has NaN"
@@ -46,12 +79,12 @@ def assert_close_to_oracle(
     rms_factor, largest_factor = (factor * bound for bound in BOUNDS[kind])
     rms_bound = max(rms_factor * _rms(allowed), floor * ulp * _rms(size))
     largest_bound = max(largest_factor * float(allowed.max()), floor * ulp * float(size.max())) + room
-    if _rms(error) > rms_bound or float(error.max()) > largest_bound:
-        raise AssertionError(
-            f"{name}: rmse {_rms(error):.3g} (allowed {rms_bound:.3g}, dense {_rms(allowed):.3g}), largest error "
-            f"{float(error.max()):.3g} (allowed {largest_bound:.3g}, dense {float(allowed.max()):.3g}), "
-            f"{_first(error == error.max())}, values up to {float(size.max()):.3g}"
-        )
+    return Errors(
+        _rms(error), rms_bound, float(error.max()), largest_bound,
+        f"{name}: rmse {_rms(error):.3g} (allowed {rms_bound:.3g}, dense {_rms(allowed):.3g}), largest error "
+        f"{float(error.max()):.3g} (allowed {largest_bound:.3g}, dense {float(allowed.max()):.3g}), "
+        f"{_first(error == error.max())}, values up to {float(size.max()):.3g}",
+    )  # fmt: skip
 
 
 def _rms(x: Tensor) -> float:
