@@ -80,16 +80,19 @@ def check_dropout(dropout_p: object, device: torch.device) -> Dropout | None:
     return Dropout(max(1, round(p * STEPS)), seed)
 
 
-def dropout_mask(dropout_p: float, shape: Sequence[int], device: torch.device | str | None = None) -> Tensor:
+def dropout_mask(
+    dropout_p: float, shape: Sequence[int], device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Return what flex_attention multiplies its weights by, dense, and move torch's generator as it does.
 
     Args:
         dropout_p: the part that is dropped, in steps of 1 / 65536.
         shape: (B, Hq, M, N) of the weights.
         device: that of the query.
+        dtype: of the result.
 
     Returns:
-        float32 [B, Hq, M, N]: 0 or 1 / (1 - p).
+        [B, Hq, M, N]: 0 or 1 / (1 - p).
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -100,9 +103,9 @@ def dropout_mask(dropout_p: float, shape: Sequence[int], device: torch.device | 
     chosen = torch.device(device or torch.get_default_device())
     dropout = check_dropout(dropout_p, chosen)
     if dropout is None:
-        return torch.ones(B, H, M, N, device=chosen)
-    found = torch.empty(B, H, M, N, device=chosen)
+        return torch.ones(B, H, M, N, device=chosen, dtype=dtype)
+    found = torch.empty(B, H, M, N, device=chosen, dtype=dtype)
     rows = torch.arange(M, device=chosen)[:, None]
     for i in range(B * H):
-        found[i // H, i % H] = dropout.keep(torch.full_like(rows, i), rows, [(0, N)]) * dropout.keep_scale
+        found[i // H, i % H] = dropout.keep(torch.full_like(rows, i), rows, [(0, N)]).to(dtype) * dropout.keep_scale
     return found

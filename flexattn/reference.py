@@ -58,7 +58,7 @@ def attention(
     lse = (largest + total.log()).squeeze(-1)
     weight = weight / total
     if dropout is not None:
-        weight = weight[..., : key.shape[-2]] * dropout
+        weight = weight[..., : key.shape[-2]] * dropout.to(wide)
     return weight.to(dtype) @ value[..., : weight.shape[-1], :], lse
 
 

@@ -54,10 +54,10 @@ class Call:
     mask_mod: Mod | Tensor | None = None  # what the oracle is given in place of the mask
     scale: float | None = None
     learned: tuple[Tensor, ...] = ()  # of the tensors that score_mod captures, and the sink
-    sink: Tensor | float | None = None
-    dropout_p: float = 0.0
     options: dict[str, object] = field(default_factory=dict)
     d_out: Callable[[Tensor], Tensor] = lambda x: x  # another layout of the same gradient
+    sink: Tensor | float | None = None
+    dropout_p: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def results(call: Call, dtype: torch.dtype | str | None) -> tuple[Tensor | None,
         lse = aux.lse
     else:
         places = (*call.query.shape[:3], call.key.shape[2])
-        dropout = dropout_mask(call.dropout_p, places, call.query.device) if call.dropout_p else None
+        dropout = dropout_mask(call.dropout_p, places, call.query.device, torch.float64) if call.dropout_p else None
         out, lse = attention(*leaves, call.score_mod, call.mask_mod, call.scale, dtype, call.sink, dropout)
     d_out, d_lse = given(call, out, lse)
     both = [(x, d) for x, d in ((out, d_out), (lse, d_lse)) if x.requires_grad]

@@ -66,6 +66,15 @@ def test_rows_without_a_key_have_the_sink_as_lse(N: int) -> None:
     torch.testing.assert_close(grad, torch.full_like(grad, 33.0))
 
 
+def test_rows_with_neither_a_key_nor_a_sink() -> None:
+    """Beside rows that have a key, so that their strip is computed."""
+    leaves = inputs()
+    mask = create_block_mask(lambda b, h, i, j: i > 5, None, None, 33, 40, device="cpu", BLOCK_SIZE=16)
+    out, lse = ours(leaves, -math.inf, mask)
+    torch.testing.assert_close((out, lse), ours(leaves, None, mask))
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), leaves))
+
+
 def test_only_the_sink_learns() -> None:
     leaves = [x.detach() for x in inputs()]
     sink = torch.randn(4, dtype=torch.float64, requires_grad=True)

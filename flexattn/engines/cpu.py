@@ -56,11 +56,11 @@ def _forward_strip(tiles: Scores, strip: Strip, out: Tensor, lse: Tensor, larges
     if not _all_finite(acc, l_i):
         m_i, l_i, acc = _softmax_strip(tiles, strip, unit, guard=True)
     acc.div_(l_i.masked_fill(l_i == 0, 1.0))
-    row_lse = m_i.double().div_(unit).add_(l_i.double().log_())
+    row_lse = m_i.double().div(unit).add_(l_i.double().log_())
     if tiles.problem.sink is not None:
         sink = tiles.problem.sink[..., None, None].expand(*lse.shape, 1)
         total = torch.logaddexp(row_lse, tiles.stack(sink, strip, torch.float64))
-        acc.mul_(row_lse.sub_(total).exp_())
+        acc.mul_(row_lse.sub_(total).exp_().nan_to_num_())  # -inf - -inf: neither a key nor a sink
         row_lse = total
     tiles.rows(out, strip).copy_(tiles.unstack(acc, strip))
     tiles.rows(lse[..., None], strip).copy_(tiles.unstack(row_lse, strip))

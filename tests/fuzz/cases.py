@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kernel_cases import LAYOUTS
+from kernel_cases import LAYOUTS, SINKS
 
 from fuzz.masks import JOINS, MASKS
 from fuzz.score_mods import PIECES
@@ -44,6 +44,8 @@ class Case:
     aux: tuple[str, ...] = ()  # of lse, max_scores
     lse_gradient: bool = False
     scale: float | None = None
+    sink: str = ""  # of SINKS
+    dropout_p: float = 0.0
     deterministic: bool = False
     small_tiles: bool = False  # of the CPU engine
     options: Options = ()  # kernel_options
@@ -111,6 +113,8 @@ CHOICES: dict[str, Sequence[Any]] = {
     "aux": ((), ("lse",), ("lse",), ("max_scores",), ("lse", "max_scores"), ("lse", "max_scores")),
     "lse_gradient": (True, False),
     "scale": ("default", "default", "default", "zero", "negative", "given", "given"),
+    "sink": ("", "", "", "", *SINKS),
+    "dropout_p": (0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.5),
     "deterministic": (False, False, True),
     "small_tiles": (False,),
     "options": ((),),

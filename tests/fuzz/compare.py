@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from kernel_cases import LAYOUTS, Call, given
+from kernel_cases import LAYOUTS, Call, Setting, given, with_sink
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
-from flexattn import AuxRequest, BlockMask, create_block_mask, flex_attention
+from flexattn import AuxRequest, BlockMask, create_block_mask, dropout_mask, flex_attention
 from flexattn.engines import cpu_tiles
 from flexattn.reference import attention, over_all_pairs
 from flexattn.trace import trace
@@ -54,9 +54,9 @@ def pose(case: Case, device: str) -> Posed:
     mask = None if mask_mod is None else _block_mask(mask_mod, case, device)
     call = Call(
         query, key, value, score_mod, mask, dense(mask_mod, place), case.scale, learned, dict(case.options),
-        lambda x: _laid_out(x, case.d_out_layout),
+        lambda x: _laid_out(x, case.d_out_layout), dropout_p=case.dropout_p,
     )  # fmt: skip
-    return Posed(case, call)
+    return Posed(case, with_sink(call, Setting(device, dtype), case.sink) if case.sink else call)
 
 
 def _laid_out(x: Tensor, layout: str) -> Tensor:
@@ -87,10 +87,12 @@ def ours(posed: Posed, options: Mapping[str, object]) -> Results:
     case, call = posed.case, posed.call
     leaves, learned = leaves_of(posed)
     request = AuxRequest(lse="lse" in case.aux, max_scores="max_scores" in case.aux)
+    torch.manual_seed(case.tensors)  # of dropout
     with _deterministic(case.deterministic), _tiles_of_cpu(case.small_tiles):
         found = flex_attention(
             *leaves, call.score_mod, call.mask, call.scale, enable_gqa=True,
             kernel_options={**call.options, **options}, return_aux=request if case.aux else None,
+            sink=call.sink, dropout_p=case.dropout_p,
         )  # fmt: skip
         out, aux = found if isinstance(found, tuple) else (found, None)
         lse = None if aux is None else aux.lse
@@ -102,7 +104,10 @@ def reference(posed: Posed, dtype: torch.dtype | None) -> Results:
     """Return the results of dense attention in float64, or with dtype None in that of the case."""
     leaves, learned = leaves_of(posed)
     call, aux = posed.call, posed.case.aux
-    out, lse = attention(*leaves, call.score_mod, call.mask_mod, call.scale, dtype)
+    torch.manual_seed(posed.case.tensors)
+    places = (*call.query.shape[:3], call.key.shape[2])
+    dropout = dropout_mask(call.dropout_p, places, call.query.device, torch.float64) if call.dropout_p else None
+    out, lse = attention(*leaves, call.score_mod, call.mask_mod, call.scale, dtype, call.sink, dropout)
     results = _with_gradients(posed, leaves, learned, out, lse)
     return results | {"max_scores": _largest(posed, dtype) if "max_scores" in aux else None}
 

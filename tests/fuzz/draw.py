@@ -80,6 +80,8 @@ def draw_case(space: Space, seed: int, index: int) -> Case:
         aux=aux,
         lse_gradient="lse" in aux and shared.draw("lse_gradient"),
         scale=factor and round(factor / math.sqrt(D), 4),
+        sink=own.draw("sink") if shared.draw("sink") else "",
+        dropout_p=shared.draw("dropout_p"),
         deterministic=shared.draw("deterministic"),
         small_tiles=own.draw("small_tiles"),
         options=shared.draw("options"),
@@ -151,6 +153,9 @@ FEATURES: dict[str, Has] = {
     "scale 0": lambda c: c.scale == 0.0,
     "scale negative": lambda c: c.scale is not None and c.scale < 0,
     "scale given": lambda c: c.scale is not None and c.scale > 0,
+    "sink": lambda c: bool(c.sink),
+    "gradient of sink": lambda c: c.sink not in ("", "one") and "captures" in c.needs,
+    "dropout": lambda c: c.dropout_p > 0,
     "deterministic": lambda c: c.deterministic,
 }
 

@@ -31,7 +31,8 @@ def sizes_of_terms(posed: Posed, exact: Results) -> dict[str, Tensor]:
         live = score.detach() if call.mask_mod is None else torch.where(call.mask_mod, score.detach(), -math.inf)
         p = torch.exp(live - lse[..., None].masked_fill(lse[..., None] == -math.inf, 0.0))
         delta = (out.abs() * d_out.abs()).sum(-1, keepdim=True) + d_lse.abs()[..., None] * case.lse_gradient
-        terms = p * (1 + live.nan_to_num(0.0, 0.0, 0.0).abs()) * (d_out.double().abs() @ value.mT + delta)
+        kept = 1.0 if case.dropout_p in (0.0, 1.0) else 1.0 / (1.0 - case.dropout_p)
+        terms = p * (1 + live.nan_to_num(0.0, 0.0, 0.0).abs()) * (kept * d_out.double().abs() @ value.mT + delta)
         slope = _derivatives(score, [plain], torch.ones_like(terms))[0].abs()
         learned = [x for x in call.learned if x.requires_grad]
         samples = [torch.ones_like(terms), *(_signs(terms, n) for n in range(_SAMPLES))]
@@ -39,7 +40,7 @@ def sizes_of_terms(posed: Posed, exact: Results) -> dict[str, Tensor]:
     ds = (terms * slope).nan_to_num(0.0, 0.0, 0.0) * abs(scale)
     sizes = {"dq": ds @ key}
     sizes["dk"] = _of_keys(ds.mT @ call.query.detach().double().abs(), call.key)
-    sizes["dv"] = _of_keys(p.mT @ d_out.double().abs(), call.value)
+    sizes["dv"] = _of_keys(kept * p.mT @ d_out.double().abs(), call.value)
     for i, x in enumerate(call.learned):
         at = next((n for n, y in enumerate(learned) if y is x), None)
         if at is not None:
