@@ -253,6 +253,7 @@ def test_deterministic_algorithms_repeat_every_bit(name: str, monkeypatch: pytes
         assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_deterministic_captured_gradients_wait_for_nothing() -> None:
     """The step of integer sums is found on the device."""
     q, k, v = (randn(1, 4, 512, 64, seed=i).requires_grad_() for i in range(3))
@@ -267,8 +268,8 @@ def test_deterministic_captured_gradients_wait_for_nothing() -> None:
     with deterministic():
         want = step()
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             again = step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
