@@ -217,6 +217,12 @@ def test_refusals(build, text):
         build()
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_the_opposite_of_a_python_bool(value: bool) -> None:
+    mask = create_block_mask(mods.not_mask(lambda b, h, q_idx, kv_idx: value), None, None, 256, 256, device="cpu")
+    assert mask.counts() == ((0, 0, 4) if value else (4, 0, 0))
+
+
 @pytest.mark.parametrize("combine", [mods.and_masks, mods.or_masks, mods.xor_masks, mods.not_mask])
 def test_combinators_refuse_what_is_not_callable(combine):
     with pytest.raises(RuntimeError, match="All inputs should be callable mask_mods"):

@@ -85,7 +85,8 @@ def not_mask(mask_mod: MaskMod) -> MaskMod:
     _check((mask_mod,))
 
     def negated(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return ~mask_mod(b, h, q_idx, kv_idx)
+        found = mask_mod(b, h, q_idx, kv_idx)
+        return b.new_full((), not found, dtype=torch.bool) if isinstance(found, bool) else ~found
 
     return named(negated, f"not_{_name(mask_mod)}")
 

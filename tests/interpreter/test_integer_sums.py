@@ -71,16 +71,18 @@ def test_steps_follow_the_size_of_gradients(name: str, plans: list[KernelPlan]) 
     """Integers lose nothing that floats keep, and turning the mode off and on finds the right kernels."""
     call = CASES[name](AT)
     d_out = random_like_out(call)
-    for factor in (1.0, 1e4, 1e-6, 1e-25, 0.0):
-        integers, floats = captured_gradients(call, d_out * factor), with_floats(call, d_out * factor)
-        for ours, theirs in zip(integers, floats, strict=True):
-            assert (ours - theirs).abs().max() <= 2e-6 * theirs.abs().max()
-            assert bool(theirs.any()) == (factor > 0)
+    factors = (2.0**13, 2.0**-20, 2.0**-83, 0.0)
+    integers = [captured_gradients(call, d_out * factor) for factor in factors]
+    floats = with_floats(call, d_out)
+    for factor, found in zip(factors, integers, strict=True):
+        for ours, theirs in zip(found, floats, strict=True):  # a power of two is a factor without rounding
+            assert (ours - theirs * factor).abs().max() <= 2e-6 * factor * theirs.abs().max()
+            assert bool(ours.any()) == (factor > 0)
     measured = name == "unmasked-gate"
     kernels = ["forward", "backward_delta", *(["backward_sizes"] if measured else []), "backward_captures"]
-    found = [(plan.kernel, plan.sums) for plan in plans if plan.kernel not in ("forward", "backward_delta")]
-    assert [kernel for kernel, _ in found] == [*kernels[2:], "backward_captures"], "dq, dk and dv are not computed"
-    assert [sums for _, sums in found[-2:]] == ["integer", "float"]
+    planned = [(plan.kernel, plan.sums) for plan in plans if plan.kernel not in ("forward", "backward_delta")]
+    assert [kernel for kernel, _ in planned] == [*kernels[2:], "backward_captures"], "dq, dk and dv are not computed"
+    assert [sums for _, sums in planned[-2:]] == ["integer", "float"]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
