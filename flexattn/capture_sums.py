@@ -99,8 +99,7 @@ def largest_of_rows(d_out: Tensor, value: Tensor, delta: Tensor, kept: float = 1
     """Return the most that the sizes of the gradients of a row's scores sum to, float32, 0-d.
 
     They are weight * (kept * d_out . value + delta), `kept` where dropout does not make it 0, and the weights of a row
-    sum to 1. Rows that are not finite count
-    nothing: all that they contribute is not finite either.
+    sum to 1. Rows that are not finite count nothing: all that they contribute is not finite either.
     """
     norms = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64) for x in (d_out, value))
     of_rows, of_keys, of_delta = (x.nan_to_num(0.0, 0.0, 0.0).amax() for x in (*norms, delta.abs()))

@@ -57,16 +57,16 @@ def build_lists(
     bits = (full, partial, full_by_key, partial_by_key)
 
     def make_lists() -> None:
-        if recipe.at_once is not None:
-            recipe.at_once.launch((*bits, unknown, status, row_ptr, order, runs))
+        if len(recipe.lists) == 1:
+            recipe.lists[0].launch((*bits, unknown, status, row_ptr, order, runs))
             return
-        recipe.count.launch((*bits, unknown, counts))
-        recipe.scan.launch((counts, row_ptr, status))
+        recipe.lists[0].launch((*bits, unknown, counts))
+        recipe.lists[1].launch((counts, row_ptr, status))
         if recipe.has_room:
             fill(runs)
 
     def fill(runs: Any) -> None:
-        recipe.fill.launch((*bits, counts, status, row_ptr, order, runs))
+        recipe.lists[2].launch((*bits, counts, status, row_ptr, order, runs))
 
     tables = [_table(r, tensors, captures, at, target) for r, at in zip(recipe.tables, memories, strict=True)]
     recipe.classify.launch((*bits, unknown, status, *[tables[i] for i in recipe.reads], *captures), bound.numbers)

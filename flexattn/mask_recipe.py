@@ -96,10 +96,7 @@ class Recipe:
     reads: tuple[int, ...]  # the tables that the bounds read, in the order of their arguments
     runs: tuple[RunsRecipe, ...]
     classify: Step
-    at_once: Step | None  # makes all lists where the mask is small, in place of the next three
-    count: Step
-    scan: Step
-    fill: Step
+    lists: tuple[Step, ...]  # one that makes all lists of a small mask, or count, scan and fill
     evaluated: tuple[int, ...]  # constants of the kernel that evaluates, which is built where it is needed
 
     @property
@@ -132,7 +129,6 @@ def recipe_of(
     tables = tuple(_table(key, captures[key[0]], dtypes[key[0]], target) for key in wanted)
     reads = tuple(wanted.index(key) for key in keys)
     of_tables = [n for i in reads for n in tables[i].constants]
-    classify, count, scan, fill = (build(source, target) for source in (plan.classify, *list_sources()))
     runs = tuple(r for i in plan.compared if (r := _runs(i, captures[i], dtypes[i], target)) is not None)
     most = 2 * (q_rows * -(-kv_blocks // 2) + kv_rows * -(-q_blocks // 2))
     kept = _starts(
@@ -142,14 +138,15 @@ def recipe_of(
         *(r.elements for r in runs for _ in range(2)),
     )
     scratch = (*(t.words for t in tables), by_row, by_row, by_column, by_column, by_row, 4 * q_rows + 3 * kv_rows, 8)
+    lists = _list_sources(sizes, block_size)
+    launched = ((1, listed),) if len(lists) == 1 else ((sum(rows), listed), (5, rows), (sum(rows), listed))
     together = sum(scratch) <= _SMALL_SCRATCH
     return Recipe(
         heads=B * H, rows=rows, blocks=q_rows * kv_blocks, octets=4 * by_row,
         kept=kept, scratch=_starts(*scratch, begin=together * (kept[-1] + kept[-1] % 2)), together=together,
         tables=tables, reads=reads, runs=runs,
-        classify=Step(classify, B * H * q_words * kv_words, (*of_blocks, *of_tables, *of_captures)),
-        at_once=Step(build(small_lists_source(), target), 1, listed) if _is_small(sizes, block_size) else None,
-        count=Step(count, sum(rows), listed), scan=Step(scan, 5, rows), fill=Step(fill, sum(rows), listed),
+        classify=Step(build(plan.classify, target), B * H * q_words * kv_words, (*of_blocks, *of_tables, *of_captures)),
+        lists=tuple(Step(build(source, target), *of) for source, of in zip(lists, launched, strict=True)),
         evaluated=(*of_blocks, 4 * by_row, *of_captures),
     )  # fmt: skip
 
@@ -159,6 +156,10 @@ def _is_small(sizes: Sizes, block_size: tuple[int, int]) -> bool:
     B, H, *lengths = sizes
     blocks = [-(-length // block) for length, block in zip(lengths, block_size, strict=True)]
     return B * H * max(blocks) <= SMALL_LISTS[0] and max(blocks) <= 32 * SMALL_LISTS[1]
+
+
+def _list_sources(sizes: Sizes, block_size: tuple[int, int]) -> tuple[KernelSource, ...]:
+    return (small_lists_source(),) if _is_small(sizes, block_size) else list_sources()
 
 
 def _starts(*sizes: int, begin: int = 0) -> tuple[int, ...]:
@@ -229,8 +230,7 @@ def sources(
     plan: MaskPlan, bound: BoundMod, sizes: Sizes, block_size: tuple[int, int], evaluates: bool
 ) -> tuple[KernelSource, ...]:
     """Return the kernels that building a mask runs; `evaluates`: bounds and samples leave blocks open."""
-    lists = (small_lists_source(),) if _is_small(sizes, block_size) else list_sources()
-    found = [plan.classify, *lists, *([plan.evaluate] if evaluates else [])]
+    found = [plan.classify, *_list_sources(sizes, block_size), *([plan.evaluate] if evaluates else [])]
     for key in _table_keys(plan, block_size):
         capture = bound.captures[key[0]]
         shape = _table_shape(key, capture.shape)
