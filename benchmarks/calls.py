@@ -285,6 +285,11 @@ def entries(folder: Path) -> set[str]:
     return {path.parent.name for path in folder.glob("*/manifest.json")}
 
 
+def _named_entries(folder: Path, digests: set[str]) -> list[str]:
+    """Return what the kernels of these digests are called, and the digests."""
+    return [f"{next((folder / d).glob('*.py'), folder).stem} {d}" for d in digests]
+
+
 def work(
     calls: int, scale: Scale, mods: Sequence[str], folder: Path, seed: int, part: tuple[int, int] = (0, 1)
 ) -> Report:
@@ -310,7 +315,8 @@ def work(
         if number % 100 == 0:
             print(f"{number} calls, {len(there)} kernels, {len(wrong)} wrong", file=sys.stderr, flush=True)
     return Report(
-        calls, len(kinds), tuple(sorted(there)), tuple(sorted(there - known)), tuple(sorted(known - there)),
+        calls, len(kinds), tuple(sorted(there)), tuple(sorted(_named_entries(folder, there - known))),
+        tuple(sorted(known - there)),
         last_built_at, stats(), tuple(wrong), worst, time.monotonic() - started,
     )  # fmt: skip
 

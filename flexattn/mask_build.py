@@ -87,7 +87,9 @@ def build_lists(
         memory, begin = _allocate(2 * sum(totals), device), 0
         fill(_pointer(memory, target))
     by_query, by_key = (
-        LaterRunLists(functools.partial(_views, kept, memory, begin, totals, recipe.heads, recipe.rows, by_key))
+        LaterRunLists(
+            functools.partial(_views, kept, memory, (recipe.kept[1], begin), totals, recipe.heads, recipe.rows, by_key)
+        )
         for by_key in (0, 1)
     )
     found = () if descends else tuple([
@@ -109,12 +111,21 @@ def _table(recipe: TableRecipe, tensors: Sequence[Tensor], captures: Sequence[An
 
 
 def _views(
-    kept: Tensor, memory: Tensor, begin: int, totals: Sequence[int], heads: int, rows: tuple[int, int], by_key: int
+    kept: Tensor,
+    memory: Tensor,
+    begins: tuple[int, int],
+    totals: Sequence[int],
+    heads: int,
+    rows: tuple[int, int],
+    by_key: int,
 ) -> tuple[Tensor, ...]:
-    """Return the tensors of `RunLists` of one direction, views of what the kernels wrote (see `Recipe.kept`)."""
+    """Return the tensors of `RunLists` of one direction, views of what the kernels wrote (see `Recipe.kept`).
+
+    `begins`: where the orders begin in `kept`, and the runs in `memory`.
+    """
     n, row_ptr = rows[by_key], 2 * by_key * (rows[0] + 1)
-    order = 2 * (sum(rows) + 2) + by_key * rows[0]
-    begin += 2 * sum(totals[: 2 * by_key])
+    order = begins[0] + by_key * rows[0]
+    begin = begins[1] + 2 * sum(totals[: 2 * by_key])
     some, every = totals[2 * by_key : 2 * by_key + 2]
     return (
         kept.as_strided((n + 1,), (1,), row_ptr), memory.as_strided((some, 2), (2, 1), begin),

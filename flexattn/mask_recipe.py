@@ -71,16 +71,15 @@ class RunsRecipe:
     capture: int
     shape: tuple[int, ...]  # of both ends of runs, int32 that are kept
     strides: tuple[int, ...]
-    elements: int  # of the tensor
+    elements: int  # of the tensor, rounded up
     step: Step
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All of a build that is known before it; memory is one or two allocations of int32 in parts.
+    """All of a build that is known before it; memory is one or two allocations of int32 in parts of 16 bytes.
 
-    scratch: tables (of an even number of words each, so that elements of 8 bytes are aligned); bits by row: full,
-    partial; by column: full, partial; by row: unknown; counts of rows; status.
+    scratch: tables; bits by row: full, partial; by column: full, partial; by row: unknown; counts of rows; status.
     kept: row_ptr of partial and full runs by query, then by key; both orders; room for the most runs that there can be
     (in a row of n blocks n / 2 of each kind), or none where these are many; starts and ends of runs of equal elements.
     """
@@ -143,7 +142,7 @@ def recipe_of(
     together = sum(scratch) <= _SMALL_SCRATCH
     return Recipe(
         heads=B * H, rows=rows, blocks=q_rows * kv_blocks, octets=4 * by_row,
-        kept=kept, scratch=_starts(*scratch, begin=together * (kept[-1] + kept[-1] % 2)), together=together,
+        kept=kept, scratch=_starts(*scratch, begin=together * kept[-1]), together=together,
         tables=tables, reads=reads, runs=runs,
         classify=Step(build(plan.classify, target), B * H * q_words * kv_words, (*of_blocks, *of_tables, *of_captures)),
         lists=tuple(Step(build(source, target), *of) for source, of in zip(lists, launched, strict=True)),
@@ -164,7 +163,12 @@ def _list_sources(sizes: Sizes, block_size: tuple[int, int]) -> tuple[KernelSour
 
 def _starts(*sizes: int, begin: int = 0) -> tuple[int, ...]:
     """Return where parts of these sizes begin, and where the last ends."""
-    return tuple(itertools.accumulate(sizes, initial=begin))
+    return tuple(itertools.accumulate(map(_aligned, sizes), initial=begin))
+
+
+def _aligned(words: int) -> int:
+    """Return the int32 of a part; the next begins at 16 bytes, as kernels of attention are built for an alignment."""
+    return -(-words // 4) * 4
 
 
 def _runs(capture: int, strided: Strided, dtype: torch.dtype, target: Target) -> RunsRecipe | None:
@@ -173,6 +177,7 @@ def _runs(capture: int, strided: Strided, dtype: torch.dtype, target: Target) ->
     if not torch.empty_strided(shape, strides, device="meta").is_contiguous() or not 0 < n < 2**30:
         return None
     step = Step(build(runs_source(dtype), target), elements // n * -(-n // RUN_PLACES), (n, n.bit_length()))
+    elements = _aligned(elements)
     return RunsRecipe(capture, (2, *shape), (elements, *strides), elements, step)
 
 

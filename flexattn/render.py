@@ -79,7 +79,7 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "dropout_arguments": _dropout_arguments(plan),
         "dropout_parameters": ("seed_ptr", "drop_below", "keep_scale") if plan.has_dropout else (),
         "scale": "qk_scale" if _scales_to_exp2(plan) else "sm_scale",
-        "natural": plan.exact, "to_exp2": _to_exp2(plan), "to_lse": _to_lse(plan),
+        "natural": plan.exact, "to_exp2": _to_exp2(plan),
         "score_arguments": score, "mask_arguments": mask, "mod_arguments": (*score, *mask),
         **_scatter_names(plan), "scatter_live": lambda loop: _scatter_live(plan, loop),
         "opaque": lambda first: _opaque(plan, first), "far": lambda *a: _far(plan, *a),
@@ -123,11 +123,6 @@ def _scales_to_exp2(plan: KernelPlan) -> bool:
 def _to_exp2(plan: KernelPlan) -> str:
     """Return what takes the forward's scores into the exp2 domain."""
     return " * qk_scale" if plan.score is None else " * LOG2E" if plan.exact else ""
-
-
-def _to_lse(plan: KernelPlan) -> str:
-    """Return the factor that takes the forward's largest score to that of a natural exponential."""
-    return "(qk_scale * LN2)" if plan.score is None else "1.0" if plan.exact else "LN2"
 
 
 def _add_product(plan: KernelPlan, acc: str, a: str, b: str, part: Part) -> str:

@@ -252,3 +252,13 @@ def test_runs_of_equal_elements(dtype: torch.dtype, ascending: bool) -> None:
     (runs,) = built.runs
     expected = (torch.searchsorted(ids, ids, right=right).int() for right in (False, True))
     assert all(torch.equal(x, y) for x, y in zip((runs.starts, runs.ends), expected, strict=True))
+
+
+@pytest.mark.parametrize("n", [9, 10, 11])
+def test_runs_of_any_length_are_aligned(n: int) -> None:
+    """Kernels of attention are built for an alignment: it must not change with the length."""
+    ids = torch.arange(n) // 3
+    bound = trace(lambda b, h, q, k: ids[q] == ids[k], "mask")
+    (runs,) = build_lists(plan_of(bound, INTERPRETER), bound, (1, 1, n, n), (4, 4), CPU, True).runs
+    assert [x.data_ptr() % 16 for x in (runs.starts, runs.ends)] == [0, 0]
+    assert torch.equal(runs.ends, torch.searchsorted(ids, ids, right=True).int())
