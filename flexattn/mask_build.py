@@ -1,8 +1,8 @@
 """mask_build: the run lists of a mask, made by generated kernels on the device of what it captures.
 
-Range tables, blocks by bounds, then count, scan and fill: a handful of launches. The host waits once, to learn how
-many runs there are; where bounds and samples leave blocks open, these are evaluated and it waits a second time. Where
-the most runs that there could be take little memory, all is launched before the host waits.
+Range tables, blocks by bounds, then count, scan and fill (of a small mask, all three at once): a handful of launches.
+The host waits once, to learn how many runs there are; where bounds and samples leave blocks open, these are evaluated
+and it waits a second time. Where the most runs that there could be take little memory, all is launched before it waits.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import BuildCounts, BuiltMask, LaterRunLists
-from flexattn.build import build
+from flexattn.build import build, current_stream
 from flexattn.equal_runs import EqualRuns
 from flexattn.errors import IndexRangeError, message
 from flexattn.graph import BoundMod
 from flexattn.mask_kernels import MaskPlan
-from flexattn.mask_recipe import Sizes, Step, TableRecipe, recipe_of
+from flexattn.mask_recipe import Recipe, Sizes, Step, TableRecipe, recipe_of
 from flexattn.target import Target, processors, target_of
 
 _PROGRAMS = 16  # for each multiprocessor, that look for blocks to evaluate
@@ -45,47 +45,22 @@ def build_lists(
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return build_lists(plan, bound, sizes, block_size, device, separate)
-    target, tensors = target_of(device), bound.captures
-    recipe = recipe_of(plan, tuple([(t.shape, t.stride()) for t in tensors]), sizes, block_size, separate, target)
-    captures = [_pointer(t, target) for t in tensors]
-    kept = _allocate(recipe.scratch[-1] if recipe.together else recipe.kept[-1], device)
-    scratch = kept if recipe.together else _allocate(recipe.scratch[-1], device)
-    row_ptr, order, runs, *equal = _parts(kept, recipe.kept, target)
-    *memories, full, partial, full_by_key, partial_by_key, unknown, counts, status = _parts(
-        scratch, recipe.scratch, target
-    )
-    bits = (full, partial, full_by_key, partial_by_key)
-
-    def make_lists() -> None:
-        if len(recipe.lists) == 1:
-            recipe.lists[0].launch((*bits, unknown, status, row_ptr, order, runs))
-            return
-        recipe.lists[0].launch((*bits, unknown, counts))
-        recipe.lists[1].launch((counts, row_ptr, status))
-        if recipe.has_room:
-            fill(runs)
-
-    def fill(runs: Any) -> None:
-        recipe.lists[2].launch((*bits, counts, status, row_ptr, order, runs))
-
-    tables = [_table(r, tensors, captures, at, target) for r, at in zip(recipe.tables, memories, strict=True)]
-    recipe.classify.launch((*bits, unknown, status, *[tables[i] for i in recipe.reads], *captures), bound.numbers)
-    for r, starts, ends in zip(recipe.runs, equal[::2], equal[1::2], strict=True):
-        r.step.launch((captures[r.capture], starts, ends, status))
-    make_lists()
-    memory, begin = kept, recipe.kept[2]
-    *totals, open_blocks, _, descends, _ = scratch[-8:].tolist()  # here the host waits
-    if open_blocks:
-        programs = min(recipe.octets, _PROGRAMS * processors(device))
-        evaluate = Step(build(plan.evaluate, target), programs, recipe.evaluated)
-        evaluate.launch((*bits, _typed(unknown, torch.uint8), status, *captures), bound.numbers)
-        make_lists()
-        *totals, _, outside, _, _ = scratch[-8:].tolist()
-        if outside:
-            raise _outside(bound, outside)
-    if not recipe.has_room:
-        memory, begin = _allocate(2 * sum(totals), device), 0
-        fill(_pointer(memory, target))
+    target = target_of(device)
+    captures = tuple([(t.shape, t.stride()) for t in bound.captures])
+    recipe = recipe_of(plan, captures, sizes, block_size, separate, target)
+    with _Build(recipe, bound, device, target) as running:
+        running.launch()
+        *totals, open_blocks, descends = running.wait()
+        if open_blocks:
+            running.evaluate(Step(build(plan.evaluate, target), _programs(recipe, device), recipe.evaluated))
+            *totals, _, _ = running.wait()
+            if outside := running.outside():
+                raise _outside(bound, outside)
+        kept = running.kept
+        memory, begin = kept, recipe.kept[2]
+        if not recipe.has_room:
+            memory, begin = _allocate(2 * sum(totals), device), 0
+            running.fill(_pointer(memory, target))
     by_query, by_key = (
         LaterRunLists(
             functools.partial(_views, kept, memory, (recipe.kept[1], begin), totals, recipe.heads, recipe.rows, by_key)
@@ -93,21 +68,116 @@ def build_lists(
         for by_key in (0, 1)
     )
     found = () if descends else tuple([
-        EqualRuns(r.capture, kept.as_strided(r.shape, r.strides, begin))
-        for r, begin in zip(recipe.runs, recipe.kept[3:-1:2], strict=True)
+        EqualRuns(r.capture, kept.as_strided(r.shape, r.strides, at))
+        for r, at in zip(recipe.runs, recipe.kept[3:-1:2], strict=True)
     ])  # fmt: skip
     return BuiltMask(by_query, by_key, BuildCounts(recipe.blocks, None, open_blocks), found)
 
 
-def _table(recipe: TableRecipe, tensors: Sequence[Tensor], captures: Sequence[Any], memory: Any, target: Target) -> Any:
-    """Make a range table; return the pointer to it."""
-    table, source = _typed(memory, recipe.dtype), captures[recipe.capture]
-    if recipe.moved is not None:
-        rows = tensors[recipe.capture].movedim(recipe.moved, -1).contiguous()
-        source = _pointer(rows, target)
-    for i, step in enumerate(recipe.steps):
-        step.launch((table,) if i else (source, table))
-    return table
+class _Build:
+    """One build: where the parts of its memory are, and its launches."""
+
+    def __init__(self, recipe: Recipe, bound: BoundMod, device: torch.device, target: Target) -> None:
+        self.recipe, self.bound, self.target = recipe, bound, target
+        self.stream = current_stream(device.index) if target.backend == "cuda" else 0
+        self.captures = [_pointer(t, target) for t in bound.captures]
+        self.kept = _allocate(recipe.scratch[-1] if recipe.together else recipe.kept[-1], device)
+        self.scratch = self.kept if recipe.together else _allocate(recipe.scratch[-1], device)
+        self.row_ptr, self.order, self.runs, *equal = _parts(self.kept, recipe.kept, target)
+        *self.tables, full, partial, full_by_key, partial_by_key, self.unknown, self.counts, self.status = _parts(
+            self.scratch, recipe.scratch, target
+        )
+        self.bits = (full, partial, full_by_key, partial_by_key)
+        self.equal = [(self.captures[r.capture], *equal[2 * i : 2 * i + 2]) for i, r in enumerate(recipe.runs)]
+
+    def __enter__(self) -> _Build:
+        self.report = _reports.pop() if _reports else _Report()
+        self.report.words.fill(0)
+        # What the host reads after one launch is written to its memory: a copy takes it as long as three launches.
+        self.told = self.report.pointer(self.target) if self.recipe.at_once else self.status
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error == (None, None, None):  # otherwise a kernel may still write there
+            _reports.append(self.report)
+
+    def launch(self) -> None:
+        """Launch all that can be before it is known what there is."""
+        recipe, stream = self.recipe, self.stream
+        tables = [self._table(r, at) for r, at in zip(recipe.tables, self.tables, strict=True)]
+        of_mask = (*[tables[i] for i in recipe.reads], *self.captures)
+        recipe.classify.launch(stream, (*self.bits, self.unknown, self.status, *of_mask), self.bound.numbers)
+        for r, places in zip(recipe.runs, self.equal, strict=True):
+            if r.step is not None:
+                r.step.launch(stream, (*places, self.told))
+        self._lists()
+
+    def evaluate(self, step: Step) -> None:
+        """Decide the blocks that are left open pair by pair, and make the lists again."""
+        unknown = _typed(self.unknown, torch.uint8)
+        step.launch(self.stream, (*self.bits, unknown, self.status, *self.captures), self.bound.numbers)
+        self._lists()
+
+    def fill(self, runs: Any) -> None:
+        """Write the runs, where they were not written with the lists."""
+        pointers = (*self.bits, self.counts, self.told, self.row_ptr, self.order, runs)
+        self.recipe.lists[2].launch(self.stream, pointers)
+
+    def wait(self) -> list[int]:
+        """Return how many runs there are of each kind, blocks left open, and whether a tensor descends."""
+        if not self.recipe.at_once:
+            words = self.scratch[-8:].tolist()
+        else:
+            if self.target.backend == "cuda":
+                torch.cuda.current_stream().synchronize()
+            words = self.report.words.tolist()
+        return [*words[:5], words[6]]
+
+    def outside(self) -> int:
+        """Return the captures, as bits, that were read outside of their ends by an evaluation."""
+        return int(self.scratch[-3])
+
+    def _lists(self) -> None:
+        recipe, stream = self.recipe, self.stream
+        if recipe.at_once:
+            within = self.equal[0] if recipe.runs else ()
+            pointers = (*self.bits, self.unknown, self.told, self.row_ptr, self.order, self.runs, *within)
+            recipe.lists[0].launch(stream, pointers)
+            return
+        recipe.lists[0].launch(stream, (*self.bits, self.unknown, self.counts))
+        recipe.lists[1].launch(stream, (self.counts, self.row_ptr, self.told))
+        if recipe.has_room:
+            self.fill(self.runs)
+
+    def _table(self, recipe: TableRecipe, memory: Any) -> Any:
+        """Make a range table; return the pointer to it."""
+        table, source = _typed(memory, recipe.dtype), self.captures[recipe.capture]
+        if recipe.moved is not None:
+            rows = self.bound.captures[recipe.capture].movedim(recipe.moved, -1).contiguous()
+            source = _pointer(rows, self.target)
+        for i, step in enumerate(recipe.steps):
+            step.launch(self.stream, (table,) if i else (source, table))
+        return table
+
+
+class _Report:
+    """Words that a kernel writes and the host reads."""
+
+    def __init__(self) -> None:
+        with torch.inference_mode(False):
+            self.tensor = torch.zeros(8, dtype=torch.int32, device="cpu", pin_memory=torch.cuda.is_available())
+        self.words = self.tensor.numpy()
+
+    def pointer(self, target: Target) -> Any:
+        return _pointer(self.tensor, target)
+
+
+_reports: list[_Report] = []  # not in use
+
+
+def _programs(recipe: Recipe, device: torch.device) -> int:
+    """Return the programs of an evaluation."""
+    return min(recipe.octets, _PROGRAMS * processors(device))
 
 
 def _views(

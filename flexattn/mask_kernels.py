@@ -198,12 +198,18 @@ def list_sources() -> tuple[KernelSource, KernelSource, KernelSource]:
 SMALL_LISTS = (128, 4)  # rows of blocks and words of a row, at most, of a mask whose lists one program makes
 
 
-@lru_cache(1)
-def small_lists_source() -> KernelSource:
-    """Return the kernel that makes all lists of a small mask."""
+@lru_cache(64)
+def small_lists_source(dtype: torch.dtype | None) -> KernelSource:
+    """Return the kernel that makes all lists of a small mask, and finds the runs in a tensor of `dtype`, if any."""
     outputs = tuple((f"{n}_ptr", "*i32") for n in ("status", "row_ptr", "order", "runs"))
-    signature = (*_BITS, ("unknown_ptr", "*i32"), *outputs, *_ROWS)
-    return _source("mask_lists", signature, {"ROWS": SMALL_LISTS[0], "WORDS": SMALL_LISTS[1]}, num_warps=8)
+    of_runs = (
+        () if dtype is None else (("src_ptr", TRITON_POINTER[dtype]), ("starts_ptr", "*i32"), ("ends_ptr", "*i32"))
+    )
+    of_places = () if dtype is None else (("n", "i32"), ("steps", "i32"))
+    signature = (*_BITS, ("unknown_ptr", "*i32"), *outputs, *of_runs, *_ROWS, *of_places)
+    rows, words = SMALL_LISTS
+    names: dict[str, object] = {"ROWS": rows, "WORDS": words, "PLACES": RUN_PLACES if dtype is not None else 0}
+    return _source("mask_lists", signature, names, num_warps=8)
 
 
 def _source(

@@ -48,8 +48,8 @@ class Step:
     programs: int
     constants: tuple[int, ...]
 
-    def launch(self, pointers: Sequence[Any], numbers: Sequence[int | float] = ()) -> None:
-        self.kernel.launch(self.programs, (*pointers, *self.constants, *numbers))
+    def launch(self, stream: int, pointers: Sequence[Any], numbers: Sequence[int | float] = ()) -> None:
+        self.kernel.launch(self.programs, (*pointers, *self.constants, *numbers), stream)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ class RunsRecipe:
     shape: tuple[int, ...]  # of both ends of runs, int32 that are kept
     strides: tuple[int, ...]
     elements: int  # of the tensor, rounded up
-    step: Step
+    programs: int
+    constants: tuple[int, ...]
+    step: Step | None  # None: the kernel that makes all lists finds them, too
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,13 @@ class Recipe:
     reads: tuple[int, ...]  # the tables that the bounds read, in the order of their arguments
     runs: tuple[RunsRecipe, ...]
     classify: Step
-    lists: tuple[Step, ...]  # one that makes all lists of a small mask, or count, scan and fill
+    lists: tuple[Step, ...]  # one that makes all lists of a small mask (and the first runs), or count, scan and fill
     evaluated: tuple[int, ...]  # constants of the kernel that evaluates, which is built where it is needed
+
+    @property
+    def at_once(self) -> bool:
+        """Whether one launch makes the lists."""
+        return len(self.lists) == 1
 
     @property
     def has_room(self) -> bool:
@@ -128,7 +135,8 @@ def recipe_of(
     tables = tuple(_table(key, captures[key[0]], dtypes[key[0]], target) for key in wanted)
     reads = tuple(wanted.index(key) for key in keys)
     of_tables = [n for i in reads for n in tables[i].constants]
-    runs = tuple(r for i in plan.compared if (r := _runs(i, captures[i], dtypes[i], target)) is not None)
+    lists, apart = _list_sources(plan, captures, sizes, block_size)
+    runs = tuple(_runs(i, captures[i], apart.get(i), target) for i in _captures_with_runs(plan, captures))
     most = 2 * (q_rows * -(-kv_blocks // 2) + kv_rows * -(-q_blocks // 2))
     kept = _starts(
         2 * (q_rows + kv_rows + 2),
@@ -137,8 +145,9 @@ def recipe_of(
         *(r.elements for r in runs for _ in range(2)),
     )
     scratch = (*(t.words for t in tables), by_row, by_row, by_column, by_column, by_row, 4 * q_rows + 3 * kv_rows, 8)
-    lists = _list_sources(sizes, block_size)
-    launched = ((1, listed),) if len(lists) == 1 else ((sum(rows), listed), (5, rows), (sum(rows), listed))
+    within = [r for r in runs if r.step is None]
+    at_once = (1 + sum(r.programs for r in within), (*listed, *(n for r in within for n in r.constants)))
+    launched = (at_once,) if len(lists) == 1 else ((sum(rows), listed), (5, rows), (sum(rows), listed))
     together = sum(scratch) <= _SMALL_SCRATCH
     return Recipe(
         heads=B * H, rows=rows, blocks=q_rows * kv_blocks, octets=4 * by_row,
@@ -157,8 +166,25 @@ def _is_small(sizes: Sizes, block_size: tuple[int, int]) -> bool:
     return B * H * max(blocks) <= SMALL_LISTS[0] and max(blocks) <= 32 * SMALL_LISTS[1]
 
 
-def _list_sources(sizes: Sizes, block_size: tuple[int, int]) -> tuple[KernelSource, ...]:
-    return (small_lists_source(),) if _is_small(sizes, block_size) else list_sources()
+def _list_sources(
+    plan: MaskPlan, captures: Sequence[Strided], sizes: Sizes, block_size: tuple[int, int]
+) -> tuple[tuple[KernelSource, ...], dict[int, KernelSource]]:
+    """Return what makes the lists, and what finds runs of equal elements by itself, by capture."""
+    dtypes = [c.dtype for c in plan.mod.graph.captures]
+    found = _captures_with_runs(plan, captures)
+    is_small = _is_small(sizes, block_size)
+    lists = (small_lists_source(dtypes[found[0]] if found else None),) if is_small else list_sources()
+    return lists, {i: runs_source(dtypes[i]) for i in found[is_small:]}
+
+
+def _captures_with_runs(plan: MaskPlan, captures: Sequence[Strided]) -> tuple[int, ...]:
+    """Return the captures whose runs of equal elements are looked for: their rows are one behind the other."""
+    return tuple([
+        i
+        for i in plan.compared
+        for shape, strides in captures[i : i + 1]
+        if 0 < shape[-1] < 2**30 and torch.empty_strided(shape, strides, device="meta").is_contiguous()
+    ])  # fmt: skip
 
 
 def _starts(*sizes: int, begin: int = 0) -> tuple[int, ...]:
@@ -171,14 +197,13 @@ def _aligned(words: int) -> int:
     return -(-words // 4) * 4
 
 
-def _runs(capture: int, strided: Strided, dtype: torch.dtype, target: Target) -> RunsRecipe | None:
+def _runs(capture: int, strided: Strided, source: KernelSource | None, target: Target) -> RunsRecipe:
     shape, strides = strided
     n, elements = shape[-1], math.prod(shape)
-    if not torch.empty_strided(shape, strides, device="meta").is_contiguous() or not 0 < n < 2**30:
-        return None
-    step = Step(build(runs_source(dtype), target), elements // n * -(-n // RUN_PLACES), (n, n.bit_length()))
+    programs, constants = elements // n * -(-n // RUN_PLACES), (n, n.bit_length())
+    step = None if source is None else Step(build(source, target), programs, constants)
     elements = _aligned(elements)
-    return RunsRecipe(capture, (2, *shape), (elements, *strides), elements, step)
+    return RunsRecipe(capture, (2, *shape), (elements, *strides), elements, programs, constants, step)
 
 
 # Range tables.
@@ -235,12 +260,13 @@ def sources(
     plan: MaskPlan, bound: BoundMod, sizes: Sizes, block_size: tuple[int, int], evaluates: bool
 ) -> tuple[KernelSource, ...]:
     """Return the kernels that building a mask runs; `evaluates`: bounds and samples leave blocks open."""
-    found = [plan.classify, *_list_sources(sizes, block_size), *([plan.evaluate] if evaluates else [])]
+    captures = [(t.shape, t.stride()) for t in bound.captures]
+    lists, apart = _list_sources(plan, captures, sizes, block_size)
+    found = [plan.classify, *lists, *apart.values(), *([plan.evaluate] if evaluates else [])]
     for key in _table_keys(plan, block_size):
         capture = bound.captures[key[0]]
         shape = _table_shape(key, capture.shape)
         found.append(table_source(capture.dtype, shape.chunk))
         if shape.levels > 1:
             found.append(levels_source(table_dtype(capture.dtype)))
-    found += [runs_source(bound.captures[i].dtype) for i in plan.compared]
     return tuple(dict.fromkeys(found))

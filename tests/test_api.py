@@ -303,6 +303,6 @@ def test_explain_lists_the_kernels_that_build_the_mask_on_a_gpu():
     mask = create_block_mask(document_causal(ids), None, None, length, length, device="cpu")
     shown = explain(*inputs(M=length, N=length, dtype=torch.float16), None, mask, target="sm_90")
     names = [source.name for source in shown.mask_sources]
-    assert names == ["mask_classify_document_causal", "mask_lists", "mask_table", "mask_runs"]
+    assert names == ["mask_classify_document_causal", "mask_lists", "mask_table"]
     assert "-- source of mask_classify_document_causal" in str(shown)
     assert explain(*inputs(M=length, N=length), None, mask).mask_sources == ()

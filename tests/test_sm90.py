@@ -190,9 +190,9 @@ def test_kernels_of_a_mask(name: str, kind: str) -> None:
     assert_lean(plan.classify if kind == "classify" else plan.evaluate)
 
 
-@pytest.mark.parametrize("kernel", range(4), ids=["count", "scan", "fill", "at once"])
+@pytest.mark.parametrize("kernel", range(5), ids=["count", "scan", "fill", "at once", "with runs"])
 def test_kernels_of_lists(kernel: int) -> None:
-    assert_lean((*list_sources(), small_lists_source())[kernel])
+    assert_lean((*list_sources(), small_lists_source(None), small_lists_source(torch.int64))[kernel])
 
 
 @pytest.mark.parametrize("chunk", [1, 128])

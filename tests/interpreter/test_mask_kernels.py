@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -30,12 +31,12 @@ from test_classify import classes
 from flexattn import mask_recipe, mods
 from flexattn.block_mask import BuildCounts
 from flexattn.build import stats
-from flexattn.classify import classify
+from flexattn.classify import classify, create_mask
 from flexattn.errors import IndexRangeError
 from flexattn.graph import BoundMod
 from flexattn.mask_build import build_lists
 from flexattn.mask_kernels import plan_mask
-from flexattn.mask_recipe import recipe_of
+from flexattn.mask_recipe import recipe_of, sources
 from flexattn.target import INTERPRETER
 from flexattn.trace import trace
 
@@ -252,6 +253,29 @@ def test_runs_of_equal_elements(dtype: torch.dtype, ascending: bool) -> None:
     (runs,) = built.runs
     expected = (torch.searchsorted(ids, ids, right=right).int() for right in (False, True))
     assert all(torch.equal(x, y) for x, y in zip((runs.starts, runs.ends), expected, strict=True))
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_runs_in_two_tensors(at_once: bool) -> None:
+    """The kernel that makes all lists finds those of one; a tensor whose rows lie otherwise has none."""
+    some, others, apart = torch.arange(40) // 7, torch.arange(40) // 9, (torch.arange(80) // 8)[::2]
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (some[q] == some[k]) & (apart[q] == apart[k]) & (others[q] == others[k])
+
+    bound = trace(mask, "mask")
+    with nullcontext() if at_once else lists_in_steps():
+        plan = plan_of(bound, INTERPRETER)
+        built = build_lists(plan, bound, (1, 1, 40, 40), (8, 8), CPU, True)
+        names = [source.name for source in sources(plan, bound, (1, 1, 40, 40), (8, 8), False)]
+    assert names.count("mask_runs") == 1  # the two are of one dtype
+    assert len(built.runs) == 2
+    for runs in built.runs:
+        ids = bound.captures[runs.capture]
+        assert torch.equal(runs.starts, torch.searchsorted(ids, ids).int())
+        assert torch.equal(runs.ends, torch.searchsorted(ids, ids, right=True).int())
+    dense = create_mask(mask, None, None, 40, 40, device="cpu")[0, 0].view(5, 8, 5, 8)
+    assert torch.equal(built.by_query.full.dense(5).view(5, 5), dense.all(3).all(1))
 
 
 @pytest.mark.parametrize("n", [9, 10, 11])
