@@ -62,7 +62,7 @@ SLOW_S = 20.0  # a peer of torch's whose builds take longer leaves; after as lon
 LEAST_ROUNDS = 3
 SHORT_S = 0.01  # before a build that is shorter goes one that is not timed
 REST_S = 0.001  # before a time of the process is taken: threads of the build before may yet spin, for half of that
-WAITS = ((Tensor, "tolist"), (Tensor, "item"), (Tensor, "cpu"), (torch, "equal"))
+WAITS = ((Tensor, "tolist"), (Tensor, "item"), (Tensor, "cpu"), (torch, "equal"), (torch.cuda.Stream, "synchronize"))
 MIB = 2**20
 CPU = torch.device("cpu")
 SMALL = 256  # tokens of a mask to warm up with
@@ -256,13 +256,13 @@ class _Tally:
         return counted
 
     def waiting(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not tensor.is_cuda:
-                return wait(tensor, *args, **kwargs)
+        def timed(of: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(of, Tensor) and not of.is_cuda:
+                return wait(of, *args, **kwargs)
             self.waits += 1
             start = time.perf_counter()
             try:
-                return wait(tensor, *args, **kwargs)
+                return wait(of, *args, **kwargs)
             finally:
                 self.waited += time.perf_counter() - start
 
