@@ -309,7 +309,7 @@ SCORES: dict[str, Any] = {
     "row_plus_column": _table(lambda H, M, N: (max(M, N),), lambda s, b, h, i, j, t, M, N: s + t[i] + t[j]),
     "row_and_column": _table(lambda H, M, N: (max(M, N),), lambda s, b, h, i, j, t, M, N: s + t[i] * t[j] - t[j]),
     "sites": _table(
-        lambda H, M, N: (7,),
+        lambda H, M, N: (max(7, H),),
         lambda s, b, h, i, j, t, M, N: s * torch.sigmoid(t[h]) + t[(i - j) % 7] * t[-1],
     ),
     "gate": _table(lambda H, M, N: (H, N), lambda s, b, h, i, j, t, M, N: s * torch.sigmoid(t)[h, j]),

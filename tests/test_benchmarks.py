@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 import flexattn
-from benchmarks import attention, calls, masks, overhead, tune
+from benchmarks import attention, calls, masks, overhead, tables, tune
 from benchmarks.harness import Config, Result, geometric_mean, measure, table, write_json
 from benchmarks.peers import PEERS, Attend
 from benchmarks.works import CPU_WORKS, WORKS, Mods, Work, count_pairs, document_lengths, forward_flops
@@ -390,3 +391,21 @@ def test_a_case_that_breaks_is_a_note_and_the_others_go_on(capsys: pytest.Captur
 def test_tune_refuses_what_means_nothing(argv: list[str]) -> None:
     with pytest.raises(SystemExit, match=argv[-2] if argv[-1] != "--write" else "--write"):
         tune.main(argv)
+
+
+def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tables.json"
+    argv = ["--device", "cpu", "--shape", "1,2,20,8", "--rounds", "1", "--repeats", "2", "--json", str(file)]
+    assert tables.main(argv) == 0
+    found = json.loads(file.read_text())
+    assert [(r["work"], r["peer"]) for r in found["results"]] == list(
+        itertools.product(tables.TABLES, (tables.FIXED, tables.LEARNED, tables.DETERMINISTIC))
+    )
+    assert all(r["median"] > 0 for r in found["results"])
+    assert found["differing"] == dict.fromkeys(tables.TABLES, 0)
+    assert "0 of 2 deterministic runs differ" in capsys.readouterr().out
+
+
+def test_runs_that_differ_are_counted() -> None:
+    counted = itertools.count()
+    assert tables.differing(lambda: (torch.tensor(next(counted) // 2),), 4) == 2

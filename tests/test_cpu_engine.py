@@ -401,6 +401,24 @@ def test_no_tensor_of_queries_by_keys():
     assert seen.numel <= 2**19 < S * S / 8
 
 
+def test_a_pair_bias_is_shared_by_many_rows():
+    """Nothing of [rows, H, S, S]: neither the bias expanded, nor its gradient before it is summed."""
+    rows, H, S = 128, 2, 64
+    q, k, v = inputs(B=rows, Hq=H, Hkv=H, M=S, N=S, D=8, Dv=8)
+    bias = torch.randn(1, H, S, S)
+
+    def mod(s, b, h, i, j):
+        return s + bias[0, h, i, j]
+
+    check(q, k, v, mod, captures=(bias,))
+    problem = pose(q, k, v, mod)
+    out, lse, _ = cpu.forward(problem)
+    with _Largest() as seen:
+        cpu.forward(problem)
+        cpu.backward(problem, out, lse, out, None, ALL)
+    assert seen.numel <= rows * H * S * S // 4
+
+
 class _Largest(TorchDispatchMode):
     """Records the size of the largest tensor that any operation returns."""
 

@@ -223,9 +223,18 @@ def gate_of(table: Tensor) -> Callable[..., Tensor]:
     return lambda s, b, h, i, j: s * torch.sigmoid(table)[h, j]
 
 
+def window_of(table: Tensor) -> Callable[..., Tensor]:
+    """Swin's bias of a window of 32 x 32 patches."""
+    place = torch.arange(1024, device="cuda")
+    y, x = place // 32, place % 32
+    cells = ((y[:, None] - y + 31) * 63 + x[:, None] - x + 31).int()
+    return lambda s, b, h, i, j: s + table[cells[i, j], h]
+
+
 # (query heads, length, shape of the captured tensor, mod): what is added to in any order, unless asked otherwise.
 REPEATED: dict[str, tuple[int, int, tuple[int, ...], Callable[[Tensor], Callable[..., Tensor]]]] = {
     "t5": (4, 1024, (32, 4), mods.t5_bias),
+    "swin": (4, 1024, (63 * 63, 4), window_of),
     "relative": (4, 2048, (4, 513), mods.relative_bias),
     "pairs": (4, 1024, (4, 1024, 1024), pairs_of),
     "gate": (4, 1024, (4, 1024), gate_of),
@@ -235,12 +244,13 @@ REPEATED: dict[str, tuple[int, int, tuple[int, ...], Callable[[Tensor], Callable
 }
 
 
+def ours_deterministic(call: Call, dtype: torch.dtype | str | None) -> tuple[Tensor | None, ...]:
+    with deterministic(dtype == "ours"):  # not the reference: cuBLAS wants a setting of its own for that
+        return results(call, dtype)
+
+
 @pytest.mark.parametrize("name", REPEATED)
 def test_deterministic_algorithms_repeat_every_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ours_deterministic(call: Call, dtype: torch.dtype | str | None) -> tuple[Tensor | None, ...]:
-        with deterministic(dtype == "ours"):  # not the reference: cuBLAS wants a setting of its own for that
-            return results(call, dtype)
-
     monkeypatch.setattr(kernel_cases, "results", ours_deterministic)
     heads, length, shape, make = REPEATED[name]
     q, k, v = (randn(2, n, length, 64, seed=i) for i, n in enumerate((heads, 2, 2)))
@@ -248,7 +258,7 @@ def test_deterministic_algorithms_repeat_every_bit(name: str, monkeypatch: pytes
     mod, mask = make(table), causal(length)
     call = Call(q, k, v, mod, mask, mods.causal, learned=(table,))
     check(call)
-    runs = [ours_deterministic(call, "ours") for _ in range(20)]
+    runs = [ours_deterministic(call, "ours") for _ in range(50)]
     for other in runs[1:]:
         assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
 
@@ -403,6 +413,29 @@ def test_nothing_of_queries_by_keys_is_allocated() -> None:
     tensors = sum(x.numel() * x.element_size() for x in (*grads, q))  # gradients and out
     rows = 4 * B * H * length
     assert peak <= tensors + 4 * rows + (16 << 20), f"{peak / 2**20:.0f} MiB"
+
+
+@pytest.mark.parametrize("exactly", [False, True], ids=["", "deterministic"])
+def test_a_pair_bias_is_shared_by_many_rows(exactly: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in AlphaFold's triangular attention: nothing of [rows, H, S, S] is allocated."""
+    rows, H, S, D = 128, 4, 256, 32
+    q, k, v = (randn(rows, H, S, D, seed=i) for i in range(3))
+    bias = randn(1, H, S, S, seed=3, dtype=torch.float32)
+    mod = lambda s, b, h, i, j: s + bias[0, h, i, j]  # noqa: E731
+    with monkeypatch.context() as patch:
+        if exactly:
+            patch.setattr(kernel_cases, "results", ours_deterministic)
+        check(Call(q, k, v, mod, None, None, learned=(bias,)))
+    with deterministic(exactly):
+        leaves = [x.requires_grad_() for x in (q, k, v, bias)]
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = flex_attention(q, k, v, mod)
+        grads = torch.autograd.grad(out, leaves, out)
+    peak = torch.cuda.max_memory_allocated() - before
+    tensors = sum(x.numel() * x.element_size() for x in (*grads, out, out.float()))  # and the sum of dq
+    assert peak <= tensors + (24 << 20) < 4 * rows * H * S * S, f"{peak / 2**20:.0f} MiB"
 
 
 def test_memory_of_the_forward_alone() -> None:
