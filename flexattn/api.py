@@ -29,6 +29,7 @@ from flexattn.graph import BoundMod, ModGraph, Node
 from flexattn.mask_kernels import plan_mask
 from flexattn.mask_recipe import sources
 from flexattn.options import option, tile_options, validate_options
+from flexattn.places_last import places_last
 from flexattn.plan import tile_origin
 from flexattn.problem import Problem
 from flexattn.render import render
@@ -170,7 +171,19 @@ def explain(
         mend = "Pass block_mask=create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) instead."
         raise ArgumentError(message("mask_mod", "one beside other arguments", "score_mod and mask_mod alone", mend))
     _refuse_sizes(sizes, "a mask_mod without tensors", "Leave it out: the tensors and block_mask have it.")
-    problem = _pose(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, False, sink)
+    problem = _pose(
+        query,
+        key,
+        value,
+        score_mod,
+        block_mask,
+        scale,
+        enable_gqa,
+        kernel_options,
+        False,
+        sink,
+        on_gpu=target is not None,
+    )
     score, mask = problem.score, problem.mask
     if score is not None and problem.score_grad is None:
         problem = replace(problem, score_grad=differentiate(score.graph, ()))
@@ -297,15 +310,20 @@ def _pose(
     query: Tensor | None, key: Tensor | None, value: Tensor | None, score_mod: Mod | None,
     block_mask: BlockMask | upstream.BlockMask | None, scale: float | None, enable_gqa: bool,
     kernel_options: Mapping[str, object] | None, max_scores: bool, sink: Tensor | float | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0.0, on_gpu: bool = False,
 ) -> Problem:  # fmt: skip
-    """Turn the arguments of a call into a Problem: everything before the engine, stage by stage."""
+    """Turn the arguments of a call into a Problem: everything before the engine, stage by stage.
+
+    `on_gpu`: as it would be for tensors of a GPU, wherever these are.
+    """
     query, key, value = check_tensors(*_autocast(query, key, value), enable_gqa)
     options = validate_options(kernel_options)
     scale = check_scale(scale, query.shape[3])
     score = _score(score_mod, query)  # Python -> BoundMod
     if score is not None:
         score = by_distance(score, query.shape[2], key.shape[2])  # BoundMod -> BoundMod
+        if on_gpu or not query.is_cpu:
+            score = places_last(score)  # BoundMod -> BoundMod
     captures = () if score is None else score.captures
     checked_sink = check_sink(sink, query)
     learnable = (query, key, value, *captures, *(() if checked_sink is None else (checked_sink,)))
