@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
 from flexattn.autograd import Engine, attention
+from flexattn.batch_invariant import in_one_class
 from flexattn.block_mask import BlockMask, from_torch
 from flexattn.bound import bound as bounds_of
 from flexattn.build import KernelSource
@@ -206,6 +207,7 @@ def explain(
         reasons=tuple(reason for _, reason in plans),
         sources=tuple(render(plan) for plan, _ in plans),
         mask_sources=_mask_sources(problem, plans[0][0].target) if plans else (),
+        batch_invariant=problem.batch_invariant,
     )
 
 
@@ -320,7 +322,8 @@ def _pose(
     options = validate_options(kernel_options)
     scale = check_scale(scale, query.shape[3])
     score = _score(score_mod, query)  # Python -> BoundMod
-    if score is not None:
+    invariant = option(options, "BATCH_INVARIANT") is True
+    if score is not None and not invariant:  # whether a table by distance is small enough hangs on the lengths
         score = by_distance(score, query.shape[2], key.shape[2])  # BoundMod -> BoundMod
         if on_gpu or not query.is_cpu:
             score = places_last(score)  # BoundMod -> BoundMod
@@ -339,9 +342,10 @@ def _pose(
     score_grad = differentiate(score.graph, learned) if gradient and score is not None else None  # ModGraph -> ModGraph
     runs = () if mask is None or blocks is None else blocks.equal_runs()
     dropout = check_dropout(dropout_p, query.device)  # last: a call that is refused draws nothing
-    return Problem(
+    problem = Problem(
         query, key, value, scale, score, mask, blocks, score_grad, runs, options, checked_sink, dropout, max_scores
     )
+    return in_one_class(problem) if invariant else problem
 
 
 def _autocast(query: object, key: object, value: object) -> tuple[object, object, object]:

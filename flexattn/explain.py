@@ -31,6 +31,7 @@ class Explanation:
     sources: tuple[KernelSource, ...] = ()  # of each plan
     mask_sources: tuple[KernelSource, ...] = ()  # what builds the mask on that GPU
     mask_bounds: ModGraph | None = None  # of a mask_mod that is explained alone
+    batch_invariant: bool = False  # kernel_options["BATCH_INVARIANT"]
 
     def __str__(self) -> str:
         stages: list[tuple[str, object]] = [
@@ -45,6 +46,7 @@ class Explanation:
             ),
             ("block mask", None if self.block_mask is None else _blocks(self.block_mask)),
             ("engine", self.engine),
+            ("order of sums", _INVARIANT if self.batch_invariant else None),
             *((f"plan {i} of {len(self.plans)}", self._plan(i - 1)) for i in range(1, len(self.plans) + 1)),
             *((f"source of {source.name}", source.text) for source in (*self.sources, *self.mask_sources)),
         ]
@@ -59,6 +61,11 @@ class Explanation:
 def _heading(kind: str, graph: ModGraph | None) -> str:
     return f"{kind} {graph.location}".strip() if graph is not None else kind
 
+
+_INVARIANT = """
+batch-invariant: every block is asked the mask, keys ascend in tiles of one size, so the bits of a row's out, lse,
+max_scores and dq are the same whatever else is computed beside it
+"""
 
 _BOUNDS = """
 Over a box of places, ends included: the first result says that all of them attend, the second that some of them may.

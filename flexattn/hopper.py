@@ -63,6 +63,8 @@ def hopper_backward(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -
     reason = _refusal_of_backward(plan, problem, tensors) or _refusal_of_dq(problem)
     if reason is None and torch.are_deterministic_algorithms_enabled():
         reason = "deterministic algorithms are asked for: it adds to dq in any order"
+    if reason is None and problem.batch_invariant:
+        reason = "BATCH_INVARIANT is asked for: it adds to dq in any order"
     if plan.widths in WIDE_TILES:
         return reason or _with_tile(plan, "hopper_backward_wide", WIDE_TILES)
     return reason or _with_tile(plan, "hopper_backward", BACKWARD_TILES)

@@ -96,6 +96,9 @@ class KernelPlan:
     has_dlse: bool = False
     has_sink: bool = False
     has_dropout: bool = False
+    # Rows' bits must not hang on where the compiler found a product to fuse into a sum, which differs between the
+    # places that one expression is inlined at.
+    batch_invariant: bool = False
     integer_sums: bool = False  # gradients of captured tensors are added as integers: deterministic algorithms
 
     @property
@@ -209,6 +212,8 @@ class KernelPlan:
             lines.append("    dropout  by Philox, from seed and place")
         if self.has_sink:
             lines.append("    sink     one more term of each sum")
+        if self.batch_invariant:
+            lines.append("    order    batch-invariant: keys ascending, nothing fused")
         if self.adds_dq:
             lines.append("    memory   a float32 sum of dq: 4 bytes for each element of query")
         if self.sums in MEMORY:

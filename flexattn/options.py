@@ -17,10 +17,12 @@ Options = tuple[tuple[str, object], ...]  # validated, sorted by name: hashable
 
 
 class FlexKernelOptions(TypedDict, total=False):
-    """The names of PyTorch's FlexKernelOptions, those it honours without a word, and `EXACT`."""
+    """The names of PyTorch's FlexKernelOptions, those it honours without a word, `EXACT` and `BATCH_INVARIANT`."""
 
     # Who computes. AUTO goes by the device and the call; HOPPER: its own kernels, or an error that says why not.
     BACKEND: Literal["AUTO", "TRITON", "HOPPER", "CPU", "FLASH", "TRITON_DECODE"]
+    # The bits of a row's results depend on that row, on what it attends to, and on nothing else: docs/numerics.md.
+    BATCH_INVARIANT: bool
     EXACT: bool  # tanh, exp and friends as exact as torch's, not the hardware's approximations; default: for float32
     FLOAT32_PRECISION: Literal["ieee", "tf32", "tf32x3"]  # of fp32 products; default: torch's setting
     num_warps: int
@@ -54,6 +56,8 @@ INTERNAL = frozenset({
     "QK_HEAD_DIM_ROUNDED", "V_HEAD_DIM", "V_HEAD_DIM_ROUNDED",
 })  # fmt: skip
 
+# The backward takes the forward's lse for the sum of its own weights, so both passes have the one order or neither.
+BOTH_PASSES = frozenset({"BATCH_INVARIANT"})
 LARGEST_TILE = 128  # what is padded goes by it, and what needs no guard
 # (smallest, largest, whether a power of two) of what counts; "" stands for all others.
 _SIZES = {
@@ -105,6 +109,8 @@ def _checked(name: str, value: object) -> object:
         raise OptionError(message(argument, repr(value), "an option of yours", mend))
     if kind is None:
         raise OptionError(_unknown(str(name)))
+    if plain in BOTH_PASSES and plain != name:
+        raise OptionError(message(argument, repr(value), "an option of both passes", f"Write {plain!r}."))
     if get_origin(kind) is Literal:
         return _choice(argument, value, get_args(kind))
     if kind is bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexattn.capture_sums import sums_integers
 from flexattn.graph import BoundMod, ModGraph
 from flexattn.index_range import Range, index_ranges
-from flexattn.kernel_plan import CAPTURES, FUSED, SCATTERS, SIZES, KernelPlan
+from flexattn.kernel_plan import CAPTURES, FUSED, SCATTERS, SIZES, TRANSPOSED, KernelPlan
 from flexattn.lower import INDEX_LIMIT, CaptureLayout, ModPlan
 from flexattn.options import LARGEST_TILE, option
 from flexattn.problem import Problem
@@ -44,8 +44,9 @@ def plan_kernel(
         aligned = all(is_aligned(t) for t in tensors)
         tile = _tile(kernel, problem, target, Dv, Dv, aligned)
         return KernelPlan(
-            kernel, target, problem.query.dtype, Dv, Dv, tile, aligned, exact=_exact(problem), has_dlse=has_dlse
-        )
+            kernel, target, problem.query.dtype, Dv, Dv, tile, aligned, exact=_exact(problem), has_dlse=has_dlse,
+            batch_invariant=_batch_invariant(kernel, problem),
+        )  # fmt: skip
     D, Dv = problem.query.size(-1), problem.value.size(-1)
     aligned = all(is_aligned(t) for t in tensors)
     if kernel == "backward_dq_rows":
@@ -66,6 +67,7 @@ def plan_kernel(
         precision=_precision(problem), exact=_exact(problem),
         max_scores=problem.max_scores and kernel == "forward",
         has_sink=problem.sink is not None and kernel == "forward", has_dropout=problem.dropout is not None,
+        batch_invariant=_batch_invariant(kernel, problem),
         integer_sums=kernel in ("backward_dq", CAPTURES) and sums_integers(problem),
     )  # fmt: skip
     plan = fit(plan)
@@ -78,9 +80,12 @@ def plan_kernel(
 
 
 def _may_stream(kernel: str, problem: Problem, plan: KernelPlan) -> bool:
-    """Tell whether tiles may come through tensor descriptors: Hopper or later, aligned rows, no user against it."""
+    """Tell whether tiles may come through tensor descriptors: Hopper or later, aligned rows, no user against it.
+
+    Nor where calls must be alike, since a descriptor hangs on strides and on the size of blocks.
+    """
     wanted = option(problem.options, "USE_TMA", "fwd" if kernel == "forward" else "bwd")
-    capable = plan.target.backend == "cuda" and int(plan.target.arch) >= 90
+    capable = plan.target.backend == "cuda" and int(plan.target.arch) >= 90 and not plan.batch_invariant
     return capable and plan.aligned and kernel != "backward_delta" and wanted is not False
 
 
@@ -100,7 +105,7 @@ def tile_origin(plan: KernelPlan) -> str:
     """Return where the tile of a plan comes from, in words."""
     if plan.is_hopper or plan.kernel in FUSED:
         return "measured on sm_90"
-    choice = choose(tile_key(plan), plan.target)
+    choice = choose(tile_key(plan), plan.target, tuned=not plan.batch_invariant)
     changed = plan.kernel in _TILE_OPTIONS and plan.tile != choice.tile
     return f"instead of {choice.tile}, {choice.origin}" if changed else choice.origin
 
@@ -122,7 +127,7 @@ def _tile(
         score = None if problem.score is None else problem.score.graph
         precision, masked = _precision(problem), problem.block_mask is not None
         key = _tile_key(kernel, problem.query.dtype, precision, D, Dv, score, masked, aligned)
-        tile = choose(key, target).tile
+        tile = choose(key, target, tuned=not _batch_invariant(kernel, problem)).tile
     if kernel not in _TILE_OPTIONS:
         return tile
     tile = _as_asked(tile, kernel, problem)
@@ -172,6 +177,11 @@ def _adds(graph: ModGraph, position: int) -> bool:
 
 def _indexes_by_score(graph: ModGraph) -> bool:
     return any(n.op == "load" and "score" in graph.dependence[i] for i, n in enumerate(graph.nodes))
+
+
+def _batch_invariant(kernel: str, problem: Problem) -> bool:
+    """Tell whether rows of a kernel may hang on nothing beside them; dk and dv are sums over all queries as it is."""
+    return problem.batch_invariant and kernel not in TRANSPOSED
 
 
 def _precision(problem: Problem) -> str:

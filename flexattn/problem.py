@@ -10,6 +10,7 @@ from flexattn.block_mask import BlockMask
 from flexattn.dropout import Dropout
 from flexattn.equal_runs import EqualRuns
 from flexattn.graph import BoundMod, ModGraph
+from flexattn.options import option
 
 
 @dataclass(frozen=True)
@@ -32,3 +33,8 @@ class Problem:
     sink: Tensor | None = None  # [B or 1, Hq or 1] float32 (float64), natural logarithm of one more term of each sum
     dropout: Dropout | None = None
     max_scores: bool = False  # whether the forward returns the largest score of each row
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether the bits of a row's results may depend on that row and what it attends to alone."""
+        return option(self.options, "BATCH_INVARIANT") is True

@@ -45,6 +45,7 @@ def render(plan: KernelPlan) -> KernelSource:
     return KernelSource(
         name=plan.name, text=text, header=header, signature=signature,
         divisible=_divisible(plan, signature), num_warps=plan.tile.num_warps, num_stages=plan.tile.num_stages,
+        fp_fusion=not plan.batch_invariant,
     )  # fmt: skip
 
 
@@ -75,11 +76,12 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "has_mask": plan.mask is not None, "has_blocks": plan.blocks is not None,
         "full_tail": plan.cuts_blocks or plan.full_overhangs, "max_scores": plan.max_scores,
         "has_dlse": plan.has_dlse, "has_sink": plan.has_sink, "transposed": plan.transposed,
+        "batch_invariant": plan.batch_invariant,
         "has_dropout": plan.has_dropout, "octets": plan.blocks is None or plan.blocks[1] % OCTET == 0,
         "dropout_arguments": _dropout_arguments(plan),
         "dropout_parameters": ("seed_ptr", "drop_below", "keep_scale") if plan.has_dropout else (),
         "scale": "qk_scale" if _scales_to_exp2(plan) else "sm_scale",
-        "natural": plan.exact, "to_exp2": _to_exp2(plan),
+        "natural": plan.exact, "to_exp2": _to_exp2(plan), "exponent": _exponent(plan),
         "score_arguments": score, "mask_arguments": mask, "mod_arguments": (*score, *mask),
         **_scatter_names(plan), "scatter_live": lambda loop: _scatter_live(plan, loop),
         "opaque": lambda first: _opaque(plan, first), "far": lambda *a: _far(plan, *a),
@@ -123,6 +125,14 @@ def _scales_to_exp2(plan: KernelPlan) -> bool:
 def _to_exp2(plan: KernelPlan) -> str:
     """Return what takes the forward's scores into the exp2 domain."""
     return " * qk_scale" if plan.score is None else " * LOG2E" if plan.exact else ""
+
+
+def _exponent(plan: KernelPlan) -> str:
+    """Return the forward's scores less the maximum, in the exp2 domain."""
+    factor = _to_exp2(plan).removeprefix(" * ")
+    if plan.batch_invariant and factor:  # the compiler, which may fuse nothing there, would round the product
+        return f"{'gl' if plan.is_hopper else 'tl'}.fma(s, {factor}, -m_safe[:, None])"
+    return f"s{_to_exp2(plan)} - m_safe[:, None]"
 
 
 def _add_product(plan: KernelPlan, acc: str, a: str, b: str, part: Part) -> str:

@@ -35,11 +35,14 @@ class TileChoice:
     origin: str
 
 
-def choose(key: TileKey, target: Target) -> TileChoice:
-    """Return the tile for `key` on a target: its own where that was tuned, else the nearest that was measured."""
-    tuned = _remembered(settings().cache_dir).get((str(target), key))
-    if tuned is not None:
-        return TileChoice(tuned.tile, f"tuned on this machine, {tuned.date}")
+def choose(key: TileKey, target: Target, tuned: bool = True) -> TileChoice:
+    """Return the tile for `key` on a target: its own where that was `tuned`, else the nearest that was measured.
+
+    What was tuned differs between machines, and between calls with a mask and without.
+    """
+    own = _remembered(settings().cache_dir).get((str(target), key)) if tuned else None
+    if own is not None:
+        return TileChoice(own.tile, f"tuned on this machine, {own.date}")
     if target.backend == "interpreter":
         return TileChoice(_INTERPRETER_TILE, "for the interpreter")
     rows = list(_candidates(key, target))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import flexattn
-from benchmarks import attention, calls, masks, overhead, tables, tune
+from benchmarks import attention, calls, masks, numerics, overhead, tables, tune
 from benchmarks.harness import Config, Result, geometric_mean, measure, table, write_json
 from benchmarks.peers import PEERS, Attend
 from benchmarks.works import CPU_WORKS, WORKS, Mods, Work, count_pairs, document_lengths, forward_flops
@@ -409,3 +409,31 @@ def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_runs_that_differ_are_counted() -> None:
     counted = itertools.count()
     assert tables.differing(lambda: (torch.tensor(next(counted) // 2),), 4) == 2
+
+
+# numerics
+
+
+def test_numerics_tells_the_errors_of_everyone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "numerics.json"
+    assert numerics.main(["--device", "cpu", "--lengths", "96", "--head-dim", "16", "--json", str(path)]) == 0
+    rows = {(row["work"], row["engine"]): row["errors"] for row in json.loads(path.read_text())["rows"]}
+    assert set(rows[("causal", "bfloat16, cpu")]) == {"flexattn", "dense", "sdpa"}
+    assert set(rows[("softcap", "float64, cpu")]) == {"flexattn"}
+    for (_, engine), errors in rows.items():
+        eps = torch.finfo(getattr(torch, engine.partition(",")[0])).eps
+        for name, error in errors["flexattn"].items():
+            assert 0 < error["rmse"] < error["largest"], name
+            assert error["rmse"] < (4 * eps if name != "lse" else eps), f"{engine} {name}"
+    assert "| causal 96 | float32, cpu |" in capsys.readouterr().out
+
+
+def test_numerics_keeps_going_after_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(case: numerics.Case) -> None:
+        raise ValueError("no")
+
+    monkeypatch.setattr(numerics, "sdpa", fail)
+    assert numerics.main(["--device", "cpu", "--lengths", "32", "--head-dim", "16", "--works", "causal,alibi"]) == 1
+    assert "error: ValueError: no" in capsys.readouterr().out

@@ -116,6 +116,7 @@ def test_every_field_is_in_the_key():
         "blocks": (forward, (64, 64)), "full_overhangs": (forward, True), "float_index": (forward, False),
         "precision": (forward, "tf32"), "exact": (forward, True), "max_scores": (forward, True),
         "has_dlse": (delta, True), "has_sink": (forward, True), "has_dropout": (dkdv, True), "integer_sums": (dq, True),
+            "batch_invariant": (dq, True),
     }  # fmt: skip
     assert changes.keys() == {f.name for f in fields(KernelPlan)}
     for name, (plan, value) in changes.items():

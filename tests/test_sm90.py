@@ -41,7 +41,7 @@ HARMLESS, SERIALISED = {"C7517"}, {"causal 256"}
 
 @cache
 def sources(
-    work: str, backend: str = "TRITON", deterministic: bool = False
+    work: str, backend: str = "TRITON", deterministic: bool = False, invariant: bool = False
 ) -> tuple[tuple[KernelPlan, KernelSource], ...]:
     """Return the plans and sources of a work in bfloat16, as a training step has them."""
     *kinds, dims = work.split()
@@ -60,6 +60,7 @@ def sources(
         ids = (torch.arange(S) // 100 * 100).int()
         mask._remember(trace(mask_mod, "mask"), (EqualRuns(0, torch.stack([ids, ids + 100])),))
     options = {"fwd_BACKEND": backend, "bwd_BACKEND": "TRITON" if backend == "TRITON" else "AUTO"}
+    options |= {"BATCH_INVARIANT": True} if invariant else {}
     torch.use_deterministic_algorithms(deterministic)
     try:
         made = explain(q, k, v, score_mod, mask, target="sm_90", kernel_options=options)
@@ -129,6 +130,18 @@ def test_gluon(work: str, kernel: str) -> None:
     assert found.spill_bytes <= GLUON.get((work, kernel), 0)
     assert not found.warnings, "products are not serialised, registers are given out"
     assert 0.95 * shared_bytes(plan) <= found.shared_bytes <= shared_bytes(plan)
+
+
+@pytest.mark.parametrize(("work", "kernel"), [("causal 128", "hopper_forward"), ("full 128", "hopper_dq")])
+def test_batch_invariant(work: str, kernel: str) -> None:
+    """Nothing is fused but the exponent, which asks for it, and nothing of the tiles changes."""
+    made = sources(work, "HOPPER", invariant=True)
+    plan, source = next(pair for pair in made if pair[0].kernel == kernel)
+    found = report(source)
+    assert found.spill_bytes == 0 and not found.warnings
+    assert found.shared_bytes <= shared_bytes(plan)
+    fused = len(re.findall(r"\bFFMA", found.sass_text))
+    assert bool(fused) == (kernel == "hopper_forward")
 
 
 def test_softcap_uses_the_hardwares_tanh() -> None:

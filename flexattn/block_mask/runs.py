@@ -26,11 +26,14 @@ class Runs:
         ends = _offsets(self.runs[:, 1] - self.runs[:, 0])
         return (ends[self.row_ptr[1:].long()] - ends[self.row_ptr[:-1].long()]).int()
 
+    def owners(self) -> Tensor:
+        """Return the row of each run, int64 [n]."""
+        rows = torch.arange(self.rows, device=self.runs.device)
+        return torch.repeat_interleave(rows, self.row_ptr.diff(), output_size=len(self.runs))
+
     def dense(self, columns: int) -> Tensor:
         """Return the blocks as bool [rows, columns]."""
-        row = torch.repeat_interleave(
-            torch.arange(self.rows, device=self.runs.device), self.row_ptr.diff(), output_size=len(self.runs)
-        )
+        row = self.owners()
         steps = torch.zeros(self.rows, columns + 1, dtype=torch.int8, device=self.runs.device)
         ones = torch.ones(len(self.runs), dtype=torch.int8, device=self.runs.device)
         steps.index_put_((row, self.runs[:, 0].long()), ones, accumulate=True)

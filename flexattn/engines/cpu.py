@@ -2,12 +2,16 @@
 
 Both directions first run without guards. An excluded pair has weight 0, which hides everything but NaN and infinity
 (0 * NaN); so a result that is not finite is computed again with guards, that make excluded pairs contribute nothing.
+
+Where a row's bits may depend on that row alone, guards are always on, strips and tiles have one size, and head dims are
+whole lines of memory: what BLAS rounds hangs on the shape of a product and on where its rows begin.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +19,7 @@ from torch import Tensor
 from flexattn.engines.cpu_mods import CaptureGradients
 from flexattn.engines.cpu_scores import Scores, computing_dtype
 from flexattn.engines.cpu_threads import Queue, in_threads
-from flexattn.engines.cpu_tiles import Strip, Tile, shares, strips
+from flexattn.engines.cpu_tiles import Share, Strip, Tile, fixed_strips, shares, strips
 from flexattn.problem import Problem
 from flexattn.sinks import sink_gradient
 
@@ -31,6 +35,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     In float32 problems lse is float64: half an ulp of it would be lse / 2 ulp in every weight of the backward.
     """
     query, value = problem.query, problem.value
+    problem = _in_lines(problem)
     wide = computing_dtype(query)
     out = _zeros_in_order_of(query, (*query.shape[:3], value.shape[3]), query.dtype)
     lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float64 if query.dtype == torch.float32 else wide)
@@ -38,7 +43,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     if problem.sink is not None:  # of rows without a key
         lse.copy_(problem.sink[..., None].expand(lse.shape))
     if query.numel() > 0:
-        queue = Queue(strips(problem))
+        queue = Queue(_strips(problem))
 
         def work(_: int) -> None:
             tiles = Scores(problem)
@@ -46,14 +51,14 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
                 if strip.tiles:
                     _forward_strip(tiles, strip, out, lse, largest)
 
-        in_threads(_threads(problem), work)
+        in_threads(_threads(problem), work, problem.batch_invariant)
     return out, lse, None if largest is None else largest.float()
 
 
 def _forward_strip(tiles: Scores, strip: Strip, out: Tensor, lse: Tensor, largest: Tensor | None) -> None:
     unit = _unit(tiles.problem)
-    m_i, l_i, acc = _softmax_strip(tiles, strip, unit, guard=False)
-    if not _all_finite(acc, l_i):
+    m_i, l_i, acc = _softmax_strip(tiles, strip, unit, guard=tiles.fixed)
+    if not tiles.fixed and not _all_finite(acc, l_i):
         m_i, l_i, acc = _softmax_strip(tiles, strip, unit, guard=True)
     acc.div_(l_i.masked_fill(l_i == 0, 1.0))
     row_lse = m_i.double().div(unit).add_(l_i.double().log_())
@@ -62,7 +67,7 @@ def _forward_strip(tiles: Scores, strip: Strip, out: Tensor, lse: Tensor, larges
         total = torch.logaddexp(row_lse, tiles.stack(sink, strip, torch.float64))
         acc.mul_(row_lse.sub_(total).exp_().nan_to_num_())  # -inf - -inf: neither a key nor a sink
         row_lse = total
-    tiles.rows(out, strip).copy_(tiles.unstack(acc, strip))
+    tiles.rows(out, strip).copy_(tiles.unstack(acc, strip)[..., : out.shape[-1]])
     tiles.rows(lse[..., None], strip).copy_(tiles.unstack(row_lse, strip))
     if largest is not None:
         tiles.rows(largest[..., None], strip).copy_(tiles.unstack(m_i.div_(unit), strip))
@@ -105,10 +110,12 @@ def backward(
     problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: tuple[bool, bool, bool]
 ) -> Gradients:
     """Return the gradients of query, key, value (where needed), of what score_mod captures, and of the sink."""
-    given = (out, lse[..., None], d_out, None if d_lse is None else d_lse[..., None])
-    sums = _backward(problem, given, needs, guard=False)
-    if not _all_finite(*sums.all()):
-        sums = _backward(problem, given, needs, guard=True)
+    whole, fixed = _in_lines(problem), problem.batch_invariant
+    wide_out, wide_d_out = (_widened(x, whole.value.shape[-1]) for x in (out, d_out))
+    given = (wide_out, lse[..., None], wide_d_out, None if d_lse is None else d_lse[..., None])
+    sums = _backward(whole, given, needs, guard=fixed)
+    if not fixed and not _all_finite(*sums.all()):
+        sums = _backward(whole, given, needs, guard=True)
     return *sums.finish(problem), _sink_gradient(problem, out, lse, d_out, d_lse)
 
 
@@ -136,9 +143,9 @@ class _Sums:
         captures = () if problem.score is None else problem.score.captures
         sums = {} if self.captures is None else self.captures.sums
         return (
-            None if self.dq is None else self.dq.to(problem.query.dtype),
-            None if self.dk is None else self.dk.to(problem.key.dtype),
-            None if self.dv is None else self.dv.to(problem.value.dtype),
+            None if self.dq is None else self.dq[..., : problem.query.shape[-1]].to(problem.query.dtype),
+            None if self.dk is None else self.dk[..., : problem.key.shape[-1]].to(problem.key.dtype),
+            None if self.dv is None else self.dv[..., : problem.value.shape[-1]].to(problem.value.dtype),
             tuple(sums[i].to(c.dtype) if i in sums else None for i, c in enumerate(captures)),
         )
 
@@ -160,12 +167,12 @@ def _backward(
     def work(i: int) -> CaptureGradients | None:
         tiles = Scores(problem)
         captures = CaptureGradients.of(problem, wide) if learned else None
-        for strip in strips(problem, parts[i]):
+        for strip in _strips(problem, parts[i]):
             if strip.tiles:
                 _backward_strip(tiles, strip, given, _Sums(dq, dk, dv, captures), guard)
         return captures
 
-    first, *others = in_threads(len(parts), work)
+    first, *others = in_threads(len(parts), work, problem.batch_invariant)
     for other in others:
         if first is not None and other is not None:
             first.add_all(other)
@@ -265,6 +272,30 @@ def _zeros_in_order_of(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) ->
     order = sorted(range(x.ndim - 1), key=lambda d: -x.stride(d))
     zeros = torch.zeros([*(shape[d] for d in order), shape[-1]], dtype=dtype)
     return zeros.permute([*(order.index(d) for d in range(x.ndim - 1)), x.ndim - 1])
+
+
+def _strips(problem: Problem, share: Share | None = None) -> Iterator[Strip]:
+    return (fixed_strips if problem.batch_invariant else strips)(problem, share)
+
+
+_LINE = 16  # elements that fill 64 bytes, also in float32
+
+
+def _in_lines(problem: Problem) -> Problem:
+    """Return the problem with head dims that fill lines of memory, where its rows' bits must not depend on their place.
+
+    MKL on AVX2 gave the rows of a product of 33 doubles other bits at other places, and those of 48 never.
+    """
+    if not problem.batch_invariant:
+        return problem
+    tensors = (problem.query, problem.key, problem.value)
+    query, key, value = (_widened(x, -(-x.shape[-1] // _LINE) * _LINE) for x in tensors)
+    return replace(problem, query=query, key=key, value=value)
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """Return the tensor with zeros up to a last dim of `width`."""
+    return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
 
 
 def _threads(problem: Problem) -> int:

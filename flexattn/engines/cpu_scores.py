@@ -20,6 +20,7 @@ class Scores:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.dtype = computing_dtype(problem.query)
+        self.fixed = problem.batch_invariant  # all strips and tiles have one size, and may pass the lengths
         self._buffers: dict[str, Tensor] = {}
         self.group = problem.query.shape[1] // max(1, problem.key.shape[1])
         score, mask = problem.score, problem.mask
@@ -41,15 +42,21 @@ class Scores:
 
     def stack(self, x: Tensor, strip: Strip, dtype: torch.dtype | None = None) -> Tensor:
         """Return the rows of the strip as [key heads, group * rows, ...] in `dtype`, else in the computing dtype."""
-        return self.rows(x, strip).to(dtype or self.dtype).flatten(1, 2)
+        rows, dtype = self.rows(x, strip), dtype or self.dtype
+        if self.fixed:
+            rows = _filled(rows, 2, strip.rows[1] - strip.rows[0], dtype)
+        return rows.to(dtype).flatten(1, 2)
 
     def unstack(self, x: Tensor, strip: Strip) -> Tensor:
         (g0, g1), (m0, m1) = strip.group, strip.rows
-        return x.unflatten(1, (g1 - g0, m1 - m0))
+        return x.unflatten(1, (g1 - g0, m1 - m0))[:, :, : self.problem.query.shape[2] - m0]
 
     def keys_of(self, x: Tensor, strip: Strip, tile: Tile) -> Tensor:
         """Return the keys of the tile of a tensor [B or 1, Hkv, N, ...] as [key heads, keys, ...]."""
         heads = x[strip.batch % x.shape[0], slice(*strip.key_heads)]
+        if self.fixed:
+            ((lo, hi),) = tile.keys
+            return _filled(heads[:, lo:hi], 1, tile.width, self.dtype)
         pieces = [heads[:, lo:hi].to(self.dtype) for lo, hi in tile.keys]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
@@ -58,7 +65,8 @@ class Scores:
         heads = total[strip.batch % total.shape[0], slice(*strip.key_heads)]
         first = 0
         for lo, hi in tile.keys:
-            heads[:, lo:hi].add_(part[:, first : first + hi - lo], alpha=factor)
+            into = heads[:, lo:hi]
+            into.add_(part[:, first : first + into.shape[1]], alpha=factor)
             first += hi - lo
 
     def indices(self, strip: Strip, tile: Tile, first_column: int = 0) -> dict[str, Tensor]:
@@ -136,6 +144,15 @@ class Scores:
         for outside in self.mask.outside:
             outside.check(asked)
         return live
+
+
+def _filled(x: Tensor, axis: int, length: int, dtype: torch.dtype) -> Tensor:
+    """Return a copy with zeros up to `length` along an axis; new memory lies the same each time, as BLAS minds."""
+    shape = list(x.shape)
+    shape[axis] = length
+    filled = torch.zeros(shape, dtype=dtype)
+    filled.narrow(axis, 0, x.shape[axis]).copy_(x)
+    return filled
 
 
 def _check(mod: TileGraph, live: Tensor | None, shape: torch.Size, full: int) -> None:

@@ -18,9 +18,13 @@ import torch
 T = TypeVar("T")
 
 
-def in_threads(count: int, work: Callable[[int], T]) -> list[T]:
-    """Return [work(0), ..., work(count - 1)], computed at once without autograd; one alone runs in this thread."""
-    if count == 1:
+def in_threads(count: int, work: Callable[[int], T], single: bool = False) -> list[T]:
+    """Return [work(0), ..., work(count - 1)], computed at once without autograd.
+
+    One alone runs in this thread, where torch may use several cores for an operation, unless each must have a `single`
+    one: where operations are cut for the cores shows in the last bits.
+    """
+    if count == 1 and not (single and torch.get_num_threads() > 1):
         return [work(0)]
     inference = torch.is_inference_mode_enabled()
 

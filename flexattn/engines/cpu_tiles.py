@@ -28,12 +28,15 @@ _MAX_HEADS = 16
 
 @dataclass(frozen=True)
 class Tile:
-    """Some keys of a strip: `keys` are half-open ranges, of which the first `full` columns attend everywhere."""
+    """Some keys of a strip: `keys` are half-open ranges, of which the first `full` columns attend everywhere.
+
+    Those of `fixed_strips` may pass the last key, as their strips may pass the last query: no place there attends.
+    """
 
     keys: tuple[tuple[int, int], ...]
     width: int
     full: int
-    states: Tensor | None  # int8 [rows, width - full]: 0, PARTIAL or FULL; None where all are PARTIAL
+    states: Tensor | None  # int8 [rows or 1, width - full]: 0, PARTIAL or FULL; None where all are PARTIAL
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,49 @@ def strips(problem: Problem, share: Share | None = None) -> Iterator[Strip]:
                     for key_heads, group in groups:
                         if share is None or share.has(batch % Bkv, key_heads[0], -(-Hkv // share.heads)):
                             yield Strip(batch, key_heads, group, rows, tiles[widths[key_heads, group]])
+
+
+# Of every strip and tile where calls must be alike: then each product has one shape, and BLAS one way to take it.
+FIXED_ROWS, FIXED_KEYS = 128, 512
+
+
+def fixed_strips(problem: Problem, share: Share | None = None) -> Iterator[Strip]:
+    """Yield strips as `strips` does, of one head and FIXED_ROWS each, with tiles of FIXED_KEYS, the first keys first.
+
+    The problem is one of `batch_invariant.in_one_class`.
+    """
+    B, Hq, M, _ = problem.query.shape
+    Bkv, Hkv, N, _ = problem.key.shape
+    mask = problem.block_mask
+    assert mask is not None and not any(size % FIXED_ROWS for size in mask.BLOCK_SIZE)
+    partial, blocks = _as_numpy(mask.kv_runs.partial), -(-M // mask.BLOCK_SIZE[0])
+    G = Hq // Hkv
+    for mask_b in range(mask.B):
+        for mask_h in range(mask.H):
+            for m0 in reversed(range(0, M, FIXED_ROWS)):
+                row = (mask_b * mask.H + mask_h) * blocks + m0 // mask.BLOCK_SIZE[0]
+                runs = partial[1][partial[0][row] : partial[0][row + 1]] * mask.BLOCK_SIZE[1]
+                tiles = tuple(_fixed_tiles(np.minimum(runs, N), min(FIXED_ROWS, M - m0)))
+                for batch in range(B) if mask.B == 1 else (mask_b,):
+                    for head in range(Hq) if mask.H == 1 else (mask_h,):
+                        h, g = divmod(head, G)
+                        if share is None or share.has(batch % Bkv, h, -(-Hkv // share.heads)):
+                            yield Strip(batch, (h, h + 1), (g, g + 1), (m0, m0 + FIXED_ROWS), tiles)
+
+
+def _fixed_tiles(runs: np.ndarray, rows: int) -> Iterator[Tile]:
+    """Yield the tiles of FIXED_KEYS that hold any of these runs of keys, for that many rows of a strip."""
+    if not len(runs):
+        return
+    listed = np.zeros(-(-int(runs.max()) // FIXED_KEYS) * FIXED_KEYS, np.int8)
+    for lo, hi in runs.tolist():
+        listed[lo:hi] = PARTIAL
+    there = np.arange(FIXED_ROWS)[:, None] < rows
+    for i, columns in enumerate(listed.reshape(-1, FIXED_KEYS)):
+        if columns.any():
+            states = columns[None] if rows == FIXED_ROWS else columns * there
+            keys = ((i * FIXED_KEYS, (i + 1) * FIXED_KEYS),)
+            yield Tile(keys, FIXED_KEYS, 0, None if states.all() else torch.from_numpy(states))
 
 
 Group = tuple[tuple[int, int], tuple[int, int]]

@@ -11,6 +11,7 @@ from torch import Tensor
 from flexattn.capture_sums import CaptureSums, largest_of_rows, sums_integers
 from flexattn.kernel_plan import SIZES, KernelPlan, widths_of
 from flexattn.launch import TENSORS, Tensors, backward_kernels, capture_argument, padded_rows, plan_launch, run
+from flexattn.plan import has_descriptor, is_aligned
 from flexattn.problem import Problem
 from flexattn.sinks import sink_gradient
 from flexattn.target import Target
@@ -39,7 +40,7 @@ def backward(
     run: Run = run,
 ) -> Gradients:  # fmt: skip
     """Return the gradients of query, key, value (None where not needed), of captured tensors, and of the sink."""
-    problem, d_out = _with_rows(problem), _rows(d_out)
+    problem, d_out = _with_rows(problem), _rows(d_out, problem.batch_invariant)
     q, k, v = problem.query, problem.key, problem.value
     count = q.size(0) * q.size(1) * padded_rows(problem)
     delta, shift = (q.new_empty(count, dtype=torch.float32) for _ in range(2))
@@ -95,15 +96,22 @@ def _capture_arrays(problem: Problem, sums: CaptureSums, **arrays: Iterable[Tens
     }
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """Return the tensor with contiguous rows: a last stride other than 1 (or an expanded gradient) costs a copy."""
-    return tensor if tensor.stride(-1) == 1 or tensor.size(-1) == 1 else tensor.contiguous()
+def _rows(tensor: Tensor, alike: bool) -> Tensor:
+    """Return the tensor with contiguous rows: a last stride other than 1 (or an expanded gradient) costs a copy.
+
+    `alike`: so does what lies otherwise than its copy as kernels see it, so that the head dim alone decides which runs.
+    """
+    whole = tensor.stride(-1) == 1 or tensor.size(-1) == 1
+    aligns = tensor.size(-1) * tensor.element_size() % 16 == 0
+    if whole and (not alike or (is_aligned(tensor) == aligns and (has_descriptor(tensor) or not aligns))):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _with_rows(problem: Problem) -> Problem:
     """Return the problem with contiguous rows."""
-    q, k, v = problem.query, problem.key, problem.value
-    rows = _rows(q), _rows(k), _rows(v)
+    q, k, v, alike = problem.query, problem.key, problem.value, problem.batch_invariant
+    rows = _rows(q, alike), _rows(k, alike), _rows(v, alike)
     if rows[0] is q and rows[1] is k and rows[2] is v:
         return problem
     return replace(problem, query=rows[0], key=rows[1], value=rows[2])
