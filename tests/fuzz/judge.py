@@ -163,9 +163,13 @@ class Compared:
         return _largest_finite(lse) * 2.0**-11 / torch.finfo(query.dtype).eps * any(s in case.scores for s in WITH_TANH)
 
     def _part_of_terms(self, name: str, got: Tensor, exact: Tensor) -> float:
-        """Return the error as a part of what the rounding of the terms of a sum can do, where these cancel."""
-        size, error = self._sizes[name], (got.double() - exact.double()).abs()
-        eps = TERMS[self.posed.call.query.dtype.itemsize] * self._eps(got)
+        """Return the error as a part of what the rounding of the terms of a sum can do, where these cancel.
+
+        A term is itself a sum over the head dim, whose rounding grows with the root of its length.
+        """
+        case, size, error = self.posed.case, self._sizes[name], (got.double() - exact.double()).abs()
+        long = math.sqrt(max(case.D, case.Dv, 64) / 64)
+        eps = TERMS[self.posed.call.query.dtype.itemsize] * long * self._eps(got)
         return max(part(_rms(error), eps * _rms(size)), part(float(error.max()), eps * float(size.max())))
 
     @cached_property
