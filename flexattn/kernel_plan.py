@@ -23,7 +23,8 @@ TRANSPOSED = ("backward_dkdv", "hopper_backward", "hopper_backward_wide", "hoppe
 PAIR, FUSED = KERNELS[2:], ("hopper_backward", "backward_dq_rows")  # the ways from delta to all gradients
 # Forms of backward_dq: gradients of captured tensors without dq, and how large each row's contributions to them are.
 CAPTURES, SIZES = "backward_captures", "backward_sizes"
-SCATTERS = ("backward_dq", CAPTURES, SIZES)
+BATCH_CAPTURES = "backward_batch_captures"  # a kernel of its own: contributions are summed over the batch first
+SCATTERS = ("backward_dq", CAPTURES, SIZES, BATCH_CAPTURES)
 
 MEMORY = {"float": "float32 sums: 4 bytes", "integer": "int64 sums, the same in any order: 8 bytes"}
 
@@ -154,7 +155,7 @@ class KernelPlan:
     @property
     def scales_gradient(self) -> bool:
         """Whether d(score) is taken and anything else than the gradient that comes in, as it is for `score + bias`."""
-        if self.grad is None or self.kernel in (CAPTURES, SIZES):
+        if self.grad is None or self.kernel in (CAPTURES, SIZES, BATCH_CAPTURES):
             return False
         output = self.grad.graph.outputs[0]
         return output is None or self.grad.graph.nodes[output].value != "grad"

@@ -22,13 +22,13 @@ from flexattn.equal_runs import with_runs
 from flexattn.errors import CompileError, UnsupportedError, message
 from flexattn.graph import BoundMod
 from flexattn.hopper import hopper_backward, hopper_dkdv, hopper_dq, hopper_forward
-from flexattn.kernel_plan import CAPTURES, FUSED, PAIR, SCATTERS, SIZES, TRANSPOSED, KernelPlan
+from flexattn.kernel_plan import BATCH_CAPTURES, CAPTURES, FUSED, PAIR, SCATTERS, SIZES, TRANSPOSED, KernelPlan
 from flexattn.lower import ModPlan, layout_unit
 from flexattn.options import LARGEST_TILE, option
 from flexattn.plan import heads_per_group, plan_kernel
 from flexattn.problem import Problem
 from flexattn.render import KernelSource, described, render, stream_descriptors
-from flexattn.scatter import scatter_captures
+from flexattn.scatter import same_in_all_batches, scatter_captures, without_sites
 from flexattn.shared_memory import fit, smaller_tiles
 from flexattn.target import Target, l2_bytes, processors, target_of
 from flexattn.tiles import Tile
@@ -46,7 +46,7 @@ TENSORS: dict[str, tuple[str, ...]] = {
     "backward_dkdv": ("q", "k", "v", "do", "dk", "dv"),
     "hopper_backward": ("q", "k", "v", "do", "dk", "dv"),
     "backward_dq_rows": ("dq",),
-    **dict.fromkeys((CAPTURES, SIZES), ("q", "k", "v", "do")),
+    **dict.fromkeys((CAPTURES, SIZES, BATCH_CAPTURES), ("q", "k", "v", "do")),
 }
 Values = dict[str, Any]
 
@@ -192,7 +192,14 @@ def _plan_fused(problem: Problem, target: Target, tensors: list[Tensor]) -> Kern
 
 
 def _for_kernel(kernel: str, problem: Problem) -> Problem:
-    """Return the problem with a mask that asks for runs, where these are known, of what the kernel's rows are."""
+    """Return the problem as a kernel sees it.
+
+    Its mask asks for runs, where these are known, of what the kernel's rows are; gradients of captured tensors that
+    have a kernel of their own are not those of others.
+    """
+    if kernel not in (BATCH_CAPTURES, SIZES) and sums_over_batch(problem):
+        assert problem.score_grad is not None
+        problem = replace(problem, score_grad=without_sites(problem.score_grad))
     if not problem.runs or problem.mask is None:
         return problem
     return replace(problem, mask=with_runs(problem.mask, problem.runs, kernel in TRANSPOSED), runs=())
@@ -219,13 +226,23 @@ def backward_kernels(problem: Problem, tensors: Tensors, target: Target | None =
 def _choose_backward(problem: Problem, target: Target, tensors: Tensors) -> tuple[str, ...]:
     possible = tuple(kernel for kernel in PAIR if tensors.keys() >= set(TENSORS[kernel]))
     if problem.score_grad is not None and problem.score_grad.sites:
-        measures = sums_integers(problem) and not has_known_bounds(problem)
-        alone = () if "dq" in tensors else (CAPTURES,)
-        return (*((SIZES,) if measures else ()), *alone, *possible)
+        measures = (SIZES,) if sums_integers(problem) and not has_known_bounds(problem) else ()
+        if sums_over_batch(problem):
+            others = replace(problem, score_grad=without_sites(problem.score_grad))
+            return (*measures, BATCH_CAPTURES, *_choose_backward(others, target, tensors))
+        return (*measures, *(() if "dq" in tensors else (CAPTURES,)), *possible)
     if possible != PAIR:
         return possible
     fused = _plan_fused(problem, target, [tensors[name] for name in TENSORS["hopper_backward"]])
     return FUSED if isinstance(fused, KernelPlan) else PAIR
+
+
+def sums_over_batch(problem: Problem) -> bool:
+    """Tell whether captured tensors receive all that they do at each place, in cells that no batch has for itself."""
+    graph, mask = problem.score_grad, problem.block_mask
+    one_mask = mask is None or (mask.B == 1 and problem.mask is not None and not problem.mask.graph.reads("b"))
+    several = problem.query.size(0) > 1 and problem.dropout is None
+    return graph is not None and several and one_mask and same_in_all_batches(graph)
 
 
 def _unless_forced(problem: Problem, plan: KernelPlan, hopper: KernelPlan | str) -> tuple[KernelPlan, str | None]:
@@ -332,13 +349,13 @@ def _plain_values(plan: KernelPlan, problem: Problem) -> Values:
     q, k = problem.query, problem.key
     (B, Hq, M, D), (Bkv, Hkv, N, _), Dv = q.shape, k.shape, problem.value.size(3)
     transposed = plan.transposed
-    heads = Bkv * Hkv if transposed else B * Hq
+    heads = Bkv * Hkv if transposed else Hq if plan.kernel == BATCH_CAPTURES else B * Hq
     streamed = (M * (Hq // Hkv) if transposed else N) * (D + Dv) * q.element_size()
     scale = problem.scale
     # The forward's maximum needs a positive factor: the sign, or a scale of zero, is applied to q there.
     qk_scale = (abs(scale) * LOG2E or 1.0) if plan.kernel.endswith("forward") else scale * LOG2E
     values: Values = {
-        "tiles": _tiles(plan, problem) * heads, "M": M, "N": N, "M_padded": _padded(M), "heads": heads,
+        "tiles": _tiles(plan, problem) * heads, "M": M, "N": N, "M_padded": _padded(M), "heads": heads, "B": B,
         "heads_q": Hq, "heads_kv": Hkv, "group_size": Hq // Hkv,
         "batch_repeats": B // max(1, Bkv), "batch_shares_keys": int(Bkv == 1),
         "heads_per_group": heads_per_group(streamed, l2_bytes(q.device), heads),

@@ -11,10 +11,11 @@ from torch import Tensor
 from flexattn.capture_sums import sums_integers
 from flexattn.graph import BoundMod, ModGraph
 from flexattn.index_range import Range, index_ranges
-from flexattn.kernel_plan import CAPTURES, FUSED, SCATTERS, SIZES, TRANSPOSED, KernelPlan
+from flexattn.kernel_plan import BATCH_CAPTURES, FUSED, SCATTERS, SIZES, TRANSPOSED, KernelPlan
 from flexattn.lower import INDEX_LIMIT, CaptureLayout, ModPlan
 from flexattn.options import LARGEST_TILE, option
 from flexattn.problem import Problem
+from flexattn.scatter import without_sites
 from flexattn.shared_memory import fit
 from flexattn.target import Target
 from flexattn.tile_choice import choose
@@ -55,7 +56,7 @@ def plan_kernel(
     score = _mod_plan(problem.score, "score", problem)
     grad = None
     if kernel.startswith("backward") and score is not None and problem.score_grad is not None:
-        graph = problem.score_grad if kernel in SCATTERS else _without_sites(problem.score_grad)
+        graph = problem.score_grad if kernel in SCATTERS else without_sites(problem.score_grad)
         assert problem.score is not None
         grad = _mod_plan(replace(problem.score, graph=graph), "score", problem)
     plan = KernelPlan(
@@ -68,7 +69,7 @@ def plan_kernel(
         max_scores=problem.max_scores and kernel == "forward",
         has_sink=problem.sink is not None and kernel == "forward", has_dropout=problem.dropout is not None,
         batch_invariant=_batch_invariant(kernel, problem),
-        integer_sums=kernel in ("backward_dq", CAPTURES) and sums_integers(problem),
+        integer_sums=kernel in SCATTERS and kernel != SIZES and sums_integers(problem),
     )  # fmt: skip
     plan = fit(plan)
     if _may_stream(kernel, problem, plan):
@@ -86,14 +87,10 @@ def _may_stream(kernel: str, problem: Problem, plan: KernelPlan) -> bool:
     """
     wanted = option(problem.options, "USE_TMA", "fwd" if kernel == "forward" else "bwd")
     capable = plan.target.backend == "cuda" and int(plan.target.arch) >= 90 and not plan.batch_invariant
-    return capable and plan.aligned and kernel != "backward_delta" and wanted is not False
+    return capable and plan.aligned and kernel not in ("backward_delta", BATCH_CAPTURES) and wanted is not False
 
 
 @lru_cache(512)
-def _without_sites(graph: ModGraph) -> ModGraph:
-    return replace(graph, sites=(), outputs=graph.outputs[:1])
-
-
 def tile_key(plan: KernelPlan) -> TileKey:
     """Return what the tile of a plan of the Triton engine is chosen by."""
     graph = None if plan.score is None else plan.score.graph
@@ -116,7 +113,7 @@ def _tile_key(
 ) -> TileKey:  # fmt: skip
     products = precision if dtype == torch.float32 and precision != "ieee" else str(dtype).removeprefix("torch.")
     kind = "unaligned" if not aligned else "none" if score is None else score_kind(score)
-    return TileKey("backward_dq" if kernel in (CAPTURES, SIZES) else kernel, products, D, Dv, kind, masked)
+    return TileKey("backward_dq" if kernel in SCATTERS else kernel, products, D, Dv, kind, masked)
 
 
 def _tile(

@@ -10,7 +10,7 @@ import torch
 from flexattn.build import KernelSource
 from flexattn.dropout import OCTET
 from flexattn.hopper_names import hopper_descriptors, hopper_names, shared_layout
-from flexattn.kernel_plan import KernelPlan, Part, split_head_dim
+from flexattn.kernel_plan import BATCH_CAPTURES, KernelPlan, Part, split_head_dim
 from flexattn.lower import (
     TRITON_DTYPE,
     TRITON_POINTER,
@@ -22,6 +22,9 @@ from flexattn.lower import (
 )
 from flexattn.scatter import (
     LARGEST_UNITS,
+    contribution_names,
+    lower_additions,
+    lower_contributions,
     lower_scatter,
     lower_sizes,
     needs_live,
@@ -101,7 +104,7 @@ def _scatter_names(plan: KernelPlan) -> dict[str, object]:
     parts = tuple(f"dq_{p.index}" for p in split_head_dim(plan.D)) if makes_dq else ()
     found: dict[str, object] = {
         "sums": plan.sums, "makes_dq": makes_dq, "scatter_arguments": (), "scatter_values": (), "scatter_loads": (),
-        "sizes": (), "carried": parts,
+        "sizes": (), "carried": parts, "contributions": (),
     }  # fmt: skip
     if plan.grad is None or not plan.sums:
         return found
@@ -109,7 +112,7 @@ def _scatter_names(plan: KernelPlan) -> dict[str, object]:
     return found | {
         "scatter_arguments": tuple(n for n, _ in scatter_arguments(plan.grad, plan.sums)),
         "scatter_values": scatter_values(plan.grad, plan.sums), "scatter_loads": scatter_loads(plan.grad, plan.sums),
-        "sizes": sizes, "carried": (*parts, *sizes),
+        "sizes": sizes, "carried": (*parts, *sizes), "contributions": contribution_names(plan.grad),
     }  # fmt: skip
 
 
@@ -162,6 +165,9 @@ def _mods(plan: KernelPlan) -> list[str]:
         found.append(lower(plan.grad, "score_grad", dialect))
     if plan.grad and plan.sums == "sizes":
         found.append(lower_sizes(plan.grad, "score_sizes", dialect))
+    elif plan.grad and plan.sums and plan.kernel == BATCH_CAPTURES:
+        found.append(lower_contributions(plan.grad, "score_contributions", dialect))
+        found.append(lower_additions(plan.grad, "score_additions", dialect, plan.sums))
     elif plan.grad and plan.sums:
         found.append(lower_scatter(plan.grad, "score_scatter", dialect, plan.sums))
     return found

@@ -7,6 +7,9 @@ What is added are floats, in any order, or integers, whose sum is the same in ev
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
+
 from flexattn.graph import ModGraph, Node
 from flexattn.index_range import affine, shift_invariant
 from flexattn.lower import Dialect, ModPlan, Writer, mod_parameters
@@ -102,26 +105,79 @@ def lower_scatter(mod: ModPlan, function: str, dialect: Dialect, sums: str) -> s
     buffers = list(scatter_values(mod, sums))
     arguments = ", ".join((*mod.argument_names(), *buffers))
     body: list[str] = []
-    places: list[str] = []  # functions that give the address of a site
     for i, site in enumerate(graph.sites):
-        place, name = f"{function}_place{i}", mod.capture_name(int(str(graph.nodes[site].value)))
-        places.append(_place(mod, dialect, graph.nodes[site], site, place, buffers))
         body += _contribution(writer, i)
         if _along_diagonals(graph, site):
             one_cell = not all(affine(graph, a) for a in graph.nodes[site].args)
-            body += _add_diagonals(i, place, arguments, one_cell, _ADD[sums], name)
+            name = mod.capture_name(int(str(graph.nodes[site].value)))
+            body += _add_diagonals(i, f"{function}_place{i}", arguments, one_cell, _ADD[sums], name)
             continue
         for axis, index in ((0, "q_idx"), (1, "kv_idx")):
             if index not in _reads(graph, site):
                 body.append(f"d{i} = tl.sum(d{i}, {axis}, keep_dims=True)")
-        pointers, inside = (f"tl.broadcast_to({x}, d{i}.shape)" for x in ("pointers", "inside"))
-        body += [
-            f"pointers, inside = {place}(b, h, q_idx, kv_idx, live, {arguments})",
-            *(["if live is not None:", "    inside = inside & live"] if _each_place(graph, site) else []),
-            _ADD[sums].format(pointers=pointers, value=f"d{i}", inside=inside, name=name),
-        ]
+        body += _add(mod, i, f"{function}_place{i}", arguments, sums)
     text = writer.function(function, [*mod_parameters(graph), "live", "m0", "n0"], [*body, "return"], buffers)
-    return "\n\n".join([*places, text])
+    return "\n\n".join([*_places(mod, dialect, function, buffers), text])
+
+
+@lru_cache(512)
+def same_in_all_batches(graph: ModGraph) -> bool:
+    """Tell whether every site adds at each place, to a cell that all batches share: they are summed over these first.
+
+    Along diagonals little is added to memory anyway.
+    """
+    own = {"b", "score", "grad"}
+    return bool(graph.sites) and all(
+        _each_place(graph, site) and not _reads(graph, site) & own and not _along_diagonals(graph, site)
+        for site in graph.sites
+    )
+
+
+@lru_cache(512)
+def without_sites(graph: ModGraph) -> ModGraph:
+    """Return a gradient graph that has the gradient of the score alone."""
+    return replace(graph, sites=(), outputs=graph.outputs[:1])
+
+
+def contribution_names(mod: ModPlan) -> tuple[str, ...]:
+    """Return the names of what each site of a gradient graph receives from the places of a tile."""
+    return tuple(f"d{i}" for i in range(len(mod.graph.sites)))
+
+
+def lower_contributions(mod: ModPlan, function: str, dialect: Dialect) -> str:
+    """Return the text of a function that gives what each site receives from each place, a tuple."""
+    writer = Writer(mod, dialect)
+    body = [line for i in range(len(mod.graph.sites)) for line in _contribution(writer, i)]
+    result = f"return ({', '.join(contribution_names(mod))},)"
+    return writer.function(function, [*mod_parameters(mod.graph), "live"], [*body, result])
+
+
+def lower_additions(mod: ModPlan, function: str, dialect: Dialect, sums: str) -> str:
+    """Return the text of a function that adds sums of contributions of live places into the buffers."""
+    buffers = list(scatter_values(mod, sums))
+    arguments = ", ".join((*mod.argument_names(), *buffers))
+    body = [line for i in range(len(mod.graph.sites)) for line in _add(mod, i, f"{function}_place{i}", arguments, sums)]
+    inputs = [*contribution_names(mod), "b", "h", "q_idx", "kv_idx", "live"]
+    text = Writer(mod, dialect).function(function, inputs, [*body, "return"], buffers)
+    return "\n\n".join([*_places(mod, dialect, function, buffers), text])
+
+
+def _places(mod: ModPlan, dialect: Dialect, function: str, buffers: list[str]) -> list[str]:
+    """Return the texts of the functions that give the address of each site."""
+    sites = [(mod.graph.nodes[site], site) for site in mod.graph.sites]
+    return [_place(mod, dialect, *of, f"{function}_place{i}", buffers) for i, of in enumerate(sites)]
+
+
+def _add(mod: ModPlan, i: int, place: str, arguments: str, sums: str) -> list[str]:
+    """Return statements that add d{i} at the addresses of its places."""
+    graph, site = mod.graph, mod.graph.sites[i]
+    name = mod.capture_name(int(str(graph.nodes[site].value)))
+    pointers, inside = (f"tl.broadcast_to({x}, d{i}.shape)" for x in ("pointers", "inside"))
+    return [
+        f"pointers, inside = {place}(b, h, q_idx, kv_idx, live, {arguments})",
+        *(["if live is not None:", "    inside = inside & live"] if _each_place(graph, site) else []),
+        _ADD[sums].format(pointers=pointers, value=f"d{i}", inside=inside, name=name),
+    ]
 
 
 def _contribution(writer: Writer, i: int) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from flexattn.errors import CompileError, message
-from flexattn.kernel_plan import KernelPlan, split_head_dim
+from flexattn.kernel_plan import BATCH_CAPTURES, KernelPlan, split_head_dim
 
 
 def shared_bytes(plan: KernelPlan) -> int:
@@ -27,6 +27,8 @@ def shared_bytes(plan: KernelPlan) -> int:
     if plan.is_hopper:
         queries = t.BLOCK_M * (D * plan.tiles_of_queries + (0 if plan.shares_output else Dv))
         return (queries + t.num_stages * t.BLOCK_N * (D + Dv)) * size + 1024
+    if plan.kernel == BATCH_CAPTURES:  # all tiles are streamed
+        return max(1, t.num_stages) * (t.BLOCK_M + t.BLOCK_N) * widths * size + 2048
     scores = t.BLOCK_M * t.BLOCK_N * size * (2 if plan.kernel != "forward" else 1)
     held_bytes = held * size * (widths if plan.kernel != "forward" else sum(p.width for p in split_head_dim(plan.D)))
     barriers_and_reductions = 2048
