@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from flexattn.block_mask import BlockMask
@@ -11,7 +10,7 @@ from flexattn.facts import ModFacts
 from flexattn.graph import ModGraph
 from flexattn.kernel_plan import KernelPlan
 from flexattn.render import KernelSource
-from flexattn.target import Target
+from flexattn.target import Target, named
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,6 @@ def _rule(title: str) -> str:
 
 def target_named(name: str) -> Target:
     """Return the target of an architecture as CUDA and HIP write it: sm_90, gfx942."""
-    if match := re.fullmatch(r"sm_?(\d+)a?", name):
-        return Target("cuda", int(match[1]), 32)
-    if name.startswith("gfx"):
-        return Target("hip", name, 64)
+    if (target := named(name)) is not None:
+        return target
     raise ArgumentError(message("target", repr(name), "an architecture", 'Write target="sm_90".'))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexattn.capture_sums import sums_integers
+from flexattn.errors import OptionError, message
 from flexattn.graph import BoundMod, ModGraph
 from flexattn.index_range import Range, index_ranges
 from flexattn.kernel_plan import BATCH_CAPTURES, FUSED, SCATTERS, SIZES, TRANSPOSED, KernelPlan
@@ -65,7 +66,7 @@ def plan_kernel(
         wide_rows=any(t.stride(2) >= 1 << 23 for t in tensors),
         score=score, grad=grad, mask=_mod_plan(problem.mask, "mask", problem), blocks=blocks,
         float_index=max(problem.query.size(2), problem.key.size(2)) <= INDEX_LIMIT,
-        precision=_precision(problem), exact=_exact(problem),
+        precision=_precision(problem, target), exact=_exact(problem),
         max_scores=problem.max_scores and kernel == "forward",
         has_sink=problem.sink is not None and kernel == "forward", has_dropout=problem.dropout is not None,
         batch_invariant=_batch_invariant(kernel, problem),
@@ -122,7 +123,7 @@ def _tile(
     """Choose the tile: as given or from the tables, then as kernel_options ask, then as the compiler does right."""
     if tile is None:
         score = None if problem.score is None else problem.score.graph
-        precision, masked = _precision(problem), problem.block_mask is not None
+        precision, masked = _precision(problem, target), problem.block_mask is not None
         key = _tile_key(kernel, problem.query.dtype, precision, D, Dv, score, masked, aligned)
         tile = choose(key, target, tuned=not _batch_invariant(kernel, problem)).tile
     if kernel not in _TILE_OPTIONS:
@@ -181,13 +182,15 @@ def _batch_invariant(kernel: str, problem: Problem) -> bool:
     return problem.batch_invariant and kernel not in TRANSPOSED
 
 
-def _precision(problem: Problem) -> str:
+def _precision(problem: Problem, target: Target) -> str:
     given = option(problem.options, "FLOAT32_PRECISION")
+    if given is not None and given not in target.precisions:
+        mend = f"Leave it out: {target} computes in {' or '.join(target.precisions)}."
+        raise OptionError(message("kernel_options['FLOAT32_PRECISION']", repr(given), f"what {target} has", mend))
     if given is not None:
         return str(given)
-    if problem.query.dtype != torch.float32:
-        return "ieee"
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    wanted = problem.query.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return "tf32" if wanted and "tf32" in target.precisions else "ieee"
 
 
 def _exact(problem: Problem) -> bool:

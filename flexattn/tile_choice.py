@@ -99,7 +99,8 @@ def _cell(row: TileRow) -> tuple[object, ...]:
 
 def _candidates(key: TileKey, target: Target) -> Iterator[TileRow]:
     """Yield rows of the kernel: the nearest architecture first, there those of the kind, then those of none."""
-    rows = [row for row in measured_rows() if (row.key.kernel, row.key.bytes) == (key.kernel, key.bytes)]
+    size = 4 if target.matrix_units == "fma" else key.bytes  # products without matrix units are float32's everywhere
+    rows = [row for row in measured_rows() if (row.key.kernel, row.key.bytes) == (key.kernel, size)]
     for architecture in sorted({row.architecture for row in rows}, key=lambda name: _distance(name, target)):
         for kind in dict.fromkeys((key.kind, "none")):
             yield from (row for row in rows if (row.architecture, row.key.kind) == (architecture, kind))

@@ -86,7 +86,7 @@ def test_triton_engine(work: str, kernel: str) -> None:
     warnings = {code for line in found.warnings for code in re.findall(r"C75\d\d", line)}
     assert warnings <= HARMLESS or work in SERIALISED, f"ptxas warns: {found.warnings}"
     # The estimate decides whether a tile is tried: never too low, and not so high that it would cost a tile.
-    assert found.shared_bytes <= shared_bytes(plan) <= 1.45 * found.shared_bytes
+    assert found.shared_bytes <= shared_bytes(plan) <= 1.1 * found.shared_bytes
 
 
 # Bytes that kernels with integer sums of captured gradients may spill: those of today, rounded up.
