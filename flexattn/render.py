@@ -9,6 +9,7 @@ import torch
 
 from flexattn.build import KernelSource
 from flexattn.dropout import OCTET
+from flexattn.graph import ModGraph
 from flexattn.hopper_names import hopper_descriptors, hopper_names, shared_layout
 from flexattn.kernel_plan import BATCH_CAPTURES, KernelPlan, Part, split_head_dim
 from flexattn.lower import (
@@ -75,6 +76,7 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "qk_parts": split_head_dim(plan.D), "v_parts": split_head_dim(plan.Dv),
         "has_score": plan.score is not None, "scales_gradient": plan.scales_gradient,
         "early_score": bool(plan.score and early_loads(plan.score)),
+        "loads_by_batch": bool(plan.score and _loads_by_batch(plan.score.graph)),
         "early_grad": bool(plan.grad and plan.scales_gradient and early_loads(plan.grad)),
         "has_mask": plan.mask is not None, "has_blocks": plan.blocks is not None,
         "full_tail": plan.cuts_blocks or plan.full_overhangs, "max_scores": plan.max_scores,
@@ -96,6 +98,11 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "partial_arguments": tuple(_partial_name(plan, n) for n in _stream_arguments(plan)),
         "each": _each, "names": _joined, "tile": _tile, "guard": _guard, "store_guard": _store_guard,
     }  # fmt: skip
+
+
+def _loads_by_batch(graph: ModGraph) -> bool:
+    """Tell whether what a mod reads differs between batches."""
+    return any(node.op == "load" and "b" in graph.dependence[i] for i, node in enumerate(graph.nodes))
 
 
 def _scatter_names(plan: KernelPlan) -> dict[str, object]:

@@ -263,10 +263,12 @@ def _of_products(plan: KernelPlan) -> int:
 
 
 def _batch_captures(plan: KernelPlan) -> int:
-    """All four tiles are streamed, batch by batch; what is summed over them changes its layout to be added."""
+    """All four tiles are streamed, batch by batch; between, what was summed changes its layout to be added."""
     t, size = plan.tile, plan.dtype.itemsize
-    widths = sum(p.width for d in (plan.D, plan.Dv) for p in split_head_dim(d))
-    return max(1, t.num_stages) * (t.BLOCK_M + t.BLOCK_N) * widths * size + _exchanged(plan) + 2048
+    pairs = [(t.BLOCK_M + t.BLOCK_N) * size * sum(p.width for p in split_head_dim(d)) for d in (plan.D, plan.Dv)]
+    ahead = t.num_stages - (units(plan) not in ("wgmma", "tcgen05"))
+    streamed = ahead * sum(pairs) if t.num_stages > 1 and _loads_ahead(plan) else max(pairs)
+    return max(streamed + 256, 8 * t.BLOCK_M * t.BLOCK_N)
 
 
 def shared_bytes(plan: KernelPlan) -> int:
