@@ -163,28 +163,45 @@ def blocks_of_other_sizes(at: At) -> None:
 
 
 def blocks_of_other_classes(at: At) -> None:
-    """The same pairs, said by mask_mod and by lists of full blocks, partial ones, both, and PyTorch's mask."""
-    x, size = inputs(at), at.block
-    of_query = torch.arange(-(-at.M // size), device=at.device)[:, None]
-    of_key = torch.arange(-(-at.N // size), device=at.device)[None, :]
-    blocks = (of_query + of_key) % 3 != 1
+    """The same pairs: blocks that are full by what mask_mod says, and lists that call all partial."""
+    x, mod, blocks = _blocks(at)
+    built = build_blocks(at, mod)
+    assert built.counts()[0] and built.counts()[2], "full blocks and empty ones"
+    partial = BlockMask.from_blocks(blocks, torch.zeros_like(blocks), (at.M, at.N), at.block, mod)
+    joined = build_blocks(at, mod, separate_full_blocks=False)
+    want = attend(at, x, built)
+    for mask in (partial, joined):
+        assert_same(attend(at, x, mask), want)
+
+
+def blocks_that_overrule_the_mod(at: At) -> None:
+    """Full blocks of lists from outside attend whatever mask_mod says, and become a captured tensor of the mask."""
+    x, mod, blocks = _blocks(at)
+    none = torch.zeros_like(blocks)
+    half = blocks & (torch.arange(blocks.shape[-1], device=at.device) % 2 == 0)
+    lists = (
+        BlockMask.from_blocks(none, blocks, (at.M, at.N), at.block, noop_mask),
+        BlockMask.from_blocks(blocks & ~half, half, (at.M, at.N), at.block, mod),
+        upstream.create_block_mask(mod, None, None, at.M, at.N, device=at.device, BLOCK_SIZE=at.block),
+    )
+    want = attend(at, x, build_blocks(at, mod))
+    for mask in lists:
+        assert_same(attend(at, x, mask), want)
+
+
+def _blocks(at: At) -> tuple[Inputs, Callable[..., Tensor], Tensor]:
+    """Return inputs, a mask_mod that tells whole blocks apart, and these blocks, bool [1, 1, rows, columns]."""
+    size = at.block
 
     def mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx // size + kv_idx // size) % 3 != 1
 
-    live, none, lengths = blocks[None, None], torch.zeros_like(blocks)[None, None], (at.M, at.N)
-    half = live & (of_key % 2 == 0)
-    lists = (
-        BlockMask.from_blocks(none, live, lengths, size, noop_mask),
-        BlockMask.from_blocks(live, none, lengths, size, mod),
-        BlockMask.from_blocks(live & ~half, half, lengths, size, mod),
-        upstream.create_block_mask(mod, None, None, *lengths, device=at.device, BLOCK_SIZE=size),
-    )
-    built = create_block_mask(mod, None, None, *lengths, device=at.device, BLOCK_SIZE=size)
-    assert built.counts()[0] and built.counts()[2], "full blocks and empty ones"
-    want = attend(at, x, built)
-    for mask in lists:
-        assert_same(attend(at, x, mask), want)
+    rows, columns = (torch.arange(-(-n // size), device=at.device) for n in (at.M, at.N))
+    return inputs(at), mod, ((rows[:, None] + columns) % 3 != 1)[None, None]
+
+
+def build_blocks(at: At, mod: Callable[..., Tensor], **options: bool) -> BlockMask:
+    return create_block_mask(mod, None, None, at.M, at.N, device=at.device, BLOCK_SIZE=at.block, **options)
 
 
 def tensors_that_lie_otherwise(at: At) -> None:
@@ -203,5 +220,5 @@ def tensors_that_lie_otherwise(at: At) -> None:
 
 CHECKS = (
     other_batch_entries, other_heads, other_queries, neighbours_that_attend_to_more, keys_to_come,
-    blocks_of_other_sizes, blocks_of_other_classes, tensors_that_lie_otherwise,
+    blocks_of_other_sizes, blocks_of_other_classes, blocks_that_overrule_the_mod, tensors_that_lie_otherwise,
 )  # fmt: skip

@@ -876,3 +876,14 @@ def test_a_mask_that_reads_b_is_not_repeated():
     assert mask.expand(1, 3).shape == (1, 3, 64, 64)
     with pytest.raises(MaskError, match=r"B: found 2, expected 1, as the mask_mod reads b\. Build it with"):
         mask.expand(2, 1)
+
+
+def test_lists_that_are_first_looked_at_in_a_transform_belong_to_none() -> None:
+    want = create_block_mask(causal, None, None, 100, 100, device="cpu", BLOCK_SIZE=32).kv_runs.tensors
+    lists = LaterRunLists(lambda: tuple(x.view(x.shape) for x in want))
+
+    def number(x: Tensor) -> Tensor:
+        return x * len(lists.order)
+
+    torch.func.grad(number)(torch.ones(()))
+    assert not any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in lists.tensors)

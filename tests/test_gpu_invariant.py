@@ -6,7 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from invariance import CHECKS, INVARIANT, At, attend, blocks_of_other_classes, build, inputs
+from invariance import (
+    CHECKS,
+    INVARIANT,
+    At,
+    attend,
+    blocks_of_other_classes,
+    blocks_that_overrule_the_mod,
+    build,
+    inputs,
+)
 from test_gpu_hopper import pytestmark as on_hopper
 
 from flexattn import explain
@@ -31,8 +40,12 @@ BY_HOPPER = (
 )
 
 
+# The mask of these lists is another kernel, and how Triton lays out its sums may differ (docs/numerics.md).
+ON_TRITON = tuple(check for check in CHECKS if check is not blocks_that_overrule_the_mod)
+
+
 @pytest.mark.parametrize("at", BY_TRITON, ids=str)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("check", ON_TRITON, ids=lambda f: f.__name__)
 def test_triton(check: Callable[[At], None], at: At) -> None:
     check(at)
 

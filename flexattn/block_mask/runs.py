@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexattn.transforms import outside
+
 
 @dataclass(frozen=True)
 class Runs:
@@ -93,7 +95,8 @@ class LaterRunLists(RunLists):
     def __getattr__(self, name: str) -> Any:
         if name not in _FIELDS:
             raise AttributeError(name)
-        self.__dict__.update(vars(RunLists.from_tensors(self.__dict__["make"]())))
+        with outside():  # a view that is made while torch.func transforms would be that transform's
+            self.__dict__.update(vars(RunLists.from_tensors(self.__dict__["make"]())))
         return self.__dict__[name]
 
 
