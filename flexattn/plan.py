@@ -78,7 +78,8 @@ def plan_kernel(
         # A descriptor has no guard of rows: where a tile passes the end of a block, it would bring in rows that no
         # list reaches (NaN, perhaps). At the end of the tensor it brings zeros.
         plan = replace(plan, tma=not plan.cuts_blocks and all(has_descriptor(t) for t in streamed))
-    return replace(plan, full_overhangs=problem.block_mask is not None and problem.block_mask.full_overhangs)
+    plan = replace(plan, full_overhangs=problem.block_mask is not None and problem.block_mask.full_overhangs)
+    return fit(plan)  # descriptors have buffers of their own
 
 
 def _may_stream(kernel: str, problem: Problem, plan: KernelPlan) -> bool:

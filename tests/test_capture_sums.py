@@ -120,7 +120,7 @@ def test_cells_that_receive_one_contribution_need_no_sum() -> None:
     with deterministic():
         assert [p.sums for p in plans(FACTORS["place"][0])] == ["float", ""]
         shared = lambda s, b, h, i, j: s + PAIR[0, h, i, j]  # noqa: E731
-        assert [p.sums for p in plans(shared)] == ["integer", ""]
+        assert [p.sums for p in plans(shared)] == ["integer", "", ""]  # of all batches, then dQ, dK/dV
         assert [p.sums for p in plans(shared, batch=1)] == ["float", ""]
         assert plans(lambda s, b, h, i, j: s + PAIR[b, h, i, j] + PAIR[b, h, 0, j])[0].sums == "integer"
 
