@@ -24,7 +24,7 @@ test: lint
 lint: $(ENV)/ready
 	@$(call tool,ruff,check .)
 	@$(call tool,ruff,format --check .)
-	@$(call tool,pyright,--pythonpath $(RUN))
+	@$(call tool,pyright,--threads $(JOBS) --pythonpath $(RUN))
 
 $(ENV)/ready: pyproject.toml constraints.txt tools/environment.py
 	@$(PYTHON) -c 'import sys; sys.exit("Python >= 3.11 is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'

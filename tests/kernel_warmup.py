@@ -40,7 +40,7 @@ _SOME = (
     "mask-per_head",
     "layout-window",
 )
-_FEW = (*_SOME, "dims-1x1", "dims-72x16", "dims-192x128", "block-96", "lists", "scale-0.7-None", "scale0.0-alibi")
+_FEW = (*_SOME, "dims-1x1", "dims-72x16", "dims-192x128", "block-100", "lists", "scale-0.7-None", "scale0.0-alibi")
 RUNS: list[tuple[str, Setting]] = [
     *((name, FP16 if name.startswith("unmasked") else BF16) for name in CASES),
     *((name, FP16) for name in CASES if name.startswith(("dims", *_FEW))),

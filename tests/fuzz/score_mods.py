@@ -90,7 +90,7 @@ def random_addend(at: Place) -> Made:
     addend = as_function(random_bias(at.random.randrange(10_000)), at.device)
 
     def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        found = addend(b, h, q_idx, kv_idx)
+        found = addend(b, h, q_idx, kv_idx).float()  # torch takes no absolute value of a bool
         return score + torch.where(found.abs() <= 4, found, 0.25)
 
     return mod, ()
