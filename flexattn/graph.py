@@ -178,6 +178,7 @@ class BoundMod:
     origin: object = field(
         default=None, compare=False
     )  # equal for mods that compute the same of what they reached; None: not known
+    source: object = field(default=None, compare=False)  # the same, though traced again; slower to compare
 
     def on(self, device: torch.device) -> BoundMod:
         """Return the mod with those captures of the CPU on `device` that may be anywhere: scalars and literals."""

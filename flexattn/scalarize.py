@@ -50,12 +50,13 @@ class Traced:
     prologue: Callable[..., tuple[Tensor, ...]] | None
 
     def bind(
-        self, tensors: Sequence[Tensor], numbers: Sequence[int | float], reached: Sequence[Tensor], followed: bool
-    ) -> BoundMod:
+        self, tensors: Sequence[Tensor], numbers: Sequence[int | float], reached: Sequence[Tensor],
+        key: tuple[object, ...] | None,
+    ) -> BoundMod:  # fmt: skip
         """Return the mod with the values of this call; the prologue runs here.
 
-        `reached` are those of the tensors that the user captured; `followed` says that nothing which decides what the
-        mod computes was missed.
+        `reached` are those of the tensors that the user captured; `key` is what, with them and the numbers, decides
+        what the mod computes, None where something may have been missed.
         """
         if self.picks is not None:
             captures = tuple([tensors[i] for i in self.picks])
@@ -64,8 +65,10 @@ class Traced:
         values = self.numbers(tensors, numbers) if self.numbers is not None else ()
         if self.graph.inputs is MASK_INPUTS:
             captures = tuple([c.detach() if c.requires_grad else c for c in captures])
-        origin = (self, repr(numbers)) if followed else None  # repr tells 0.0 from -0.0
-        return BoundMod(self.graph, captures, values, tuple(reached), origin)
+        if key is None:
+            return BoundMod(self.graph, captures, values, tuple(reached))
+        text = repr(numbers)  # tells 0.0 from -0.0
+        return BoundMod(self.graph, captures, values, tuple(reached), (self, text), (key, text))
 
 
 def scalarize(recorded: Recorded, kind: Kind, name: str, score_dtype: torch.dtype, location: str) -> Traced:

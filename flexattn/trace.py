@@ -58,7 +58,7 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
         for traced in _memo.get(key, ()):
             if traced.guard is None or traced.guard(found.tensors, found.numbers):
                 _stats["hits"] += 1
-                return traced.bind(found.tensors, found.numbers, found.tensors, True)
+                return traced.bind(found.tensors, found.numbers, found.tensors, key)
     with _lock, torch.inference_mode(False), outside():
         traced, tensors = _trace_anew(mod, kind, score_dtype, found)
         _stats["traces"] += 1
@@ -72,7 +72,7 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
             del variants[_VARIANTS:]
             while len(_memo) > _MEMO_SIZE:
                 _memo.popitem(last=False)
-    return traced.bind(tensors, found.numbers, found.tensors, followed)
+    return traced.bind(tensors, found.numbers, found.tensors, key if followed else None)
 
 
 def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype, found: Survey) -> tuple[Traced, list[Tensor]]:
