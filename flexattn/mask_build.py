@@ -91,9 +91,12 @@ class _Build:
         self.equal = [(self.captures[r.capture], *equal[2 * i : 2 * i + 2]) for i, r in enumerate(recipe.runs)]
 
     def __enter__(self) -> _Build:
-        self.report = _reports.pop() if _reports else _Report()
+        try:
+            self.report = _reports.pop()
+        except IndexError:  # all are in use, by other threads
+            self.report = _Report()
         self.report.words.fill(0)
-        # What the host reads after one launch is written to its memory: a copy takes it as long as three launches.
+        # What the host reads after one launch is written to its own memory, so that it waits for no copy.
         self.told = self.report.pointer(self.target) if self.recipe.at_once else self.status
         return self
 
