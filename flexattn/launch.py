@@ -240,9 +240,10 @@ def _choose_backward(problem: Problem, target: Target, tensors: Tensors) -> tupl
 def sums_over_batch(problem: Problem) -> bool:
     """Tell whether captured tensors receive all that they do at each place, in cells that no batch has for itself."""
     graph, mask = problem.score_grad, problem.block_mask
+    if graph is None or not graph.sites or problem.query.size(0) == 1 or problem.dropout is not None:
+        return False  # most calls, at each launch
     one_mask = mask is None or (mask.B == 1 and problem.mask is not None and not problem.mask.graph.reads("b"))
-    several = problem.query.size(0) > 1 and problem.dropout is None
-    return graph is not None and several and one_mask and same_in_all_batches(graph)
+    return one_mask and same_in_all_batches(graph)
 
 
 def _unless_forced(problem: Problem, plan: KernelPlan, hopper: KernelPlan | str) -> tuple[KernelPlan, str | None]:
