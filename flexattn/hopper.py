@@ -12,7 +12,7 @@ from torch import Tensor
 from flexattn.kernel_plan import KernelPlan
 from flexattn.lower import Dialect, lower, lower_score
 from flexattn.options import option
-from flexattn.plan import has_descriptor, score_kind
+from flexattn.plan import gathers, has_descriptor
 from flexattn.problem import Problem
 from flexattn.row_bounds import lower_row_bounds
 from flexattn.tiles import Tile
@@ -118,7 +118,7 @@ def _with_tile(plan: KernelPlan, kernel: str, tiles: dict[tuple[int, int], Tile]
         return f"no tile for D {plan.D}, Dv {plan.Dv}"
     if plan.blocks and (plan.blocks[0] % tile.BLOCK_M or plan.blocks[1] % tile.BLOCK_N):
         return f"blocks of {plan.blocks[0]} x {plan.blocks[1]} are no whole tiles of {tile.BLOCK_M} x {tile.BLOCK_N}"
-    if plan.score is not None and score_kind(plan.score.graph) == "gathers":
+    if plan.score is not None and gathers(plan.score.graph):
         return "the score_mod reads a table at each place"
     plan = replace(plan, kernel=kernel, tile=tile, tma=True)
     missing = _missing(plan)

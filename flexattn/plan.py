@@ -156,9 +156,12 @@ def score_kind(graph: ModGraph) -> str:
     (output,) = graph.outputs
     if output is None or not _adds(graph, output):
         return "transforms"
-    each_place = {"q_idx", "kv_idx"}
-    gathers = any(n.op == "load" and each_place <= graph.dependence[i] for i, n in enumerate(graph.nodes))
-    return "gathers" if gathers else "adds"
+    return "gathers" if gathers(graph) else "adds"
+
+
+def gathers(graph: ModGraph) -> bool:
+    """Tell whether a mod reads a table at each place."""
+    return any(n.op == "load" and {"q_idx", "kv_idx"} <= graph.dependence[i] for i, n in enumerate(graph.nodes))
 
 
 def _adds(graph: ModGraph, position: int) -> bool:

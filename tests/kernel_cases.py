@@ -301,6 +301,10 @@ SCORES: dict[str, Any] = {
     "relative": _table(lambda H, M, N: (H, M + N), lambda s, b, h, i, j, t, M, N: s + t[h, i - j + N]),
     "inside": _inside,
     "clamped": _table(lambda H, M, N: (H, 21), lambda s, b, h, i, j, t, M, N: s + t[h, (i - j).clamp(-10, 10) + 10]),
+    "capped_table": _table(
+        lambda H, M, N: (H, 21),
+        lambda s, b, h, i, j, t, M, N: torch.tanh((s + t[h, (i - j).clamp(-10, 10) + 10]) / 2) * 2,
+    ),
     "wrapping": _table(lambda H, M, N: (H, M + N), lambda s, b, h, i, j, t, M, N: s + t[h, i - j] * 0.5),
     "dense_bias": _table(lambda H, M, N: (2, H, M, N), lambda s, b, h, i, j, t, M, N: s + t[b, h, i, j]),
     "dense_factor": _table(lambda H, M, N: (H, M, N), lambda s, b, h, i, j, t, M, N: s * t[h, i, j]),

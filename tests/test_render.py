@@ -23,6 +23,7 @@ def works() -> dict[str, tuple[KernelPlan, ...]]:
     table = torch.zeros(4, 200, requires_grad=True)
     scores = {
         "none": None, "softcap": mods.softcap(20.0), "alibi": mods.alibi(4),
+        "capped": lambda s, b, h, i, j: torch.tanh(s + table[h, (i - j).clamp(-9, 9) + 9]),
         "learned": lambda s, b, h, i, j: s * torch.sigmoid(table[h, i]) + table[h, (i - j).clamp(-9, 9)],
     }  # fmt: skip
     for (name, score), masked, (D, Dv) in itertools.product(scores.items(), (False, True), ((64, 64), (40, 96))):
@@ -72,6 +73,11 @@ def test_sources(work: str):
         assert (source.num_warps, source.num_stages) == (plan.tile.num_warps, plan.tile.num_stages)
         assert not plan.tma or any("tensordesc" in kind for _, kind in source.signature)
         assert "{{" not in source.text and "{%" not in source.text
+        for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)):
+            if call.func.id in functions and not any(isinstance(a, ast.Starred) for a in call.args):
+                taken = functions[call.func.id].args
+                least, given = len(taken.args) - len(taken.defaults), len(call.args) + len(call.keywords)
+                assert least <= given <= len(taken.args), f"{source.name}: {ast.unparse(call)}"
         assert str(templates_folder()) not in source.text, "the same on every machine"
 
 

@@ -130,13 +130,15 @@ class Compared:
         assert found == expected[name], f"{name}: {found}, expected {expected[name]}"
 
     def _few(self, name: str, got: Tensor, near: Tensor, exact: Tensor) -> tuple[float, str]:
-        floor = 32 + self._ulp_of_lse(name) + self._ulp_of_tanh
+        floor = 32 + self._ulp_of_lse(name) + self._cost_of_tanh / self._eps(got)
         error, bound = near_bound(name, got, near, exact, self._eps(got), floor)
         return part(error, bound), f"{name}: largest error {error:.3g}, allowed {bound:.3g}, of few values"
 
     def _many(self, name: str, got: Tensor, near: Tensor, exact: Tensor) -> tuple[float, str]:
         kind = "grad" if name in self.posed.leaves else "lse" if name == "lse" else "out"
-        floor = ROOM * (FLOORS[self.posed.call.query.dtype.itemsize] + self._ulp_of_lse(name) + self._ulp_of_tanh)
+        dtype = self.posed.call.query.dtype
+        ulp = torch.finfo(torch.float32 if name in ("lse", "max_scores") else dtype).eps
+        floor = ROOM * (FLOORS[dtype.itemsize] + self._ulp_of_lse(name) + self._cost_of_tanh / ulp)
         if name.startswith("d("):
             floor *= self._eps(got) / torch.finfo(got.dtype).eps
         errors = errors_of(name, got, near, exact, kind, floor, ROOM)
@@ -158,12 +160,12 @@ class Compared:
         return _largest_finite(lse)
 
     @property
-    def _ulp_of_tanh(self) -> float:
-        """Return what the hardware's tanh, within 2 ** -11, costs weights of the call's dtype: the README says so."""
+    def _cost_of_tanh(self) -> float:
+        """Return what the hardware's tanh, within 2 ** -11, costs weights: docs/numerics.md says so."""
         case, query, lse = self.posed.case, self.posed.call.query, self.exact["lse"]
         if lse is None or not (query.is_cuda and self._half) or dict(case.options).get("EXACT"):
             return 0.0
-        return _largest_finite(lse) * 2.0**-11 / torch.finfo(query.dtype).eps * any(s in case.scores for s in WITH_TANH)
+        return _largest_finite(lse) * 2.0**-11 * any(s in case.scores for s in WITH_TANH)
 
     def _part_of_terms(self, name: str, got: Tensor, exact: Tensor) -> float:
         """Return the error as a part of what the rounding of the terms of a sum can do, where these cancel.

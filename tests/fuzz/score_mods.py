@@ -140,7 +140,7 @@ PIECES: dict[str, Callable[[Place], Made]] = {
     "detached": fixed(lambda s, b, h, q, kv: s * torch.tanh(s).detach() * 0.5 + s),
     "numbers": numbers,
     # No two rows of weights are equal: else, with rows of d_out that are, terms are, and all roundings go one way.
-    "no score": fixed(lambda s, b, h, q, kv: torch.sin(0.7 * q + kv)),
+    "no score": fixed(lambda s, b, h, q, kv: torch.sin(0.75 * q + kv)),  # of an exact number: fused or not is the same
     "grammar": random_addend,
     "kernel case": of_kernel_cases,
     "infinite": infinite,
