@@ -1,7 +1,9 @@
 """dropout: which weights are dropped, a function of a seed and of the place alone, whatever computes it.
 
-Philox4x32-10 (Salmon et al., SC 2011), keyed by the seed, with the counter (kv_idx // 8, q_idx, b * Hq + h, 0), gives
-eight numbers of 16 bits, one for each of eight keys. A weight is dropped where its number is below p * 65536.
+Philox4x32-10 (Salmon et al., SC 2011), keyed by the seed, with the counter (kv_idx // 32 * 8 + kv_idx % 8,
+q_idx // 16 * 8 + q_idx % 8, b * Hq + h, 0), gives four words: one for each of four keys that lie 8 apart, and of its
+halves one for each of two queries that do. Tensor cores leave such places of a product, and of its transpose, in one
+thread, which makes just the numbers that it needs. A weight is dropped where its number is below p * 65536.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from flexattn.errors import ArgumentError, DtypeError, message
 from flexattn.transforms import outside
 
 STEPS = 65536  # numbers that may come up
-OCTET = 8  # keys of one counter
+KEYS, QUERIES, APART = 32, 16, 8  # of the counters of a group; how far those of one counter lie apart
 _ROUNDS = 10
 _FACTORS = 0xD2511F53, 0xCD9E8D57
 _KEYS = 0x9E3779B9, 0xBB67AE85
@@ -44,11 +46,14 @@ class Dropout:
         return torch.cat([self._keep(batch_head.long(), q_idx.long(), *span) for span in keys], -1)
 
     def _keep(self, batch_head: Tensor, q_idx: Tensor, first: int, end: int) -> Tensor:
-        octets = torch.arange(first // OCTET, -(-end // OCTET), device=q_idx.device)
-        words = _philox(self.seed.to(q_idx.device), octets, q_idx, batch_head)
-        halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], -1)  # [..., octets, 8]
-        start = first - first // OCTET * OCTET
-        return (halves >= self.drop_below).flatten(-2)[..., start : start + end - first]
+        groups = torch.arange(first // KEYS, -(-end // KEYS), device=q_idx.device)
+        counters = (groups[:, None] * APART + torch.arange(APART, device=q_idx.device)).flatten()
+        queries = q_idx // QUERIES * APART + q_idx % APART
+        words = torch.stack(_philox(self.seed.to(q_idx.device), counters, queries, batch_head), -1)
+        numbers = words >> (q_idx // APART % 2 * 16)[..., None] & 0xFFFF  # [..., counters, 4]
+        numbers = numbers.unflatten(-2, (-1, APART)).mT.flatten(-3)  # [..., keys]
+        start = first % KEYS
+        return numbers[..., start : start + end - first] >= self.drop_below
 
 
 def _philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> tuple[Tensor, ...]:

@@ -55,7 +55,7 @@ def hopper_forward(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) ->
     reason = _refusal(plan, problem, tensors, "fwd", ("BLOCK_M", "BLOCK_N"))
     if reason is None and problem.scale <= 0:
         reason = "the scale is not positive"
-    return reason or _with_tile(plan, "hopper_forward", TILES)
+    return reason or _refusal_of_tables(plan) or _with_tile(plan, "hopper_forward", TILES)
 
 
 def hopper_backward(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -> KernelPlan | str:
@@ -72,13 +72,14 @@ def hopper_backward(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -
 
 def hopper_dq(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -> KernelPlan | str:
     """Return the Gluon form of the plan of dQ, or the reason why there is none."""
-    reason = _refusal_of_backward(plan, problem, tensors) or _refusal_of_dq(problem)
+    reason = _refusal_of_backward(plan, problem, tensors) or _refusal_of_dq(problem) or _refusal_of_tables(plan)
     return reason or _with_tile(plan, "hopper_dq", DQ_TILES)
 
 
 def hopper_dkdv(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -> KernelPlan | str:
     """Return the Gluon form of the plan of dK and dV, or the reason why there is none."""
-    return _refusal_of_backward(plan, problem, tensors) or _with_tile(plan, "hopper_dkdv", BACKWARD_TILES)
+    reason = _refusal_of_backward(plan, problem, tensors) or _refusal_of_tables(plan)
+    return reason or _with_tile(plan, "hopper_dkdv", BACKWARD_TILES)
 
 
 def _refusal_of_backward(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -> str | None:
@@ -88,6 +89,12 @@ def _refusal_of_backward(plan: KernelPlan, problem: Problem, tensors: list[Tenso
 def _refusal_of_dq(problem: Problem) -> str | None:
     captured = problem.score_grad is not None and problem.score_grad.sites
     return "score_mod's captured tensors receive gradients" if captured else None
+
+
+def _refusal_of_tables(plan: KernelPlan) -> str | None:
+    """Refuse tables that are read at each place: Triton's kernels are as fast (docs/kernels.md), but not its backward."""
+    reads = plan.score is not None and gathers(plan.score.graph)
+    return "the score_mod reads a table at each place" if reads else None
 
 
 def _refusal(
@@ -118,8 +125,6 @@ def _with_tile(plan: KernelPlan, kernel: str, tiles: dict[tuple[int, int], Tile]
         return f"no tile for D {plan.D}, Dv {plan.Dv}"
     if plan.blocks and (plan.blocks[0] % tile.BLOCK_M or plan.blocks[1] % tile.BLOCK_N):
         return f"blocks of {plan.blocks[0]} x {plan.blocks[1]} are no whole tiles of {tile.BLOCK_M} x {tile.BLOCK_N}"
-    if plan.score is not None and gathers(plan.score.graph):
-        return "the score_mod reads a table at each place"
     plan = replace(plan, kernel=kernel, tile=tile, tma=True)
     missing = _missing(plan)
     return f"Gluon has no {', '.join(missing)}" if missing else plan

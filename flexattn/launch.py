@@ -298,9 +298,11 @@ def _descriptor(name: str, tile: tuple[int, ...]) -> Callable[[Tensors], Any]:
         if known:
             return Checked(tensor, *known[0], list(tile))
         # The stride of a dim of one element means nothing to torch, but TMA wants a multiple of 16 bytes.
-        strides = [s if n > 1 else tensor.size(-1) for n, s in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
-        known.append((list(tensor.shape), [*strides, 1]))
-        return TensorDescriptor(tensor, *known[0], list(tile))
+        step = -(-tensor.size(-1) * tensor.element_size() // 16) * 16 // tensor.element_size()
+        strides = [s if n > 1 else step for n, s in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
+        made = TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], list(tile))
+        known.append((made.shape, made.strides))
+        return made
 
     return make
 

@@ -123,7 +123,8 @@ class Dialect:
 
 def lower(mod: ModPlan, function: str, dialect: Dialect) -> str:
     """Return the text of a mask_mod, or of a gradient d(score)."""
-    writer = Writer(mod, dialect, early_loads(mod))
+    early = _early(mod, dialect)
+    writer = Writer(mod, dialect, early)
     output = mod.graph.outputs[0]
     result = writer.value(output) if output is not None else "tl.zeros_like(grad)"
     if output is not None and mod.role == "score" and not mod.graph.dependence[output] & {"grad", "score"}:
@@ -131,8 +132,7 @@ def lower(mod: ModPlan, function: str, dialect: Dialect) -> str:
     if dialect.checked:
         outside = [f"tl.where({inside}, 0, {1 << (n % 31)})" for n, inside in writer.checks]
         result = f"{result}, {' | '.join(['q_idx * 0', *outside])}"
-    early = ["early"] if early_loads(mod) else []
-    return writer.function(function, [*_parameters(mod, dialect), *early], [f"return {result}"])
+    return writer.function(function, [*_parameters(mod, dialect), *(["early"] if early else [])], [f"return {result}"])
 
 
 def lower_score(mod: ModPlan, function: str, dialect: Dialect) -> str:
@@ -141,7 +141,8 @@ def lower_score(mod: ModPlan, function: str, dialect: Dialect) -> str:
     Scale and log2(e) join the other factors that are the same for all places, so that a chain of products costs one.
     In an exact dialect the new score is given as it is.
     """
-    writer = Writer(mod, dialect, early_loads(mod))
+    early = _early(mod, dialect)
+    writer = Writer(mod, dialect, early)
     output = mod.graph.outputs[0]
     assert output is not None
     result = writer.product(output, None if dialect.exact else "LOG2E")
@@ -152,8 +153,12 @@ def lower_score(mod: ModPlan, function: str, dialect: Dialect) -> str:
             if writer.varies(output)
             else f"{shape}(score.shape, {result}, tl.float32)"
         )
-    early = ["early"] if early_loads(mod) else []
-    return writer.function(function, [*_parameters(mod, dialect), *early], [f"return {result}"])
+    return writer.function(function, [*_parameters(mod, dialect), *(["early"] if early else [])], [f"return {result}"])
+
+
+def _early(mod: ModPlan, dialect: Dialect) -> tuple[int, ...]:
+    """Return what is given to a lowered mod loaded: Hopper's kernels overlap loads with the other warpgroup's work."""
+    return () if dialect.columns else early_loads(mod)
 
 
 def early_loads(mod: ModPlan) -> tuple[int, ...]:
@@ -263,8 +268,9 @@ class Writer:
         if node.dtype == torch.bool:
             return self.assign(f"{self.value(node.args[0])} != 0")
         value = self.value(node.args[0])
-        if source.op == "number":
+        if source.op == "number" or value[0] in "-0123456789":
             # A lifted number has the type that holds its value: the conversion states the type that torch computes in.
+            # A constant that was converted before is still written as a literal, which has no method.
             return self.assign(f"tl.cast({value}, tl.{TRITON_DTYPE[node.dtype]})")
         return self.assign(f"{value}.to(tl.{TRITON_DTYPE[node.dtype]})")
 

@@ -424,7 +424,9 @@ OPS: dict[str, Op] = {
     "atanh": _unary("atanh", "libdevice.atanh({0})", lambda g, o, x: (g / (1.0 - x * x),), bound=_rising("atanh")),
     # others
     "detach": Op(Tensor.detach, "{0}", lambda g, o, x: (None,), lambda a: a),
-    "sigmoid": _unary("sigmoid", "tl.sigmoid({0})", lambda g, o, x: (g * o * (1.0 - o),), bound=_rising("sigmoid")),
+    "sigmoid": _unary(
+        "sigmoid", "(1.0 / (1.0 + tl.exp(-{0})))", lambda g, o, x: (g * o * (1.0 - o),), bound=_rising("sigmoid")
+    ),
     "erf": _unary(
         "erf", "tl.erf({0})", lambda g, o, x: (g * _TWO_OVER_SQRT_PI * (-x * x).apply("exp"),), bound=_rising("erf")
     ),

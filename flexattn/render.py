@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from flexattn.build import KernelSource
-from flexattn.dropout import OCTET
+from flexattn.dropout import KEYS, QUERIES
 from flexattn.graph import ModGraph
 from flexattn.hopper_names import hopper_descriptors, hopper_names, shared_layout
 from flexattn.kernel_plan import BATCH_CAPTURES, KernelPlan, Part, split_head_dim
@@ -82,7 +82,7 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "full_tail": plan.cuts_blocks or plan.full_overhangs, "max_scores": plan.max_scores,
         "has_dlse": plan.has_dlse, "has_sink": plan.has_sink, "transposed": plan.transposed,
         "batch_invariant": plan.batch_invariant,
-        "has_dropout": plan.has_dropout, "octets": plan.blocks is None or plan.blocks[1] % OCTET == 0,
+        "has_dropout": plan.has_dropout, "keys_together": _keys_together(plan),
         "dropout_arguments": _dropout_arguments(plan),
         "dropout_parameters": ("seed_ptr", "drop_below", "keep_scale") if plan.has_dropout else (),
         "scale": "qk_scale" if _scales_to_exp2(plan) else "sm_scale",
@@ -180,9 +180,20 @@ def _mods(plan: KernelPlan) -> list[str]:
     return found
 
 
+def _keys_together(plan: KernelPlan) -> int:
+    """Return how many keys' numbers a tile makes at once; 0 where tiles may begin within a group of dropout's counters.
+
+    A product's transpose has two of the four keys of a counter in one thread.
+    """
+    blocks = plan.blocks or (QUERIES, KEYS)
+    if blocks[0] % QUERIES or blocks[1] % (KEYS // 2):
+        return 0
+    return KEYS // 2 if plan.transposed or plan.tile.BLOCK_N % KEYS or blocks[1] % KEYS else KEYS
+
+
 def _dropout_arguments(plan: KernelPlan) -> tuple[str, ...]:
     """Return what the inner loop needs to know which weights are dropped, beside places."""
-    first = ("n0",) if plan.transposed else ()
+    first = ("n0",) if plan.transposed else ("m0",) if plan.kernel == "forward" else ()
     return ("seed", *first, "drop_below", "keep_scale", "heads_q") if plan.has_dropout else ()
 
 

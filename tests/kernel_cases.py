@@ -518,10 +518,15 @@ def _cases() -> dict[str, Callable[[Setting], Call]]:
         )
     for p, score, mask, block in (
         (0.3, None, None, 32), (0.1, "softcap", "causal", 32), (0.5, "relative", "sliding", (24, 20)),
-        (1.0, None, "late_rows", 32),
+        (0.2, None, "sliding", (16, 48)), (1.0, None, "late_rows", 32),
     ):  # fmt: skip
         found[f"dropout-{p}-{score}-{mask}"] = lambda at, p=p, s=score, m=mask, block=block: make_call(
             at, Sizes(), s, m, block, dropout_p=p
+        )
+    for rows, keys in ((16, 32), (32, 16), (64, 32)):  # of a thread's eight numbers, all or half may be in the tile
+        tile = {f"BLOCK_{x}{n}": size for x, size in (("M", rows), ("N", keys)) for n in ("", 1, 2)}
+        found[f"dropout_tile-{rows}x{keys}"] = lambda at, tile=tile: make_call(
+            replace(at, options=(*at.options, *tile.items())), Sizes(M=90, N=100), None, "causal", dropout_p=0.2
         )
     found["dropout-sink"] = lambda at: with_sink(make_call(at, Sizes(), None, "causal", dropout_p=0.2), at, "heads")
     found["lists"] = _with_lists

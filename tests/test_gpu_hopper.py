@@ -29,8 +29,8 @@ WIDE, NARROW = Sizes(2, 2, 1, 333, 427, 128, 128), Sizes(2, 2, 1, 333, 427, 64, 
 
 
 @pytest.fixture(params=["fused", "pair"])
-def backward(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take gradients by one kernel, or by those of deterministic mode, which the reference may not know."""
+def backward(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Take gradients by one kernel, or by those of deterministic mode, which the reference may not know; say which."""
 
     def results(call: Call, dtype: torch.dtype | str | None) -> tuple[Tensor | None, ...]:
         with deterministic(dtype == "ours" and request.param == "pair"):
@@ -38,25 +38,27 @@ def backward(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
     plain = kernel_cases.results
     monkeypatch.setattr(kernel_cases, "results", results)
+    return request.param
 
 
-def forced(name: str) -> tuple[tuple[str, str], ...]:
+def forced(name: str, backward: str) -> tuple[tuple[str, str], ...]:
     """Return the options that force this engine where it can compute a score_mod of SCORES, in both passes or one."""
     q = torch.zeros(1, 4, 256, 64, dtype=torch.bfloat16, requires_grad=True)
     score_mod, learned = SCORES[name](Setting("cpu", torch.bfloat16), 4, 256, 256)
     for x in learned:
         x.requires_grad_()
-    kernels = [plan.kernel for plan in explain(q, q, q, score_mod, target="sm_90").plans]
-    phases = {"fwd_BACKEND": "hopper_forward" in kernels, "bwd_BACKEND": "hopper_backward" in kernels}
+    with deterministic(backward == "pair"):
+        kernels = [plan.kernel for plan in explain(q, q, q, score_mod, target="sm_90").plans]
+    gradients = {"hopper_backward"} if backward == "fused" else {"hopper_dq", "hopper_dkdv"}
+    phases = {"fwd_BACKEND": "hopper_forward" in kernels, "bwd_BACKEND": gradients <= set(kernels)}
     return tuple((option, "HOPPER") for option, here in phases.items() if here)
 
 
-@pytest.mark.usefixtures("backward")
 @pytest.mark.parametrize("name", sorted(SCORES))
 @pytest.mark.parametrize("mask", [None, "causal"])
 @pytest.mark.parametrize("sizes", [NARROW, WIDE], ids=["D64", "D128"])
-def test_score_mods(name: str, mask: str | None, sizes: Sizes) -> None:
-    options = forced(name)
+def test_score_mods(backward: str, name: str, mask: str | None, sizes: Sizes) -> None:
+    options = forced(name, backward)
     if len(options) < 2:
         with pytest.raises(UnsupportedError, match="BACKEND='HOPPER', and "):
             check(make_call(BF16, sizes, name, mask))

@@ -19,3 +19,12 @@ def test_a_descriptor_that_is_not_checked_again_says_the_same() -> None:
         assert (x.shape, x.strides, x.block_shape, x.padding) == (
             [1, 3, 100, 64], [64, 6400, 64, 1], [1, 1, 64, 64], "zero",
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("D", [1, 64, 130])
+def test_a_dim_of_one_element_has_a_stride_that_tma_takes(D: int) -> None:
+    pytest.importorskip("triton.tools.tensor_descriptor")
+    window = torch.empty(2, 1, 50, 144, dtype=torch.float16)[:1, :, :40, :D]  # rows on the grid of 16 bytes
+    found = _descriptor("k", (1, 1, 64, 16))({"k": window})
+    assert found.shape == [1, 1, 40, D] and found.strides[2:] == [144, 1]
+    assert all(stride % 8 == 0 and stride >= D for stride in found.strides[:2])

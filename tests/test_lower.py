@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from expecttest import TestCase
 from flexattn import mods
 from flexattn.differentiate import differentiate
 from flexattn.errors import CompileError
+from flexattn.graph import ModGraph, Node
 from flexattn.lower import CaptureLayout, Dialect, ModPlan, lower, lower_score
 from flexattn.ops import OPS
 from flexattn.scatter import lower_scatter, lower_sizes, scatter_arguments
@@ -116,6 +118,21 @@ def test_interpreter_says_what_it_lacks():
     plan = mod_plan(lambda s, b, h, i, j: torch.atan(s))
     with pytest.raises(CompileError, match="atan: Triton's interpreter does not have it; use the CPU engine or a GPU"):
         lower_score(plan, "f", Dialect(interpreter=True))
+
+
+def test_a_constant_that_is_converted_twice_is_no_literal_with_a_method():
+    """The bounds of a sum of 64-bit integers compare both the sum and its double."""
+    graph = ModGraph(
+        "f", ("b", "h", "q_idx", "kv_idx"), (), (),
+        (
+            Node("input", (), torch.int32, "kv_idx"), Node("const", (), torch.int64, -(2**63)),
+            Node("cast", (1,), torch.int64), Node("cast", (2,), torch.float64), Node("lt", (3, 0), torch.bool),
+        ),
+        (4,),
+    )  # fmt: skip
+    text = lower(ModPlan(graph, "mask", (), ()), "f", GPU)
+    assert "tl.cast(-9223372036854775808, tl.float64)" in text
+    ast.parse(text)
 
 
 def test_long_lengths_use_integers():

@@ -171,6 +171,7 @@ def test_alignment_and_tma():
 
 
 TABLE = mods.relative_bias(torch.zeros(4, 9, requires_grad=True))
+FIXED = mods.relative_bias(torch.zeros(4, 9))
 
 
 @pytest.mark.parametrize(
@@ -181,12 +182,14 @@ TABLE = mods.relative_bias(torch.zeros(4, 9, requires_grad=True))
         (mods.softcap(20.0), False, "sm_80", ["backward_dq", "backward_dkdv"]),
         (mods.head_gate(torch.zeros(4, requires_grad=True)), False, "sm_90", ["backward_dq", "hopper_dkdv"]),
         (TABLE, True, "sm_90", ["backward_dq", "backward_dkdv"]),
+        (FIXED, False, "sm_90", ["hopper_backward", "backward_dq_rows"]),
+        (FIXED, True, "sm_90", ["backward_dq", "backward_dkdv"]),
         (
             mods.head_gate(torch.zeros(4, requires_grad=True)), True, "sm_80",
             ["backward_sizes", "backward_dq", "backward_dkdv"],
         ),
     ],
-    ids=["any order", "deterministic", "no Hopper", "captured gradients", "bounded", "measured"],
+    ids=["any order", "deterministic", "no Hopper", "captures", "bounded", "table", "table, pair", "measured"],
 )  # fmt: skip
 def test_what_follows_delta(score: Callable[..., object], deterministic: bool, target: str, kernels: list[str]):
     q = torch.zeros(1, 4, 256, 64, dtype=torch.float16, requires_grad=True)
