@@ -92,7 +92,7 @@ def _refusal_of_dq(problem: Problem) -> str | None:
 
 
 def _refusal_of_tables(plan: KernelPlan) -> str | None:
-    """Refuse tables that are read at each place: Triton's kernels are as fast (docs/kernels.md), but not its backward."""
+    """Refuse tables read at each place: but for the fused backward, Triton's kernels are as fast (docs/kernels.md)."""
     reads = plan.score is not None and gathers(plan.score.graph)
     return "the score_mod reads a table at each place" if reads else None
 
