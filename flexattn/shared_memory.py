@@ -189,7 +189,7 @@ def _ahead_of_mods(plan: KernelPlan) -> int:
     """Return what the mods load ahead: one element for each streamed row, or for each place where rows are read."""
     own, streamed = own_rows(plan), streamed_rows(plan)
     steps = plan.tile.num_stages - 1 if plan.target.loads_ahead else 0
-    ahead = own * streamed + 16 * streamed if plan.has_dropout else 0
+    ahead = 0
     for mod in (plan.score, plan.mask):
         for load in () if mod is None else _loads(mod):
             if load.reads_rows and (load.size >= 4 or load.aligned):
@@ -197,6 +197,16 @@ def _ahead_of_mods(plan: KernelPlan) -> int:
             elif load.varies and not load.each_place:
                 ahead += steps * streamed * max(4, load.size)
     return ahead
+
+
+def _of_dropout(plan: KernelPlan) -> int:
+    """Return what its numbers pass through where no thread holds the places of a counter, and dK/dV's delta, alone."""
+    if not plan.has_dropout:
+        return 0
+    t = plan.transposed
+    apart = {"tcgen05": 2 if t else 4, "mfma": 4, "mma": 2 if t and plan.tile.num_warps > 4 else 0}
+    delta = 8 * streamed_rows(plan) if plan.transposed else 0
+    return apart.get(units(plan), 0) * own_rows(plan) * streamed_rows(plan) + delta
 
 
 def _exchanged(plan: KernelPlan) -> int:
@@ -252,7 +262,7 @@ def units(plan: KernelPlan) -> str:
 
 def _of_products(plan: KernelPlan) -> int:
     unit = units(plan)
-    taken = _UNITS[unit](plan)
+    taken = _UNITS[unit](plan) + _of_dropout(plan)
     if unit == "mfma":
         return taken
     taken += _ahead_of_mods(plan) + (0 if unit == "mma" else _exchanged(plan))

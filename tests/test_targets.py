@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from flexattn.build import KernelSource, build
 from flexattn.errors import ArgumentError, CompileError, OptionError
 from flexattn.explain import target_named
 from flexattn.kernel_plan import KernelPlan, split_head_dim
+from flexattn.render import render
 from flexattn.shared_memory import fit, shared_bytes, units
 from flexattn.target import Target
 from flexattn.tile_choice import choose
@@ -130,6 +132,16 @@ def test_plans_take_what_triton_allocates(card: str, dtype: torch.dtype, D: int,
             assert plan.precision == precision or plan.D == LARGEST
         most = MOST_ABOVE[plan.target.backend, plan.aligned]
         assert shared_bytes(plan) <= most * taken, f"{plan}\ntakes {taken}"
+
+
+@pytest.mark.parametrize(("card", "D"), [("sm_80", 64), ("sm_86", 256), ("sm_90", 64), ("sm_100", 64), ("gfx942", 64)])
+def test_dropout(card: str, D: int):
+    """Its numbers are made where they are needed on NVIDIA's cards before sm_100; elsewhere they are exchanged."""
+    for plan, _ in sources(card, torch.float16, D, D, "causal", "ieee"):
+        if plan.kernel in KERNELS:
+            plan = fit(replace(plan, has_dropout=True))
+            taken = allocated(render(plan), plan.target)
+            assert taken <= shared_bytes(plan) <= MOST_ABOVE[plan.target.backend, True] * taken, f"{plan} takes {taken}"
 
 
 @pytest.mark.parametrize("card", ["sm_86", "sm_90", "gfx942"])
