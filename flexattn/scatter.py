@@ -200,6 +200,11 @@ def _each_place(graph: ModGraph, site: int) -> bool:
     return {"q_idx", "kv_idx"} <= _reads(graph, site)
 
 
+def adds_along_diagonals(graph: ModGraph) -> bool:
+    """Tell whether the gradients of a graph's captured tensors are first summed along the diagonals of a tile."""
+    return any(_along_diagonals(graph, site) for site in graph.sites)
+
+
 def _along_diagonals(graph: ModGraph, site: int) -> bool:
     """Tell whether the index of a site is the same along diagonals, and read from nothing but q_idx and kv_idx."""
     args = graph.nodes[site].args

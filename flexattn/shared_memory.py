@@ -15,6 +15,7 @@ import torch
 from flexattn.errors import CompileError, message
 from flexattn.kernel_plan import BATCH_CAPTURES, KernelPlan, split_head_dim
 from flexattn.lower import ModPlan
+from flexattn.scatter import adds_along_diagonals
 
 _FEWEST_ROWS = 8
 _ALIGNMENT = 1024  # of the operands of wgmma and tcgen05
@@ -62,8 +63,8 @@ def streamed_rows(plan: KernelPlan) -> int:
 
 
 def _loads_ahead(plan: KernelPlan) -> bool:
-    """Whether tiles are loaded some steps ahead: NVIDIA's asynchronous copies have at least 4 bytes."""
-    copies = plan.tma or plan.aligned or plan.dtype.itemsize >= 4 or plan.target.backend == "hip"
+    """Whether tiles are loaded some steps ahead: on most cards such loads have at least 4 bytes."""
+    copies = plan.tma or plan.aligned or plan.dtype.itemsize >= 4 or plan.target.loads_elements_ahead
     return plan.target.loads_ahead and copies
 
 
@@ -103,12 +104,12 @@ def _mma(plan: KernelPlan) -> int:
         return held + (t.stages - 1) * (t.streamed + t.rows) + scores + exchanged + _barriers(plan)
     ahead = (plan.tile.num_stages - 1) * t.rows + (0 if plan.transposed else (t.stages - 1) * second)
     if plan.kernel == "forward":
-        return held + max(widest, max(t.second) + scores) + exchanged + _barriers(plan)
+        return held + max(widest, max(t.second) + scores, exchanged) + _barriers(plan)
     if plan.tma:
-        return held + (widest + scores if plan.transposed else max(widest, scores)) + exchanged + _barriers(plan)
+        return held + max(widest + scores if plan.transposed else max(widest, scores), exchanged) + _barriers(plan)
     if plan.transposed:
         copied = max(t.second) + scores if twice else max(*t.second, scores)
-        return held + ahead + first + max(*t.first, second + copied) + exchanged
+        return held + ahead + first + max(*t.first, second + copied, exchanged)
     return held + ahead + first + max(max(t.first) if ahead else widest, scores, exchanged)
 
 
@@ -135,23 +136,37 @@ def _tcgen05(plan: KernelPlan) -> int:
 def _mfma(plan: KernelPlan) -> int:
     """AMD: operands in registers, each tile passes through by itself unless it is loaded ahead.
 
-    Only a bound: whether scores are exchanged goes by the shapes of instructions that Triton chooses for each product.
+    Whether scores are exchanged goes by the shapes of instructions that Triton chooses for each product.
     """
     t = _tiles(plan, plan.dtype.itemsize)
     places, threads = own_rows(plan) * streamed_rows(plan), plan.target.warp_size * plan.tile.num_warps
-    scores = max(t.scores, 4 * places if _exchanges_sums(plan) else 0)
-    if plan.sums:  # addresses, of which a small tile has more than one for each place
-        scores = max(scores, 8 * places, 20 * threads)
+    diagonals = plan.sums and plan.grad is not None and adds_along_diagonals(plan.grad.graph)
+    scores = t.scores if plan.dtype.itemsize < 4 or not _one_layout(plan) else 0
+    dropped = plan.has_dropout and (plan.dtype.itemsize == 4 or not plan.transposed)
+    scores = max(scores, 4 * places if diagonals or dropped or _exchanges_sums(plan) else 0)
+    addresses = 20 * threads if plan.sums else 0  # a small tile has more than one for each place
+    if plan.sums and not diagonals:
+        scores = max(scores, 8 * places)
     if t.stages > 1:
         scores += (t.stages - 1) * t.streamed
-    elif len(t.parts) > 2 and min(p.width for d in (plan.D, plan.Dv) for p in split_head_dim(d)) < 32:
-        scores += max(t.parts)  # narrow products have instructions of their own, which want the scores once more
-    return max(*t.held, *t.parts, scores) + 4 * own_rows(plan)
+    zeros_and_ones = 1024 * plan.dtype.itemsize if diagonals else 0  # what sums along diagonals, for the whole loop
+    return max(*t.held, addresses, max(*t.parts, scores) + zeros_and_ones) + 4 * own_rows(plan)
+
+
+def _one_layout(plan: KernelPlan) -> bool:
+    """Whether float32 scores are an operand of the last products as they are: all have instructions of one shape."""
+    own, dims = own_rows(plan), (plan.Dv,) if plan.kernel == "forward" else (plan.D,)
+    widths = [p.width for d in (*dims, *((plan.Dv,) if plan.transposed else ())) for p in split_head_dim(d)]
+    sides = {32 if min(own, other) >= 32 else 16 for other in (streamed_rows(plan), *widths)}
+    if plan.kernel == "forward":
+        return plan.precision == "tf32" and sides == {16}
+    return sides == {32} or (plan.precision == "tf32" and sides == {16})
 
 
 def _exchanges_sums(plan: KernelPlan) -> bool:
     """Whether scores are exchanged before they are rounded: mods read something for each, or dQ is masked."""
     masked = plan.kernel.startswith("backward_") and not plan.transposed and plan.blocks is not None
+    masked &= plan.dtype.itemsize < 4 and _loads_ahead(plan)
     return masked or any(load.each_place for mod in (plan.score, plan.mask) if mod for load in _loads(mod))
 
 
@@ -204,21 +219,25 @@ def _of_dropout(plan: KernelPlan) -> int:
     if not plan.has_dropout:
         return 0
     t = plan.transposed
-    apart = {"tcgen05": 2 if t else 4, "mfma": 4, "mma": 2 if t and plan.tile.num_warps > 4 else 0}
+    apart = {"tcgen05": 2 if t else 4, "mma": 2 if t and plan.tile.num_warps > 4 else 0}
     delta = 8 * streamed_rows(plan) if plan.transposed else 0
     return apart.get(units(plan), 0) * own_rows(plan) * streamed_rows(plan) + delta
 
 
 def _exchanged(plan: KernelPlan) -> int:
     """Return what is brought from the layout that it is read or added up in to that of the scores, or back."""
+    if not plan.target.loads_ahead and plan.dtype.itemsize < 4:  # converted for the product as it is
+        return 0
     places = own_rows(plan) * streamed_rows(plan)
     loads = [load for mod in (plan.score, plan.mask) if mod for load in _loads(mod) if load.each_place]
     ahead = plan.tile.num_stages > 1 and plan.target.loads_ahead
-    read = [load for load in loads if load.size < 4 or (load.reads_rows and not ahead)]
+    late = not ahead and (units(plan) != "mma" or plan.kernel != "forward")
+    read = [load for load in loads if load.size < 4 or (load.reads_rows and late)]
     found = max((min(4, max(2, load.size)) * places for load in read), default=0)
     if not plan.sums or plan.score is None:
         return found
-    added = [4 if load.reads_rows or units(plan) == "fma" else 2 for load in _loads(plan.score) if load.each_place]
+    wide = units(plan) == "fma" or plan.dtype.itemsize == 4
+    added = [4 if load.reads_rows or wide else 2 for load in _loads(plan.score) if load.each_place]
     return max(found, max(added, default=0) * places + (0 if 4 in added else 2 * _reductions(plan)))
 
 

@@ -48,6 +48,11 @@ class Target:
         return self.backend == "hip" or (self.backend == "cuda" and int(self.arch) >= 80)
 
     @property
+    def loads_elements_ahead(self) -> bool:
+        """Whether those loads may have less than 4 bytes each."""
+        return self.backend == "hip" and self.arch != "gfx942"
+
+    @property
     def precisions(self) -> tuple[str, ...]:
         """What float32 products may be computed in."""
         return _AMD_PRECISIONS.get(str(self.arch), ("ieee",)) if self.backend == "hip" else ("ieee", "tf32", "tf32x3")

@@ -113,14 +113,17 @@ def works() -> Iterator[tuple[str, torch.dtype, int, int, str, str]]:
     yield "sm_100", full, 64, 64, "causal", "tf32"
     yield "sm_120", half, 80, 80, "causal", "ieee"
     yield "gfx942", half, 512, 512, "causal", "ieee"
+    yield "sm_89", full, 16, 16, "relative", "tf32"
     yield "gfx942", full, 64, 64, "relative", "tf32"
+    yield "gfx942", full, 192, 128, "relative", "ieee"
+    yield "gfx942", half, 65, 65, "relative", "ieee"
     yield "gfx950", half, 128, 128, "causal", "ieee"
     yield "gfx950", full, 192, 128, "bias", "ieee"
 
 
-# How far the model may be above, by whether rows are aligned. Where single elements are loaded, what is converted
-# through shared memory takes a quarter to all of its tile; of AMD's kernels the model is a bound alone.
-MOST_ABOVE = {("cuda", True): 1.1, ("cuda", False): 1.2, ("hip", True): 2.0, ("hip", False): 2.0}
+# How far the model may be above, by whether rows are aligned: where single elements are loaded, what is converted
+# through shared memory takes a half to all of its tile.
+MOST_ABOVE = {True: 1.1, False: 1.15}
 
 
 @pytest.mark.parametrize(("card", "dtype", "D", "Dv", "work", "precision"), list(works()), ids=str)
@@ -130,8 +133,7 @@ def test_plans_take_what_triton_allocates(card: str, dtype: torch.dtype, D: int,
         assert taken <= shared_bytes(plan) <= plan.target.shared_memory, f"{plan}\ntakes {taken}"
         if plan.dtype.itemsize == 4 and plan.kernel != "backward_delta":
             assert plan.precision == precision or plan.D == LARGEST
-        most = MOST_ABOVE[plan.target.backend, plan.aligned]
-        assert shared_bytes(plan) <= most * taken, f"{plan}\ntakes {taken}"
+        assert shared_bytes(plan) <= MOST_ABOVE[plan.aligned] * taken, f"{plan}\ntakes {taken}"
 
 
 @pytest.mark.parametrize(("card", "D"), [("sm_80", 64), ("sm_86", 256), ("sm_90", 64), ("sm_100", 64), ("gfx942", 64)])
@@ -141,7 +143,7 @@ def test_dropout(card: str, D: int):
         if plan.kernel in KERNELS:
             plan = fit(replace(plan, has_dropout=True))
             taken = allocated(render(plan), plan.target)
-            assert taken <= shared_bytes(plan) <= MOST_ABOVE[plan.target.backend, True] * taken, f"{plan} takes {taken}"
+            assert taken <= shared_bytes(plan) <= 1.1 * taken, f"{plan} takes {taken}"
 
 
 @pytest.mark.parametrize("card", ["sm_86", "sm_90", "gfx942"])
