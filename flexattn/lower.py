@@ -268,7 +268,7 @@ class Writer:
         if node.dtype == torch.bool:
             return self.assign(f"{self.value(node.args[0])} != 0")
         value = self.value(node.args[0])
-        if source.op == "number" or value[0] in "-0123456789":
+        if source.op == "number" or _is_literal(value):
             # A lifted number has the type that holds its value: the conversion states the type that torch computes in.
             # A constant that was converted before is still written as a literal, which has no method.
             return self.assign(f"tl.cast({value}, tl.{TRITON_DTYPE[node.dtype]})")
@@ -491,6 +491,10 @@ class Writer:
 
 def _times(factor: int, text: str) -> str:
     return {1: text, -1: f"(-{text})"}.get(factor, f"{factor} * {text}")
+
+
+def _is_literal(text: str) -> bool:
+    return text[0] in "-0123456789" or text in ("True", "False") or text.startswith('float("')
 
 
 def literal(value: object) -> str:

@@ -120,19 +120,22 @@ def test_interpreter_says_what_it_lacks():
         lower_score(plan, "f", Dialect(interpreter=True))
 
 
-def test_a_constant_that_is_converted_twice_is_no_literal_with_a_method():
+@pytest.mark.parametrize(
+    ("value", "text"), [(-(2**63), "-9223372036854775808"), (True, "True"), (1e400, 'float("inf")')]
+)
+def test_a_constant_that_is_converted_twice_is_no_literal_with_a_method(value: float, text: str):
     """The bounds of a sum of 64-bit integers compare both the sum and its double."""
     graph = ModGraph(
         "f", ("b", "h", "q_idx", "kv_idx"), (), (),
         (
-            Node("input", (), torch.int32, "kv_idx"), Node("const", (), torch.int64, -(2**63)),
+            Node("input", (), torch.int32, "kv_idx"), Node("const", (), torch.int64, value),
             Node("cast", (1,), torch.int64), Node("cast", (2,), torch.float64), Node("lt", (3, 0), torch.bool),
         ),
         (4,),
     )  # fmt: skip
-    text = lower(ModPlan(graph, "mask", (), ()), "f", GPU)
-    assert "tl.cast(-9223372036854775808, tl.float64)" in text
-    ast.parse(text)
+    found = lower(ModPlan(graph, "mask", (), ()), "f", GPU)
+    assert f"tl.cast({text}, tl.float64)" in found
+    ast.parse(found)
 
 
 def test_long_lengths_use_integers():
