@@ -120,9 +120,7 @@ def test_interpreter_says_what_it_lacks():
         lower_score(plan, "f", Dialect(interpreter=True))
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(-(2**63), "-9223372036854775808"), (True, "True"), (1e400, 'float("inf")')]
-)
+@pytest.mark.parametrize(("value", "text"), [(-(2**63), "-9223372036854775808"), (True, "True")])
 def test_a_constant_that_is_converted_twice_is_no_literal_with_a_method(value: float, text: str):
     """The bounds of a sum of 64-bit integers compare both the sum and its double."""
     graph = ModGraph(
