@@ -218,10 +218,11 @@ def _of_dropout(plan: KernelPlan) -> int:
     """Return what its numbers pass through where no thread holds the places of a counter, and dK/dV's delta, alone."""
     if not plan.has_dropout:
         return 0
-    t = plan.transposed
-    apart = {"tcgen05": 2 if t else 4, "mma": 2 if t and plan.tile.num_warps > 4 else 0}
-    delta = 8 * streamed_rows(plan) if plan.transposed else 0
-    return apart.get(units(plan), 0) * own_rows(plan) * streamed_rows(plan) + delta
+    places = own_rows(plan) * streamed_rows(plan)
+    if not plan.transposed:
+        return 4 * places if units(plan) == "tcgen05" else 0
+    apart = units(plan) == "tcgen05" or (units(plan) == "mma" and plan.tile.num_warps > 4)
+    return 8 * streamed_rows(plan) + (2 * places if apart else 0)
 
 
 def _exchanged(plan: KernelPlan) -> int:
