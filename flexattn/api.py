@@ -134,6 +134,7 @@ def explain(
     kernel_options: Mapping[str, object] | None = None,
     *,
     sink: Tensor | float | None = None,
+    dropout_p: float = 0.0,
     mask_mod: Mod | None = None,
     B: int | None = None,
     H: int | None = None,
@@ -149,6 +150,7 @@ def explain(
 
     Args:
         query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink: as in flex_attention.
+        dropout_p: as there; nothing is drawn from torch's generator.
         mask_mod: `(b, h, q_idx, kv_idx) -> bool`, to be explained without tensors.
         B, H, Q_LEN, KV_LEN, BLOCK_SIZE: as in create_block_mask, to build the mask of mask_mod with its default device;
             without Q_LEN and KV_LEN none is built.
@@ -173,18 +175,9 @@ def explain(
         raise ArgumentError(message("mask_mod", "one beside other arguments", "score_mod and mask_mod alone", mend))
     _refuse_sizes(sizes, "a mask_mod without tensors", "Leave it out: the tensors and block_mask have it.")
     problem = _pose(
-        query,
-        key,
-        value,
-        score_mod,
-        block_mask,
-        scale,
-        enable_gqa,
-        kernel_options,
-        False,
-        sink,
-        on_gpu=target is not None,
-    )
+        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, False, sink, dropout_p,
+        shown=True, on_gpu=target is not None,
+    )  # fmt: skip
     score, mask = problem.score, problem.mask
     if score is not None and problem.score_grad is None:
         problem = replace(problem, score_grad=differentiate(score.graph, ()))
@@ -312,11 +305,11 @@ def _pose(
     query: Tensor | None, key: Tensor | None, value: Tensor | None, score_mod: Mod | None,
     block_mask: BlockMask | upstream.BlockMask | None, scale: float | None, enable_gqa: bool,
     kernel_options: Mapping[str, object] | None, max_scores: bool, sink: Tensor | float | None = None,
-    dropout_p: float = 0.0, on_gpu: bool = False,
+    dropout_p: float = 0.0, shown: bool = False, on_gpu: bool = False,
 ) -> Problem:  # fmt: skip
     """Turn the arguments of a call into a Problem: everything before the engine, stage by stage.
 
-    `on_gpu`: as it would be for tensors of a GPU, wherever these are.
+    `shown`: nothing will run. `on_gpu`: as it would be for tensors of a GPU, wherever these are.
     """
     query, key, value = check_tensors(*_autocast(query, key, value), enable_gqa)
     options = validate_options(kernel_options)
@@ -341,7 +334,7 @@ def _pose(
     learned = tuple(i for i, c in enumerate(captures) if c.requires_grad or (transformed and c.is_floating_point()))
     score_grad = differentiate(score.graph, learned) if gradient and score is not None else None  # ModGraph -> ModGraph
     runs = () if mask is None or blocks is None else blocks.equal_runs()
-    dropout = check_dropout(dropout_p, query.device)  # last: a call that is refused draws nothing
+    dropout = check_dropout(dropout_p, query.device, seeded=not shown)  # last: a call that is refused draws nothing
     problem = Problem(
         query, key, value, scale, score, mask, blocks, score_grad, runs, options, checked_sink, dropout, max_scores
     )

@@ -1,9 +1,10 @@
 """dropout: which weights are dropped, a function of a seed and of the place alone, whatever computes it.
 
-Philox4x32-10 (Salmon et al., SC 2011), keyed by the seed, with the counter (kv_idx // 32 * 8 + kv_idx % 8,
-q_idx // 16 * 8 + q_idx % 8, b * Hq + h, 0), gives four words: one for each of four keys that lie 8 apart, and of its
-halves one for each of two queries that do. Tensor cores leave such places of a product, and of its transpose, in one
-thread, which makes just the numbers that it needs. A weight is dropped where its number is below p * 65536.
+Philox4x32-7 (Salmon et al., SC 2011; no fewer rounds pass BigCrush), keyed by the seed, with the counter
+(kv_idx // 32 * 8 + kv_idx % 8, q_idx // 16 * 8 + q_idx % 8, b * Hq + h, 0), gives four words: one for each of four keys
+that lie 8 apart, and of its halves one for each of two queries that do. Tensor cores leave such places of a product,
+and of its transpose, in one thread, which makes just the numbers that it needs. A weight is dropped where its number is
+below p * 65536.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from flexattn.transforms import outside
 
 STEPS = 65536  # numbers that may come up
 KEYS, QUERIES, APART = 32, 16, 8  # of the counters of a group; how far those of one counter lie apart
-_ROUNDS = 10
+ROUNDS = 7
 _FACTORS = 0xD2511F53, 0xCD9E8D57
 _KEYS = 0x9E3779B9, 0xBB67AE85
 _WORD = 0xFFFFFFFF
@@ -61,7 +62,7 @@ def _philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> tuple[Tensor, .
     c0, c1, c2 = torch.broadcast_tensors(c0, c1, c2)
     c3 = torch.zeros_like(c0)
     k0, k1 = seed & _WORD, seed >> 32 & _WORD
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         even, odd = c0 * _FACTORS[0], c2 * _FACTORS[1]
         c0, c1 = odd >> 32 & _WORD ^ c1 ^ k0, odd & _WORD
         c2, c3 = even >> 32 & _WORD ^ c3 ^ k1, even & _WORD
@@ -69,8 +70,11 @@ def _philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> tuple[Tensor, .
     return c0, c1, c2, c3
 
 
-def check_dropout(dropout_p: object, device: torch.device) -> Dropout | None:
-    """Return a dropout with a seed from torch's generator of the device; None, and nothing drawn, where p is 0."""
+def check_dropout(dropout_p: object, device: torch.device, seeded: bool = True) -> Dropout | None:
+    """Return a dropout with a seed from torch's generator of the device; None, and nothing drawn, where p is 0.
+
+    Where it is not `seeded`, since nothing will run, nothing is drawn either.
+    """
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, Real):
         mend = "Pass a Python float such as 0.1."
         raise DtypeError(message("dropout_p", f"a {type(dropout_p).__name__}", "a number", mend))
@@ -81,7 +85,8 @@ def check_dropout(dropout_p: object, device: torch.device) -> Dropout | None:
     if p == 0.0:
         return None
     with outside():
-        seed = torch.empty(1, dtype=torch.int64, device=device).random_()
+        seed = torch.empty(1, dtype=torch.int64, device=device)
+        seed = seed.random_() if seeded else seed.zero_()
     return Dropout(max(1, round(p * STEPS)), seed)
 
 

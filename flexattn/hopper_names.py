@@ -15,7 +15,7 @@ from flexattn.hopper import (
     as_gluon,
     hopper_mods,
 )
-from flexattn.kernel_plan import KernelPlan, Part, split_head_dim
+from flexattn.kernel_plan import KernelPlan, Part, pieces_of, split_head_dim
 from flexattn.lower import TRITON_DTYPE
 from flexattn.templates import environment
 
@@ -124,7 +124,7 @@ _KEY_ROLES: dict[str, dict[str, object]] = {
 
 def _hopper_backward_names(plan: KernelPlan) -> _Own:
     return _Own(
-        [("Q_STAGES", plan.rings.queries), *([("DQ_BUFFERS", plan.rings.dq)] if plan.adds_dq else [])],
+        [("Q_STAGES", plan.rings.queries), *(_dq_constants(plan) if plan.adds_dq else [])],
         ("q_bufs", "k_bufs", "v_bufs", "do_bufs", *_ROWS, *(_OF_DQ if plan.adds_dq else ())),
         ("M", "M_padded", "N", "heads", "heads_q", "heads_kv", "group_size", "batch_repeats", "heads_per_group",
          "dk_scale"),
@@ -136,6 +136,10 @@ def _hopper_backward_names(plan: KernelPlan) -> _Own:
             **_KEY_ROLES[plan.kernel],
         },
     )  # fmt: skip
+
+
+def _dq_constants(plan: KernelPlan) -> list[tuple[str, object]]:
+    return [("DQ_BUFFERS", plan.rings.dq), ("DQ_PIECES", pieces_of(plan.D))]
 
 
 _ROWS = ("shift_bufs", "delta_bufs", "kv_full", "q_full", "q_empty", "do_full", "do_empty")

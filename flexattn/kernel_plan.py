@@ -44,6 +44,11 @@ def widths_of(D: int, Dv: int) -> tuple[int, int]:
     return next((widths for widths in WIDTHS if widths[0] >= D and widths[1] >= Dv), (0, 0))
 
 
+def pieces_of(D: int) -> int:
+    """Return of how many pieces of 32 columns Hopper's float32 sum of dq is."""
+    return -(-D // 32)
+
+
 @lru_cache(1024)
 def split_head_dim(dim: int) -> tuple[Part, ...]:
     """Split a head dim into powers of two: 192 = 128 + 64, 96 = 64 + 32; one padded part where two do not help."""
@@ -216,7 +221,7 @@ class KernelPlan:
         if self.batch_invariant:
             lines.append("    order    batch-invariant: keys ascending, nothing fused")
         if self.adds_dq:
-            lines.append("    memory   a float32 sum of dq: 4 bytes for each element of query")
+            lines.append(f"    memory   a float32 sum of dq: {128 * pieces_of(self.D)} bytes for each row, padded")
         if self.sums in MEMORY:
             lines.append(f"    memory   {MEMORY[self.sums]} for each element of a captured tensor that learns")
         return "\n".join(lines)

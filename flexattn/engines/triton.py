@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexattn.capture_sums import CaptureSums, largest_of_rows, sums_integers
-from flexattn.kernel_plan import SIZES, KernelPlan, widths_of
+from flexattn.kernel_plan import SIZES, KernelPlan, pieces_of
 from flexattn.launch import TENSORS, Tensors, backward_kernels, capture_argument, padded_rows, plan_launch, run
 from flexattn.plan import has_descriptor, is_aligned
 from flexattn.problem import Problem
@@ -64,8 +64,7 @@ def backward(
     of_captures = _capture_arrays(problem, sums, grad=sums.buffers.values(), scale=scales, lost=sums.lost)
     arrays = padded | of_captures
     if "backward_dq_rows" in kernels:
-        width, _ = widths_of(q.size(-1), v.size(-1))
-        arrays["dq_sum_ptr"] = q.new_zeros((count * width // 32, 32), dtype=torch.float32)
+        arrays["dq_sum_ptr"] = q.new_zeros((count * pieces_of(q.size(-1)), 32), dtype=torch.float32)
     for kernel in kernels:
         if kernel != SIZES:
             run(kernel, problem, {name: tensors[name] for name in TENSORS[kernel]}, arrays)
