@@ -150,5 +150,5 @@ def test_explain_shows_it_and_draws_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert [plan.has_dropout for plan in made.plans if "delta" not in plan.kernel] == [True, True, True]
     assert "weights are dropped" in str(made) and "dropout  by Philox" in str(made)
-    with pytest.raises(ArgumentError, match="dropout_p: found 1.5"):
+    with pytest.raises(ArgumentError, match=r"dropout_p: found 1\.5"):
         explain(q, q, q, dropout_p=1.5)
