@@ -87,6 +87,7 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "has_dlse": plan.has_dlse, "has_sink": plan.has_sink, "transposed": plan.transposed,
         "batch_invariant": plan.batch_invariant,
         "has_dropout": plan.has_dropout, "keys_together": _keys_together(plan),
+        "settles": _settles(plan),
         "dropout_arguments": _dropout_arguments(plan),
         "dropout_parameters": ("seed_ptr", "drop_below", "keep_scale") if plan.has_dropout else (),
         "scale": "qk_scale" if _scales_to_exp2(plan) else "sm_scale",
@@ -205,6 +206,12 @@ def _keys_together(plan: KernelPlan) -> int:
     if blocks[0] % QUERIES or blocks[1] % (KEYS // 2):
         return 0
     return KEYS // 2 if plan.transposed or plan.tile.BLOCK_N % KEYS or blocks[1] % KEYS else KEYS
+
+
+def _settles(plan: KernelPlan) -> bool:
+    """Tell whether products of a tile have 16 terms, and one of their operands is made of joined numbers."""
+    terms = min(plan.tile.BLOCK_M, plan.tile.partial_m) if plan.transposed else plan.tile.BLOCK_N
+    return plan.target.backend == "cuda" and plan.has_dropout and terms == 16 and _keys_together(plan) > 0
 
 
 def _dropout_arguments(plan: KernelPlan) -> tuple[str, ...]:

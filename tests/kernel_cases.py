@@ -523,11 +523,13 @@ def _cases() -> dict[str, Callable[[Setting], Call]]:
         found[f"dropout-{p}-{score}-{mask}"] = lambda at, p=p, s=score, m=mask, block=block: make_call(
             at, Sizes(), s, m, block, dropout_p=p
         )
-    for rows, keys in ((16, 32), (32, 16), (64, 32)):  # of a thread's eight numbers, all or half may be in the tile
+    # Of a thread's eight numbers, all or half may be in the tile; a mask of bytes changes how products of 16 terms lie.
+    for rows, keys, mask in ((16, 32, "causal"), (16, 32, "captured"), (32, 16, "captured"), (64, 32, "causal")):
         tile = {f"BLOCK_{x}{n}": size for x, size in (("M", rows), ("N", keys)) for n in ("", 1, 2)}
-        found[f"dropout_tile-{rows}x{keys}"] = lambda at, tile=tile: make_call(
-            replace(at, options=(*at.options, *tile.items())), Sizes(M=90, N=100), None, "causal", dropout_p=0.2
+        found[f"dropout_tile-{rows}x{keys}-{mask}"] = lambda at, tile=tile, m=mask: make_call(
+            replace(at, options=(*at.options, *tile.items())), Sizes(M=90, N=100), None, m, dropout_p=0.2
         )
+    found["dropout_unaligned"] = lambda at: make_call(at, Sizes(D=65, Dv=24), None, "captured", dropout_p=0.2)
     found["dropout-sink"] = lambda at: with_sink(make_call(at, Sizes(), None, "causal", dropout_p=0.2), at, "heads")
     found["lists"] = _with_lists
     found["unequal_lists"] = _with_unequal_lists
