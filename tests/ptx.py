@@ -1,8 +1,8 @@
 """PTX on a CPU: the programs of a kernel one after the other, the threads of each side by side in numpy.
 
 So the results of what Triton compiles for a card that is not here can be compared with float64. It has what Triton's
-kernels for sm_75 to sm_89 are made of; another instruction raises. Branches must be taken by all threads or none, since
-Triton's are. Copies that PTX lets overtake each other happen at once: a missing wait or barrier is not seen.
+kernels for sm_75 to sm_89 are made of; another instruction raises. Copies that PTX lets overtake each other happen at
+once: a missing wait or barrier is not seen.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def parse(text: str) -> Program:
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     for statement in re.split(r"(?<=[;:])", body):
-        line = " ".join(statement.split())
+        line = " ".join(statement.split()).lstrip("{} ")  # braces of inline assembly
         if line.endswith(":"):
             labels[line[:-1].split()[-1]] = len(code)
         elif line.endswith(";") and not line.startswith("."):
@@ -70,7 +70,7 @@ def parse(text: str) -> Program:
 
 
 def _instruction(line: str) -> Instruction:
-    guarded = re.match(r"@(!?)(%p\d+) (.*)", line)
+    guarded = re.match(r"@(!?)([%\w]+) (.*)", line)
     guard = None if guarded is None else (guarded[2], not guarded[1])
     op, _, rest = (line if guarded is None else guarded[3]).partition(" ")
     operands = re.findall(r"\{([^}]*)\}|([^,{}]+)", rest)
@@ -102,9 +102,8 @@ class Memory:
 def run(program: Program, parameters: Sequence[int], index: int, memory: Memory, threads: int, shared: int) -> None:
     """Run one program (CTA) of a kernel; parameters are the bits of its arguments."""
     cta = _Cta(program, parameters, index, memory, threads, shared)
-    at = 0
-    while at >= 0:
-        at = cta.step(at)
+    while cta.step():
+        pass
 
 
 class _Cta:
@@ -113,26 +112,28 @@ class _Cta:
     ) -> None:
         self.program, self.memory, self.threads = program, memory, threads
         self.shared = np.zeros(shared + 16, np.uint8)
+        self.at = np.zeros(threads, int)  # the instruction that each thread does next
+        self.stacks = np.zeros((threads, 1024), np.uint8)
         self.registers: dict[str, Values] = {
-            "%tid.x": np.arange(threads, dtype=np.uint64), "%ctaid.x": self.all(index), "global_smem": self.all(0),
+            "%tid.x": np.arange(threads, dtype=np.uint64), "%ctaid.x": self.all(index),
         }  # fmt: skip
         self.parameters = {f"{program.name}_param_{i}": value for i, value in enumerate(parameters)}
 
     def all(self, value: int) -> Values:
         return np.full(self.threads, value & (1 << 64) - 1, np.uint64)
 
-    def step(self, at: int) -> int:
-        """Do one instruction; return the position of the next, -1 at the end."""
-        this = self.program.code[at]
-        active = np.ones(self.threads, bool)
+    def step(self) -> bool:
+        """Do one instruction for the threads that are furthest behind, so that all meet again; tell if any was."""
+        at = int(self.at.min())
+        if at == len(self.program.code):
+            return False
+        this, active = self.program.code[at], self.at == at
+        self.at[active] = at + 1
         if this.guard is not None:
-            active = self.registers[this.guard[0]].astype(bool) == this.guard[1]
+            active = active & (self.registers[this.guard[0]].astype(bool) == this.guard[1])
         if this.parts[0] in ("bra", "ret"):
-            if active.any() != active.all():
-                raise NotImplementedError(f"threads part at {this.text}")
-            if not active.all():
-                return at + 1
-            return -1 if this.parts[0] == "ret" else self.program.labels[this.operands[0][0]]
+            self.at[active] = self.program.labels[this.operands[0][0]] if this.operands else len(self.program.code)
+            return True
         if this.parts[0] in _STEPS:
             _STEPS[this.parts[0]](self, this, active)
         elif this.parts[0] in _RULES:
@@ -140,12 +141,14 @@ class _Cta:
             self.put(target, _RULES[this.parts[0]](this, *(self.value(x) for (x,) in rest)), active)
         else:
             raise NotImplementedError(this.text)
-        return at + 1
+        return True
 
     def value(self, name: str) -> Values:
         if name.startswith("0f"):
             return self.all(int(name[2:], 16))
-        return self.registers[name] if name in self.registers else self.all(int(name.rstrip("U"), 0))
+        if name.startswith("%"):
+            return self.registers.get(name, self.all(0))  # what is read before it is written is used by no thread
+        return self.all(0 if name in _SYMBOLS else int(name.rstrip("U"), 0))
 
     def put(self, name: str, value: Values, active: Values) -> None:
         value = np.asarray(value).astype(np.uint64)
@@ -163,6 +166,10 @@ class _Cta:
         threads = np.nonzero(active)[0]
         if "shared" in this.op:
             found[threads, :size] = self.shared[addresses[threads].astype(int)[:, None] + np.arange(size)]
+        elif "local" in this.op:
+            found[threads, :size] = self.stacks[
+                threads[:, None], addresses[threads].astype(int)[:, None] + np.arange(size)
+            ]
         elif len(threads):
             for which, view, positions in self.memory.bytes_at(addresses[threads], size):
                 found[threads[which], :size] = view[positions]
@@ -173,6 +180,8 @@ class _Cta:
         data = values[threads].view(np.uint8).reshape(-1, 8)[:, :size]
         if "shared" in this.op:
             self.shared[addresses[threads].astype(int)[:, None] + np.arange(size)] = data
+        elif "local" in this.op:
+            self.stacks[threads[:, None], addresses[threads].astype(int)[:, None] + np.arange(size)] = data
         elif len(threads):
             for which, view, positions in self.memory.bytes_at(addresses[threads], size):
                 view[positions] = data[which]
@@ -267,13 +276,36 @@ class _Cta:
         chosen = lane ^ other if "bfly" in this.parts else lane // WARP * WARP + other
         self.put(target.partition("|")[0], self.value(source)[chosen], active)
 
+    def atomic(self, this: Instruction, active: Values) -> None:
+        """atom and red, thread by thread: what is there becomes the result of an operation on it."""
+        target, place, (source,) = this.operands if this.parts[0] == "atom" else (None, *this.operands)
+        rule = next(_RULES[p] for p in this.parts[1:] if p in ("add", "or", "max", "min"))
+        addresses, values, size = self.address(place), self.value(source), this.bits // 8
+        before = self.all(0)
+        for thread in np.nonzero(active)[0]:
+            alone = np.arange(self.threads) == thread
+            there = self.read(this, addresses, size, alone)
+            before[thread] = there[thread]
+            self.write(this, addresses, np.where(alone, rule(this, there, values), there), size, alone)
+        if target is not None:
+            self.put(target[0], before, active)
+
+    def reduce(self, this: Instruction, active: Values) -> None:
+        """redux.sync: over all threads of a warp."""
+        (target,), (source,) = this.operands[:2]
+        reduction = {"add": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or}[this.parts[2]]
+        found = reduction.reduce(_whole(self.value(source), 32, this.signed).reshape(-1, WARP), axis=1)
+        self.put(target, _cut(np.repeat(found, WARP).astype(np.uint64), 32), active)
+
     def nothing(self, this: Instruction, active: Values) -> None:
         """Threads go on together as it is."""
 
 
+_SYMBOLS = ("global_smem", "__local_depot0", "__cudart_i2opi_f")  # shared memory, stacks; what sin of 1e5 would need
 _STEPS: dict[str, Callable[[_Cta, Instruction, Values], None]] = {
     "ld": _Cta.load, "st": _Cta.store, "cp": _Cta.copy, "ldmatrix": _Cta.load_matrices, "mov": _Cta.move,
     "stmatrix": _Cta.store_matrices, "mma": _Cta.multiply, "shfl": _Cta.shuffle, "bar": _Cta.nothing,
+    "atom": _Cta.atomic, "red": _Cta.atomic, "redux": _Cta.reduce,
 }  # fmt: skip
 
 
@@ -329,8 +361,8 @@ def _arithmetic(on_floats: Callable[..., Values], on_whole: Callable[..., Values
 
 def _product(this: Instruction, x: Values, y: Values) -> Values:
     if "hi" in this.parts:
-        high = _whole(x, 32, this.signed).astype(np.uint64) * _whole(y, 32, this.signed).astype(np.uint64)
-        return _cut((high.astype(np.int64) >> 32).astype(np.uint64) if this.signed else high >> np.uint64(32), 32)
+        x, y = ((_whole(v, this.bits, True) if this.signed else _cut(v, this.bits)).astype(object) for v in (x, y))
+        return ((x * y >> this.bits) % (1 << this.bits)).astype(np.uint64)
     return _arithmetic(np.multiply, np.multiply)(this, x, y)
 
 
@@ -344,8 +376,10 @@ def _quotient(x: Values, y: Values) -> Values:
 
 
 def _shift_right(this: Instruction, value: Values, count: Values) -> Values:
+    if not this.signed:
+        return np.where(count < this.bits, _cut(value, this.bits) >> np.minimum(count, np.uint64(63)), 0)
     many = np.minimum(count, np.uint64(this.bits - 1)).astype(np.int64)
-    return _cut((_whole(value, this.bits, this.signed) >> many).astype(np.uint64), this.bits)
+    return _cut((_whole(value, this.bits, True) >> many).astype(np.uint64), this.bits)
 
 
 def _field(this: Instruction, value: Values, first: Values, count: Values) -> Values:
@@ -370,6 +404,9 @@ def _permute(this: Instruction, a: Values, b: Values, chosen: Values) -> Values:
     return found
 
 
+_ROUNDINGS: dict[str, Callable[[Values], Values]] = {"rni": np.rint, "rmi": np.floor, "rpi": np.ceil, "rzi": np.trunc}
+
+
 def _convert(this: Instruction, *values: Values) -> Values:
     to, source = [p for p in this.parts if re.fullmatch(r"bf16x2|f16x2|bf16|[suf]\d+", p)][:2]
     if to in ("bf16x2", "f16x2"):
@@ -380,6 +417,12 @@ def _convert(this: Instruction, *values: Values) -> Values:
         return _rounded(_float(value), to)
     if source in ("bf16", "f16"):
         return _bits(_numbers(value, source)[:, 0].astype(np.float32))
+    if source == "f32":
+        mode = next((_ROUNDINGS[p] for p in this.parts if p in _ROUNDINGS), np.asarray)
+        rounded = mode(_float(value))
+        if to == "f32":
+            return _bits(rounded)
+        return _cut(np.nan_to_num(rounded.astype(np.float64)).astype(np.int64).astype(np.uint64), int(to[1:]))
     if to == "f32":
         return _bits(_whole(value, int(source[1:]), source[0] == "s").astype(np.float32))
     return _cut(_whole(value, int(source[1:]), source[0] == "s").astype(np.uint64), int(to[1:]))
@@ -393,7 +436,8 @@ _COMPARISONS: dict[str, Callable[..., Values]] = {
 def _compare(this: Instruction, x: Values, y: Values) -> Values:
     if this.parts[-1] == "f32":
         return _COMPARISONS[this.parts[1].removesuffix("u")](_float(x), _float(y))
-    return _COMPARISONS[this.parts[1]](_whole(x, this.bits, this.signed), _whole(y, this.bits, this.signed))
+    x, y = (_whole(v, this.bits, True) if this.signed else _cut(v, this.bits) for v in (x, y))
+    return _COMPARISONS[this.parts[1]](x, y)
 
 
 def _unary(function: Callable[[Values], Values]) -> Callable[..., Values]:
@@ -410,6 +454,7 @@ _RULES: dict[str, Callable[..., Values]] = {
     "and": lambda this, x, y: x & y, "or": lambda this, x, y: x | y, "xor": lambda this, x, y: x ^ y,
     "not": lambda this, x: _cut(~x, 1 if "pred" in this.parts else this.bits),
     "shl": lambda this, x, n: _cut(x << np.minimum(n, np.uint64(63)), this.bits), "shr": _shift_right,
+    "popc": lambda this, x: np.bitwise_count(_cut(x, this.bits)), "cvta": lambda this, x: x,
     "bfe": _field, "lop3": _logic, "prmt": _permute, "cvt": _convert, "setp": _compare,
     "selp": lambda this, x, y, which: np.where(which.astype(bool), x, y),
 }  # fmt: skip
