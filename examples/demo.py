@@ -244,7 +244,7 @@ def main() -> None:
     device = torch.device(arguments.device)
     settings = ON_GPU if device.type == "cuda" and not arguments.small else ON_CPU
     if arguments.small:
-        settings = replace(settings, length=1024, width=96, steps=120)
+        settings = replace(settings, length=1024, width=96, steps=90)
     if arguments.steps:
         settings = replace(settings, steps=arguments.steps)
 

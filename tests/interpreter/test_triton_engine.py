@@ -21,7 +21,8 @@ FP32, FP16 = Setting("cpu", torch.float32), Setting("cpu", torch.float16)
 HALVES = ("unmasked", "mask_softcap", "shape_masked", "block_holes", "gradient_layout")
 
 
-@pytest.mark.parametrize("name", CASES)
+# On a GPU all of them. Left out here, since others have them too: masks without a score_mod, shapes without a mask.
+@pytest.mark.parametrize("name", [n for n in CASES if not n.startswith(("mask_alone-", "shape-"))])
 def test_case(name: str) -> None:
     check_case(name, FP16 if name.startswith(HALVES) else FP32)
 
@@ -31,7 +32,7 @@ def test_check(check: Callable[[Setting], None]) -> None:
     check(FP32)
 
 
-@settings(max_examples=6)  # test_fuzz_cases draws more
+@settings(max_examples=4)  # test_fuzz_cases draws more
 @given(cases().filter(lambda case: case.dtype != torch.bfloat16))
 def test_random_problems_match_the_reference(case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
