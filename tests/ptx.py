@@ -37,6 +37,11 @@ class Instruction:
         return widths[-1] if widths else 32
 
     @property
+    def space(self) -> str:
+        """Which memory it is about."""
+        return next((space for space in ("shared", "local") if space in self.parts), "global")
+
+    @property
     def signed(self) -> bool:
         return any(re.fullmatch(r"s(8|16|32|64)", p) for p in self.parts)
 
@@ -146,9 +151,11 @@ class _Cta:
     def value(self, name: str) -> Values:
         if name.startswith("0f"):
             return self.all(int(name[2:], 16))
-        if name.startswith("%"):
-            return self.registers.get(name, self.all(0))  # what is read before it is written is used by no thread
-        return self.all(0 if name in _SYMBOLS else int(name.rstrip("U"), 0))
+        if name in self.registers:
+            return self.registers[name]
+        if name.startswith("%") or name in _SYMBOLS:  # what is read before it is written is used by no thread
+            return self.all(0)
+        return self.all(int(name.rstrip("U"), 0))
 
     def put(self, name: str, value: Values, active: Values) -> None:
         value = np.asarray(value).astype(np.uint64)
@@ -160,13 +167,13 @@ class _Cta:
         base, _, offset = operand[0].strip("[] ").partition("+")
         return self.value(base.strip()) + np.uint64(int(offset or 0))
 
-    def read(self, this: Instruction, addresses: Values, size: int, active: Values) -> Values:
+    def read(self, space: str, addresses: Values, size: int, active: Values) -> Values:
         """Return `size` bytes of each active thread, 0 elsewhere."""
         found = np.zeros((self.threads, 8), np.uint8)
         threads = np.nonzero(active)[0]
-        if "shared" in this.op:
+        if space == "shared":
             found[threads, :size] = self.shared[addresses[threads].astype(int)[:, None] + np.arange(size)]
-        elif "local" in this.op:
+        elif space == "local":
             found[threads, :size] = self.stacks[
                 threads[:, None], addresses[threads].astype(int)[:, None] + np.arange(size)
             ]
@@ -175,12 +182,12 @@ class _Cta:
                 found[threads[which], :size] = view[positions]
         return found.view(np.uint64)[:, 0]
 
-    def write(self, this: Instruction, addresses: Values, values: Values, size: int, active: Values) -> None:
+    def write(self, space: str, addresses: Values, values: Values, size: int, active: Values) -> None:
         threads = np.nonzero(active)[0]
         data = values[threads].view(np.uint8).reshape(-1, 8)[:, :size]
-        if "shared" in this.op:
+        if space == "shared":
             self.shared[addresses[threads].astype(int)[:, None] + np.arange(size)] = data
-        elif "local" in this.op:
+        elif space == "local":
             self.stacks[threads[:, None], addresses[threads].astype(int)[:, None] + np.arange(size)] = data
         elif len(threads):
             for which, view, positions in self.memory.bytes_at(addresses[threads], size):
@@ -193,14 +200,14 @@ class _Cta:
             return
         size = this.bits // 8
         first = self.address(source)
-        found = [self.read(this, first + np.uint64(i * size), size, active) for i in range(len(targets))]
+        found = [self.read(this.space, first + np.uint64(i * size), size, active) for i in range(len(targets))]
         for target, value in zip(targets, found, strict=True):
             self.put(target, value, active)
 
     def store(self, this: Instruction, active: Values) -> None:
         (target, sources), size = this.operands, this.bits // 8
         for i, source in enumerate(sources):
-            self.write(this, self.address(target) + np.uint64(i * size), self.value(source), size, active)
+            self.write(this.space, self.address(target) + np.uint64(i * size), self.value(source), size, active)
 
     def copy(self, this: Instruction, active: Values) -> None:
         """cp.async: so many bytes, of which the last operand says how many are not zeros."""
@@ -211,9 +218,8 @@ class _Cta:
         given = self.value(rest[0][0]) if rest else self.all(count)
         for start in range(0, count, 4):
             offset = np.uint64(start)
-            part = Instruction(this.text, "global", (), None, ())
-            read = self.read(part, self.address(source) + offset, 4, active & (given > start))
-            self.write(this, self.address(target) + offset, read, 4, active)
+            read = self.read("global", self.address(source) + offset, 4, active & (given > start))
+            self.write("shared", self.address(target) + offset, read, 4, active)
 
     def load_matrices(self, this: Instruction, active: Values) -> None:
         targets, source = this.operands
@@ -284,9 +290,9 @@ class _Cta:
         before = self.all(0)
         for thread in np.nonzero(active)[0]:
             alone = np.arange(self.threads) == thread
-            there = self.read(this, addresses, size, alone)
+            there = self.read(this.space, addresses, size, alone)
             before[thread] = there[thread]
-            self.write(this, addresses, np.where(alone, rule(this, there, values), there), size, alone)
+            self.write(this.space, addresses, np.where(alone, rule(this, there, values), there), size, alone)
         if target is not None:
             self.put(target[0], before, active)
 
