@@ -128,8 +128,8 @@ class _Cta:
         return np.full(self.threads, value & (1 << 64) - 1, np.uint64)
 
     def step(self) -> bool:
-        """Do one instruction for the threads that are furthest behind, so that all meet again; tell if any was."""
-        at = int(self.at.min())
+        """Do one instruction for threads that are furthest behind, so that all meet again; tell if any was."""
+        at = self.next()
         if at == len(self.program.code):
             return False
         this, active = self.program.code[at], self.at == at
@@ -147,6 +147,13 @@ class _Cta:
         else:
             raise NotImplementedError(this.text)
         return True
+
+    def next(self) -> int:
+        """Return the first place at which threads are; where all must come together, the others go first."""
+        if (self.at == self.at[0]).all():
+            return int(self.at[0])
+        places = [int(p) for p in np.unique(self.at) if p < len(self.program.code)]
+        return next((p for p in places if self.program.code[p].parts[0] not in _TOGETHER), places[0])
 
     def value(self, name: str) -> Values:
         if name.startswith("0f"):
@@ -308,6 +315,7 @@ class _Cta:
 
 
 _SYMBOLS = ("global_smem", "__local_depot0", "__cudart_i2opi_f")  # shared memory, stacks; what sin of 1e5 would need
+_TOGETHER = ("bar", "mma", "ldmatrix", "stmatrix", "shfl", "redux")
 _STEPS: dict[str, Callable[[_Cta, Instruction, Values], None]] = {
     "ld": _Cta.load, "st": _Cta.store, "cp": _Cta.copy, "ldmatrix": _Cta.load_matrices, "mov": _Cta.move,
     "stmatrix": _Cta.store_matrices, "mma": _Cta.multiply, "shfl": _Cta.shuffle, "bar": _Cta.nothing,
