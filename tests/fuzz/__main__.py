@@ -21,7 +21,7 @@ from fuzz.cases import SPACES, Case
 from fuzz.crew import Plan, Result, all_numbers, work
 from fuzz.draw import draw_case
 from fuzz.report import count_features, notes, text, write_json
-from fuzz.serve import run_case
+from fuzz.serve import on_card, run_case
 
 MOST_REFUSED = 0.05  # of all cases: more say nothing of the engines
 
@@ -66,7 +66,8 @@ def case_from(printed: str) -> Case:
 def replay(plan: Plan, case: Case) -> int:
     """Run one case in this process and tell of each engine."""
     print(case)
-    verdicts = run_case(plan.space, case, plan.engines)
+    with on_card(plan.space):
+        verdicts = run_case(plan.space, case, plan.engines)
     for name, verdict in verdicts.items():
         print(f"{name}: {verdict.outcome} {verdict.about} {verdict.ratio:.2f} {verdict.text}")
     return int(any(v.failed for v in verdicts.values()))

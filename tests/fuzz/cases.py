@@ -75,6 +75,7 @@ class Space:
     kinds: int  # this many cases have kernels of their own, and three times as many share them; 0: no such thing
     limit_s: float  # of a case
     choices: dict[str, Sequence[Any]] = field(default_factory=dict)  # instead of those in CHOICES
+    card: str = ""  # whose kernels are compiled, and run as PTX
 
     def of(self, name: str) -> Sequence[Any]:
         return self.choices.get(name, CHOICES[name])
@@ -120,6 +121,26 @@ CHOICES: dict[str, Sequence[Any]] = {
     "options": ((),),
 }  # fmt: skip
 _TILES = tuple((f"BLOCK_{side}{i}", 16) for i in ("", 1, 2) for side in "MN")
+_GPU_DTYPES = ("float16", "float16", "bfloat16", "bfloat16", "float32")
+# Small problems, for what runs kernels slowly.
+_SMALL: dict[str, Sequence[Any]] = {
+    "B": (1, 2), "Hkv": (1, 1, 2), "group": (1, 2),
+    "block": ((128, 128), (16, 16), (32, 32), (7, 7), (8, 32), (20, 128), (32, 16)),
+    "lengths": ("equal", "unequal", "unequal", "one query", "one key"),
+    "options": ((), (), (("EXACT", True),), (("PRESCALE_QK", True),), (("USE_TMA", False),), _TILES),
+}  # fmt: skip
+
+
+def _card(name: str) -> Space:
+    return Space(
+        "cpu", {"triton": {"BACKEND": "TRITON"}}, longest=40, kinds=0, limit_s=300, card=name,
+        choices={
+            **_SMALL, "dtype": _GPU_DTYPES,
+            "dims": ((16, 16), (64, 64), (128, 128), (1, 1), (33, 65), (96, 96), (130, 24), (192, 128)),
+        },
+    )  # fmt: skip
+
+
 SPACES = {
     "cpu": Space(
         "cpu", {"cpu": {}}, longest=150, kinds=0, limit_s=60,
@@ -131,19 +152,17 @@ SPACES = {
     "interpreter": Space(
         "cpu", {"triton": {"BACKEND": "TRITON"}}, longest=40, kinds=0, limit_s=300,
         choices={
+            **_SMALL,
             "dtype": ("float16", "float32"),  # it computes bfloat16 wrong
-            "B": (1, 2), "Hkv": (1, 1, 2), "group": (1, 2),
-            "block": ((128, 128), (16, 16), (32, 32), (7, 7), (8, 32), (20, 128), (32, 16)),
-            "lengths": ("equal", "unequal", "unequal", "one query", "one key"),
             "dims": ((16, 16), (8, 8), (32, 32), (1, 1), (7, 7), (16, 1), (24, 8), (33, 65), (48, 16)),
-            "options": ((), (), (("EXACT", True),), (("PRESCALE_QK", True),), (("USE_TMA", False),), _TILES),
         },
     ),
+    "sm_75": _card("sm_75"),
+    "sm_80": _card("sm_80"),
     "cuda": Space(
         "cuda", {"default": {}, "triton": {"BACKEND": "TRITON"}}, longest=700, kinds=100, limit_s=120,
         choices={
-            "dtype": ("float16", "float16", "bfloat16", "bfloat16", "float32"),
-            "B": (1, 2, 3), "Hkv": (1, 2, 3, 4),
+            "dtype": _GPU_DTYPES, "B": (1, 2, 3), "Hkv": (1, 2, 3, 4),
             "block": (
                 *((128, 128),) * 6, (256, 128), (128, 256), (64, 64), (48, 48), (20, 128), (64, 16),
             ),

@@ -29,6 +29,15 @@ from fuzz.shrink import shrink
 POISONED = ("CUDA error", "AcceleratorError", "CUDA driver error", "illegal memory access")
 
 
+def on_card(space: Space) -> contextlib.AbstractContextManager[None]:
+    """Run kernels as PTX, where they are those of a card that is not here."""
+    if not space.card:
+        return contextlib.nullcontext()
+    from emulation import emulated  # it imports Triton
+
+    return emulated(space.card)
+
+
 def run_case(space: Space, case: Case, engines: list[str]) -> dict[str, Verdict]:
     return {name: try_case(case, space.device, space.engines[name]) for name in engines}
 
@@ -87,12 +96,13 @@ def serve(space: Space) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     print(json.dumps({"ready": True}), file=answers)
-    for line in sys.stdin:
-        found = answer(space, json.loads(line))
-        ends = any(word in str(found) for word in POISONED)
-        print(json.dumps(found | {"ends": ends}), file=answers)
-        if ends:
-            return
+    with on_card(space):
+        for line in sys.stdin:
+            found = answer(space, json.loads(line))
+            ends = any(word in str(found) for word in POISONED)
+            print(json.dumps(found | {"ends": ends}), file=answers)
+            if ends:
+                return
 
 
 if __name__ == "__main__":
