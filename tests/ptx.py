@@ -449,7 +449,12 @@ _COMPARISONS: dict[str, Callable[..., Values]] = {
 
 def _compare(this: Instruction, x: Values, y: Values) -> Values:
     if this.parts[-1] == "f32":
-        return _COMPARISONS[this.parts[1].removesuffix("u")](_float(x), _float(y))
+        x, y, kind = _float(x), _float(y), this.parts[1]
+        unordered = np.isnan(x) | np.isnan(y)
+        if kind in ("nan", "num"):
+            return unordered == (kind == "nan")
+        found = _COMPARISONS[kind.removesuffix("u")](x, y)
+        return found | unordered if kind.endswith("u") else found & ~unordered
     x, y = (_whole(v, this.bits, True) if this.signed else _cut(v, this.bits) for v in (x, y))
     return _COMPARISONS[this.parts[1]](x, y)
 
