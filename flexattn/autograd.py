@@ -16,7 +16,7 @@ from torch.func import vjp
 from flexattn.config import debug, settings
 from flexattn.errors import MutationError, message
 from flexattn.graph import BoundMod
-from flexattn.problem import Problem
+from flexattn.problem import Needs, Problem
 from flexattn.second_order import tangents
 from flexattn.transforms import is_transforming, one_by_one, refuse_batched, tangent_rule
 
@@ -38,7 +38,7 @@ class Engine(Protocol):
         lse: Tensor,
         d_out: Tensor,
         d_lse: Tensor | None,
-        needs: tuple[bool, bool, bool],
+        needs: Needs,
     ) -> Gradients:
         """Return dq, dk, dv, the gradients of the tensors that score_mod captures, and that of a sink that learns."""
         ...
@@ -227,14 +227,14 @@ def _gradients(
     lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return one gradient, or None, for each of the problem's tensors."""
-    known = problem.sink is None or needs[-1]
-    given = problem if known else replace(problem, sink=None)  # lse has it; only its gradient asks for it again
+    q, k, v = needs[:3]
+    of_sink = problem.sink is not None and needs[-1]
     dq, dk, dv, captured, d_sink = _without_autocast(
-        problem, engine.backward, given, out, lse, d_out, d_lse, (needs[0], needs[1], needs[2])
+        problem, engine.backward, problem, out, lse, d_out, d_lse, (q, k, v, of_sink)
     )
-    of_sink = () if problem.sink is None else (d_sink,)
-    of_mask = (None,) * (len(needs) - 3 - len(captured) - len(of_sink))
-    grads = (dq, dk, dv, *captured, *of_mask, *of_sink)
+    sink = () if problem.sink is None else (d_sink,)
+    of_mask = (None,) * (len(needs) - 3 - len(captured) - len(sink))
+    grads = (dq, dk, dv, *captured, *of_mask, *sink)
     return tuple(g if need else None for g, need in zip(grads, needs, strict=True))
 
 

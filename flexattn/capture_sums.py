@@ -99,8 +99,9 @@ def largest_of_rows(d_out: Tensor, value: Tensor, delta: Tensor, kept: float = 1
     """Return the most that the sizes of the gradients of a row's scores sum to, float32, 0-d.
 
     They are weight * (kept * d_out . value + delta), `kept` where dropout does not make it 0, and the weights of a row
-    sum to 1. What is not finite counts nothing: all that it contributes is not finite either. Norms of rows would bound
-    a product of Dv terms closer, but want float64, lest they overflow: 0.56 ms of 4.4 (T5's buckets, 8x32x2048, H200).
+    sum to at most 1. What is not finite counts nothing: all that it contributes is not finite either. Norms of rows
+    would bound a product of Dv terms closer, but want float64, lest they overflow: 0.56 ms of 4.4 (T5's buckets,
+    8x32x2048, H200).
     """
     of_rows, of_keys, of_delta = (_largest(x) for x in (d_out, value, delta))
     return (kept * value.size(-1) * of_rows * of_keys + of_delta).float()

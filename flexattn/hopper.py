@@ -147,7 +147,9 @@ def _lowered(plan: KernelPlan) -> list[str]:
     if plan.mask is not None:
         # Weights of queries past the end are 0 as they are, but the derivative there may be anything.
         limited = not plan.transposed or plan.scales_gradient
-        found.append(lower_row_bounds(plan.mask, "mask_mod", dialect, limited=limited, rows=plan.transposed))
+        found.append(
+            lower_row_bounds(plan.mask, "mask_mod", dialect.of_masks(ptx=True), limited=limited, rows=plan.transposed)
+        )
     if plan.score is not None:
         found.append(lower_score(plan.score, "score_mod", dialect))
     if plan.grad is not None and plan.scales_gradient:

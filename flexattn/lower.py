@@ -9,7 +9,7 @@ so that nothing is read where the lengths, the lists or the mask exclude the pla
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -52,6 +52,9 @@ _INTERPRETER_TEXT = {
     "tan": "(tl.sin({0}) / tl.cos({0}))",
     "erfc": "(1.0 - tl.erf({0}))",
 }
+
+# Triton's own float64 operations are rounded right, and tl.div_rn and tl.sqrt_rn are of float32 alone.
+_DOUBLE_TEXT = {"div": "{0} / {1}", "sqrt": "tl.sqrt({0})", "sigmoid": "(1.0 / (1.0 + libdevice.exp(-{0})))"}
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,11 @@ def layout_unit(dtype: torch.dtype) -> int:
     return max(1, 16 // dtype.itemsize)
 
 
+def _kind(node: Node) -> str:
+    """Return which functions of the prelude are for a node."""
+    return "int" if not node.dtype.is_floating_point else "double" if node.dtype == torch.float64 else "float"
+
+
 def _identifier(name: str) -> str:
     return "".join(c if c.isalnum() and c.isascii() else "_" for c in name)
 
@@ -118,7 +126,12 @@ class Dialect:
     # This index (q_idx or kv_idx) also comes as the sum of `near`, which in each thread has few values (so there is
     # little to convert to float32), and `offset`, which is a constant of the instruction.
     columns: str = ""
+    as_written: bool = False  # no product is joined with a sum; NVIDIA only
     checked: bool = False  # a mask also gives the captures that it was asked to read outside of, as bits
+
+    def of_masks(self, ptx: bool) -> Dialect:
+        """Masks are computed as by the kernels that classify blocks: near a threshold all must agree on a place."""
+        return replace(self, exact=True, as_written=ptx)
 
 
 def lower(mod: ModPlan, function: str, dialect: Dialect) -> str:
@@ -246,17 +259,26 @@ class Writer:
                 return self._cast(node)
             case "mul" | "div" if node.dtype.is_floating_point and not self.dialect.exact and self.varies(position):
                 return self.product(position)
+            case "mul" if self._must_round(node, position):
+                return self.assign(f"product_{_kind(node)}({self.value(node.args[0])}, {self.value(node.args[1])})")
             case "floordiv" | "mod" | "fmod":
                 return self._integer_division(node)
-        return self.assign(self._text(node.op).format(*(self.value(a) for a in node.args)))
+        return self.assign(self._text(node).format(*(self.value(a) for a in node.args)))
 
-    def _text(self, op: str) -> str:
-        spec = OPS[op]
+    def _must_round(self, node: Node, position: int) -> bool:
+        """Tell whether the compiler could join a product with a sum, which would then be rounded once."""
+        fuses = self.dialect.as_written and node.dtype in (torch.float32, torch.float64)
+        return fuses and any(position in n.args and n.op in ("add", "sub", "neg") for n in self.graph.nodes)
+
+    def _text(self, node: Node) -> str:
+        op, spec = node.op, OPS[node.op]
         if self.dialect.interpreter:
             text = _INTERPRETER_TEXT.get(op, spec.triton)
             if "libdevice." in text:
                 raise CompileError(f"{op}: Triton's interpreter does not have it; use the CPU engine or a GPU")
             return text
+        if node.dtype == torch.float64 and op in _DOUBLE_TEXT:
+            return _DOUBLE_TEXT[op]
         return spec.exact_triton if self.dialect.exact and spec.exact_triton else spec.triton
 
     def _cast(self, node: Node) -> str:
@@ -345,9 +367,8 @@ class Writer:
             return self.assign(f"{x} // {y}" if node.op == "floordiv" else f"{x} % {y}")
         if whole and node.op == "fmod":
             return self.assign(f"{x} % {y}")
-        kind = "int" if whole else "float"
         name = {"floordiv": "floor_div", "mod": "floor_mod", "fmod": "trunc_mod"}[node.op]
-        return self.assign(f"{name}_{kind}({x}, {y})")
+        return self.assign(f"{name}_{_kind(node)}({x}, {y})")
 
     def _load(self, node: Node, position: int) -> str:
         capture_position = int(str(node.value))
@@ -467,7 +488,7 @@ class Writer:
             elif node.op in ("add", "sub") and (split := self._split_sum(node)):
                 return self._with_offset(position, *split)
             else:
-                text = self._text(node.op).format(*(self._float_value(a) for a in node.args))
+                text = self._text(node).format(*(self._float_value(a) for a in node.args))
             self.float_names[position] = self.assign(text)
         return self.float_names[position]
 

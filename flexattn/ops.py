@@ -32,7 +32,7 @@ class Op:
     grad: Rule | None = None  # None: piecewise constant, or not differentiable (integers and booleans)
     bound: Rule | None = None
     result: str = "same"  # dtype of the result: that of the operands ("same"), or "bool"
-    exact_triton: str | None = None  # used instead of `triton` where kernel_options ask for exact functions
+    exact_triton: str | None = None  # used instead of `triton` in masks, and where EXACT is asked for
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
@@ -324,7 +324,7 @@ OPS: dict[str, Op] = {
         exact_triton="tl.div_rn({0}, {1})"),
     "floordiv": Op(torch.floor_divide, "floor_div({0}, {1})", None, _bound_floordiv),
     "mod": Op(torch.remainder, "floor_mod({0}, {1})", lambda g, o, x, y: (g, -g * x.apply("floordiv", y)), _bound_mod),
-    "fmod": Op(torch.fmod, "trunc_mod({0}, {1})", lambda g, o, x, y: (g, -g * (x / y).apply("trunc")), _bound_fmod),
+    "fmod": Op(torch.fmod, "trunc_mod({0}, {1})", lambda g, o, x, y: (g, -g * (x - o) / y), _bound_fmod),
     "neg": Op(torch.neg, "-{0}", lambda g, o, x: (-g,), lambda a: (-a[1], -a[0])),
     "abs": Op(
         torch.abs, "tl.abs({0})", lambda g, o, x: (where(x > 0.0, g, where(x < 0.0, -g, 0.0)),), _bound_abs
@@ -380,7 +380,9 @@ OPS: dict[str, Op] = {
     "trunc": _unary("trunc", "libdevice.trunc({0})", None, bound=_rising("trunc")),
     "round": _unary("round", "libdevice.nearbyint({0})", None, bound=_rising("round")),
     # exponentials and logarithms
-    "exp": _unary("exp", "tl.exp({0})", lambda g, o, x: (g * o,), bound=_rising("exp")),
+    "exp": _unary(
+        "exp", "tl.exp({0})", lambda g, o, x: (g * o,), bound=_rising("exp"), exact_triton="libdevice.exp({0})"
+    ),
     "exp2": _unary("exp2", "tl.exp2({0})", lambda g, o, x: (g * o * math.log(2.0),), bound=_rising("exp2")),
     "expm1": _unary("expm1", "libdevice.expm1({0})", lambda g, o, x: (g * (o + 1.0),), bound=_rising("expm1")),
     "log": _unary("log", "tl.log({0})", lambda g, o, x: (g / x,), bound=_rising("log")),
@@ -389,7 +391,9 @@ OPS: dict[str, Op] = {
         "log10", "libdevice.log10({0})", lambda g, o, x: (g / (x * math.log(10.0)),), bound=_rising("log10")
     ),
     "log1p": _unary("log1p", "libdevice.log1p({0})", lambda g, o, x: (g / (x + 1.0),), bound=_rising("log1p")),
-    "sqrt": _unary("sqrt", "tl.sqrt({0})", lambda g, o, x: (g * 0.5 / o,), bound=_rising("sqrt")),
+    "sqrt": _unary(
+        "sqrt", "tl.sqrt({0})", lambda g, o, x: (g * 0.5 / o,), bound=_rising("sqrt"), exact_triton="tl.sqrt_rn({0})"
+    ),
     "rsqrt": _unary("rsqrt", "tl.rsqrt({0})", lambda g, o, x: (g * -0.5 * o * o * o,), bound=_bound_rsqrt),
     # trigonometry
     "sin": _unary("sin", "tl.sin({0})", lambda g, o, x: (g * x.apply("cos"),), bound=_within(-1.0, 1.0)),
@@ -425,7 +429,8 @@ OPS: dict[str, Op] = {
     # others
     "detach": Op(Tensor.detach, "{0}", lambda g, o, x: (None,), lambda a: a),
     "sigmoid": _unary(
-        "sigmoid", "(1.0 / (1.0 + tl.exp(-{0})))", lambda g, o, x: (g * o * (1.0 - o),), bound=_rising("sigmoid")
+        "sigmoid", "(1.0 / (1.0 + tl.exp(-{0})))", lambda g, o, x: (g * o * (1.0 - o),), bound=_rising("sigmoid"),
+        exact_triton="tl.div_rn(1.0, 1.0 + libdevice.exp(-{0}))",
     ),
     "erf": _unary(
         "erf", "tl.erf({0})", lambda g, o, x: (g * _TWO_OVER_SQRT_PI * (-x * x).apply("exp"),), bound=_rising("erf")

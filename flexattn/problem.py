@@ -12,6 +12,8 @@ from flexattn.equal_runs import EqualRuns
 from flexattn.graph import BoundMod, ModGraph
 from flexattn.options import option
 
+Needs = tuple[bool, bool, bool, bool]  # which of query, key, value and the sink want a gradient
+
 
 @dataclass(frozen=True)
 class Problem:

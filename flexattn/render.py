@@ -167,7 +167,7 @@ def _mods(plan: KernelPlan) -> list[str]:
     dialect = Dialect(plan.exact, plan.target.backend == "interpreter", plan.target.backend == "cuda", plan.float_index)
     found = []
     if plan.mask:
-        found.append(lower(plan.mask, "mask_mod", dialect))
+        found.append(lower(plan.mask, "mask_mod", dialect.of_masks(dialect.ptx)))
     for mod, function in ((plan.score, "score_loads"), (plan.grad if plan.scales_gradient else None, "grad_loads")):
         if mod and early_loads(mod):
             found.append(lower_early_loads(mod, function, dialect, _streamed(plan)))

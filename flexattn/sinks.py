@@ -54,3 +54,13 @@ def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """Return the gradient of a sink, a key of value 0, from lse and d_lse - rowsum(out * d_out), both [B, Hq, M]."""
     weight = torch.where(lse == -math.inf, 0.0, torch.exp(sink[..., None] - lse))
     return (weight * delta).sum(-1).sum_to_size(sink.shape).to(sink.dtype)
+
+
+def weight_of_keys(sink: Tensor, lse: Tensor) -> Tensor:
+    """Return a bound of what the weights of a row sum to where the sink takes the rest, float32, 0-d: 1 at most.
+
+    It is near where most weight is the sink's, up to how lse [B, Hq, M] is rounded: 2**-15 where that is 30.
+    """
+    rounding = 2.0**-20 * (1 + lse.abs())
+    weights = rounding - torch.expm1(sink[..., None] - lse)
+    return weights.nan_to_num(1.0).clamp(max=1.0).amax().float()

@@ -135,7 +135,7 @@ def _calls(problem: Problem, learns: bool) -> tuple[_Call, ...]:
     if learns:
         generator = torch.Generator(out.device).manual_seed(0)
         d_out = torch.empty_like(out).normal_(generator=generator)
-        triton.backward(problem, out, lse, d_out, None, (True, True, True), keep)
+        triton.backward(problem, out, lse, d_out, None, (True, True, True, False), keep)
     return tuple(calls)
 
 

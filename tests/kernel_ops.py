@@ -94,20 +94,24 @@ def check_row(name: str, kind: str, device: str, rtol: float = 2e-5, exact: bool
     wide = [x.double().requires_grad_() if x.is_floating_point() else x for x in columns]
     want = op.torch(*wide)
     expected = torch.where(want, 1.0, 0.25) if boolean else want.detach().double()
-    smooth = _smooth(name, columns)
-    torch.testing.assert_close(got.double()[smooth], expected.double()[smooth], rtol=rtol, atol=4e-6, equal_nan=True)
+    told = _told(name, columns, device)
+    torch.testing.assert_close(got.double()[told], expected.double()[told], rtol=rtol, atol=4e-6, equal_nan=True)
     if op.grad is None or not want.requires_grad or not grads:
         return
     exact_grads = torch.autograd.grad(want.sum(), [x for x in wide if x.requires_grad], allow_unused=True)
     for ours, theirs in zip(grads, exact_grads, strict=True):
         theirs = torch.zeros_like(columns[-1], dtype=torch.float64) if theirs is None else theirs
         ours = torch.zeros_like(theirs) if ours is None else ours.cpu().double()
-        torch.testing.assert_close(ours[smooth], theirs[smooth], rtol=5 * rtol, atol=2e-5)
+        torch.testing.assert_close(ours[told], theirs[told], rtol=5 * rtol, atol=2e-5)
 
 
-def _smooth(name: str, columns: list[Tensor]) -> Tensor:
-    """Return where the rounding of a quotient does not decide: remainders of floats jump where it is whole."""
-    if name in ("floordiv", "mod", "fmod") and columns[0].is_floating_point():
+def _told(name: str, columns: list[Tensor], device: str) -> Tensor:
+    """Return what can be compared: all on a GPU.
+
+    Remainders near whole quotients want an fma, and in Triton's interpreter, which runs where there is none, it rounds
+    twice.
+    """
+    if device == "cpu" and name in ("floordiv", "mod", "fmod") and columns[0].is_floating_point():
         quotient = columns[0] / columns[1]
         return (quotient - quotient.round()).abs() > 1e-3
     return torch.ones(len(columns[0]), dtype=torch.bool)

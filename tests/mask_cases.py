@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexattn import mask_kernels, mods
+from flexattn import create_block_mask, flex_attention, mask_kernels, mods
 from flexattn.block_mask import RunLists
 from flexattn.build import KernelSource
 from flexattn.graph import BoundMod
@@ -117,6 +117,19 @@ def of_casts(n: int, x: Tensor) -> Mod:
     return mask
 
 
+def of_thresholds(n: int, times: Tensor, x: Tensor) -> Mod:
+    """Compare what is equal at many places, where the last bit of a quotient, a root or a product decides."""
+
+    def mask(b, h, q, k):
+        down, right = (q // 12 - k // 12) * 1.0, (q % 12 - k % 12) * 1.0
+        far = torch.sqrt(down**2 + right**2) <= 5.0
+        buckets = times[q] // 1.1 == times[k] // 1.1
+        whole = (torch.remainder(times[q], 1.1) < 0.5) & (torch.fmod(-times[k], 1.1) > -0.5)
+        return one_of_all([far, buckets, whole, x[q] / 7.0 > x[k] / 3.0, times[q] * 0.3 - times[k] * 0.3 <= 0.0])
+
+    return mask
+
+
 def nested(n: int, doc: Tensor, starts: Tensor) -> Mod:
     return lambda b, h, q, k: (k >= starts[doc[q]]) & (k <= q)
 
@@ -211,9 +224,11 @@ MASKS: dict[str, tuple[Callable[[int], tuple[Tensor, ...]], Callable[..., Mod]]]
     "bfloat16": (lambda n: (special(n).bfloat16(),), of_floats),
     "float16": (lambda n: (special(n).half(),), of_floats),
     "casts": (lambda n: (special(n),), of_casts),
+    "thresholds": (lambda n: (torch.arange(n) // 3 * 1.1, drawn(100, n, low=-100)), of_thresholds),
 }  # fmt: skip
 SQUARE = ("ancestors", "table", "nearly full")  # their tensors have n * n elements or bits
-UNINTERPRETED = ("casts",)  # Triton's interpreter does not round to bfloat16, and has no rounding to whole numbers
+# Triton's interpreter does not round to bfloat16, has no rounding to whole numbers, and its fma rounds twice.
+UNINTERPRETED = ("casts", "thresholds")
 
 
 def make_mask(name: str, n: int, device: torch.device | str = "cpu") -> Mod:
@@ -242,6 +257,23 @@ def brute_force(mod: Mod, B: int, H: int, Q: int, KV: int) -> Tensor:
     """Return the dense mask by calling the Python function on index tensors."""
     index = torch.meshgrid(*(torch.arange(n, dtype=torch.int32) for n in (B, H, Q, KV)), indexing="ij")
     return torch.as_tensor(mod(*index)).expand(B, H, Q, KV)
+
+
+def attended(
+    mask_mod: Mod, Q: int, KV: int, dtype: torch.dtype, device: str, **options: object
+) -> tuple[Tensor, Tensor]:
+    """Return which pairs attend in the kernels of the forward and of dV, bool [Q, KV] each."""
+    mask = create_block_mask(mask_mod, None, None, Q, KV, device=device)
+    q, k = (torch.zeros(1, 1, n, 64, dtype=dtype, device=device) for n in (Q, KV))
+    eye = torch.eye(max(Q, KV) + 64, dtype=dtype, device=device)
+    forward, backward = [], []
+    for first in range(0, max(Q, KV), 64):  # a column of value, or of the gradient of out, for each key, or query
+        value = eye[None, None, :KV, first : first + 64].contiguous().requires_grad_()
+        out = flex_attention(q, k, value, block_mask=mask, kernel_options=options)
+        forward.append(out.detach()[0, 0] != 0)
+        d_out = eye[None, None, :Q, first : first + 64].contiguous()
+        backward.append(torch.autograd.grad(out, value, d_out)[0][0, 0].T != 0)
+    return torch.cat(forward, 1)[:, :KV].cpu(), torch.cat(backward)[:Q].cpu()
 
 
 def extents(bound: BoundMod) -> tuple[int, int]:

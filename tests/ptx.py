@@ -470,6 +470,7 @@ _RULES: dict[str, Callable[..., Values]] = {
     "neg": _arithmetic(np.negative, np.negative), "abs": _arithmetic(np.abs, np.abs),
     "div": _arithmetic(np.divide, _quotient), "rem": _arithmetic(np.fmod, lambda x, y: x - _quotient(x, y) * y),
     "ex2": _unary(np.exp2), "lg2": _unary(np.log2), "tanh": _unary(np.tanh), "rcp": _unary(np.reciprocal),
+    "sqrt": _unary(np.sqrt),
     "and": lambda this, x, y: x & y, "or": lambda this, x, y: x | y, "xor": lambda this, x, y: x ^ y,
     "not": lambda this, x: _cut(~x, 1 if "pred" in this.parts else this.bits),
     "shl": lambda this, x, n: _cut(x << np.minimum(n, np.uint64(63)), this.bits), "shr": _shift_right,

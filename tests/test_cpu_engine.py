@@ -19,7 +19,7 @@ from flexattn.problem import Problem
 from flexattn.reference import attention
 from flexattn.trace import trace
 
-ALL = (True, True, True)
+ALL = (True, True, True, False)  # query, key, value, sink
 
 
 @pytest.fixture(autouse=True)
@@ -272,7 +272,7 @@ def test_only_what_is_needed():
     out, lse, _ = cpu.forward(problem)
     every = cpu.backward(problem, out, lse, out, None, ALL)
     for needs in ((True, False, False), (False, True, False), (False, False, True), (False, False, False)):
-        *grads, (captured,), _ = cpu.backward(problem, out, lse, out, None, needs)
+        *grads, (captured,), _ = cpu.backward(problem, out, lse, out, None, (*needs, False))
         for need, got, want in zip(needs, grads, every, strict=False):
             assert (got is not None) == need and (got is None or torch.equal(got, want))
         assert torch.equal(captured, every[3][0])

@@ -16,6 +16,7 @@ from mask_cases import (
     SQUARE,
     Mod,
     assert_same_lists,
+    attended,
     brute_force,
     documents,
     extents,
@@ -208,3 +209,14 @@ def test_a_side_stream() -> None:
 def test_index_outside_of_a_captured_tensor(name: str) -> None:
     with pytest.raises(IndexRangeError, match=re.escape("an index outside of 'short', [100]")):
         create_block_mask(outside("cuda")[name], None, None, 120, 120, "cuda", 48)
+
+
+@pytest.mark.parametrize("engine", ["HOPPER", "TRITON"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_masks_are_computed_as_written(dtype: torch.dtype, engine: str) -> None:
+    """A mask says the same in each kernel, and what it says on a CPU, where roots and quotients are equal too."""
+    if engine == "HOPPER" and (dtype == torch.float32 or str(target_of(gpu())) != "sm_90"):
+        pytest.skip("no Hopper kernel")
+    found = attended(make_mask("thresholds", 333, "cuda"), 333, 300, dtype, "cuda", BACKEND=engine)
+    want = brute_force(make_mask("thresholds", 333), 1, 1, 333, 300)[0, 0]
+    assert [int((x != want).sum()) for x in found] == [0, 0]

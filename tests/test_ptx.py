@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kernel_cases import Setting, check_case
+from mask_cases import attended, brute_force, make_mask
 
 pytest.importorskip("triton")
 
@@ -19,3 +20,12 @@ def test_case(card: str, name: str) -> None:
     options = (("USE_TMA", False),) if card == "sm_90" else ()
     with emulated(card):
         check_case(name, Setting("cpu", torch.float16, options=options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_masks_are_computed_as_written(dtype: torch.dtype) -> None:
+    mask_mod = make_mask("thresholds", 70)
+    with emulated("sm_80"):
+        found = attended(mask_mod, 70, 65, dtype, "cpu", BACKEND="TRITON")
+    want = brute_force(mask_mod, 1, 1, 70, 65)[0, 0]
+    assert [int((x != want).sum()) for x in found] == [0, 0]

@@ -11,6 +11,7 @@ from torch import Tensor
 from flexattn import AuxRequest, create_block_mask, flex_attention, mods
 from flexattn.errors import ArgumentError, DtypeError
 from flexattn.reference import attention
+from flexattn.sinks import weight_of_keys
 
 
 def inputs(M: int = 33, N: int = 40, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -97,3 +98,16 @@ def test_only_the_sink_learns() -> None:
 def test_what_is_refused(sink, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         ours(inputs(), sink)
+
+
+def test_what_a_sink_leaves_to_keys() -> None:
+    """The bound is far below 1 where a sink outweighs all keys, never below the truth, and 1 where it is small."""
+    exact = torch.randn(2, 4, 33, dtype=torch.float64) * 3
+    for sink in (-math.inf, -90.0, 0.0, 12.0, 40.0, 1e30):
+        sinks = torch.full((1, 4), sink, dtype=torch.float64)
+        lse = torch.logaddexp(exact, sinks[..., None])
+        want = float(torch.exp(exact - lse).max())
+        got = float(weight_of_keys(sinks.float(), lse.float()))
+        assert min(want, 1.0) <= got <= min(1.0, want + 2.0**-19 * (1 + float(lse.max())))
+    for missing in (-math.inf, math.nan):  # rows without a key, or of no numbers
+        assert weight_of_keys(torch.full((1, 4), -math.inf), torch.full((2, 4, 3), missing)) == 1

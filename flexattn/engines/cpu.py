@@ -20,7 +20,7 @@ from flexattn.engines.cpu_mods import CaptureGradients
 from flexattn.engines.cpu_scores import Scores, computing_dtype
 from flexattn.engines.cpu_threads import Queue, in_threads
 from flexattn.engines.cpu_tiles import Share, Strip, Tile, fixed_strips, shares, strips
-from flexattn.problem import Problem
+from flexattn.problem import Needs, Problem
 from flexattn.sinks import sink_gradient
 
 _LOG2E = math.log2(math.e)
@@ -107,21 +107,20 @@ def _softmax_strip(tiles: Scores, strip: Strip, unit: float, guard: bool) -> tup
 
 @torch.no_grad()
 def backward(
-    problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: tuple[bool, bool, bool]
+    problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs
 ) -> Gradients:
-    """Return the gradients of query, key, value (where needed), of what score_mod captures, and of the sink."""
+    """Return the gradients of query, key, value, of what score_mod captures, and of the sink, where needed."""
     whole, fixed = _in_lines(problem), problem.batch_invariant
     wide_out, wide_d_out = (_widened(x, whole.value.shape[-1]) for x in (out, d_out))
     given = (wide_out, lse[..., None], wide_d_out, None if d_lse is None else d_lse[..., None])
     sums = _backward(whole, given, needs, guard=fixed)
     if not fixed and not _all_finite(*sums.all()):
         sums = _backward(whole, given, needs, guard=True)
-    return *sums.finish(problem), _sink_gradient(problem, out, lse, d_out, d_lse)
+    return *sums.finish(problem), _sink_gradient(problem, out, lse, d_out, d_lse) if needs[3] else None
 
 
-def _sink_gradient(problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Tensor | None:
-    if problem.sink is None:
-        return None
+def _sink_gradient(problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Tensor:
+    assert problem.sink is not None
     delta = torch.stack([-(o.double() * d).sum(-1) for o, d in zip(out, d_out, strict=True)])
     return sink_gradient(problem.sink, lse, delta if d_lse is None else delta + d_lse)
 
@@ -153,12 +152,12 @@ class _Sums:
 def _backward(
     problem: Problem,
     given: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    needs: tuple[bool, bool, bool],
+    needs: Needs,
     guard: bool,
 ) -> _Sums:
     wide = computing_dtype(problem.query)
-    inputs = (problem.query, problem.key, problem.value)
-    dq, dk, dv = (_zeros_in_order_of(x, x.shape, wide) if need else None for x, need in zip(inputs, needs, strict=True))
+    pairs = zip((problem.query, problem.key, problem.value), needs[:3], strict=True)
+    dq, dk, dv = (_zeros_in_order_of(x, x.shape, wide) if need else None for x, need in pairs)
     learned = problem.score is not None and problem.score_grad is not None and problem.score_grad.sites
     if problem.query.numel() == 0:
         return _Sums(dq, dk, dv, CaptureGradients.of(problem, wide) if learned else None)

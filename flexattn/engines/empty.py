@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexattn.problem import Problem
+from flexattn.problem import Needs, Problem
 from flexattn.sinks import sink_gradient
 
 
@@ -20,13 +20,13 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def backward(
-    problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: tuple[bool, bool, bool]
+    problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...], Tensor | None]:
     """Return gradients of zero for whatever is needed."""
     inputs = (problem.query, problem.key, problem.value)
-    dq, dk, dv = (torch.zeros_like(x) if need else None for x, need in zip(inputs, needs, strict=True))
+    dq, dk, dv = (torch.zeros_like(x) if need else None for x, need in zip(inputs, needs[:3], strict=True))
     captures = () if problem.score is None else problem.score.captures
-    d_sink = None if problem.sink is None else sink_gradient(problem.sink, lse, _or_zeros(d_lse, lse))
+    d_sink = sink_gradient(problem.sink, lse, _or_zeros(d_lse, lse)) if problem.sink is not None and needs[3] else None
     return dq, dk, dv, tuple(torch.zeros_like(c) if c.is_floating_point() else None for c in captures), d_sink
 
 

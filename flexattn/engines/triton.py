@@ -12,8 +12,8 @@ from flexattn.capture_sums import CaptureSums, largest_of_rows, sums_integers
 from flexattn.kernel_plan import SIZES, KernelPlan, pieces_of
 from flexattn.launch import TENSORS, Tensors, backward_kernels, capture_argument, padded_rows, plan_launch, run
 from flexattn.plan import has_descriptor, is_aligned
-from flexattn.problem import Problem
-from flexattn.sinks import sink_gradient
+from flexattn.problem import Needs, Problem
+from flexattn.sinks import sink_gradient, weight_of_keys
 from flexattn.target import Target
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...], Tensor | None]
@@ -36,10 +36,10 @@ def forward(problem: Problem, run: Run = run) -> tuple[Tensor, Tensor, Tensor | 
 
 
 def backward(
-    problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: tuple[bool, bool, bool],
+    problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs,
     run: Run = run,
 ) -> Gradients:  # fmt: skip
-    """Return the gradients of query, key, value (None where not needed), of captured tensors, and of the sink."""
+    """Return the gradients of query, key, value, of captured tensors, and of the sink: None where not needed."""
     problem, d_out = _with_rows(problem), _rows(d_out, problem.batch_invariant)
     q, k, v = problem.query, problem.key, problem.value
     count = q.size(0) * q.size(1) * padded_rows(problem)
@@ -58,8 +58,7 @@ def backward(
     if SIZES in kernels:
         sizes = _capture_arrays(problem, sums, size=sums.sizes)
         run(SIZES, problem, {name: tensors[name] for name in TENSORS[SIZES]}, padded | sizes)
-    kept = 1.0 if problem.dropout is None else problem.dropout.keep_scale
-    largest = largest_of_rows(d_out, v, delta, kept) if sums.sizes and SIZES not in kernels else None
+    largest = _largest_of_rows(problem, lse, d_out, delta) if sums.sizes and SIZES not in kernels else None
     scales = sums.scales(problem, largest)
     of_captures = _capture_arrays(problem, sums, grad=sums.buffers.values(), scale=scales, lost=sums.lost)
     arrays = padded | of_captures
@@ -68,9 +67,9 @@ def backward(
     for kernel in kernels:
         if kernel != SIZES:
             run(kernel, problem, {name: tensors[name] for name in TENSORS[kernel]}, arrays)
-    dq, dk, dv = (tensors[name] if need else None for name, need in zip(("dq", "dk", "dv"), needs, strict=True))
+    dq, dk, dv = (tensors[name] if need else None for name, need in zip(("dq", "dk", "dv"), needs[:3], strict=True))
     d_sink = None
-    if problem.sink is not None:
+    if problem.sink is not None and needs[3]:
         B, Hq, M, _ = q.shape
         d_sink = sink_gradient(problem.sink.detach(), lse, delta.view(B, Hq, -1)[..., :M])
     return dq, dk, dv, sums.gradients(problem, scales), d_sink
@@ -84,6 +83,13 @@ def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | Non
     tensors = {"q": q, "k": k, "v": v, "o": out, "do": out, "dq": q, "dk": k, "dv": v}
     kernels = ("forward", "backward_delta", *backward_kernels(problem, tensors, target))
     return tuple(plan_launch(kernel, problem, target, [tensors[n] for n in TENSORS[kernel]]) for kernel in kernels)
+
+
+def _largest_of_rows(problem: Problem, lse: Tensor, d_out: Tensor, delta: Tensor) -> Tensor:
+    """Return the most that the sizes of the gradients of a row's scores sum to, float32, 0-d."""
+    kept = 1.0 if problem.dropout is None else problem.dropout.keep_scale
+    largest = largest_of_rows(d_out, problem.value, delta, kept)
+    return largest if problem.sink is None else largest * weight_of_keys(problem.sink.detach(), lse)
 
 
 def _capture_arrays(problem: Problem, sums: CaptureSums, **arrays: Iterable[Tensor]) -> dict[str, Tensor]:

@@ -18,8 +18,8 @@ from flexattn.engines import cpu_tiles
 from flexattn.reference import attention, over_all_pairs
 from flexattn.trace import trace
 from fuzz.cases import INPUTS, Case
-from fuzz.masks import dense, make_mask_mod
-from fuzz.place import make_place
+from fuzz.masks import Mod, dense, make_mask_mod
+from fuzz.place import Place, make_place
 from fuzz.score_mods import make_score_mod
 
 Results = dict[str, Tensor | None]
@@ -41,22 +41,37 @@ class Posed:
 
 def pose(case: Case, device: str) -> Posed:
     """Make the tensors, mods and the block mask of a case."""
+    drawn = _drawn(case, device)
+    query, key, value = (_laid_out(x, layout) for x, layout in zip(drawn.plain, case.layouts, strict=True))
+    mask = None if drawn.mask_mod is None else _block_mask(drawn.mask_mod, case, device)
+    # On a CPU: on a GPU torch divides by a number by multiplying with its reciprocal, which rounds twice.
+    live = dense((drawn if device == "cpu" else _drawn(case, "cpu")).mask_mod, drawn.place)
+    call = Call(
+        query, key, value, drawn.score_mod, mask, live, case.scale, drawn.learned, dict(case.options),
+        lambda x: _laid_out(x, case.d_out_layout), dropout_p=case.dropout_p,
+    )  # fmt: skip
+    return Posed(case, with_sink(call, Setting(device, query.dtype), case.sink) if case.sink else call)
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """What is drawn for a case, the same on each device."""
+
+    place: Place
+    plain: list[Tensor]  # query, key, value
+    score_mod: Mod | None
+    learned: tuple[Tensor, ...]
+    mask_mod: Mod | None
+
+
+def _drawn(case: Case, device: str) -> _Drawn:
     place = make_place(device, (case.B, case.H, case.M, case.N), case.numbers, case.tensors)
-    dtype = getattr(torch, case.dtype)
     kv_batch = 1 if case.shares_keys else case.B
     shapes = (
         (case.B, case.H, case.M, case.D), (kv_batch, case.Hkv, case.N, case.D), (kv_batch, case.Hkv, case.N, case.Dv),
     )  # fmt: skip
-    plain = [place.randn(*shape, dtype=dtype) for shape in shapes]
-    query, key, value = (_laid_out(x, layout) for x, layout in zip(plain, case.layouts, strict=True))
-    score_mod, learned = make_score_mod(case.scores, place)
-    mask_mod = make_mask_mod(case.masks, case.join, place)
-    mask = None if mask_mod is None else _block_mask(mask_mod, case, device)
-    call = Call(
-        query, key, value, score_mod, mask, dense(mask_mod, place), case.scale, learned, dict(case.options),
-        lambda x: _laid_out(x, case.d_out_layout), dropout_p=case.dropout_p,
-    )  # fmt: skip
-    return Posed(case, with_sink(call, Setting(device, dtype), case.sink) if case.sink else call)
+    plain = [place.randn(*shape, dtype=getattr(torch, case.dtype)) for shape in shapes]
+    return _Drawn(place, plain, *make_score_mod(case.scores, place), make_mask_mod(case.masks, case.join, place))
 
 
 def _laid_out(x: Tensor, layout: str) -> Tensor:

@@ -109,10 +109,10 @@ def make_mask_mod(names: Sequence[str], join: str, at: Place) -> Mod | None:
 
 
 def dense(mask_mod: Mod | None, at: Place) -> Tensor | None:
-    """Return the mask by calling the Python function on index tensors, bool [B, H, M, N]."""
+    """Return the mask by calling the Python function on index tensors of a CPU, bool [B, H, M, N] on the device."""
     if mask_mod is None:
         return None
     sizes = (at.B, at.H, at.M, at.N)
-    axes = (torch.arange(n, dtype=torch.int32, device=at.device) for n in sizes)
+    axes = (torch.arange(n, dtype=torch.int32) for n in sizes)
     index = (x.view([-1 if i == axis else 1 for i in range(4)]) for axis, x in enumerate(axes))
-    return torch.as_tensor(mask_mod(*index), device=at.device).expand(sizes)
+    return torch.as_tensor(mask_mod(*index)).to(at.device).expand(sizes)
