@@ -179,8 +179,8 @@ def check(call: Call, loose: bool = False) -> None:
             continue
         kind = name if name in ("out", "lse") else "grad"
         rounded_lse = 0.0
-        if kind == "grad" and call.query.dtype == torch.float32:
-            # A backward starts from the rounded lse: half an ulp of it is an error of lse / 2 ulp in every weight.
+        if kind != "lse" and call.query.dtype == torch.float32:
+            # Half an ulp of a score, or of the lse from which a backward starts, is an error of lse / 2 ulp in a weight.
             rounded_lse = float(got[1].masked_fill(got[1] == -math.inf, 0).abs().amax())
         bound = floor + rounded_lse
         if name.startswith("gradient"):

@@ -81,7 +81,7 @@ def test_only_what_needs_a_gradient_is_computed(which: int, monkeypatch: pytest.
     monkeypatch.setattr(api.cpu, "backward", spy)
     flex_attention(*leaves[:3], biased(leaves[3])).sum().backward()
     ((needs, computed),) = given
-    assert needs == (which == 0, which == 1, which == 2)
+    assert needs == (which == 0, which == 1, which == 2, False)
     assert computed == [i == which for i in range(4)]
     assert [x.grad is not None for x in leaves] == [i == which for i in range(4)]
 
