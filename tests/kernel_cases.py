@@ -180,7 +180,7 @@ def check(call: Call, loose: bool = False) -> None:
         kind = name if name in ("out", "lse") else "grad"
         rounded_lse = 0.0
         if kind != "lse" and call.query.dtype == torch.float32:
-            # Half an ulp of a score, or of the lse from which a backward starts, is an error of lse / 2 ulp in a weight.
+            # Half an ulp of a score, or of the lse that a backward starts from, is an error of lse / 2 ulp in a weight.
             rounded_lse = float(got[1].masked_fill(got[1] == -math.inf, 0).abs().amax())
         bound = floor + rounded_lse
         if name.startswith("gradient"):
