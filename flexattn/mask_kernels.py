@@ -29,6 +29,7 @@ _SAME = {
     "bitor", "bitxor", "bitnot", "shl", "shr", "floor", "ceil", "trunc", "round",
 }  # fmt: skip
 _SAME_WHOLE = {"floordiv", "mod", "fmod"}
+_SAME_FLOAT32 = {"sqrt", "floordiv", "mod", "fmod"}  # of floats as torch does where a quotient is below 2**24
 
 _BITMAPS = tuple((f"{n}_ptr", "*i32") for n in ("full", "partial", "full_by_key", "partial_by_key", "unknown"))
 _GEOMETRY = tuple((n, "i32") for n in ("Q", "KV", "BLOCK_Q", "BLOCK_KV", "q_blocks", "kv_blocks", "H", "separate"))
@@ -125,8 +126,8 @@ def _planned(
 def _same_as_torch(graph: ModGraph) -> bool:
     """Tell whether the kernels can read all that a mask captures, and compute it bit for bit as torch does."""
     for node in graph.nodes:
-        whole = not node.dtype.is_floating_point
-        if node.op not in _SAME and not (whole and node.op in _SAME_WHOLE):
+        same = _SAME_FLOAT32 if node.dtype == torch.float32 else _SAME_WHOLE if not node.dtype.is_floating_point else ()
+        if node.op not in _SAME and node.op not in same:
             return False
         if node.dtype == torch.float64 and node.op not in ("number", "const"):
             return False
