@@ -64,40 +64,51 @@ def streamed_rows(plan: KernelPlan) -> int:
 
 def _loads_ahead(plan: KernelPlan) -> bool:
     """Whether tiles are loaded some steps ahead: on most cards such loads have at least 4 bytes."""
-    copies = plan.tma or plan.aligned or plan.dtype.itemsize >= 4 or plan.target.loads_elements_ahead
-    return plan.target.loads_ahead and copies
+    return plan.target.loads_ahead and _copies(plan)
+
+
+def _copies(plan: KernelPlan) -> bool:
+    """Whether tiles can be copied to shared memory without passing through registers."""
+    return plan.tma or plan.aligned or plan.dtype.itemsize >= 4 or plan.target.loads_elements_ahead
 
 
 def _fma(plan: KernelPlan) -> int:
     """Products without matrix units: operands are float32, and all pass through shared memory."""
     t = _tiles(plan, 4)
-    first, second, held = sum(t.first), sum(t.second), sum(t.held)
+    first, second, held, exchanged = sum(t.first), sum(t.second), sum(t.held), _exchanged(plan)
     ahead = (t.stages - 1) * (t.streamed + t.rows)
     if ahead and plan.tma:  # what is read transposed is copied once more
         copies = {"forward": max(first, t.scores), "backward_dkdv": max(first, second) + t.scores}
-        return held + ahead + copies.get(plan.kernel, max(first + second, t.scores)) + _barriers(plan)
+        return held + ahead + copies.get(plan.kernel, max(first + second, t.scores)) + _barriers(plan) + exchanged
     if ahead:
-        return held + ahead + t.scores + 4 * own_rows(plan)
+        return held + ahead + t.scores + 4 * own_rows(plan) + exchanged
     if plan.dtype.itemsize < 4:  # converted just before each product
         # The scores stay for the second part of the next product.
         operands = {"forward": (t.second,), "backward_dkdv": (t.first, t.second)}.get(plan.kernel, (t.first,))
-        return held + max(*t.parts, *(t.scores + part[0] for part in operands if len(part) > 1), t.scores)
+        scores = (t.scores + part[0] for part in operands if len(part) > 1)
+        return held + max(*t.parts, *scores, t.scores) + exchanged
     if plan.kernel == "forward":
-        return held + max(first, t.scores + max(t.second)) + 4 * own_rows(plan)
+        return held + max(first, t.scores + max(t.second), exchanged) + 4 * own_rows(plan)
     if not plan.transposed:
-        return held + first + max(second, t.scores) + _barriers(plan)
+        before, places = _exchanged_before(plan), own_rows(plan) * streamed_rows(plan)
+        beside = before if places <= 256 else 0  # in tiles of 16 x 16, while the last operand is there
+        return held + first + max(second + beside, t.scores + _exchanged_after(plan), before) + _barriers(plan)
     # Rows that give each thread 16 bytes lie in registers as the last products want them.
     if max(t.parts) // streamed_rows(plan) >= 512 * plan.tile.num_warps and not plan.tma:
-        return held + max(first, second) + t.scores
+        return held + max(first, second) + max(t.scores, exchanged)
     at_once = t.first[0] + max(first - t.first[0], max(t.second)) if plan.tma else first + second
-    return held + at_once + t.scores + _barriers(plan)
+    return held + at_once + max(t.scores, exchanged) + _barriers(plan)
 
 
 def _mma(plan: KernelPlan) -> int:
     """Products of a warp each: operands in registers, read from the tiles; what is loaded at once is stored for it."""
     t = _tiles(plan, plan.dtype.itemsize)
-    first, second, held, widest = sum(t.first), sum(t.second), sum(t.held), max(t.parts)
+    first, second, held = sum(t.first), sum(t.second), sum(t.held)
     scores, exchanged = _scores_of_warps(plan, t), _exchanged(plan)
+    # What was loaded element by element is converted in pieces: 16 bytes for each thread, twice where warps share rows.
+    of_threads = (32 if scores else 16) * plan.target.warp_size * plan.tile.num_warps
+    piece = max(t.parts) if _copies(plan) else max(t.scores, of_threads)
+    widest = min(max(t.parts), piece)
     # Without TMA a float32 tile that is also read transposed has no one layout: it is loaded at once, and converted.
     twice = plan.kernel != "forward" and plan.dtype.itemsize == 4 and not plan.tma
     if t.stages > 1 and not twice:
@@ -108,8 +119,8 @@ def _mma(plan: KernelPlan) -> int:
     if plan.tma:
         return held + max(widest + scores if plan.transposed else max(widest, scores), exchanged) + _barriers(plan)
     if plan.transposed:
-        copied = max(t.second) + scores if twice else max(*t.second, scores)
-        return held + ahead + first + max(*t.first, second + copied, exchanged)
+        copied = max(t.second) + scores if twice else max(min(max(t.second), piece), scores)
+        return held + ahead + first + max(min(max(t.first), piece), second + copied, exchanged)
     return held + ahead + first + max(max(t.first) if ahead else widest, scores, exchanged)
 
 
@@ -227,19 +238,35 @@ def _of_dropout(plan: KernelPlan) -> int:
 
 def _exchanged(plan: KernelPlan) -> int:
     """Return what is brought from the layout that it is read or added up in to that of the scores, or back."""
-    if not plan.target.loads_ahead and plan.dtype.itemsize < 4:  # converted for the product as it is
-        return 0
-    places = own_rows(plan) * streamed_rows(plan)
-    loads = [load for mod in (plan.score, plan.mask) if mod for load in _loads(mod) if load.each_place]
+    return max(_exchanged_before(plan), _exchanged_after(plan))
+
+
+def _exchanged_before(plan: KernelPlan) -> int:
+    """Return what mods read for each place in another layout than that of the scores."""
     ahead = plan.tile.num_stages > 1 and plan.target.loads_ahead
-    late = not ahead and (units(plan) != "mma" or plan.kernel != "forward")
-    read = [load for load in loads if load.size < 4 or (load.reads_rows and late)]
-    found = max((min(4, max(2, load.size)) * places for load in read), default=0)
-    if not plan.sums or plan.score is None:
-        return found
+    late = not ahead and (units(plan) != "mma" or plan.kernel != "forward" or not _copies(plan))
+    read = [load for load in _each_place(plan, plan.score, plan.mask) if load.size < 4 or (load.reads_rows and late)]
+    return max((min(4, max(2, load.size)) * own_rows(plan) * streamed_rows(plan) for load in read), default=0)
+
+
+def _exchanged_after(plan: KernelPlan) -> int:
+    """Return what the gradients of captured tensors pass through before they are added."""
+    if not plan.sums or _converts_scores(plan):
+        return 0
     wide = units(plan) == "fma" or plan.dtype.itemsize == 4
-    added = [4 if load.reads_rows or wide else 2 for load in _loads(plan.score) if load.each_place]
-    return max(found, max(added, default=0) * places + (0 if 4 in added else 2 * _reductions(plan)))
+    added = [4 if load.reads_rows or wide else 2 for load in _each_place(plan, plan.score)]
+    places = own_rows(plan) * streamed_rows(plan)
+    return max(added, default=0) * places + (0 if 4 in added else 2 * _reductions(plan))
+
+
+def _converts_scores(plan: KernelPlan) -> bool:
+    """Whether scores pass through shared memory anyhow, as float32 operands of half precision."""
+    return not plan.target.loads_ahead and plan.dtype.itemsize < 4
+
+
+def _each_place(plan: KernelPlan, *mods: ModPlan | None) -> list[_Load]:
+    """Return what mods read for each place and exchange."""
+    return [] if _converts_scores(plan) else [load for mod in mods if mod for load in _loads(mod) if load.each_place]
 
 
 @dataclass(frozen=True)
@@ -285,7 +312,7 @@ def _of_products(plan: KernelPlan) -> int:
     taken = _UNITS[unit](plan) + _of_dropout(plan)
     if unit == "mfma":
         return taken
-    taken += _ahead_of_mods(plan) + (0 if unit == "mma" else _exchanged(plan))
+    taken += _ahead_of_mods(plan) + (0 if unit in ("mma", "fma") else _exchanged(plan))
     if plan.precision != "tf32x3" or unit == "fma":
         return taken
     t = _tiles(plan, 4)  # three products of the parts that a TF32 number holds of each operand

@@ -106,6 +106,8 @@ def works() -> Iterator[tuple[str, torch.dtype, int, int, str, str]]:
     yield "sm_86", full, 512, 512, "causal", "ieee"
     yield "sm_86", half, 64, 64, "bias", "ieee"
     yield "sm_86", full, 64, 64, "relative", "ieee"
+    yield "sm_75", full, 64, 64, "bias", "ieee"
+    yield "sm_80", half, 257, 33, "bias", "ieee"
     yield "sm_89", half, 96, 96, "relative", "ieee"
     yield "sm_90", half, 33, 130, "causal", "ieee"
     yield "sm_90", full, 128, 128, "causal", "ieee"
@@ -121,11 +123,6 @@ def works() -> Iterator[tuple[str, torch.dtype, int, int, str, str]]:
     yield "gfx950", full, 192, 128, "bias", "ieee"
 
 
-# How far the model may be above, by whether rows are aligned: where single elements are loaded, what is converted
-# through shared memory takes a half to all of its tile.
-MOST_ABOVE = {True: 1.1, False: 1.15}
-
-
 @pytest.mark.parametrize(("card", "dtype", "D", "Dv", "work", "precision"), list(works()), ids=str)
 def test_plans_take_what_triton_allocates(card: str, dtype: torch.dtype, D: int, Dv: int, work: str, precision: str):
     for plan, source in sources(card, dtype, D, Dv, work, precision):
@@ -133,7 +130,7 @@ def test_plans_take_what_triton_allocates(card: str, dtype: torch.dtype, D: int,
         assert taken <= shared_bytes(plan) <= plan.target.shared_memory, f"{plan}\ntakes {taken}"
         if plan.dtype.itemsize == 4 and plan.kernel != "backward_delta":
             assert plan.precision == precision or plan.D == LARGEST
-        assert shared_bytes(plan) <= MOST_ABOVE[plan.aligned] * taken, f"{plan}\ntakes {taken}"
+        assert shared_bytes(plan) <= 1.1 * taken, f"{plan}\ntakes {taken}"
 
 
 @pytest.mark.parametrize(("card", "D"), [("sm_80", 64), ("sm_86", 256), ("sm_90", 64), ("sm_100", 64), ("gfx942", 64)])

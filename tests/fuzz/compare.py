@@ -78,13 +78,15 @@ def _laid_out(x: Tensor, layout: str) -> Tensor:
     return x if layout == "contiguous" else LAYOUTS[layout](x)
 
 
-def _block_mask(mask_mod: object, case: Case, device: str) -> BlockMask | upstream.BlockMask:
+def _block_mask(mask_mod: Mod, case: Case, device: str) -> BlockMask | upstream.BlockMask:
     graph = trace(mask_mod, "mask").graph
     B = case.B if graph.reads("b") or "b" in case.extent else None
     H = case.H if graph.reads("h") or "h" in case.extent else None
     sizes = (mask_mod, B, H, case.M, case.N)
     if case.mask_from == "torch":
-        return upstream.create_block_mask(*sizes, device=device, BLOCK_SIZE=case.block)
+        # PyTorch makes masks of int64 positions and reads them by int32 ones, which a shift tells apart.
+        whole = lambda *index: mask_mod(*(i.int() for i in index))  # noqa: E731
+        return upstream.create_block_mask(whole, *sizes[1:], device=device, BLOCK_SIZE=case.block)
     separate = case.mask_from != "not separated"
     return create_block_mask(*sizes, device=device, BLOCK_SIZE=case.block, separate_full_blocks=separate)
 
