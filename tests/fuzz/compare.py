@@ -85,7 +85,7 @@ def _block_mask(mask_mod: Mod, case: Case, device: str) -> BlockMask | upstream.
     sizes = (mask_mod, B, H, case.M, case.N)
     if case.mask_from == "torch":
         # PyTorch makes masks of int64 positions and reads them by int32 ones, which a shift tells apart.
-        whole = lambda *index: mask_mod(*(i.int() for i in index))  # noqa: E731
+        whole = lambda b, h, q, kv: mask_mod(b.int(), h.int(), q.int(), kv.int())  # noqa: E731
         return upstream.create_block_mask(whole, *sizes[1:], device=device, BLOCK_SIZE=case.block)
     separate = case.mask_from != "not separated"
     return create_block_mask(*sizes, device=device, BLOCK_SIZE=case.block, separate_full_blocks=separate)
