@@ -256,7 +256,8 @@ def _exchanged_after(plan: KernelPlan) -> int:
     wide = units(plan) == "fma" or plan.dtype.itemsize == 4
     added = [4 if load.reads_rows or wide else 2 for load in _each_place(plan, plan.score)]
     places = own_rows(plan) * streamed_rows(plan)
-    return max(added, default=0) * places + (0 if 4 in added else 2 * _reductions(plan))
+    apart = units(plan) == "mma" and own_rows(plan) >= 16 * plan.tile.num_warps  # each warp has rows of its own
+    return max(added, default=0) * places + (0 if apart or 4 in added else 2 * _reductions(plan))
 
 
 def _converts_scores(plan: KernelPlan) -> bool:

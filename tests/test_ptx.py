@@ -22,10 +22,9 @@ def test_case(card: str, name: str) -> None:
         check_case(name, Setting("cpu", torch.float16, options=options))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_masks_are_computed_as_written(dtype: torch.dtype) -> None:
+def test_masks_are_computed_as_written() -> None:
     mask_mod = make_mask("thresholds", 70)
     with emulated("sm_80"):
-        found = attended(mask_mod, 70, 65, dtype, "cpu", BACKEND="TRITON")
+        found = attended(mask_mod, 70, 65, torch.float16, "cpu", BACKEND="TRITON")
     want = brute_force(mask_mod, 1, 1, 70, 65)[0, 0]
     assert [int((x != want).sum()) for x in found] == [0, 0]
