@@ -249,7 +249,9 @@ def _device(bound: BoundMod, device: torch.device | str | int | None) -> torch.d
     captured = {t.device: c.name for c, t in pairs if not c.literal and (t.dim() or not t.is_cpu)}
     if device is None and len(captured) == 1:
         return next(iter(captured))
-    chosen = torch.device((torch.accelerator.current_accelerator() or "cpu") if device is None else device)
+    if device is None:
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    chosen = torch.device(device)
     if chosen.index is None and chosen.type != "cpu":  # "cuda" becomes "cuda:0"
         is_cuda = chosen.type == "cuda"  # asked directly: an allocation takes the host longer
         chosen = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.empty(0, device=chosen).device

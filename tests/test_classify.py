@@ -277,3 +277,9 @@ def test_on_a_gpu():
     assert torch.equal(mask[:, :, 3:7].to_dense().cpu(), other[:, :, 3:7].to_dense())
     assert torch.equal(mask._adjust(500, 700).to_dense().cpu(), other._adjust(500, 700).to_dense())
     assert other.to("cuda").mask_mod(0, 0, ids[:2], ids[:2]).device == ids.device
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_torch_built_for_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+    assert create_block_mask(mods.causal, None, None, 64, 64).device.type == "cpu"
