@@ -29,7 +29,7 @@ _SAME = {
     "bitor", "bitxor", "bitnot", "shl", "shr", "floor", "ceil", "trunc", "round",
 }  # fmt: skip
 _SAME_WHOLE = {"floordiv", "mod", "fmod"}
-_SAME_FLOAT32 = {"sqrt", "floordiv", "mod", "fmod"}  # of floats as torch does where a quotient is below 2**24
+_SAME_FLOAT32 = {"sqrt", *_SAME_WHOLE}  # remainders where a quotient is below 2**24
 
 _BITMAPS = tuple((f"{n}_ptr", "*i32") for n in ("full", "partial", "full_by_key", "partial_by_key", "unknown"))
 _GEOMETRY = tuple((n, "i32") for n in ("Q", "KV", "BLOCK_Q", "BLOCK_KV", "q_blocks", "kv_blocks", "H", "separate"))
@@ -118,15 +118,18 @@ def _planned(
     graph: ModGraph, layouts: tuple[CaptureLayout, ...], numbers: tuple[str, ...], backend: str
 ) -> MaskPlan | None:
     """Return one object for each plan, which keeps its sources."""
-    if backend == "hip" or not _same_as_torch(graph):
+    if backend == "hip" or not _same_as_torch(graph, {"sqrt"} if backend == "interpreter" else _SAME_FLOAT32):
         return None
     return MaskPlan(ModPlan(graph, "mask", layouts, numbers), backend == "interpreter")
 
 
-def _same_as_torch(graph: ModGraph) -> bool:
-    """Tell whether the kernels can read all that a mask captures, and compute it bit for bit as torch does."""
+def _same_as_torch(graph: ModGraph, of_float32: set[str]) -> bool:
+    """Tell whether the kernels can read all that a mask captures, and compute it bit for bit as torch does.
+
+    `of_float32`: what they compute so of float32 alone. (The interpreter's fma, which remainders want, rounds twice.)
+    """
     for node in graph.nodes:
-        same = _SAME_FLOAT32 if node.dtype == torch.float32 else _SAME_WHOLE if not node.dtype.is_floating_point else ()
+        same = of_float32 if node.dtype == torch.float32 else _SAME_WHOLE if not node.dtype.is_floating_point else ()
         if node.op not in _SAME and node.op not in same:
             return False
         if node.dtype == torch.float64 and node.op not in ("number", "const"):

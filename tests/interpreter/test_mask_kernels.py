@@ -37,7 +37,7 @@ from flexattn.graph import BoundMod
 from flexattn.mask_build import build_lists
 from flexattn.mask_kernels import plan_mask
 from flexattn.mask_recipe import recipe_of, sources
-from flexattn.target import INTERPRETER
+from flexattn.target import INTERPRETER, Target
 from flexattn.trace import trace
 
 pytest.importorskip("triton")
@@ -196,7 +196,6 @@ def test_index_outside_of_a_captured_tensor(name: str) -> None:
 WIDE = torch.rand(TOKENS, dtype=torch.float64)
 UNLIKE: dict[str, Mod] = {
     "exp": lambda b, h, q, k: torch.exp(q * 0.1) > k,
-    "sqrt": lambda b, h, q, k: torch.sqrt(q.float()) > k,
     "rsqrt": lambda b, h, q, k: torch.rsqrt(q + 1.0) * k > 1,
     "tanh": lambda b, h, q, k: torch.tanh(q * 0.1) * 30 > k,
     "sin": lambda b, h, q, k: torch.sin(q * 0.1) * 30 > k,
@@ -212,6 +211,12 @@ UNLIKE: dict[str, Mod] = {
 @pytest.mark.parametrize("name", UNLIKE)
 def test_no_plan_where_triton_would_round_differently(name: str) -> None:
     assert plan_mask(trace(UNLIKE[name], "mask"), INTERPRETER) is None
+
+
+def test_roots_and_remainders_of_float32_have_a_plan_where_sums_of_products_round_once() -> None:
+    gpu = Target("cuda", 90, 32)
+    assert plan_mask(trace(lambda b, h, q, k: torch.sqrt(q.float()) > k, "mask"), INTERPRETER)
+    assert all(plan_mask(trace(UNLIKE[f"{name} of floats"], "mask"), gpu) for name in ("quotient", "remainder"))
 
 
 @pytest.mark.parametrize("name", ["numbers", "documents", "batches", "views", "nested", "float32"])
