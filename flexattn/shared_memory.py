@@ -86,7 +86,7 @@ def _fma(plan: KernelPlan) -> int:
         # The scores stay for the second part of the next product.
         operands = {"forward": (t.second,), "backward_dkdv": (t.first, t.second)}.get(plan.kernel, (t.first,))
         scores = (t.scores + part[0] for part in operands if len(part) > 1)
-        return held + max(*t.parts, *scores, t.scores) + exchanged
+        return held + max(*t.parts, *scores, t.scores)
     if plan.kernel == "forward":
         return held + max(first, t.scores + max(t.second), exchanged) + 4 * own_rows(plan)
     if not plan.transposed:
