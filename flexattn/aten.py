@@ -8,32 +8,46 @@ on captured tensors alone is a load.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from flexattn.errors import UnsupportedError
 from flexattn.graph import Builder, Expr, wide
 from flexattn.ops import where
 
 MOST_UNROLLED = 64
+_MOST_NESTED = 40  # operators inside of each other before `Elements.value` starts from the innermost one
 
 Index = tuple[Expr, ...]
 
 
 class UnknownOperator(Exception):
-    """No row of the tables computes this operator."""
+    """No row of the tables computes this operator, or not with these arguments; `reason` says more where it can."""
 
-    def __init__(self, node: fx.Node) -> None:
+    def __init__(self, node: fx.Node, reason: str = "") -> None:
         super().__init__(str(node.target))
         self.node = node
+        self.reason = reason
+
+
+class Refused(UnknownOperator):
+    """As UnknownOperator, where no decomposition would help."""
+
+
+class _TooDeep(Exception):
+    """An element that has to be known before the one that was asked for: Python's stack is too short for both."""
+
+    def __init__(self, node: fx.Node, index: Index) -> None:
+        super().__init__()
+        self.element = node, index
 
 
 def is_symbol(value: object) -> bool:
@@ -50,38 +64,66 @@ class Elements:
         self.load = load
         self.number = number
         self._known: dict[tuple[Any, ...], Expr] = {}
+        self._depth = 0
+
+    def value(self, node: fx.Node) -> Expr:
+        """Return the only element of a 0-d node, however many operators stand in a row before it."""
+        pending: list[tuple[fx.Node, Index]] = [(node, ())]
+        while True:
+            try:
+                found = self.at(*pending[-1])
+            except _TooDeep as inner:
+                pending.append(inner.element)
+                continue
+            pending.pop()
+            if not pending:
+                return found
 
     def at(self, node: fx.Node, index: Index) -> Expr:
         """Return the element of `node` at `index`, one expression for each dimension."""
         key = (node, *(i.index for i in index))
         if key not in self._known:
-            found = self.load(node, index)
-            self._known[key] = self._compute(node, index) if found is None else found
+            if self._depth == _MOST_NESTED:
+                raise _TooDeep(node, index)
+            self._depth += 1
+            try:
+                found = self.load(node, index)
+                self._known[key] = self._compute(node, index) if found is None else found
+            finally:
+                self._depth -= 1
         return self._known[key]
 
     def _compute(self, node: fx.Node, index: Index) -> Expr:
-        name = operator_name(node)
-        if node.target is operator.getitem:  # one of several results: the operator is the one to decompose
-            raise UnknownOperator(node.args[0])  # type: ignore[arg-type]
-        if name in VIEWS:
-            return VIEWS[name](self, node, index)
-        if name in REDUCTIONS:
-            return self._reduce(node, index, REDUCTIONS[name])
-        if name in CREATION:
-            return self.scalar(CREATION[name](node), wide(node.meta["val"].dtype))
-        if name in ROWS:
-            return self._row(node, index, ROWS[name])
-        raise UnknownOperator(node)
+        if node.target is operator.getitem:
+            source, which = node.args
+            assert isinstance(source, fx.Node)
+            compute, (args, kwargs) = _entry(RESULTS, source), arguments(source)
+            if compute is None:  # the operator that has several results is the one to decompose
+                raise UnknownOperator(source)
+            _check_arguments(compute, source, self, source, index, which, *args, **kwargs)
+            return compute(self, source, index, which, *args, **kwargs)
+        args, kwargs = arguments(node)
+        if (view := _entry(VIEWS, node)) is not None:
+            _check_arguments(view, node, self, node, index, *args, **kwargs)
+            return view(self, node, index, *args, **kwargs)
+        if (reduction := _entry(REDUCTIONS, node)) is not None:
+            _check_arguments(reduction.over, node, *args[1:], **kwargs)
+            return self._reduce(node, index, reduction, args[0], reduction.over(*args[1:], **kwargs))
+        if (created := _entry(CREATION, node)) is not None:
+            _check_arguments(created, node, *args, **kwargs)
+            return self.scalar(created(*args, **kwargs), wide(node.meta["val"].dtype))
+        if (row := _entry(ROWS, node)) is not None:
+            return self._row(node, index, row, args, kwargs)
+        raise UnknownOperator(node, REASONS.get(operator_name(node), ""))
 
-    def _row(self, node: fx.Node, index: Index, row: Row) -> Expr:
+    def _row(self, node: fx.Node, index: Index, row: Row, args: list[Any], kwargs: dict[str, Any]) -> Expr:
         result = wide(node.meta["val"].dtype)
-        dtype = {"result": result, "common": wide(common_dtype(node.args)), "bool": torch.bool, "own": None}[
-            row.computes
-        ]
-        args = [self.operand(a, index, dtype, literal=row.literal_divisor and i == 1) for i, a in enumerate(node.args)]
-        kwargs = {k: self.operand(a, index, dtype) for k, a in node.kwargs.items() if k not in _LAYOUT}
-        out = row.compute(*args, **kwargs) if row.computes != "own" else row.compute(self, result, *args, **kwargs)
-        return self.cast(out, result)
+        dtype = {"result": result, "common": wide(common_dtype(args)), "bool": torch.bool, "own": None}[row.computes]
+        extra = (self, result) if row.computes == "own" else ()
+        _check_arguments(row.compute, node, *extra, *args, **kwargs)
+        operands = [self.operand(a, index, dtype, literal=row.literal_divisor and i == 1) for i, a in enumerate(args)]
+        named = {k: self.operand(a, index, dtype) for k, a in kwargs.items()}
+        return self.cast(row.compute(*extra, *operands, **named), result)
 
     def operand(self, arg: Any, index: Index, dtype: torch.dtype | None, literal: bool = False) -> Any:
         """Return an argument of an elementwise operator as an expression; None, strings and dtypes pass through."""
@@ -105,10 +147,8 @@ class Elements:
         return self.builder.const(value, dtype or kind)
 
     def position(self, value: Any) -> Expr:
-        """Return a Python number as an index expression, int32 where it fits."""
-        value = value.meta["val"] if isinstance(value, fx.Node) else value
-        fits = is_symbol(value) or -(2**31) <= value < 2**31
-        return self.scalar(value, torch.int32 if fits else torch.int64)
+        """Return a Python number as an index expression."""
+        return self.scalar(value, torch.int64)
 
     def cast(self, x: Expr, dtype: torch.dtype) -> Expr:
         return truth(x) if dtype == torch.bool else x.cast(dtype)
@@ -116,26 +156,35 @@ class Elements:
     def broadcast(self, index: Index, shape: Sequence[Any]) -> Index:
         """Return the index of an operand of `shape` for element `index` of the result."""
         kept = index[len(index) - len(shape) :]
-        zero = self.builder.const(0, torch.int32)
+        zero = self.position(0)
         return tuple(zero if isinstance(s, int) and s == 1 else i for i, s in zip(kept, shape, strict=True))
 
     def wrapped(self, i: Expr, size: Any) -> Expr:
         """Return index `i` counted from the front: PyTorch counts negative ones from the end."""
         if isinstance(i.constant, int):
             return i if i.constant >= 0 else self.position(i.constant + concrete(size))
-        return where(i < 0, i + self.position(size).cast(i.dtype), i)
+        i = i.cast(torch.int64)
+        return where(i < 0, i + self.position(size), i)
 
-    def _reduce(self, node: fx.Node, index: Index, reduction: Reduction) -> Expr:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
+    def short(self, node: fx.Node, size: Any, most: int = MOST_UNROLLED) -> int:
+        """Return a size over which `node` is unrolled."""
+        count = concrete(size)
+        if count > most:
+            raise Refused(
+                node,
+                f"over {count} elements that depend on b, h, q_idx, kv_idx or the score, where at most {most} can be "
+                f"unrolled. Compute it before the call and index the result",
+            )
+        return count
+
+    def _reduce(self, node: fx.Node, index: Index, reduction: Reduction, source: fx.Node, over: Over) -> Expr:
         shape = source.meta["val"].shape
-        dims, keep = reduction.dims(node)
+        dims, keep = over.dims, over.keep
+        dims = (dims,) if isinstance(dims, int) else dims
         dims = sorted({d % max(len(shape), 1) for d in (dims if dims else range(len(shape)))})
         dims = [d for d in dims if d < len(shape)]
         sizes = [concrete(shape[d]) for d in dims]
-        count = math.prod(sizes)
-        if count > MOST_UNROLLED:
-            raise UnsupportedError(_too_long(node, count))
+        self.short(node, math.prod(sizes))
         rest = iter(index if not keep else [i for d, i in enumerate(index) if d not in dims])
         outer = {d: next(rest) for d in range(len(shape)) if d not in dims}
         dtype = wide(node.meta["val"].dtype)
@@ -144,14 +193,7 @@ class Elements:
             chosen = dict(zip(dims, map(self.position, inner), strict=True))
             value = self.at(source, tuple((outer | chosen)[d] for d in range(len(shape))))
             values.append(value if reduction.keeps_dtype else self.cast(value, dtype))
-        return self.cast(reduction.combine(self, node, values, dtype), dtype)
-
-
-def _too_long(node: fx.Node, count: int) -> str:
-    return (
-        f"{operator_name(node)} over {count} elements inside of a mod: found a reduction that reads b, h, q_idx or "
-        f"kv_idx, expected at most {MOST_UNROLLED} elements. Reduce the tensor before the call and index the result."
-    )
+        return self.cast(reduction.combine(self, node, values, dtype, *over.options), dtype)
 
 
 def operator_name(node: fx.Node) -> str:
@@ -162,6 +204,54 @@ def operator_name(node: fx.Node) -> str:
     if name.endswith("_") and not name.endswith("__"):
         name = name[:-1]
     return name if space in ("aten", "") else f"{space}.{name}"
+
+
+def _entry(table: dict[str, Any], node: fx.Node) -> Any:
+    """Return the row of an operator: one for this overload alone, or one for all that have no row of their own."""
+    name = operator_name(node)
+    overload = getattr(node.target, "_overloadname", "")
+    return table.get(f"{name}.{overload}", table.get(name))
+
+
+def has_row(node: fx.Node) -> bool:
+    """Tell whether the element of a node can be computed from those of its operands."""
+    return any(_entry(table, node) is not None for table in (ROWS, CREATION, VIEWS))
+
+
+def arguments(node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
+    """Return what an operator was given, positional as far as its schema allows, without what equals the default.
+
+    Where a result is stored says nothing of its elements: layout, device and the like are left out.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return list(node.args), dict(node.kwargs)
+    positional: list[Any] = []
+    named: dict[str, Any] = {}
+    needed = 0
+    for i, argument in enumerate(target._schema.arguments):
+        default = argument.default_value
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, default)
+        given = not argument.has_default_value() or type(value) is not type(default) or value != default
+        if not argument.kwarg_only:
+            positional.append(value)
+            needed = len(positional) if given else needed
+        elif given and argument.name not in _LAYOUT:
+            named[argument.name] = value
+    return positional[:needed], named
+
+
+def _check_arguments(compute: Callable[..., Any], node: fx.Node, *args: Any, **kwargs: Any) -> None:
+    """Raise unless a row has a parameter for everything that the operator was given: nothing is ignored."""
+    try:
+        _signature(compute).bind(*args, **kwargs)
+    except TypeError as error:
+        raise UnknownOperator(node, f"with arguments that have no rule: {error}") from None
+
+
+@lru_cache(1024)
+def _signature(compute: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(compute)
 
 
 def concrete(value: Any) -> Any:
@@ -207,6 +297,9 @@ class Row:
     literal_divisor: bool = False  # the second operand, if a number, is never a runtime value
 
 
+_ON_BOOLEANS = {"maximum": "or", "minimum": "and"}
+
+
 def truth(x: Expr) -> Expr:
     return x if x.dtype == torch.bool else x.apply("ne", 0)
 
@@ -216,7 +309,16 @@ def _unary(name: str) -> Row:
 
 
 def _rounding(name: str) -> Row:
-    return Row(lambda x, decimals=None: x.apply(name) if x.dtype.is_floating_point else x)
+    return Row(lambda x: x.apply(name) if x.dtype.is_floating_point else x)
+
+
+def _round_decimals(x: Expr, decimals: Expr | None = None) -> Expr:
+    """round(x, decimals=n) as torch computes it: scaled by a power of ten, rounded, scaled back."""
+    places = 0 if decimals is None else decimals.constant
+    if not x.dtype.is_floating_point or places == 0:
+        return x.apply("round") if x.dtype.is_floating_point else x
+    scale = 10.0 ** abs(float(places))  # type: ignore[arg-type]
+    return (x * scale).apply("round") / scale if float(places) > 0 else (x / scale).apply("round") * scale  # type: ignore[arg-type]
 
 
 def _compare(name: str) -> Row:
@@ -288,11 +390,9 @@ def _select(elements: Elements, dtype: torch.dtype, condition: Expr, x: Any, y: 
     return where(truth(condition), elements.cast(x, dtype), elements.cast(y, dtype))
 
 
-def _converted(elements: Elements, dtype: torch.dtype, x: Expr, to: torch.dtype | None = None, **_: Any) -> Expr:
+def _converted(elements: Elements, dtype: torch.dtype, x: Expr, to: torch.dtype | None = None) -> Expr:
     """Convert as the user wrote it: to a half type it rounds, though the value goes on in float32."""
-    if to is None:
-        return x
-    return elements.cast(elements.cast(x, to), dtype)
+    return x if to is None else elements.cast(elements.cast(x, to), dtype)
 
 
 def _clamp(x: Expr, low: Expr | None = None, high: Expr | None = None) -> Expr:
@@ -305,7 +405,7 @@ def _clamp(x: Expr, low: Expr | None = None, high: Expr | None = None) -> Expr:
 
 
 def _extreme(name: str) -> Row:
-    on_bool = "or" if name == "maximum" else "and"
+    on_bool = _ON_BOOLEANS[name]
     return Row(lambda x, y: x.apply(on_bool if x.dtype == torch.bool else name, y))
 
 
@@ -370,11 +470,12 @@ ROWS: dict[str, Row] = {
     "bitwise_left_shift": Row(lambda x, y: x.apply("shl", y)), "__lshift__": Row(lambda x, y: x.apply("shl", y)),
     "bitwise_right_shift": Row(lambda x, y: x.apply("shr", y)), "__rshift__": Row(lambda x, y: x.apply("shr", y)),
     "where": Row(_select, "own"), "masked_fill": Row(lambda e, d, x, c, y: _select(e, d, c, y, x), "own"),
-    "_to_copy": Row(lambda e, d, x, dtype=None, **_: _converted(e, d, x, dtype), "own"),
-    "prims.convert_element_type": Row(lambda e, d, x, dtype: e.cast(x, d), "own"), "detach": Row(_detach),
+    "_to_copy": Row(lambda e, d, x, dtype=None: _converted(e, d, x, dtype), "own"),
+    "prims.convert_element_type": Row(_converted, "own"), "detach": Row(_detach),
     "copy": Row(lambda x, y: y),
     "signbit": Row(_signbit, "common"),
     "floor": _rounding("floor"), "ceil": _rounding("ceil"), "trunc": _rounding("trunc"), "round": _rounding("round"),
+    "round.decimals": Row(_round_decimals),
     "frac": Row(lambda x: x - x.apply("trunc")),
     "atan2": Row(lambda y, x: y.apply("atan2", x)), "copysign": Row(lambda x, y: x.apply("copysign", y)),
     **{name: _unary(name) for name in (
@@ -386,137 +487,184 @@ ROWS: dict[str, Row] = {
 _LAYOUT = frozenset(("layout", "device", "pin_memory", "memory_format", "non_blocking"))
 
 # Operators that make a tensor of one value: the value.
-CREATION: dict[str, Callable[[fx.Node], Any]] = {
-    "scalar_tensor": lambda node: node.args[0],
-    "full": lambda node: node.args[1], "full_like": lambda node: node.args[1], "new_full": lambda node: node.args[2],
-    "zeros": lambda node: 0, "zeros_like": lambda node: 0, "new_zeros": lambda node: 0,
-    "ones": lambda node: 1, "ones_like": lambda node: 1, "new_ones": lambda node: 1,
-    "empty": lambda node: 0, "empty_like": lambda node: 0, "new_empty": lambda node: 0,
+CREATION: dict[str, Callable[..., Any]] = {
+    "scalar_tensor": lambda value, dtype=None: value,
+    "full": lambda size, value, dtype=None: value,
+    "full_like": lambda x, value, dtype=None: value,
+    "new_full": lambda x, size, value, dtype=None: value,
+    **{name: lambda x, dtype=None: 0 for name in ("zeros", "zeros_like", "empty", "empty_like")},
+    **{name: lambda x, dtype=None: 1 for name in ("ones", "ones_like")},
+    **{name: lambda x, size, dtype=None: 0 for name in ("new_zeros", "new_empty")},
+    "new_ones": lambda x, size, dtype=None: 1,
 }  # fmt: skip
 
 
 # Views and gathers: element `index` of the result is one element of the source.
 
 
-def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
-
-
 def _shape(node: Any) -> Any:
     return node.meta["val"].shape
 
 
-def _same(elements: Elements, node: fx.Node, index: Index) -> Expr:
-    return elements.at(node.args[0], index)  # type: ignore[arg-type]
+def _put(index: Index, dim: int, i: Expr) -> Index:
+    return (*index[:dim], i, *index[dim + 1 :])
 
 
-def _expand(elements: Elements, node: fx.Node, index: Index) -> Expr:
-    return elements.at(node.args[0], elements.broadcast(index, _shape(node.args[0])))  # type: ignore[arg-type]
+def _same(elements: Elements, node: fx.Node, index: Index, source: fx.Node) -> Expr:
+    return elements.at(source, index)
 
 
-def _select_view(elements: Elements, node: fx.Node, index: Index) -> Expr:
-    source, dim, at = node.args
-    dim = dim % len(_shape(source))  # type: ignore[operator]
-    chosen = elements.position(at)
-    return elements.at(source, (*index[:dim], chosen, *index[dim:]))  # type: ignore[arg-type]
+def _expand(elements: Elements, node: fx.Node, index: Index, source: fx.Node, size: Any) -> Expr:
+    return elements.at(source, elements.broadcast(index, _shape(source)))
 
 
-def _slice(elements: Elements, node: fx.Node, index: Index) -> Expr:
-    source, dim = node.args[0], _argument(node, 1, "dim", 0) % len(index)
-    start, step = _argument(node, 2, "start") or 0, _argument(node, 4, "step", 1)
+def _select_view(elements: Elements, node: fx.Node, index: Index, source: fx.Node, dim: int, at: Any) -> Expr:
+    dim = dim % len(_shape(source))
+    return elements.at(source, (*index[:dim], elements.position(at), *index[dim:]))
+
+
+def _slice(
+    elements: Elements, node: fx.Node, index: Index, source: fx.Node, dim: int = 0, start: Any = None, end: Any = None,
+    step: Any = 1,
+) -> Expr:  # fmt: skip
+    dim = dim % len(index)
     size = _shape(source)[dim]
-    start = concrete(start)
+    start = concrete(start or 0)
     if start < 0:
         start = max(start + concrete(size), 0)
     i = elements.wrapped(index[dim], _shape(node)[dim])
-    moved = i * concrete(step) + elements.position(start).cast(i.dtype)
-    return elements.at(source, (*index[:dim], moved, *index[dim + 1 :]))  # type: ignore[arg-type]
+    return elements.at(source, _put(index, dim, i * concrete(step) + elements.position(start)))
 
 
-def _unsqueeze(elements: Elements, node: fx.Node, index: Index) -> Expr:
-    dim = node.args[1] % len(index)  # type: ignore[operator]
-    return elements.at(node.args[0], (*index[:dim], *index[dim + 1 :]))  # type: ignore[arg-type]
+def _unsqueeze(elements: Elements, node: fx.Node, index: Index, source: fx.Node, dim: int) -> Expr:
+    dim = dim % len(index)
+    return elements.at(source, (*index[:dim], *index[dim + 1 :]))
 
 
-def _permute(elements: Elements, node: fx.Node, index: Index) -> Expr:
-    order = [d % len(index) for d in node.args[1]]  # type: ignore[union-attr]
-    return elements.at(node.args[0], tuple(index[order.index(d)] for d in range(len(index))))  # type: ignore[arg-type]
+def _permute(elements: Elements, node: fx.Node, index: Index, source: fx.Node, dims: Sequence[int]) -> Expr:
+    order = [d % len(index) for d in dims]
+    return elements.at(source, tuple(index[order.index(d)] for d in range(len(index))))
 
 
-def _transpose(elements: Elements, node: fx.Node, index: Index) -> Expr:
+def _transpose(elements: Elements, node: fx.Node, index: Index, source: fx.Node, x: int = 0, y: int = -1) -> Expr:
     swapped = list(index)
-    x, y = (node.args[1], node.args[2]) if len(node.args) > 1 else (0, len(index) - 1)
     if index:
-        swapped[x], swapped[y] = swapped[y], swapped[x]  # type: ignore[index]
-    return elements.at(node.args[0], tuple(swapped))  # type: ignore[arg-type]
+        swapped[x], swapped[y] = swapped[y], swapped[x]
+    return elements.at(source, tuple(swapped))
 
 
-def _view(elements: Elements, node: fx.Node, index: Index) -> Expr:
+def _view(elements: Elements, node: fx.Node, index: Index, source: fx.Node, shape: Any = None) -> Expr:
     """Reshape: the same linear position. Dimensions of size 1 cost nothing, the rest a division each."""
-    source = node.args[0]
     new, old = list(_shape(node)), list(_shape(source))
-    zero = elements.builder.const(0, torch.int32)
+    zero = elements.position(0)
     pairs = [(i, n) for i, n in zip(index, new, strict=True) if not (isinstance(n, int) and n == 1)]
     wanted = [n for n in old if not (isinstance(n, int) and n == 1)]
     if [str(n) for _, n in pairs] == [str(n) for n in wanted]:
         moved = iter(i for i, _ in pairs)
-        return elements.at(source, tuple(zero if isinstance(n, int) and n == 1 else next(moved) for n in old))  # type: ignore[arg-type]
+        return elements.at(source, tuple(zero if isinstance(n, int) and n == 1 else next(moved) for n in old))
     linear = zero
     for i, n in pairs:
-        linear = linear * concrete(n) + elements.wrapped(i, n).cast(linear.dtype)
+        linear = linear * concrete(n) + elements.wrapped(i, n)
     found: list[Expr] = []
     for n in reversed(old):
         n = concrete(n)
         found.append(linear.apply("mod", n) if n > 1 else zero)
         linear = linear.apply("floordiv", n) if n > 1 else linear
-    return elements.at(source, tuple(reversed(found)))  # type: ignore[arg-type]
+    return elements.at(source, tuple(reversed(found)))
 
 
-def _flip(elements: Elements, node: fx.Node, index: Index) -> Expr:
+def _bitcast(elements: Elements, node: fx.Node, index: Index, source: fx.Node, dtype: torch.dtype) -> Expr:
+    if source.meta["val"].dtype == dtype:
+        return elements.at(source, index)
+    raise Refused(
+        node, f"that reads the bits of a {source.meta['val'].dtype} as {dtype}. Convert captured tensors before the call"
+    )
+
+
+def _flip(elements: Elements, node: fx.Node, index: Index, source: fx.Node, dims: Sequence[int]) -> Expr:
     flipped = list(index)
-    for dim in node.args[1]:  # type: ignore[union-attr]
+    for dim in dims:
         size = _shape(node)[dim]
-        i = elements.wrapped(index[dim], size)
-        flipped[dim] = elements.position(size).cast(i.dtype) - 1 - i
-    return elements.at(node.args[0], tuple(flipped))  # type: ignore[arg-type]
+        flipped[dim] = elements.position(size) - 1 - elements.wrapped(index[dim], size)
+    return elements.at(source, tuple(flipped))
 
 
-def _cat(elements: Elements, node: fx.Node, index: Index) -> Expr:
-    parts, dim = node.args[0], _argument(node, 1, "dim", 0) % len(index)
+def _roll(
+    elements: Elements, node: fx.Node, index: Index, source: fx.Node, shifts: Sequence[Any], dims: Sequence[int] = ()
+) -> Expr:
+    if not dims:
+        raise UnknownOperator(node, "without dims. Name the dimension")
+    rolled = index
+    for shift, dim in zip(shifts, dims, strict=True):
+        size = concrete(_shape(node)[dim])
+        i = elements.wrapped(rolled[dim % len(index)], size) - elements.position(shift)
+        rolled = _put(rolled, dim % len(index), i.apply("mod", elements.position(size)))
+    return elements.at(source, rolled)
+
+
+def _cat(elements: Elements, node: fx.Node, index: Index, parts: Sequence[fx.Node], dim: int = 0) -> Expr:
+    dim, dtype = dim % len(index), wide(node.meta["val"].dtype)
     i = elements.wrapped(index[dim], _shape(node)[dim])
-    result, start = None, sum(concrete(_shape(p)[dim]) for p in parts)  # type: ignore[union-attr]
-    if start > MOST_UNROLLED and i.constant is None:
-        raise UnknownOperator(node)
-    for part in reversed(parts):  # type: ignore[arg-type]
-        start -= concrete(_shape(part)[dim])
-        value = elements.at(part, (*index[:dim], i - start, *index[dim + 1 :]))
-        value = elements.cast(value, wide(node.meta["val"].dtype))
-        result = value if result is None else where(i >= start, result, value)
-    assert result is not None
-    return result
-
-
-def _stack(elements: Elements, node: fx.Node, index: Index) -> Expr:
-    parts: Any = node.args[0]
-    dim = _argument(node, 1, "dim", 0) % len(index)
-    i = elements.wrapped(index[dim], _shape(node)[dim])
+    parts = [p for p in parts if len(_shape(p)) == len(index)]  # an empty 1-D tensor counts for nothing
+    sizes = [concrete(_shape(p)[dim]) for p in parts]
+    starts = [0, *itertools.accumulate(sizes)]
+    chosen = [(p, n, at) for p, n, at in zip(parts, sizes, starts, strict=False) if n]
+    if isinstance(i.constant, int):
+        chosen = [(p, n, at) for p, n, at in chosen if at <= i.constant < at + n] or chosen[-1:]
+    elements.short(node, len(chosen))
     result = None
-    for position, part in reversed(list(enumerate(parts))):
-        value = elements.cast(elements.at(part, (*index[:dim], *index[dim + 1 :])), wide(node.meta["val"].dtype))
-        result = value if result is None else where(i > position, result, value)
+    for part, size, start in reversed(chosen):
+        inside = i - start
+        if len(chosen) > 1:  # the parts that are not chosen are read too, somewhere inside of them
+            inside = inside.apply("maximum", 0).apply("minimum", size - 1)
+        value = elements.cast(elements.at(part, _put(index, dim, inside)), dtype)
+        result = value if result is None else where(i < start + size, value, result)
     assert result is not None
     return result
 
 
-def _gathered(elements: Elements, node: fx.Node, index: Index) -> Expr:
+def _stack(elements: Elements, node: fx.Node, index: Index, parts: Sequence[fx.Node], dim: int = 0) -> Expr:
+    dim, dtype = dim % len(index), wide(node.meta["val"].dtype)
+    i = elements.wrapped(index[dim], _shape(node)[dim])
+    inner = (*index[:dim], *index[dim + 1 :])
+    return _chosen(i, [elements.cast(elements.at(part, inner), dtype) for part in parts])
+
+
+def _chosen(i: Expr, values: Sequence[Expr]) -> Expr:
+    """Return values[i] for an index inside of the list."""
+    if isinstance(i.constant, int):
+        return values[i.constant]
+    result = values[-1]
+    for position in reversed(range(len(values) - 1)):
+        result = where(i > position, result, values[position])
+    return result
+
+
+def _padded(
+    elements: Elements, node: fx.Node, index: Index, source: fx.Node, pad: Sequence[Any], value: Any = 0
+) -> Expr:
+    """constant_pad_nd: (before, after) of the last dimension, then of the one before it."""
+    dtype = wide(node.meta["val"].dtype)
+    moved, inside = list(index), elements.builder.const(True, torch.bool)
+    for n, before in enumerate(pad[::2]):
+        dim = len(index) - 1 - n
+        size = _shape(source)[dim]
+        i = elements.wrapped(index[dim], _shape(node)[dim]) - elements.position(before)
+        last = elements.position(size) - 1
+        inside = inside.apply("and", i >= 0).apply("and", i <= last)
+        moved[dim] = i.apply("maximum", 0).apply("minimum", last)
+    filling = elements.scalar(value, dtype)
+    return where(inside, elements.cast(elements.at(source, tuple(moved)), dtype), filling)
+
+
+def _gathered(
+    elements: Elements, node: fx.Node, index: Index, source: fx.Node, chosen: Sequence[fx.Node | None]
+) -> Expr:
     """aten.index: index tensors broadcast; their dimensions stand where they stood if adjacent, else in front."""
-    source, chosen = node.args[0], list(node.args[1])  # type: ignore[arg-type]
     places = [d for d, c in enumerate(chosen) if c is not None]
     if any(c.meta["val"].dtype in (torch.bool, torch.uint8) for c in chosen if c is not None):
-        raise UnsupportedError(
-            "indexing with a bool tensor inside of a mod: found a mask, expected integers. Use torch.where instead."
-        )
-    width = max(chosen[d].meta["val"].ndim for d in places)
+        raise Refused(node, "by a tensor of booleans, whose result has no fixed size. Use torch.where")
+    width = max(c.meta["val"].ndim for c in chosen if c is not None)
     front = 0 if places[-1] - places[0] + 1 != len(places) else places[0]
     advanced, rest = index[front : front + width], iter((*index[:front], *index[front + width :]))
     full: list[Expr] = []
@@ -525,77 +673,260 @@ def _gathered(elements: Elements, node: fx.Node, index: Index) -> Expr:
             full.append(elements.operand(chosen[d], advanced, None))
         else:
             full.append(next(rest))
-    return elements.at(source, tuple(full))  # type: ignore[arg-type]
+    return elements.at(source, tuple(full))
 
 
-def _index_select(elements: Elements, node: fx.Node, index: Index) -> Expr:
-    source, dim, chosen = node.args
+def _index_select(
+    elements: Elements, node: fx.Node, index: Index, source: fx.Node, dim: int, chosen: fx.Node
+) -> Expr:
     if not index:
-        return elements.at(source, ())  # type: ignore[arg-type]
-    dim = dim % len(index)  # type: ignore[operator]
-    i = elements.at(chosen, (index[dim],) if _shape(chosen) else ())  # type: ignore[arg-type]
-    return elements.at(source, (*index[:dim], i, *index[dim + 1 :]))  # type: ignore[arg-type]
+        return elements.at(source, ())
+    dim = dim % len(index)
+    return elements.at(source, _put(index, dim, elements.at(chosen, (index[dim],) if _shape(chosen) else ())))
 
 
-def _gather(elements: Elements, node: fx.Node, index: Index) -> Expr:
-    source, dim, chosen = node.args[:3]
-    i = elements.at(chosen, index)  # type: ignore[arg-type]
-    dim = dim % max(len(index), 1)  # type: ignore[operator]
-    return elements.at(source, (*index[:dim], i, *index[dim + 1 :]) if _shape(source) else ())  # type: ignore[arg-type]
+def _gather(elements: Elements, node: fx.Node, index: Index, source: fx.Node, dim: int, chosen: fx.Node) -> Expr:
+    i = elements.at(chosen, index)
+    return elements.at(source, _put(index, dim % len(index), i) if _shape(source) else ())
 
 
-def _embedding(elements: Elements, node: fx.Node, index: Index) -> Expr:
-    row = elements.at(node.args[1], index[:-1])  # type: ignore[arg-type]
-    return elements.at(node.args[0], (row, index[-1]))  # type: ignore[arg-type]
+def _embedding(
+    elements: Elements, node: fx.Node, index: Index, table: fx.Node, rows: fx.Node, padding: Any = -1
+) -> Expr:
+    """A row of a table; no gradient flows to the row at `padding`."""
+    row = elements.at(rows, index[:-1])
+    value = elements.at(table, (row, index[-1]))
+    return value if concrete(padding) == -1 else where(row.apply("eq", concrete(padding)), _detach(value), value)
 
 
-def _arange(elements: Elements, node: fx.Node, index: Index) -> Expr:
-    start, step = (0, 1) if len(node.args) == 1 else (node.args[0], _argument(node, 2, "step", 1))
-    dtype = wide(node.meta["val"].dtype)
-    i = elements.wrapped(index[0], _shape(node)[0]).cast(dtype)
-    return i * elements.scalar(step, dtype) + elements.scalar(start, dtype)
+def _arange(
+    elements: Elements, node: fx.Node, index: Index, first: Any, end: Any = None, step: Any = 1,
+    dtype: torch.dtype | None = None,
+) -> Expr:  # fmt: skip
+    computed = wide(node.meta["val"].dtype)
+    i = elements.wrapped(index[0], _shape(node)[0]).cast(computed)
+    return i * elements.scalar(step, computed) + elements.scalar(0 if end is None else first, computed)
 
 
-def _contraction(elements: Elements, node: fx.Node, index: Index) -> Expr:
+def _contraction(elements: Elements, node: fx.Node, index: Index, x: fx.Node, y: fx.Node) -> Expr:
     """dot, mv, mm and bmm over a short dimension, unrolled."""
-    x, y = node.args[:2]
-    count = concrete(_shape(x)[-1])
-    if count > MOST_UNROLLED:
-        raise UnsupportedError(_too_long(node, count))
+    count = elements.short(node, _shape(x)[-1])
     batch = index[:1] if operator_name(node) == "bmm" else ()
     left = index[: len(_shape(x)) - 1]
     right = index[len(index) - len(_shape(y)) + 1 + len(batch) :] if len(_shape(y)) > 1 + len(batch) else ()
     dtype = wide(node.meta["val"].dtype)
     total = elements.builder.const(0, dtype)
     for k in map(elements.position, range(count)):
-        a, b = elements.at(x, (*left, k)), elements.at(y, (*batch, k, *right))  # type: ignore[arg-type]
+        a, b = elements.at(x, (*left, k)), elements.at(y, (*batch, k, *right))
         total = total + elements.cast(a, dtype) * elements.cast(b, dtype)
     return total
 
 
-def _cumulated(elements: Elements, node: fx.Node, index: Index) -> Expr:
-    source, dim = node.args[0], _argument(node, 1, "dim", 0) % max(len(index), 1)
+def _cumulated(
+    elements: Elements, node: fx.Node, index: Index, source: fx.Node, dim: int, dtype: torch.dtype | None = None
+) -> Expr:
     if not index:
-        return elements.at(source, ())  # type: ignore[arg-type]
-    count, dtype = concrete(_shape(node)[dim]), wide(node.meta["val"].dtype)
-    if count > MOST_UNROLLED:
-        raise UnsupportedError(_too_long(node, count))
-    i = elements.wrapped(index[dim], count)
-    total = elements.builder.const(0, dtype)
-    for k in range(count):
-        value = elements.at(source, (*index[:dim], elements.position(k), *index[dim + 1 :]))  # type: ignore[arg-type]
-        total = total + where(i >= k, elements.cast(value, dtype), 0)
+        return elements.at(source, ())
+    dim, computed = dim % len(index), wide(node.meta["val"].dtype)
+    i = elements.wrapped(index[dim], elements.short(node, _shape(node)[dim]))
+    total = elements.builder.const(0, computed)
+    for k, value in enumerate(_along(elements, node, source, dim, index)):
+        total = total + where(i >= k, elements.cast(value, computed), 0)
     return total
 
 
-VIEWS: dict[str, Callable[[Elements, fx.Node, Index], Expr]] = {
+def _along(
+    elements: Elements, node: fx.Node, source: fx.Node, dim: int, index: Index, most: int = MOST_UNROLLED
+) -> list[Expr]:
+    """Return the elements of `source` along a short dimension, at `index` in the others."""
+    if not _shape(source):
+        return [elements.at(source, ())]
+    count = elements.short(node, _shape(source)[dim], most)
+    return [elements.at(source, _put(index, dim, elements.position(k))) for k in range(count)]
+
+
+# What stands at which place: extremes along a dimension, sorted rows, and places in a sorted table.
+
+_MOST_SORTED = 16  # sorting compares each element with each
+
+
+def _comes_first(x: Expr, y: Expr, op: str) -> Expr:
+    """Tell whether x stands before y where `op` ("gt" or "lt") orders them; a NaN counts as larger than any number."""
+    before = x.apply(op, y)
+    if not x.dtype.is_floating_point:
+        return before
+    greater, smaller = (x, y) if op == "gt" else (y, x)
+    return before.apply("or", greater.apply("isnan").apply("and", smaller.apply("isnan").apply("not")))
+
+
+def _ordered(x: Expr) -> Expr:
+    """Return a value that comparisons take: booleans as integers."""
+    return x.cast(torch.int32) if x.dtype == torch.bool else x
+
+
+def _extreme_along(values: list[Expr], op: str) -> tuple[Expr, Expr]:
+    """Return the first extreme and its place; a NaN is the extreme of either kind."""
+    best, place = values[0], values[0].builder.const(0, torch.int64)
+    for k, value in enumerate(values[1:], 1):
+        x, y = _ordered(value), _ordered(best)
+        better = x.apply(op, y)
+        if x.dtype.is_floating_point:
+            better = better.apply("or", x.apply("isnan")).apply("and", y.apply("isnan").apply("not"))
+        best, place = where(better, value, best), where(better, k, place)
+    return best, place
+
+
+def _row_of(
+    elements: Elements, node: fx.Node, source: fx.Node, dim: int, keepdim: bool, index: Index,
+    most: int = MOST_UNROLLED,
+) -> list[Expr]:  # fmt: skip
+    """Return the elements that a result at `index`, which has `dim` or has lost it, is made from."""
+    rank = len(_shape(source))
+    dim = dim % max(rank, 1)
+    full = index if keepdim or not rank else (*index[:dim], elements.position(0), *index[dim:])
+    return _along(elements, node, source, dim, full, most)
+
+
+def _extremes(op: str) -> Callable[..., Expr]:
+    def compute(
+        elements: Elements, node: fx.Node, index: Index, which: int, source: fx.Node, dim: int, keepdim: bool = False
+    ) -> Expr:
+        return _extreme_along(_row_of(elements, node, source, dim, keepdim, index), op)[which]
+
+    return compute
+
+
+def _arg_extreme(op: str) -> Callable[..., Expr]:
+    def compute(
+        elements: Elements, node: fx.Node, index: Index, source: fx.Node, dim: int | None = None, keepdim: bool = False
+    ) -> Expr:
+        if dim is not None:
+            return _extreme_along(_row_of(elements, node, source, dim, keepdim, index), op)[1]
+        sizes = [concrete(n) for n in _shape(source)]
+        elements.short(node, math.prod(sizes))
+        places = itertools.product(*(map(elements.position, range(n)) for n in sizes))
+        return _extreme_along([elements.at(source, place) for place in places], op)[1]
+
+    return compute
+
+
+def _both_extremes(
+    elements: Elements, node: fx.Node, index: Index, which: int, source: fx.Node, dim: int | None = None,
+    keepdim: bool = False,
+) -> Expr:  # fmt: skip
+    if dim is None:
+        raise UnknownOperator(node, "without dim. Write x.amin() and x.amax()")
+    return _extreme_along(_row_of(elements, node, source, dim, keepdim, index), ("lt", "gt")[which])[0]
+
+
+def _nth(values: list[Expr], n: Expr, descending: bool, which: int) -> Expr:
+    """Return the n-th of the sorted values, or its place among the unsorted; equal ones stay in their order."""
+    op = "gt" if descending else "lt"
+    keys = [_ordered(v) for v in values]
+    found = values if which == 0 else [v.builder.const(k, torch.int64) for k, v in enumerate(values)]
+    result = found[-1]
+    for j, key in reversed(list(enumerate(keys[:-1]))):
+        rank = key.builder.const(0, torch.int64)
+        for k, other in enumerate(keys):
+            if k != j:  # one that stands earlier comes first unless key comes before it
+                first = _comes_first(key, other, op).apply("not") if k < j else _comes_first(other, key, op)
+                rank = rank + first.cast(torch.int64)
+        result = where(rank.apply("eq", n), found[j], result)
+    return result
+
+
+def _sorted(
+    elements: Elements, node: fx.Node, index: Index, which: int, source: fx.Node, dim: int = -1,
+    descending: bool = False, stable: bool | None = None,
+) -> Expr:  # fmt: skip
+    values = _row_of(elements, node, source, dim, True, index, _MOST_SORTED)
+    n = elements.wrapped(index[dim], len(values)) if index else elements.position(0)
+    return _nth(values, n, descending, which)
+
+
+def _top(
+    elements: Elements, node: fx.Node, index: Index, which: int, source: fx.Node, k: Any, dim: int = -1,
+    largest: bool = True, sorted: bool = True,
+) -> Expr:  # fmt: skip
+    return _sorted(elements, node, index, which, source, dim, largest)
+
+
+def _kth(
+    elements: Elements, node: fx.Node, index: Index, which: int, source: fx.Node, k: Any, dim: int = -1,
+    keepdim: bool = False,
+) -> Expr:  # fmt: skip
+    values = _row_of(elements, node, source, dim, keepdim, index, _MOST_SORTED)
+    return _nth(values, elements.position(k) - 1, False, which)
+
+
+def _searchsorted(
+    elements: Elements, node: fx.Node, index: Index, table: fx.Node, values: Any, out_int32: bool = False,
+    right: bool = False, side: str | None = None, sorter: fx.Node | None = None,
+) -> Expr:  # fmt: skip
+    """The place of a value in a sorted table, halving what is left of it; the table has 1-D rows like the values."""
+    shape = _shape(table)
+    leading = index[: len(shape) - 1]
+    value = elements.operand(values, index, None)
+    dtype = wide(common_dtype([table, values]))
+    value = elements.cast(value, dtype)
+    after = right or side == "right"
+    steps = 0
+    while not shape[-1] < 2**steps:  # of a symbolic size, a guard for each power of two
+        steps += 1
+    size, found = elements.position(shape[-1]), elements.position(0)
+    for step in reversed([2**k for k in range(steps)]):
+        last = (found + step).apply("minimum", size) - 1
+        at = last if sorter is None else elements.at(sorter, (*leading, last))
+        entry = elements.cast(elements.at(table, (*leading, at)), dtype)
+        beyond = _comes_first(value, entry, "lt").apply("not") if after else _comes_first(entry, value, "lt")
+        found = where(beyond.apply("and", found + step <= size), found + step, found)
+    return found
+
+
+def _bucketize(
+    elements: Elements, node: fx.Node, index: Index, values: Any, table: fx.Node, out_int32: bool = False,
+    right: bool = False,
+) -> Expr:  # fmt: skip
+    return _searchsorted(elements, node, index, table, values, right=right)
+
+
+def _split(
+    elements: Elements, node: fx.Node, index: Index, which: int, source: fx.Node, sizes: Any, dim: int = 0
+) -> Expr:
+    dim = dim % len(index)
+    start = which * concrete(sizes) if not isinstance(sizes, (list, tuple)) else sum(map(concrete, sizes[:which]))
+    size = node.meta["val"][which].shape[dim]
+    return elements.at(source, _put(index, dim, elements.wrapped(index[dim], size) + start))
+
+
+def _unbound(elements: Elements, node: fx.Node, index: Index, which: int, source: fx.Node, dim: int = 0) -> Expr:
+    dim = dim % len(_shape(source))
+    return elements.at(source, (*index[:dim], elements.position(which), *index[dim:]))
+
+
+# Operators with several results: `compute(elements, node, index, which, *arguments)`.
+RESULTS: dict[str, Callable[..., Expr]] = {
+    "max.dim": _extremes("gt"), "min.dim": _extremes("lt"), "aminmax": _both_extremes, "sort": _sorted,
+    "sort.stable": lambda elements, node, index, which, source, stable=None, dim=-1, descending=False: _sorted(
+        elements, node, index, which, source, dim, descending
+    ),
+    "topk": _top, "kthvalue": _kth, "split": _split, "split_with_sizes": _split, "unsafe_split": _split,
+    "unsafe_split_with_sizes": _split, "unbind": _unbound,
+}  # fmt: skip
+
+# Operators without a row, for a reason.
+REASONS: dict[str, str] = {}
+
+VIEWS: dict[str, Callable[..., Expr]] = {
     "alias": _same, "clone": _same, "contiguous": _same, "lift_fresh": _same, "lift_fresh_copy": _same,
     "expand": _expand, "select": _select_view, "slice": _slice, "unsqueeze": _unsqueeze, "permute": _permute,
     "transpose": _transpose, "t": _transpose, "view": _view, "_unsafe_view": _view, "reshape": _view,
-    "squeeze": _view, "flip": _flip, "cat": _cat, "stack": _stack, "index": _gathered, "_unsafe_index": _gathered,
+    "view.dtype": _bitcast, "squeeze": _view, "flip": _flip, "roll": _roll, "cat": _cat, "stack": _stack,
+    "constant_pad_nd": _padded, "index": _gathered, "_unsafe_index": _gathered,
     "index_select": _index_select, "gather": _gather, "embedding": _embedding, "arange": _arange,
     "dot": _contraction, "mv": _contraction, "mm": _contraction, "bmm": _contraction,
-    "cumsum": _cumulated,
+    "cumsum": _cumulated, "argmax": _arg_extreme("gt"), "argmin": _arg_extreme("lt"),
+    "searchsorted": _searchsorted, "bucketize": _bucketize,
 }  # fmt: skip
 
 
@@ -603,28 +934,32 @@ VIEWS: dict[str, Callable[[Elements, fx.Node, Index], Expr]] = {
 
 
 @dataclass(frozen=True)
+class Over:
+    """What a reduction was asked: the dimensions (None or empty: all), whether they stay with size 1, the rest."""
+
+    dims: Any = None
+    keep: bool = False
+    options: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
 class Reduction:
-    """`combine(elements, node, values, dtype)` of the unrolled elements; `dims(node)` says over which dimensions."""
+    """`combine(elements, node, values, dtype, *options)` of the unrolled elements.
 
-    combine: Callable[[Elements, fx.Node, list[Expr], torch.dtype], Expr]
-    dims: Callable[[fx.Node], tuple[Any, bool]]
+    `over` has the parameters of the operator after the source.
+    """
+
+    combine: Callable[..., Expr]
+    over: Callable[..., Over] = lambda dim=None, keepdim=False, dtype=None: Over(dim, keepdim)
     keeps_dtype: bool = False
-
-
-def _dims_at(position: int) -> Callable[[fx.Node], tuple[Any, bool]]:
-    def dims(node: fx.Node) -> tuple[Any, bool]:
-        found = _argument(node, position, "dim")
-        found = [found] if isinstance(found, int) else found
-        return found, bool(_argument(node, position + 1, "keepdim", False))
-
-    return dims
 
 
 def _fold(name: str, start: Any = None) -> Callable[..., Expr]:
     def combine(elements: Elements, node: fx.Node, values: list[Expr], dtype: torch.dtype) -> Expr:
         if not values:
             return elements.scalar(start, dtype)
-        return reduce(lambda x, y: x.apply(name, y), values)
+        op = _ON_BOOLEANS.get(name, name) if dtype == torch.bool else name
+        return reduce(lambda x, y: x.apply(op, y), values)
 
     return combine
 
@@ -633,11 +968,13 @@ def _mean(elements: Elements, node: fx.Node, values: list[Expr], dtype: torch.dt
     return _fold("add", 0.0)(elements, node, values, dtype) / float(len(values))
 
 
-def _variance(elements: Elements, node: fx.Node, values: list[Expr], dtype: torch.dtype) -> Expr:
+def _variance(
+    elements: Elements, node: fx.Node, values: list[Expr], dtype: torch.dtype, correction: Any = None
+) -> Expr:
     mean = _mean(elements, node, values, dtype)
     squares = [(v - mean) * (v - mean) for v in values]
-    correction = concrete(_argument(node, 2, "correction", 1))
-    return reduce(operator.add, squares) / float(max(len(values) - (1 if correction is None else correction), 0))
+    correction = 1 if correction is None else concrete(correction)
+    return reduce(operator.add, squares) / float(max(len(values) - correction, 0))
 
 
 def _all_or_any(name: str) -> Callable[..., Expr]:
@@ -647,8 +984,8 @@ def _all_or_any(name: str) -> Callable[..., Expr]:
     return combine
 
 
-def _norm(elements: Elements, node: fx.Node, values: list[Expr], dtype: torch.dtype) -> Expr:
-    order = concrete(_argument(node, 1, "ord", 2))
+def _norm(elements: Elements, node: fx.Node, values: list[Expr], dtype: torch.dtype, order: Any = 2) -> Expr:
+    order = concrete(order)
     sizes = [v.apply("abs") for v in values]
     if order == math.inf:
         return reduce(lambda x, y: x.apply("maximum", y), sizes)
@@ -666,13 +1003,15 @@ def _norm(elements: Elements, node: fx.Node, values: list[Expr], dtype: torch.dt
 
 
 REDUCTIONS: dict[str, Reduction] = {
-    "sum": Reduction(_fold("add", 0), _dims_at(1)), "mean": Reduction(_mean, _dims_at(1)),
-    "prod": Reduction(_fold("mul", 1), _dims_at(1)), "amax": Reduction(_fold("maximum"), _dims_at(1)),
-    "amin": Reduction(_fold("minimum"), _dims_at(1)), "max": Reduction(_fold("maximum"), lambda node: (None, False)),
-    "min": Reduction(_fold("minimum"), lambda node: (None, False)),
-    "any": Reduction(_all_or_any("or"), _dims_at(1), True), "all": Reduction(_all_or_any("and"), _dims_at(1), True),
-    "var": Reduction(
-        _variance, lambda node: (_argument(node, 1, "dim"), bool(_argument(node, 3, "keepdim", False)))
+    "sum": Reduction(_fold("add", 0)), "mean": Reduction(_mean), "prod": Reduction(_fold("mul", 1)),
+    "sum.default": Reduction(_fold("add", 0), lambda dtype=None: Over()),
+    "mean.default": Reduction(_mean, lambda dtype=None: Over()),
+    "prod.default": Reduction(_fold("mul", 1), lambda dtype=None: Over()),
+    "amax": Reduction(_fold("maximum")), "amin": Reduction(_fold("minimum")),
+    "max": Reduction(_fold("maximum"), lambda: Over()), "min": Reduction(_fold("minimum"), lambda: Over()),
+    "any": Reduction(_all_or_any("or"), keeps_dtype=True), "all": Reduction(_all_or_any("and"), keeps_dtype=True),
+    "var": Reduction(_variance, lambda dim=None, correction=1, keepdim=False: Over(dim, keepdim, (correction,))),
+    "linalg_vector_norm": Reduction(
+        _norm, lambda order=2, dim=None, keepdim=False, dtype=None: Over(dim, keepdim, (order,))
     ),
-    "linalg_vector_norm": Reduction(_norm, _dims_at(2)),
 }  # fmt: skip

@@ -93,9 +93,12 @@ def nonnegative(graph: ModGraph) -> tuple[bool, ...]:
     )
 
 
-def ranges(graph: ModGraph) -> tuple[tuple[Any, Any], ...]:
-    """For each node, (low, high) over all b, h, q_idx, kv_idx in [0, INDEX_LIMIT), captured tensors and numbers."""
-    return _static(graph)[0]
+def ranges(graph: ModGraph, bits: tuple[int, ...] = ()) -> tuple[tuple[Any, Any], ...]:
+    """For each node, (low, high) over all b, h, q_idx, kv_idx in [0, INDEX_LIMIT), captured tensors and numbers.
+
+    Where `bits` is given, integer n of the captured numbers lies in [-2**bits[n], 2**bits[n]].
+    """
+    return _static(graph, bits)[0]
 
 
 def never_wraps(graph: ModGraph) -> tuple[bool, ...]:
@@ -104,13 +107,16 @@ def never_wraps(graph: ModGraph) -> tuple[bool, ...]:
 
 
 @lru_cache(256)
-def _static(graph: ModGraph) -> tuple[tuple[tuple[Any, Any], ...], tuple[bool, ...]]:
+def _static(graph: ModGraph, bits: tuple[int, ...] = ()) -> tuple[tuple[tuple[Any, Any], ...], tuple[bool, ...]]:
     """Bound every node with constants for inputs: the rules fold away. Also tell which nodes need no check."""
     builder = Builder()
 
     def leaf(node: Node) -> Pair:
         if node.op == "input" and node.value in _ENDS:
             return builder.const(0, torch.int64), builder.const(INDEX_LIMIT - 1, torch.int64)
+        if node.op == "number" and bits and node.dtype == torch.int64 and bits[node.value] < 63:  # type: ignore[index]
+            most = 1 << bits[node.value]  # type: ignore[index]
+            return builder.const(-most, torch.int64), builder.const(most, torch.int64)
         return _unknown(builder, node.dtype)
 
     def load(node: Node, index: list[Pair]) -> Pair:

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
+from flexattn.aten import UnknownOperator
 from flexattn.errors import ModError, UnsupportedError
 from flexattn.transforms import innermost
 
@@ -244,6 +245,17 @@ def _line_of(tb: TracebackType | None) -> str:
 
 def line_of_node(node: fx.Node) -> str:
     return node.meta.get("user_line", "an unknown line")
+
+
+def explain_operator(unknown: UnknownOperator) -> str:
+    """Return what to say of an operator that no row computes: its name, the user's line, why, and what to do."""
+    what = f"the operator {unknown.node.target} at {line_of_node(unknown.node)}"
+    if unknown.reason:
+        return f"{what} {unknown.reason}."
+    return (
+        f"{what}, expected one of elementwise operations, gathers and small reductions. Compute it before the call, or "
+        f"write it with simpler operations."
+    )
 
 
 def explain_failure(error: Exception, kind: str, name: str) -> ModError:

@@ -75,7 +75,7 @@ def over_all_pairs(
 
     if 0 in shape:
         return torch.zeros(shape, dtype=torch.bool, device=device) if score is None else score
-    indices = [torch.arange(n, dtype=torch.int32, device=device) for n in shape]
+    indices = [torch.arange(n, dtype=torch.int64, device=device) for n in shape]
     for over in (3, 2, 1, 0):
         dims: list[int | None] = [0 if over == i else None for i in range(4)]
         scalar = torch.vmap(scalar, in_dims=tuple(dims if score is None else [0, *dims]))

@@ -14,10 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from flexattn.aten import CREATION, ROWS, VIEWS, Elements, Index, operator_name
+from flexattn.aten import Elements, Index, has_row, operator_name
 from flexattn.errors import ModError, UnsupportedError
 from flexattn.graph import MASK_INPUTS, SCORE_INPUTS, BoundMod, Builder, Capture, Expr, ModGraph, Number, wide
 from flexattn.interception import IN_PLACE, RANDOM, line_of_node
+from flexattn.narrow import narrowed
 
 Kind = Literal["score", "mask"]
 
@@ -63,12 +64,13 @@ class Traced:
         else:
             captures = tuple(self.prologue(*tensors, *numbers))  # type: ignore[misc]
         values = self.numbers(tensors, numbers) if self.numbers is not None else ()
-        if self.graph.inputs is MASK_INPUTS:
+        graph = narrowed(self.graph, values)
+        if graph.inputs is MASK_INPUTS:
             captures = tuple([c.detach() if c.requires_grad else c for c in captures])
         if key is None:
-            return BoundMod(self.graph, captures, values, tuple(reached))
+            return BoundMod(graph, captures, values, tuple(reached))
         text = repr(numbers)  # tells 0.0 from -0.0
-        return BoundMod(self.graph, captures, values, tuple(reached), (self, text), (key, text))
+        return BoundMod(graph, captures, values, tuple(reached), (self, text), (key, text))
 
 
 def scalarize(recorded: Recorded, kind: Kind, name: str, score_dtype: torch.dtype, location: str) -> Traced:
@@ -109,7 +111,7 @@ def _output(elements: Elements, result: Any, kind: Kind, name: str, dtype: torch
                 f"mask_mod {name}, line {line_of_node(result)}: found a result of dtype {value.dtype}, expected "
                 f"torch.bool. Write a comparison, such as `!= 0`."
             )
-        return elements.cast(elements.at(result, ()), dtype)
+        return elements.cast(elements.value(result), dtype)
     if kind == "mask" and isinstance(result, (bool, torch.SymBool)):
         return elements.builder.const(bool(result), dtype)
     if kind == "score" and isinstance(result, (bool, int, float, torch.SymInt, torch.SymFloat)):
@@ -130,7 +132,9 @@ class _Leaves:
         self.number_texts: list[str] = []
         self._names: set[str] = {*SCORE_INPUTS, "grad"}
         self._inputs = {
-            node: self.builder.input(name, score_dtype if name == "score" else torch.int32)
+            node: self.builder.input(name, score_dtype if name == "score" else torch.int32).cast(
+                wide(node.meta["val"].dtype)
+            )
             for node, name in recorded.inputs.items()
         }
         self._moving, self._captured = _dependence(recorded)
@@ -179,7 +183,7 @@ def _is_constant(node: fx.Node) -> bool:
     name = operator_name(node)
     if name in ("stack", "cat"):
         return math.prod(node.meta["val"].shape) <= _MOST_CHOICES
-    return name in ROWS or name in CREATION or name in VIEWS
+    return has_row(node)
 
 
 def _dependence(recorded: Recorded) -> tuple[set[fx.Node], dict[fx.Node, str]]:

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from flexattn.aten import UnknownOperator
+from flexattn.aten import Refused, UnknownOperator
 from flexattn.captures import Survey, substitute, survey
 from flexattn.config import debug, settings
 from flexattn.errors import FlexAttentionError, ModError, UnsupportedError
 from flexattn.graph import MASK_INPUTS, SCORE_INPUTS, BoundMod
-from flexattn.interception import Interception, UnforeseenTensor, explain_failure, line_of_node, refused_functions
+from flexattn.interception import Interception, UnforeseenTensor, explain_failure, explain_operator, refused_functions
 from flexattn.scalarize import Kind, Recorded, Traced, scalarize
 from flexattn.transforms import outside
 
@@ -96,15 +96,11 @@ def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype, found: Survey) -
                 ) from None
         except UnknownOperator as unknown:
             target = unknown.node.target
-            decomposition = _decomposition(target)
-            if not str(target).startswith("prims"):  # those come from decompositions, users do not write them
-                asked = target
+            decomposition = None if isinstance(unknown, Refused) else _decomposition(target)
+            if asked is None or not str(target).startswith("prims"):  # those come from decompositions, not from users
+                asked = unknown
             if decomposition is None or target in decompositions:
-                raise UnsupportedError(
-                    f"{name}: found the operator {asked} at {line_of_node(unknown.node)}, expected one of "
-                    f"elementwise operations, gathers and small reductions. Compute it before the call, or write it "
-                    f"with simpler operations."
-                ) from None
+                raise UnsupportedError(f"{name}: found {explain_operator(unknown if unknown.reason else asked)}") from None
             decompositions[target] = decomposition
 
 
@@ -255,7 +251,7 @@ def _result_node(graph: fx.Graph, result: Any) -> Any:
 
 
 def _input_scalars(kind: Kind, score_dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    indices = [torch.empty((), dtype=torch.int32, device=device) for _ in MASK_INPUTS]
+    indices = [torch.empty((), dtype=torch.int64, device=device) for _ in MASK_INPUTS]
     return [torch.empty((), dtype=score_dtype, device=device), *indices] if kind == "score" else indices
 
 

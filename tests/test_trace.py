@@ -971,7 +971,7 @@ def test_results() -> None:
     one = values(1)
     refuse(lambda s, b, h, q, k: s * one, "score", r"shape \[1\], expected a scalar.*scale\[0\]", offset=0)
     refuse(lambda s, b, h, q, k: None, "score", "type NoneType, expected a scalar tensor")
-    refuse(lambda b, h, q, k: q - k, "mask", r"torch\.int32, expected torch\.bool\. Write a comparison", offset=0)
+    refuse(lambda b, h, q, k: q - k, "mask", r"torch\.int64, expected torch\.bool\. Write a comparison", offset=0)
     refuse(lambda b, h, q, k: 1, "mask", "type int, expected a bool tensor")
 
 
