@@ -41,6 +41,7 @@ from flexattn.transforms import is_transforming
 from flexattn.trials import Tuning
 from flexattn.triton_versions import is_interpreting
 from flexattn.tuning import TUNED, Effort, tune_problem
+from flexattn.uncompiled import uncompiled
 from flexattn.validate import (
     DEVICES,
     DTYPES,
@@ -68,6 +69,7 @@ class AuxOutput(NamedTuple):
     max_scores: Tensor | None = None  # [B, Hq, M] float32, largest score of each row, not differentiable
 
 
+@uncompiled
 def flex_attention(
     query: Tensor,  # [B, Hq, M, D]
     key: Tensor,  # [B or 1, Hkv, N, D]
@@ -123,6 +125,7 @@ def flex_attention(
     return (out, lse) if return_lse else out
 
 
+@uncompiled
 def explain(
     query: Tensor | None = None,
     key: Tensor | None = None,
@@ -204,6 +207,7 @@ def explain(
     )
 
 
+@uncompiled
 def tune(
     query: Tensor,
     key: Tensor,

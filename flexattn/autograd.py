@@ -19,6 +19,7 @@ from flexattn.graph import BoundMod
 from flexattn.problem import Needs, Problem
 from flexattn.second_order import tangents
 from flexattn.transforms import is_transforming, one_by_one, refuse_batched, tangent_rule
+from flexattn.uncompiled import uncompiled
 
 # Of query, key, value, each tensor that score_mod captures, and the sink.
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...], Tensor | None]
@@ -86,6 +87,7 @@ class _Attention(Function):
         return out, shown, max_scores
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         refuse_batched(d_out, d_lse)
         *tensors, out, lse = _unpack(ctx)
@@ -170,6 +172,7 @@ class _AttentionGradient(Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, *directions: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_batched(*directions)
         d_out, d_lse, _, _, *tensors = ctx.saved_tensors

@@ -27,6 +27,7 @@ from flexattn.mask_kernels import plan_mask
 from flexattn.target import target_of
 from flexattn.trace import trace
 from flexattn.transforms import is_batched, is_transforming, outside
+from flexattn.uncompiled import uncompiled
 
 # Pairs evaluated at a time. A graph keeps some 4 bytes a pair for each of its nodes: so this is 8 MiB a node on a CPU.
 _PAIRS = {"cpu": 2**21}
@@ -55,6 +56,7 @@ def _outside_transforms(make: Callable[P, R]) -> Callable[P, R]:
     return made
 
 
+@uncompiled
 @_outside_transforms
 def create_block_mask(
     mask_mod: Callable[..., Any],
@@ -116,6 +118,7 @@ def create_block_mask(
     return mask
 
 
+@uncompiled
 @_outside_transforms
 def create_mask(
     mod_fn: Callable[..., Any],

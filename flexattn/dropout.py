@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flexattn.errors import ArgumentError, DtypeError, message
 from flexattn.transforms import outside
+from flexattn.uncompiled import uncompiled
 
 STEPS = 65536  # numbers that may come up
 KEYS, QUERIES, APART = 32, 16, 8  # of the counters of a group; how far those of one counter lie apart
@@ -90,6 +91,7 @@ def check_dropout(dropout_p: object, device: torch.device, seeded: bool = True) 
     return Dropout(max(1, round(p * STEPS)), seed)
 
 
+@uncompiled
 def dropout_mask(
     dropout_p: float, shape: Sequence[int], device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:

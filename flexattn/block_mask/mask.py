@@ -22,6 +22,7 @@ from flexattn.errors import ArgumentError, IndexRangeError, MaskError, Unsupport
 from flexattn.graph import BoundMod
 from flexattn.mods.combine import noop_mask
 from flexattn.trace import trace
+from flexattn.uncompiled import uncompiled
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Lists = tuple[Tensor, Tensor]
@@ -52,6 +53,7 @@ class BlockMask:
     dq_kv_order_spt: bool | None
     build_counts: BuildCounts | None = None  # what create_block_mask did; None for any other mask
 
+    @uncompiled
     def __init__(
         self,
         seq_lengths: tuple[int, int],
@@ -92,6 +94,7 @@ class BlockMask:
         self.dq_kv_order_spt = dq_kv_order_spt
 
     @classmethod
+    @uncompiled
     def from_kv_blocks(
         cls,
         kv_num_blocks: Tensor,
@@ -132,6 +135,7 @@ class BlockMask:
         return mask
 
     @classmethod
+    @uncompiled
     def from_blocks(
         cls,
         partial: Tensor,
@@ -271,17 +275,20 @@ class BlockMask:
         """Return the number of (query, key) pairs, masked or not."""
         return math.prod(self.shape)
 
+    @uncompiled
     def counts(self) -> tuple[int, int, int]:
         """Return how many blocks are full, partial and empty."""
         full, partial = (int((r.runs[:, 1] - r.runs[:, 0]).sum()) for r in (self.kv_runs.full, self.kv_runs.partial))
         return full, partial, self.B * self.H * math.prod(self._grid) - full - partial
 
+    @uncompiled
     def sparsity(self) -> float:
         """Return the percentage of pairs in empty blocks, in [0, 100]; blocks end where the sequences end."""
         pairs = self.numel()
         executed = self._pairs_in(self.kv_runs.full) + self._pairs_in(self.kv_runs.partial)
         return 100 * (pairs - executed) / pairs if pairs else 0.0
 
+    @uncompiled
     def pairs(self) -> Pairs:
         """Return (executed, useful): the pairs in blocks that are not empty, and those of them that attend.
 
@@ -415,6 +422,7 @@ class BlockMask:
 
     # Other masks from this one.
 
+    @uncompiled
     def __getitem__(self, index: Any) -> Self:
         """Return the mask of some batches, heads and query blocks, each an int, a slice, or a 1-D tensor.
 
@@ -457,6 +465,7 @@ class BlockMask:
             return self._mask_mod
         return SlicedMod(self._mask_mod, b, h, q, self.BLOCK_SIZE[0])
 
+    @uncompiled
     def _adjust(self, new_q_len: int, new_kv_len: int) -> Self:
         """Return the mask of the first `new_q_len` queries and `new_kv_len` keys."""
         self._refuse_dq_kv_order("Adjusting")
@@ -482,6 +491,7 @@ class BlockMask:
         kept.full_overhangs = self._separate and not self._built_from_mod and lengths[1] % self.BLOCK_SIZE[1] != 0
         return kept
 
+    @uncompiled
     def expand(self, B: int, H: int) -> Self:
         """Return the mask with its one batch or head repeated."""
         if (B, H) == (self.B, self.H):
@@ -499,6 +509,7 @@ class BlockMask:
         kept.q_runs = None if self.q_runs is None else self.q_runs.take(heads)
         return kept._inherit(self)
 
+    @uncompiled
     def to(self, device: torch.device | str) -> Self:
         """Return the mask on a device, with the tensors that its mask_mod captured where these can be reached.
 
@@ -553,6 +564,7 @@ class BlockMask:
 
     # How it prints.
 
+    @uncompiled
     def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
         """Return a picture for each of the first `limit` batches and heads: █ full, ░ mixed, blank empty.
 
@@ -576,6 +588,7 @@ class BlockMask:
             ]
         return "\n".join(pictures)
 
+    @uncompiled
     def plot(self, ax: Any = None, b: int = 0, h: int = 0) -> Any:
         """Draw the blocks of batch `b` and head `h` by matplotlib, an optional extra, and return the Axes.
 
@@ -606,10 +619,12 @@ class BlockMask:
         full, partial, empty = self.counts()
         return f"full={full}, partial={partial}, empty={empty}, sparsity={_percent(self.sparsity())}%"
 
+    @uncompiled
     def __str__(self) -> str:
         head = f"BlockMask(shape={self.shape}, {self._summary()}, \n"
         return head + self.to_string().strip("\n") + "\n)"
 
+    @uncompiled
     def __repr__(self) -> str:
         name = getattr(self._mask_mod, "__name__", type(self._mask_mod).__name__)
         q_length, kv_length = self.seq_lengths
