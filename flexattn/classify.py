@@ -100,11 +100,12 @@ def create_block_mask(
     chosen = _device(bound, device)
     # Batches and heads that the mod does not read are classified once.
     sizes = (B or 1 if bound.graph.reads("b") else 1, H or 1 if bound.graph.reads("h") else 1, Q_LEN, KV_LEN)
-    key = (bound.origin, sizes, block_size, separate_full_blocks, *_where(chosen), *map(id, bound.reached))
-    built = mask_cache.find(key, bound) if bound.origin else None
+    origin = bound.origin
+    key = (origin, sizes, block_size, separate_full_blocks, *_where(chosen), *map(id, bound.reached))
+    built = mask_cache.find(key, bound) if origin else None
     if built is None:
         built = classify(bound, sizes, block_size, chosen, separate_full_blocks)
-        if bound.origin:
+        if origin:
             mask_cache.keep(key, bound, built)
     mask = BlockMask._of_runs(
         built.by_query, built.by_key, *sizes[:2], (Q_LEN, KV_LEN), block_size, mask_mod, separate_full_blocks, False

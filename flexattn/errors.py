@@ -50,6 +50,10 @@ class CompileError(FlexAttentionError, RuntimeError):
     """A generated kernel could not be built on this device."""
 
 
+class RetraceWarning(UserWarning):
+    """A score_mod or mask_mod is traced at each call, since it reads what cannot be compared between calls."""
+
+
 def message(argument: str, found: object, expected: str, mend: str) -> str:
     """Return the text of an error: `argument` is `found`, expected `expected`; then how to mend it."""
     return f"{argument}: found {found}, expected {expected}. {mend}"

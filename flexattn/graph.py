@@ -104,6 +104,12 @@ class ModGraph:
         return isinstance(other, ModGraph) and self.key == other.key
 
     @cached_property
+    def computes(self) -> tuple[object, ...]:
+        """What the graph computes, whatever it and its captures are called."""
+        captures = [(c.dtype, c.ndim) for c in self.captures]
+        return (self.inputs, *captures, *(n.dtype for n in self.numbers), *self.nodes, *self.outputs)
+
+    @cached_property
     def dependence(self) -> tuple[frozenset[str], ...]:
         """For each node, the inputs (score, b, h, q_idx, kv_idx, grad) that it is computed from."""
         found: list[frozenset[str]] = []
@@ -175,10 +181,13 @@ class BoundMod:
     captures: tuple[Tensor, ...] = ()
     numbers: tuple[int | float, ...] = ()
     reached: tuple[Tensor, ...] = field(default=(), compare=False)  # the user's tensors, which captures come from
-    origin: object = field(
-        default=None, compare=False
-    )  # equal for mods that compute the same of what they reached; None: not known
-    source: object = field(default=None, compare=False)  # the same, though traced again; slower to compare
+    reached_names: tuple[str, ...] = field(default=(), compare=False)
+    source: tuple[object, tuple[int | float, ...]] | None = field(default=None, compare=False)  # see `origin`
+
+    @property
+    def origin(self) -> object:
+        """What is equal for mods that compute the same of what they reached; None where that is not known."""
+        return None if self.source is None else (self.source[0], repr(self.source[1]))  # tells 0.0 from -0.0
 
     def on(self, device: torch.device) -> BoundMod:
         """Return the mod with those captures of the CPU on `device` that may be anywhere: scalars and literals."""

@@ -23,14 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from flexattn.aten import UnknownOperator
 from flexattn.errors import ModError, UnsupportedError
+from flexattn.follow import current_line
 from flexattn.transforms import innermost
-
-
-class UnforeseenTensor(BaseException):
-    """The mod touched a tensor that the survey had not found."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
 
 
 _DATA_DEPENDENT = (
@@ -45,17 +39,37 @@ RANDOM = "draws random numbers ({what}). Draw them before the call and capture t
 class Interception(TorchFunctionMode):
     """Rewrites what make_fx cannot see, refuses what cannot be traced, and notes the user's line for each node."""
 
-    def __init__(self, tensors: list[Tensor], captured: list[Tensor], scalars: list[Tensor], name: str) -> None:
+    def __init__(self, name: str, adopt: Callable[[Tensor], None], ask_for_layouts: Callable[[], None]) -> None:
         super().__init__()
-        self.replacement = {id(t): c for t, c in zip(tensors, captured, strict=True)}
-        self.requires_grad = {id(c): t.requires_grad for t, c in zip(tensors, captured, strict=True)}
-        self.kept = (*captured, *scalars)
         self.name = name
+        self.adopt = adopt  # makes a tensor that was not captured an input of the trace, by calling `replace`
+        self.ask_for_layouts = ask_for_layouts  # called where the mod reads strides, which fake tensors do not have
+        self.replacement: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a real tensor, the fake one for it
+        self.requires_grad: dict[int, bool] = {}  # of the fake ones, by id
+        self._is_paused = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave alone what the tracer itself calls."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def replace(self, tensor: Tensor, fake: Tensor) -> None:
+        """Let `fake` stand for a captured tensor from now on."""
+        self.replacement[id(tensor)] = (tensor, fake)
+        self.requires_grad[id(fake)] = tensor.requires_grad
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = self._known(args), self._known(kwargs or {})
+        if self._is_paused:
+            return func(*args, **(kwargs or {}))
+        args, kwargs = self.known(args), self.known(kwargs or {})
         if func in _READ_VALUE:
             raise ModError(f"{self.name} at {user_line()} {_DATA_DEPENDENT}")
+        if func in _READ_LAYOUT:
+            self.ask_for_layouts()
         if func is Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
             return self.requires_grad.get(id(args[0]), False)
         if func is torch.nn.functional.scaled_dot_product_attention:
@@ -66,18 +80,18 @@ class Interception(TorchFunctionMode):
         self._note_line()
         return result
 
-    def _known(self, value: Any) -> Any:
+    def known(self, value: Any) -> Any:
         """Replace real tensors by the fake ones that stand for them."""
         if isinstance(value, Tensor):
-            if id(value) in self.replacement:
-                return self.replacement[id(value)]
-            if type(innermost(value)) is not _fake_tensor_type():
-                raise UnforeseenTensor(value)
-            return value
+            if id(value) not in self.replacement:
+                if type(innermost(value)) is _fake_tensor_type():
+                    return value
+                self.adopt(value)
+            return self.replacement[id(value)][1]
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-            return type(value)([self._known(v) for v in value])
+            return type(value)([self.known(v) for v in value])
         if isinstance(value, dict):
-            return {k: self._known(v) for k, v in value.items()}
+            return {k: self.known(v) for k, v in value.items()}
         return value
 
     def _note_line(self) -> None:
@@ -215,6 +229,8 @@ _READ_VALUE = frozenset(
     )
 )  # fmt: skip
 
+_READ_LAYOUT = frozenset((Tensor.is_contiguous, Tensor.stride, Tensor.storage_offset))
+
 _PACKAGES = tuple(str(Path(m.__file__).parent) for m in (torch, inspect) if m.__file__)  # torch, the standard library
 _HERE = str(Path(__file__).parent)
 
@@ -228,6 +244,9 @@ def _is_user_file(filename: str) -> bool:
 
 def user_line() -> str:
     """Return file:line of the innermost frame that is the user's."""
+    followed = current_line(_is_user_file)
+    if followed is not None:
+        return followed
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if _is_user_file(frame.f_code.co_filename):

@@ -27,7 +27,7 @@ _MOST_CHOICES = 16  # a longer list of literals is loaded, not chosen from
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a run left: the FX graph, what it returned, the guards, and the name of every symbol's source."""
+    """What a run left: the FX graph, its inputs, what it returned, and the name of every symbol's source."""
 
     graph: fx.Graph
     result: Any  # an FX node, or a Python or symbolic number
@@ -42,22 +42,19 @@ class Recorded:
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A graph and how to find its values in the leaves of a callable of this kind."""
+    """A graph and how to find its values in what the guard of a mod of this kind returns."""
 
     graph: ModGraph
-    guard: Callable[[Sequence[Tensor], Sequence[int | float]], bool] | None
     numbers: Callable[[Sequence[Tensor], Sequence[int | float]], tuple[int | float, ...]] | None
     picks: tuple[int, ...] | None  # captures that are leaves as they stand; None: the prologue computes them
     prologue: Callable[..., tuple[Tensor, ...]] | None
+    conditions: tuple[str, ...]  # on tensors t and numbers n, under which the graph holds
+    tensor_names: tuple[str, ...]  # of the user, for messages
 
-    def bind(
-        self, tensors: Sequence[Tensor], numbers: Sequence[int | float], reached: Sequence[Tensor],
-        key: tuple[object, ...] | None,
-    ) -> BoundMod:  # fmt: skip
+    def bind(self, tensors: Sequence[Tensor], numbers: Sequence[int | float], guarded: bool) -> BoundMod:
         """Return the mod with the values of this call; the prologue runs here.
 
-        `reached` are those of the tensors that the user captured; `key` is what, with them and the numbers, decides
-        what the mod computes, None where something may have been missed.
+        `guarded`: what the mod computes follows from this object, the tensors and the numbers.
         """
         if self.picks is not None:
             captures = tuple([tensors[i] for i in self.picks])
@@ -67,10 +64,7 @@ class Traced:
         graph = narrowed(self.graph, values)
         if graph.inputs is MASK_INPUTS:
             captures = tuple([c.detach() if c.requires_grad else c for c in captures])
-        if key is None:
-            return BoundMod(graph, captures, values, tuple(reached))
-        text = repr(numbers)  # tells 0.0 from -0.0
-        return BoundMod(graph, captures, values, tuple(reached), (self, text), (key, text))
+        return BoundMod(graph, captures, values, tuple(tensors), self.tensor_names, (self, tuple(numbers)) if guarded else None)
 
 
 def scalarize(recorded: Recorded, kind: Kind, name: str, score_dtype: torch.dtype, location: str) -> Traced:
@@ -88,11 +82,12 @@ def scalarize(recorded: Recorded, kind: Kind, name: str, score_dtype: torch.dtyp
     direct = [recorded.tensors.index(r) if r in recorded.tensors else None for r in roots]
     picks = tuple(i for i in direct if i is not None) if None not in direct else None
     return Traced(
-        graph,
-        _compiled(" and ".join(f"({g})" for g in _guard_texts(recorded))),
-        _compiled(f"({', '.join(number_texts)},)" if number_texts else ""),
-        picks,
-        None if picks is not None else _prologue(recorded, roots),
+        graph=graph,
+        numbers=_compiled(f"({', '.join(number_texts)},)") if number_texts else None,
+        picks=picks,
+        prologue=None if picks is not None else _prologue(recorded, roots),
+        conditions=_conditions(recorded),
+        tensor_names=tuple(recorded.names[n] for n in recorded.tensors),
     )
 
 
@@ -260,12 +255,12 @@ def _python_text(expression: Any, sources: dict[str, str]) -> str:
     return Printer().doprint(expression)
 
 
-def _guard_texts(recorded: Recorded) -> list[str]:
-    return list(dict.fromkeys(_python_text(g.expr, recorded.sources) for g in recorded.environment.guards))
+def _conditions(recorded: Recorded) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_python_text(g.expr, recorded.sources) for g in recorded.environment.guards))
 
 
-def _compiled(text: str) -> Callable[..., Any] | None:
-    return eval(f"lambda t, n: {text}", {"math": math, "torch": torch}) if text else None
+def _compiled(text: str) -> Callable[..., Any]:
+    return eval(f"lambda t, n: {text}", {"math": math, "torch": torch})
 
 
 def _prologue(recorded: Recorded, roots: list[fx.Node]) -> Callable[..., tuple[Tensor, ...]]:

@@ -1,44 +1,41 @@
 """Trace: a score_mod or mask_mod as Python -> ModGraph, once for each kind of mod.
 
-A mod runs once on 0-d fake tensors under make_fx. What it captures comes in as further fake tensors and symbolic
-numbers, so that the graph holds for other values, and other sizes, too. The FX graph then splits: operations on
+A mod runs once on 0-d fake tensors under make_fx (`recording`). The FX graph then splits (`scalarize`): operations on
 captures alone are a *prologue* that torch runs at each call, under autograd; the rest becomes scalar expressions.
 
-The memo: `survey` gives a key of everything reachable; Python numbers and sizes on which the run decided something
-(an `if`, a shape) left guards, and a memo entry is used only where its guards hold.
+What the run read became a guard (`follow`). At each call the guards of traces kept for the mod's code (`memo`) read the
+same places again. One that holds gives the tensors and numbers of this call; where none does, the mod is traced anew.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
+import sys
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
 
+from flexattn import memo
 from flexattn.aten import Refused, UnknownOperator
-from flexattn.captures import Survey, substitute, survey
 from flexattn.config import debug, settings
-from flexattn.errors import FlexAttentionError, ModError, UnsupportedError
+from flexattn.errors import ModError, RetraceWarning, UnsupportedError
+from flexattn.follow import Record, guard_of
+from flexattn.follow.libraries import is_ours
 from flexattn.graph import MASK_INPUTS, SCORE_INPUTS, BoundMod
-from flexattn.interception import Interception, UnforeseenTensor, explain_failure, explain_operator, refused_functions
-from flexattn.scalarize import Kind, Recorded, Traced, scalarize
+from flexattn.interception import explain_operator
+from flexattn.recording import Decompositions, record_run
+from flexattn.scalarize import Kind, Traced, scalarize
 from flexattn.transforms import outside
 
 Mod = Callable[..., Any]
 
-_MEMO_SIZE = 512
-_MOST_UNFORESEEN = 64
-_VARIANTS = 16  # of one key, apart by their guards
-
-
-_memo: OrderedDict[tuple[Any, ...], list[Traced]] = OrderedDict()
 _lock = threading.RLock()
 _stats = {"traces": 0, "hits": 0}
+_retraced: dict[tuple[str, str], int] = {}  # by location and reason: how often a mod was traced for it
+_MOST_RETRACED = 1000
 
 
 def stats() -> dict[str, int]:
@@ -52,48 +49,60 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
     A gradient is that of the operations recorded; `detach` and `torch.no_grad` stop it. Of a mask_mod no gradient
     flows. A `torch.autograd.Function` in a score_mod is refused, since its own backward would not be used.
     """
-    found = survey(mod)
-    key = (kind, score_dtype, torch.get_default_dtype(), *found.key)
-    if found.followed:
-        for traced in _memo.get(key, ()):
-            if traced.guard is None or traced.guard(found.tensors, found.numbers):
-                _stats["hits"] += 1
-                return traced.bind(found.tensors, found.numbers, found.tensors, key)
+    variant = (kind, score_dtype, torch.get_default_dtype())
+    for known in memo.find(mod, variant):
+        found = known.guard(mod)
+        if found is not None:
+            _stats["hits"] += 1
+            return known.traced.bind(*found, guarded=True)
     with _lock, torch.inference_mode(False), outside():
-        traced, tensors = _trace_anew(mod, kind, score_dtype, found)
+        traced, record = _trace_anew(mod, kind, score_dtype)
         _stats["traces"] += 1
+        if not record.reason:
+            guard, source = guard_of(record, traced.conditions)
+            memo.keep(mod, variant, memo.Known(guard, traced, source))
         if settings().debug:
-            how = "memoised" if found.followed else "what it reads cannot be followed: it is traced at each call"
+            how = f"traced at each call: {record.reason}" if record.reason else "kept"
             debug("trace", f"{kind}_mod {traced.graph.location} ({how})\n{traced.graph}")
-        followed = found.followed and len(tensors) == len(found.tensors)
-        if followed:
-            variants = _memo.setdefault(key, [])
-            variants.insert(0, traced)
-            del variants[_VARIANTS:]
-            while len(_memo) > _MEMO_SIZE:
-                _memo.popitem(last=False)
-    return traced.bind(tensors, found.numbers, found.tensors, key if followed else None)
+    if record.reason:
+        _warn(kind, traced, record)
+    return traced.bind(record.tensors, record.numbers, guarded=not record.reason)
 
 
-def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype, found: Survey) -> tuple[Traced, list[Tensor]]:
-    """Trace until every tensor is known and every operator has a row; return the tensors that became inputs."""
+def _warn(kind: Kind, traced: Traced, record: Record) -> None:
+    """Warn once of a mod that is traced at each call; of one that only sets something up, not at its first call."""
+    place = (traced.graph.location, record.reason)
+    count = _retraced.get(place, 0) + 1
+    if len(_retraced) < _MOST_RETRACED:
+        _retraced[place] = count
+    if count == (2 if record.may_end else 1):
+        where = f" ({traced.graph.location})" if traced.graph.location else ""
+        warnings.warn(
+            f"{kind}_mod {traced.graph.name}{where} is traced at each call: {record.reason}. Take that out of the mod: "
+            f"compute it before the call, and let the mod capture a tensor or a number.",
+            RetraceWarning,
+            stacklevel=_frames_of_ours(),
+        )
+
+
+def _frames_of_ours() -> int:
+    """Return how many frames of this package lie between `_warn` and the user's call."""
+    frame, count = sys._getframe(1), 1
+    while frame is not None and is_ours(frame.f_globals.get("__name__")):
+        frame, count = frame.f_back, count + 1
+    return count
+
+
+def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> tuple[Traced, Record]:
+    """Trace until every operator has a row."""
     name = mod_name(mod, kind)
     _check_call(mod, kind, name)
-    tensors = list(found.tensors)
-    _check_tensors(tensors, name)
-    decompositions: dict[Any, Callable[..., Any]] = {}
+    decompositions: Decompositions = {}
     asked = None
     while True:
+        recorded, record = record_run(mod, kind, name, score_dtype, decompositions)
         try:
-            recorded = _record(mod, kind, name, score_dtype, tensors, found.numbers, decompositions)
-            return scalarize(recorded, kind, name, score_dtype, location_of(mod)), tensors
-        except UnforeseenTensor as unforeseen:
-            tensors.append(unforeseen.tensor)
-            if len(tensors) > len(found.tensors) + _MOST_UNFORESEEN:
-                raise UnsupportedError(
-                    f"{name}: found a real tensor made anew in each run of the mod, expected captured tensors. Make it "
-                    f"before the call and capture it."
-                ) from None
+            return scalarize(recorded, kind, name, score_dtype, location_of(mod)), record
         except UnknownOperator as unknown:
             target = unknown.node.target
             decomposition = None if isinstance(unknown, Refused) else _decomposition(target)
@@ -129,6 +138,7 @@ def location_of(mod: Mod) -> str:
     while hasattr(inner, "func"):
         inner = inner.func
     inner = getattr(inner, "__func__", inner)
+    inner = type(inner).forward if isinstance(inner, torch.nn.Module) else inner
     code = getattr(inner, "__code__", None) or getattr(getattr(type(inner), "__call__", None), "__code__", None)  # noqa: B004
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 
@@ -164,124 +174,3 @@ def _binds(signature: inspect.Signature, count: int) -> bool:
     positional = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required)
     variadic = any(p.kind is p.VAR_POSITIONAL for p in required)
     return positional == count or (variadic and positional < count)
-
-
-def _check_tensors(tensors: Sequence[Tensor], name: str) -> None:
-    for t in tensors:
-        if t.layout != torch.strided or t.is_nested:
-            raise UnsupportedError(f"{name}: found a captured tensor of layout {t.layout}, expected a strided one.")
-        if t.is_complex() or t.is_quantized:
-            raise UnsupportedError(f"{name}: found a captured tensor of {t.dtype}, expected a real dtype.")
-
-
-# The run under make_fx.
-
-
-def _record(
-    mod: Mod,
-    kind: Kind,
-    name: str,
-    score_dtype: torch.dtype,
-    tensors: list[Tensor],
-    numbers: Sequence[int | float],
-    decompositions: dict[Any, Callable[..., Any]],
-) -> Recorded:
-    """Run `mod` once on fake tensors and symbolic numbers."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    environment = ShapeEnv(duck_shape=False, specialize_zero_one=True)
-    fakes = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
-    sources: dict[str, str] = {}
-    device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-    with fakes:
-        scalars = _input_scalars(kind, score_dtype, device)
-        captured = [_fake(t, i, environment, sources) for i, t in enumerate(tensors)]
-    lifted = [_symbolic_number(n, i, environment, sources) for i, n in enumerate(numbers)]
-    replaced, leaves = substitute(mod, {id(t): c for t, c in zip(tensors, captured, strict=True)}, lifted)
-    mode = Interception(tensors, captured, scalars, name)
-    results: list[Any] = []
-
-    def run(scalars: list[Tensor], captured: list[Tensor], lifted: list[Any]) -> list[Any]:
-        with mode:
-            result = replaced(*scalars)
-        results.append(result)
-        return [result] if isinstance(result, Tensor) else []
-
-    try:
-        custom = refused_functions(name) if kind == "score" else contextlib.nullcontext()
-        with torch.enable_grad(), fakes, _no_autocast(device.type), custom:
-            traced = make_fx(run, decompositions, "real")(scalars, captured, lifted)
-    except FlexAttentionError:
-        raise
-    except Exception as error:
-        raise explain_failure(error, kind, name) from error
-    placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
-    nodes = placeholders[len(scalars) : len(scalars) + len(captured)]
-    number_names = {s: leaves.number_names[int(text[2:-1])] for s, text in sources.items() if text.startswith("n[")}
-    size_names = {s: "size" for s, text in sources.items() if not text.startswith("n[")}
-    result = _result_node(traced.graph, results[-1])
-    return Recorded(
-        traced.graph,
-        result,
-        dict(zip(placeholders, SCORE_INPUTS if kind == "score" else MASK_INPUTS, strict=False)),
-        nodes,
-        placeholders[len(scalars) + len(captured) :],
-        {
-            node: leaves.tensor_names.get(id(t), f"captured_{i}")
-            for i, (node, t) in enumerate(zip(nodes, tensors, strict=True))
-        },
-        sources,
-        number_names | size_names,
-        environment,
-    )
-
-
-def _no_autocast(device_type: str) -> torch.autocast:
-    return torch.autocast(device_type if torch.amp.is_autocast_available(device_type) else "cpu", enabled=False)
-
-
-def _result_node(graph: fx.Graph, result: Any) -> Any:
-    """Return the FX node of a returned tensor; anything else as it is."""
-    (returned,) = next(n for n in graph.nodes if n.op == "output").args
-    if not isinstance(result, Tensor):
-        return result
-    return returned[0] if isinstance(returned, (list, tuple)) else returned
-
-
-def _input_scalars(kind: Kind, score_dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    indices = [torch.empty((), dtype=torch.int64, device=device) for _ in MASK_INPUTS]
-    return [torch.empty((), dtype=score_dtype, device=device), *indices] if kind == "score" else indices
-
-
-def _fake(tensor: Tensor, position: int, environment: Any, sources: dict[str, str]) -> Tensor:
-    """Return a fake tensor of symbolic sizes; sizes 0 and 1 are part of the key and stay as they are."""
-    from torch.fx.experimental.symbolic_shapes import DimDynamic
-
-    sizes: list[Any] = []
-    for d, size in enumerate(tensor.shape):
-        if size > 1:
-            source = _source(f"t{position}_{d}")
-            symbol = environment.create_symbol(size, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-            sources[str(symbol)] = f"t[{position}].shape[{d}]"
-            sizes.append(environment.create_symintnode(symbol, hint=size, source=source))
-        else:
-            sizes.append(size)
-    return torch.empty(sizes, dtype=tensor.dtype, device=tensor.device)
-
-
-def _symbolic_number(value: int | float, position: int, environment: Any, sources: dict[str, str]) -> Any:
-    from torch.fx.experimental.symbolic_shapes import DimDynamic
-
-    source = _source(f"n{position}")
-    symbol = environment.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
-    sources[str(symbol)] = f"n[{position}]"
-    make = environment.create_symfloatnode if isinstance(value, float) else environment.create_symintnode
-    return make(symbol, hint=value, source=source)
-
-
-def _source(name: str) -> Any:
-    from torch._dynamo.source import ConstantSource
-
-    return ConstantSource(name)

@@ -18,7 +18,7 @@ PACKAGE = Path(flexattn.__file__).parent
 ORDER = (
     "mods", "reference", "errors", "config", "options", "uncompiled", "transforms", "ops", "graph", "equal_runs",
     "index_range", "distances", "places_last", "aten", "bound", "narrow", "follow", "captures", "interception",
-    "scalarize", "recording", "trace", "differentiate",
+    "scalarize", "recording", "memo", "trace", "differentiate",
     "boxes", "facts", "block_mask", "dropout", "problem", "batch_invariant", "sinks", "target", "triton_versions",
     "kernel_store",
     "build", "builders", "tiles", "tile_choice", "lower", "row_bounds", "scatter", "capture_sums", "lower_bounds",

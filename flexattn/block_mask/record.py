@@ -46,31 +46,25 @@ class CaptureRecord(NamedTuple):
     numbers: tuple[int | float, ...]
     reached: tuple[Seen, ...]  # those of the user, from which a prologue may compute captures at each call
     runs: tuple[EqualRuns, ...]  # of the captures
-    source: object  # as in BoundMod
 
     @staticmethod
     def of(mod: Mod, bound: BoundMod, runs: tuple[EqualRuns, ...]) -> CaptureRecord:
         captures, reached = (tuple([seen(t) for t in ts]) for ts in (bound.captures, bound.reached))
-        return CaptureRecord(mod, bound.graph, captures, bound.numbers, reached, runs, bound.source)
+        return CaptureRecord(mod, bound.graph, captures, bound.numbers, reached, runs)
 
     def check(self, bound: BoundMod) -> None:
         """Raise MutationError if `bound`, the same mod bound now, has other values than those recorded."""
-        if bound.graph != self.graph:
-            # A mod that is traced again may get another graph (of another name, or for other numbers, too).
-            if self.source is None or self.source != bound.source:
-                raise _changed("what mask_mod computes", "is something else")
-        else:
-            for number, before, now in zip(self.graph.numbers, self.numbers, bound.numbers, strict=True):
-                if before != now:
-                    raise _changed(f"mask_mod's captured number {number.name!r}", f"was {before} and is {now}")
-            if all(is_same(before, now) for before, now in zip(self.captures, bound.captures, strict=True)):
-                return
-        found = survey(self.mod)
-        if len(found.tensors) != len(self.reached):
+        for number, before, now in zip(self.graph.numbers, self.numbers, bound.numbers, strict=False):
+            if before != now:
+                raise _changed(f"mask_mod's captured number {number.name!r}", f"was {before} and is {now}")
+        if bound.graph is not self.graph and bound.graph.computes != self.graph.computes:
+            raise _changed("what mask_mod computes", "is something else")
+        if all(is_same(before, now) for before, now in zip(self.captures, bound.captures, strict=True)):
+            return
+        if len(bound.reached) != len(self.reached):
             raise _changed("the tensors that mask_mod captures", "are others")
-        for before, now in zip(self.reached, found.tensors, strict=True):
+        for name, before, now in zip(bound.reached_names, self.reached, bound.reached, strict=True):
             if not is_same(before, now):
-                name = substitute(self.mod, {}, found.numbers)[1].tensor_names.get(id(now), "")
                 how = "was changed in place" if before[0]() is now else "is another tensor"
                 raise _changed(f"mask_mod's captured tensor {name!r}", how)
 

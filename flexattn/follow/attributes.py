@@ -31,8 +31,12 @@ _TupleGetter = type(collections.namedtuple("_Pair", "x y").x)  # what a field of
 BUILTIN_CONTAINERS: frozenset[type] = frozenset((list, tuple, dict, set, frozenset))
 # What looks up attributes by the rules of object.__getattribute__.
 _GENERIC = tuple(
-    cls.__getattribute__ for cls in (object, int, float, str, bytes, tuple, list, dict, set, frozenset, BaseException)
-)
+    cls.__getattribute__
+    for cls in (
+        object, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, BaseException, types.SimpleNamespace,
+        collections.OrderedDict, collections.defaultdict, collections.deque,
+    )
+)  # fmt: skip
 _FUNCTION_FIELDS = {
     "__code__": "code", "__globals__": "globals", "__defaults__": "defaults", "__kwdefaults__": "keyword defaults",
     "__closure__": "closure", "__dict__": "attributes",

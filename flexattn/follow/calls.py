@@ -32,7 +32,7 @@ _PURE_OF_TORCH = frozenset((
     "result_type", "promote_types", "can_cast", "is_tensor", "broadcast_shapes", "is_grad_enabled", "sym_int",
     "sym_float", "sym_max", "sym_min", "sym_not", "sym_ite", "sym_sqrt", "sym_sum", "is_autocast_enabled",
     "is_inference_mode_enabled", "get_default_dtype", "is_storage", "has_torch_function", "has_torch_function_unary",
-    "has_torch_function_variadic", "is_compiling", "is_dynamo_compiling", "is_scripting", "is_tracing", "typename",
+    "has_torch_function_variadic", "_get_tracing_state", "is_compiling", "is_dynamo_compiling", "is_scripting", "is_tracing", "typename",
 ))  # fmt: skip
 # Modules of C whose functions depend on nothing but the data that they are given.
 _PURE_MODULES = frozenset(("math", "cmath", "_operator", "_bisect", "_struct", "itertools", "_functools"))
@@ -182,7 +182,7 @@ class Calls(Operators):
         ).partition(".")[0] == "torch"
 
     def _call_torch(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        takes_tensors = self._holds_tensor((args, kwargs))
+        takes_tensors = self._holds_tensor((getattr(function, "__self__", None), args, kwargs))
         found = function(*map(self.for_torch, args), **{k: self.for_torch(v) for k, v in kwargs.items()})
         if not takes_tensors and not self._is_answer_of_torch(function, found):
             name = f"{getattr(function, '__module__', None) or 'torch'}.{getattr(function, '__name__', function)}"

@@ -58,7 +58,7 @@ def from_symbol(symbol: Any) -> Any:
         return bool(symbol)
     if symbol.node.expr.is_number:
         return int(symbol) if isinstance(symbol, torch.SymInt) else float(symbol)
-    hint = symbol.node.require_hint()
+    hint = symbol.node.hint
     return lifted(int(hint) if isinstance(symbol, torch.SymInt) else float(hint), symbol)
 
 
@@ -99,7 +99,7 @@ def calculate(function: Callable[..., Any], *operands: Any) -> Any:
 def _agrees(symbol: Any, result: int | float) -> bool:
     """Tell whether torch computes the number that Python does: rounding of quotients and powers may differ."""
     try:
-        return type(result)(symbol.node.require_hint()) == result
+        return type(result)(symbol.node.hint) == result
     except Exception:
         return False
 

@@ -57,6 +57,7 @@ class Record:
     numbers: list[int | float] = field(default_factory=list)
     number_variables: list[str] = field(default_factory=list)
     reason: str = ""  # why the guard cannot prove that nothing changed; empty where it can
+    may_end: bool = False  # the mod has only set something that it had not read: it may do so once
     _places: dict[int, tuple[Any, str]] = field(default_factory=dict)  # by id: the object, its variable
     _known: dict[str, Any] = field(default_factory=dict)  # by the text of a read: what was found
     _constant_names: dict[tuple[str, int], str] = field(default_factory=dict)
@@ -66,8 +67,9 @@ class Record:
         """Read the mod itself."""
         return self._observe("mod", self.root, "mod", literal=False)
 
-    def unguarded(self, reason: str) -> None:
+    def unguarded(self, reason: str, may_end: bool = False) -> None:
         """Note that the mod has read or changed what a guard cannot see."""
+        self.may_end = may_end and (self.may_end or not self.reason)
         self.reason = self.reason or reason
 
     def has(self, owner: object) -> bool:
@@ -266,11 +268,12 @@ class Record:
                 self.check_bases(value)
             return
         variable = self._place(value, text)
-        self._line(f"if type({variable}) is not {self.identity(type(value))}: return None")
         if isinstance(value, types.FunctionType):
             code = self.constant(value.__code__)
             self._line(f"if {variable}.__code__ is not {code} and {variable}.__code__ != {code}: return None")
-        elif isinstance(value, enum.Enum):
+            return
+        self._line(f"if type({variable}) is not {self.identity(type(value))}: return None")
+        if isinstance(value, enum.Enum):
             self._line(f"if {variable} is not {self.identity(value)}: return None")
         elif isinstance(value, int | float | str | bytes):  # of a class derived from these
             base = next(b for b in (int, float, str, bytes) if isinstance(value, b))
@@ -278,6 +281,13 @@ class Record:
             self._line(f"if {text}: return None")
 
     def _tensor(self, variable: str, value: Tensor, name: str) -> None:
+        with torch._C.DisableTorchFunction():  # these reads are not the mod's
+            self._check_tensor(variable, value)
+        self.symbols.tensor(value, len(self.tensors), name)
+        self.tensors.append(value)
+        self.tensor_variables.append(variable)
+
+    def _check_tensor(self, variable: str, value: Tensor) -> None:
         checks = [
             f"type({variable}) is {self.identity(type(value))}",
             f"{variable}.dtype is {self.constant(value.dtype)}",
@@ -288,13 +298,10 @@ class Record:
         self._line(f"if not ({' and '.join(checks)}): return None")
         if value.layout is torch.strided and not value.is_nested:
             sizes = [f"s{i}" for i in range(value.dim())]
-            self._line(f"{''.join(s + ', ' for s in sizes) or '()'}{'= '}{variable}.shape")
             tests = [f"{s} > 1" if n > 1 else f"{s} == {n}" for s, n in zip(sizes, value.shape, strict=True)]
-            if tests:
+            self._line(f"{''.join(s + ', ' for s in sizes) or '() '}= {variable}.shape")
+            if tests and not self.reason:
                 self.lines.append(f"if not ({' and '.join(tests)}): return None")
-        self.symbols.tensor(value, len(self.tensors), name)
-        self.tensors.append(value)
-        self.tensor_variables.append(variable)
 
 
 def _name_of(key: Any) -> str:
