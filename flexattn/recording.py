@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
 
-from flexattn.errors import FlexAttentionError, UnsupportedError
-from flexattn.follow import IS_KNOWN_VERSION, Follower, Record, Unfollowable, symbolic
+from flexattn.errors import FlexAttentionError, ModError, UnsupportedError
+from flexattn.follow import IS_KNOWN_VERSION, Follower, Record, Refusal, Unfollowable, symbolic
 from flexattn.graph import MASK_INPUTS, SCORE_INPUTS
 from flexattn.interception import Interception, explain_failure, refused_functions
 from flexattn.scalarize import Kind, Recorded
@@ -101,6 +102,12 @@ class Inputs:
             assert self.record is not None
             self.record.check(tensor, "{0}.shape == {1} and {0}.stride() == {2}", tensor.shape, tensor.stride())
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """Let torch compute on real tensors, as it does outside of the trace."""
+        with self.interception.paused(), _disable_current_modes():
+            yield
 
     def _sizes(self, shape: torch.Size, position: int) -> list[Any]:
         """Return symbols of the sizes of a tensor; 0 and 1 are guarded and stay as they are."""
@@ -192,6 +199,8 @@ def _run(
             traced = make_fx(run, decompositions, "real")(scalars)
     except (FlexAttentionError, Unfollowable):
         raise
+    except Refusal as refusal:
+        raise ModError(f"{name} at {refusal.line} {refusal}") from None
     except Exception as error:
         raise explain_failure(error, kind, name) from error
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 from torch.utils import _pytree as pytree
 
-from flexattn import classify, mods
-from flexattn import trace as tracing
+from flexattn import classify, memo, mods
 from flexattn.block_mask import BlockMask, RunLists, Runs, from_torch, picture, plot
 from flexattn.block_mask import mask as mask_module
 from flexattn.block_mask import pairs as pairs_module
@@ -891,7 +890,7 @@ def test_lists_that_are_first_looked_at_in_a_transform_belong_to_none() -> None:
 
 
 def test_a_mod_that_is_traced_again_is_the_same() -> None:
-    """Its graph may have the name of another of its kind, or hold for other numbers; old graphs are forgotten."""
+    """Its graph may have the name of another of its kind; old graphs are forgotten."""
     ids = torch.arange(40) // 9
 
     def mask_of(window: int) -> BlockMask:
@@ -901,7 +900,7 @@ def test_a_mod_that_is_traced_again_is_the_same() -> None:
     mask_of(9)
     mask = mask_of(3)
     before = trace(mask.mask_mod, "mask").graph
-    tracing._memo.clear()
+    memo.clear()
     after = trace(mask.mask_mod, "mask")
     assert after.graph != before
     mask.check_captures(after)
@@ -909,7 +908,9 @@ def test_a_mod_that_is_traced_again_is_the_same() -> None:
     with pytest.raises(MutationError, match="'of_token' was changed in place"):
         mask.check_captures(after)
     again = mask_of(3)
-    tracing._memo.clear()
+    memo.clear()
     other = trace(mods.and_masks(mods.document(ids), mods.sliding_window(4)), "mask")
-    with pytest.raises(MutationError, match="is something else"):
+    with pytest.raises(MutationError, match="'window' was 3 and is 4"):
         again.check_captures(other)
+    with pytest.raises(MutationError, match="is something else"):
+        again.check_captures(trace(mods.or_masks(mods.document(ids), mods.sliding_window(3)), "mask"))

@@ -5,6 +5,7 @@ that the mod makes, functions of C that are not known, randomness, clocks) is no
 """
 
 from flexattn.follow import known_calls as known_calls
+from flexattn.follow.attributes import Refusal as Refusal
 from flexattn.follow.attributes import Unfollowable as Unfollowable
 from flexattn.follow.bytecode import IS_KNOWN_VERSION as IS_KNOWN_VERSION
 from flexattn.follow.frames import Follower as Follower

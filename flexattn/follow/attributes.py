@@ -48,6 +48,12 @@ class Unfollowable(Exception):
     """The interpreter cannot run this code: Python itself has to."""
 
 
+class Refusal(Exception):
+    """The mod does what cannot be traced; the text says what, and what to write instead."""
+
+    line = ""  # file:line
+
+
 class Attributes:
     """Reads attributes. `call` comes from a later layer."""
 
@@ -58,9 +64,9 @@ class Attributes:
         """Call as Python does; see `calls`."""
         raise NotImplementedError
 
-    def unguarded(self, reason: str) -> None:
+    def unguarded(self, reason: str, may_end: bool = False) -> None:
         """Note that a guard cannot see something that the mod reads or changes; the mod is then traced at each call."""
-        self.record.unguarded(reason)
+        self.record.unguarded(reason, may_end)
 
     # Classes.
 
@@ -173,12 +179,20 @@ class Attributes:
             return found if value is None else types.MethodType(found, value)
         if kind is types.ClassMethodDescriptorType:
             return found.__get__(value, owner)
+        if kind is functools.cached_property and value is not None:
+            return self._cached(found, value, owner, name)
         if kind is _TupleGetter and value is not None:
             return self.record.read(value, f"object.__getattribute__({{}}, {name!r})", found.__get__(value), name)
         if isinstance(found, Tensor) or not kind.__flags__ & _HEAP_TYPE:
             return found
         get = self.class_attribute(kind, "__get__")
         return found if get is MISSING else self.call(get, (found, value, owner))
+
+    def _cached(self, found: functools.cached_property[Any], value: Any, owner: type, name: str) -> Any:
+        """Let Python compute a cached property, on real tensors; then it is an attribute like any other."""
+        with self.record.symbols.outside():
+            found.__get__(value, owner)
+        return self.of_instance(value, name)
 
     def _slot(self, descriptor: types.MemberDescriptorType, value: Any, name: str) -> Any:
         try:

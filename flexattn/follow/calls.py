@@ -182,6 +182,10 @@ class Calls(Operators):
         ).partition(".")[0] == "torch"
 
     def _call_torch(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(isinstance(a, np.ndarray) for a in args):
+            self.unguarded("it reads a numpy array")
+            with self.record.symbols.outside():
+                return function(*args, **kwargs)
         takes_tensors = self._holds_tensor((getattr(function, "__self__", None), args, kwargs))
         found = function(*map(self.for_torch, args), **{k: self.for_torch(v) for k, v in kwargs.items()})
         if not takes_tensors and not self._is_answer_of_torch(function, found):
@@ -255,4 +259,5 @@ class Calls(Operators):
             if all(is_plain(a) for a in given):
                 return function(*map(self.for_python, given), **{k: self.for_python(v) for k, v in kwargs.items()})
         self.unguarded(f"it calls {name}, which may give something else each time")
-        return function(*map(self.for_python, args), **{k: self.for_python(v) for k, v in kwargs.items()})
+        found = function(*map(self.for_python, args), **{k: self.for_python(v) for k, v in kwargs.items()})
+        return self.record.drawn(found) if type(found) in (int, float) else found

@@ -17,7 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from flexattn.follow.attributes import MISSING, Unfollowable
+from flexattn.errors import FlexAttentionError
+from flexattn.follow.attributes import MISSING, Refusal, Unfollowable
 from flexattn.follow.bytecode import Instruction, Program, program_of
 from flexattn.follow.calls import Calls, NativeExit
 from flexattn.follow.libraries import is_library
@@ -73,7 +74,7 @@ OPERATIONS: dict[str, Operation] = {}
 class Frames(Calls):
     """Runs functions of Python."""
 
-    passed_on: tuple[type[BaseException], ...] = (Unfollowable,)  # exceptions that no mod can catch
+    passed_on: tuple[type[BaseException], ...] = (Unfollowable, FlexAttentionError)  # exceptions that no mod can catch
 
     def __init__(self, record: Any) -> None:
         super().__init__(record)
@@ -123,6 +124,9 @@ class Frames(Calls):
                     frame.position += 1
                     self._count_step()
                     left = OPERATIONS[instruction.opname](self, frame, instruction)
+                except Refusal as refusal:
+                    refusal.line = refusal.line or f"{frame.function.__code__.co_filename}:{frame.line}"
+                    raise
                 except self.passed_on:
                     raise
                 except BaseException as raised:
@@ -423,7 +427,7 @@ def _store_deref(f: Frames, frame: Frame, i: Instruction) -> None:
     cell = frame.names[i.argval]
     if f.record.has(cell):
         f.unguarded(f"it changes the captured variable {i.argval!r}")
-    cell.cell_contents = frame.pop()
+    cell.cell_contents = f.kept_by(cell, frame.pop())
 
 
 @operation("LOAD_GLOBAL")
@@ -438,7 +442,8 @@ def _load_global(f: Frames, frame: Frame, i: Instruction) -> None:
 @operation("STORE_GLOBAL")
 def _store_global(f: Frames, frame: Frame, i: Instruction) -> None:
     f.unguarded(f"it changes the global variable {i.argval!r}")
-    frame.function.__globals__[i.argval] = frame.pop()
+    scope = f.global_scope(frame)
+    scope[i.argval] = f.kept_by(scope, frame.pop())
 
 
 @operation("DELETE_GLOBAL")

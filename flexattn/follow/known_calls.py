@@ -89,6 +89,7 @@ def _hasattr(f: Calls, value: Any, name: Any) -> bool:
 @_function(setattr, object.__setattr__, type.__setattr__)
 def _setattr(f: Calls, value: Any, name: str, new: Any) -> None:
     f._changes(value, f"the attribute {name!r}")
+    new = f.kept_by(value, new)
     object.__setattr__(value, name, new) if not isinstance(value, type) else setattr(value, name, new)
 
 
@@ -549,28 +550,28 @@ _METHODS[list, "count"] = _METHODS[tuple, "count"] = lambda f, owner, item: f.fo
 @_method("extend", of=(list,))
 def _extend(f: Calls, owner: list[Any], values: Any) -> None:
     f._changes(owner, "items")
-    owner.extend(f.iterated(values))
+    owner.extend(f.kept_by(owner, f.iterated(values)))
 
 
 @_method("append", of=(list,))
 def _append(f: Calls, owner: list[Any], value: Any) -> None:
     f._changes(owner, "items")
-    list.append(owner, value)
+    list.append(owner, f.kept_by(owner, value))
 
 
 @_method("setdefault", of=(dict,))
 def _setdefault(f: Calls, owner: dict[Any, Any], key: Any, default: Any = None) -> Any:
     if not f.contains(owner, key):
         f._changes(owner, "an item")
-    return owner.setdefault(f.for_python(key), default)
+    return owner.setdefault(f.for_python(key), f.kept_by(owner, default))
 
 
 @_method("update", of=(dict,))
 def _update(f: Calls, owner: dict[Any, Any], *others: Any, **items: Any) -> None:
     f._changes(owner, "items")
     for other in others:
-        owner.update(_dict(f, other))
-    owner.update(items)
+        owner.update(f.kept_by(owner, _dict(f, other)))
+    owner.update(f.kept_by(owner, items))
 
 
 @_method("join", of=(str,))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexattn.follow.attributes import BUILTIN_CONTAINERS, MISSING, Attributes
+from flexattn.follow.attributes import BUILTIN_CONTAINERS, MISSING, Attributes, Refusal
 from flexattn.follow.lifted import LIFTED, calculate, compare, literal, symbolic
 from flexattn.follow.record import MOST_LIFTED
 
@@ -147,9 +147,9 @@ class Operators(Attributes):
         if isinstance(x, Tensor):
             return IN_PLACE[symbol](x, self.for_torch(y))
         if kind in (list, dict, set):
-            if self.record.has(x):
-                self.unguarded(f"it changes a captured {kind.__name__} in place")
-            return IN_PLACE[symbol](x, self.iterated(y) if kind is list and symbol == "+" else self.deep_contents(y))
+            self._changes(x, "the contents")
+            y = self.iterated(y) if kind is list and symbol == "+" else self.deep_contents(y)
+            return IN_PLACE[symbol](x, self.kept_by(x, y))
         if not is_plain(x) and kind not in BUILTIN_CONTAINERS:
             function = self.special(x, BINARY[symbol][1].replace("__", "__i", 1))
             if function is not MISSING:
@@ -424,13 +424,31 @@ class Operators(Attributes):
 
     # Changes.
 
-    def _changes(self, value: Any, what: str) -> None:
+    def _changes(self, value: Any, what: str, may_end: bool = False) -> None:
         if self.record.has(value):
-            self.unguarded(f"it changes {what} of a captured object of {type(value).__name__}")
+            self.unguarded(f"it changes {what} of a captured object of {type(value).__name__}", may_end)
+
+    def _holds_computed(self, value: Any) -> bool:
+        if type(value) in (list, tuple, set, dict):
+            return any(map(self._holds_computed, value.values() if type(value) is dict else value))
+        return isinstance(value, Tensor) and not self.record.has(value)
+
+    def kept_by(self, owner: Any, value: Any) -> Any:
+        """Return what an object keeps of a value: what outlives the mod has plain numbers."""
+        if not self.record.has(owner):
+            return value
+        if self._holds_computed(value):
+            raise Refusal(
+                f"keeps a tensor that it computes in a captured object of {type(owner).__name__}. The mod runs once for "
+                f"all positions, on tensors without values: compute the tensor before the call, and capture it."
+            )
+        return self._converted(value, lambda v: v.original if isinstance(v, LIFTED) else v)
 
     def set_attribute(self, value: Any, name: str, new: Any) -> None:
         """Do `value.name = new`."""
-        self._changes(value, f"the attribute {name!r}")
+        own = getattr(value, "__dict__", {})
+        self._changes(value, f"the attribute {name!r}", may_end=own.get(name) is None)
+        new = self.kept_by(value, new)
         method = self.class_attribute(type(value), "__setattr__")
         if isinstance(method, types.FunctionType):
             self.call(method, (value, name, new))
@@ -451,7 +469,8 @@ class Operators(Attributes):
         if isinstance(value, Tensor):
             value[self.for_torch(key)] = self.for_torch(new)
             return
-        self._changes(value, "an item")
+        self._changes(value, "an item", may_end=type(value) is dict and self.for_python(key) not in value)
+        new = self.kept_by(value, new)
         if type(value) in BUILTIN_CONTAINERS:
             value[self.for_python(key)] = new
             return

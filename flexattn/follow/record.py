@@ -12,6 +12,7 @@ import marshal
 import types
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -43,6 +44,10 @@ class Symbols(Protocol):
     def tensor(self, value: Tensor, position: int, name: str) -> None:
         """Make the tensor an input of the trace."""
 
+    def outside(self) -> AbstractContextManager[None]:
+        """Return a context in which torch computes as it does outside of the trace."""
+        ...
+
 
 @dataclass
 class Record:
@@ -71,6 +76,10 @@ class Record:
         """Note that the mod has read or changed what a guard cannot see."""
         self.may_end = may_end and (self.may_end or not self.reason)
         self.reason = self.reason or reason
+
+    def drawn(self, value: int | float) -> Any:
+        """Return a number that is another one at each call, lifted, so that no kernel is compiled for it."""
+        return self._new_number("", value, value, "drawn") if is_liftable(value) else value
 
     def has(self, owner: object) -> bool:
         """Tell whether an object existed before the mod ran."""
