@@ -314,13 +314,17 @@ class Attributes:
     # Tensors.
 
     def _of_tensor(self, value: Tensor, name: str) -> Any:
-        if isinstance(own := value.__dict__ if hasattr(value, "__dict__") else {}, dict) and name in own:
-            return self._attribute_of_tensor(value, own, name)
-        if name in ("__class__",):
+        if name in value.__dict__:
+            return self._attribute_of_tensor(value, value.__dict__, name)
+        if name == "__class__":
             return self.type_of(value)
         if name in _LAYOUT_OF_TENSOR:
             self.unguarded(f"it reads {name!r} of a tensor")
-        return self.from_torch(getattr(value, name))
+        try:
+            return self.from_torch(getattr(value, name))
+        except AttributeError:
+            self.record.check(value, "{1} not in {0}.__dict__", name)
+            raise
 
     def _attribute_of_tensor(self, value: Tensor, own: dict[str, Any], name: str) -> Any:
         own = self.record.read(value, "{}.__dict__", own)

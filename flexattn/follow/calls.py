@@ -160,7 +160,7 @@ class Calls(Operators):
         method = self.special(value, "__call__")
         if method is MISSING:
             raise TypeError(f"{type(value).__name__!r} object is not callable")
-        if isinstance(method, types.MethodWrapperType):
+        if isinstance(getattr(method, "__func__", None), types.WrapperDescriptorType):
             return self.call_unknown(value, args, kwargs)
         return self.call(method, args, kwargs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import collections
 import functools
 import itertools
 import math
@@ -141,6 +142,11 @@ def _object_eq(f: Calls, x: Any, y: Any) -> Any:
 def _object_ne(f: Calls, x: Any, y: Any) -> Any:
     found = f.call(f.special(x, "__eq__"), (y,))
     return found if found is NotImplemented else not f.truth(found)
+
+
+@_function(object.__lt__, object.__le__, object.__gt__, object.__ge__)
+def _object_order(f: Calls, x: Any, y: Any) -> Any:
+    return NotImplemented
 
 
 @_function(object.__new__)
@@ -444,12 +450,15 @@ def _method(*names: str, of: tuple[type, ...]) -> Callable[[Any], Any]:
     return note
 
 
+_DICTS = (dict, collections.OrderedDict)
+
+
 def _template(owner: Any, cls: type) -> str:
     """Return how a guard reads an item: by the class where a derived one may have its own."""
     return "{}[{}]" if type(owner) is cls else f"{cls.__name__}.__getitem__({{}}, {{}})"
 
 
-@_method("__getitem__", of=(dict,))
+@_method("__getitem__", of=_DICTS)
 def _dict_item(f: Calls, owner: dict[Any, Any], key: Any) -> Any:
     try:
         return f.item_of_dict(owner, key, _template(owner, dict))
@@ -463,7 +472,7 @@ def _dict_item(f: Calls, owner: dict[Any, Any], key: Any) -> Any:
         raise
 
 
-@_method("get", of=(dict,))
+@_method("get", of=_DICTS)
 def _dict_get(f: Calls, owner: dict[Any, Any], key: Any, default: Any = None) -> Any:
     try:
         return f.item_of_dict(owner, key, _template(owner, dict))
@@ -471,7 +480,7 @@ def _dict_get(f: Calls, owner: dict[Any, Any], key: Any, default: Any = None) ->
         return default
 
 
-@_method("__contains__", of=(dict,))
+@_method("__contains__", of=_DICTS)
 def _dict_contains(f: Calls, owner: dict[Any, Any], key: Any) -> bool:
     key = f.for_python(key)
     f._check_key(key)
@@ -480,31 +489,31 @@ def _dict_contains(f: Calls, owner: dict[Any, Any], key: Any) -> bool:
     return found
 
 
-@_method("keys", "__iter__", of=(dict,))
+@_method("keys", "__iter__", of=_DICTS)
 def _dict_keys(f: Calls, owner: dict[Any, Any]) -> Any:
     return iter(f.keys(owner)) if f.record.has(owner) else owner.keys()
 
 
-@_method("items", of=(dict,))
+@_method("items", of=_DICTS)
 def _dict_items(f: Calls, owner: dict[Any, Any]) -> Any:
     if not f.record.has(owner):
         return owner.items()
     return {k: f.item_of_dict(owner, k, _template(owner, dict)) for k in f.keys(owner)}.items()
 
 
-@_method("values", of=(dict,))
+@_method("values", of=_DICTS)
 def _dict_values(f: Calls, owner: dict[Any, Any]) -> Any:
     if not f.record.has(owner):
         return owner.values()
     return [f.item_of_dict(owner, k, _template(owner, dict)) for k in f.keys(owner)]
 
 
-@_method("copy", of=(dict, list, set))
+@_method("copy", of=(*_DICTS, list, set))
 def _copy(f: Calls, owner: Any) -> Any:
     return f.contents(owner) if f.record.has(owner) and type(owner) in BUILTIN_CONTAINERS else owner.copy()
 
 
-@_method("__len__", of=(dict, list, tuple, set, frozenset))
+@_method("__len__", of=(*_DICTS, list, tuple, set, frozenset))
 def _container_len(f: Calls, owner: Any) -> int:
     base = next(b for b in (dict, list, tuple, set, frozenset) if isinstance(owner, b))
     f.record.check(owner, f"{base.__name__}.__len__({{}}) == {{}}", base.__len__(owner))
@@ -559,14 +568,14 @@ def _append(f: Calls, owner: list[Any], value: Any) -> None:
     list.append(owner, f.kept_by(owner, value))
 
 
-@_method("setdefault", of=(dict,))
+@_method("setdefault", of=_DICTS)
 def _setdefault(f: Calls, owner: dict[Any, Any], key: Any, default: Any = None) -> Any:
     if not f.contains(owner, key):
         f._changes(owner, "an item")
     return owner.setdefault(f.for_python(key), f.kept_by(owner, default))
 
 
-@_method("update", of=(dict,))
+@_method("update", of=_DICTS)
 def _update(f: Calls, owner: dict[Any, Any], *others: Any, **items: Any) -> None:
     f._changes(owner, "items")
     for other in others:

@@ -284,6 +284,8 @@ class Record:
         self._line(f"if type({variable}) is not {self.identity(type(value))}: return None")
         if isinstance(value, enum.Enum):
             self._line(f"if {variable} is not {self.identity(value)}: return None")
+        elif isinstance(value, np.generic):
+            self._line(f"if {variable}.tobytes() != {self.constant(value.tobytes())}: return None")
         elif isinstance(value, int | float | str | bytes):  # of a class derived from these
             base = next(b for b in (int, float, str, bytes) if isinstance(value, b))
             text = f"{base.__name__}.__getnewargs__({variable}) != {self.constant(base.__getnewargs__(value))}"  # type: ignore[attr-defined]

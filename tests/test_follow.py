@@ -1,0 +1,670 @@
+"""What a mod reads is what is computed: the interpreter against Python, and traces against changes of what was read."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import gc
+import os
+import random
+import subprocess
+import sys
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from follow_corpus import CASES
+from torch import Tensor
+
+from flexattn import create_block_mask, flex_attention, memo
+from flexattn.errors import ModError, MutationError, RetraceWarning
+from flexattn.follow import Follower, Record, guard_of
+from flexattn.recording import Inputs, Setting
+from flexattn.trace import stats, trace
+
+POINTS = [(0, 0, 0, 0), (1, 2, 7, 3), (0, 1, 3, 7), (1, 0, 6, 6)]
+TABLE = torch.arange(20, dtype=torch.float64) / 7
+
+
+def eager(mod: Callable[..., Any], kind: str) -> list[Any]:
+    """Run a mod by Python at a few points."""
+    score = (torch.tensor(0.75, dtype=torch.float64),) if kind == "score" else ()
+    return [torch.as_tensor(mod(*score, *map(torch.tensor, point))).item() for point in POINTS]
+
+
+def traced(mod: Callable[..., Any], kind: str) -> list[Any]:
+    bound = trace(mod, kind, torch.float64)  # type: ignore[arg-type]
+    score = (torch.tensor(0.75, dtype=torch.float64),) if kind == "score" else ()
+    places = [[torch.tensor(i, dtype=torch.int32) for i in point] for point in POINTS]
+    return [bound(*score, *place).item() for place in places]
+
+
+def agrees(mod: Callable[..., Any], kind: str = "score") -> None:
+    assert traced(mod, kind) == eager(mod, kind)
+
+
+# The interpreter.
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].__name__}-{type(case[1]).__name__}")
+def test_python_is_run_as_by_python(case: tuple[Callable[..., Any], Any]) -> None:
+    function, argument = case
+    wanted = function(argument)
+    inputs = Inputs(Setting(), "test")
+    inputs.number = lambda value, position, name: _symbol(inputs, value, position)  # type: ignore[method-assign]
+    record = Record(function, inputs)
+    found = Follower(record).call(record.start(), (argument,))
+    assert repr(found) == repr(wanted)
+    if not record.reason:
+        guard, source = guard_of(record, [])
+        assert guard(function) is not None, source
+
+
+def _symbol(inputs: Inputs, value: int | float, position: int) -> Any:
+    """Return a symbol without a graph."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    source = ConstantSource(f"n{position}")
+    symbol = inputs.environment.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
+    make = inputs.environment.create_symfloatnode if isinstance(value, float) else inputs.environment.create_symintnode
+    return make(symbol, hint=value, source=source)
+
+
+# Stale state. Each case makes a mod and changes one thing; the mod is compared with Python before and after.
+
+
+class Config:
+    gain = 2.0
+
+    def __init__(self) -> None:
+        self.window = 3
+
+    def reach(self) -> int:
+        return self.window * 2
+
+    @property
+    def doubled(self) -> int:
+        return self.window * 2
+
+
+def band(config: Any, q: Tensor, k: Tensor) -> Tensor:
+    return q - k < config.window
+
+
+OFFSET = 3
+CASES_OF_STATE: dict[str, Callable[[], Iterator[Callable[..., Any]]]] = {}
+
+
+def state(make: Callable[[], Iterator[Callable[..., Any]]]) -> Callable[[], Iterator[Callable[..., Any]]]:
+    CASES_OF_STATE[make.__name__] = make
+    return make
+
+
+@state
+def a_helper_reads_an_attribute() -> Iterator[Callable[..., Any]]:
+    config = Config()
+    yield lambda b, h, q, k: band(config, q, k)
+    config.window = 7
+
+
+@state
+def through_super() -> Iterator[Callable[..., Any]]:
+    class Base:
+        def limit(self) -> int:
+            return self.n  # type: ignore[attr-defined]
+
+    class Derived(Base):
+        n = 2
+
+        def limit(self) -> int:
+            return super().limit() + 1
+
+        def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return q - k < self.limit()
+
+    mod = Derived()
+    yield mod
+    Derived.n = 5
+
+
+@state
+def a_descriptor() -> Iterator[Callable[..., Any]]:
+    class Field:
+        value = 2
+
+        def __get__(self, owner: Any, cls: type) -> int:
+            return self.value
+
+    field = Field()
+
+    class Holder:
+        n = field
+
+    holder = Holder()
+    yield lambda b, h, q, k: q - k < holder.n
+    field.value = 6
+
+
+@state
+def a_metaclass_property() -> Iterator[Callable[..., Any]]:
+    class Meta(type):
+        hidden = 2
+
+        @property
+        def n(cls) -> int:
+            return cls.hidden
+
+    class Holder(metaclass=Meta):
+        pass
+
+    yield lambda b, h, q, k: q - k < Holder.n
+    Meta.hidden = 5
+
+
+@state
+def a_subclass_of_dict() -> Iterator[Callable[..., Any]]:
+    class Settings(dict):  # type: ignore[type-arg]
+        def __missing__(self, key: str) -> int:
+            return 4
+
+    settings = Settings(n=2)
+    yield lambda b, h, q, k: q - k < settings["n"] + settings["other"]
+    settings["other"] = 0
+
+
+@state
+def a_subclass_of_int() -> Iterator[Callable[..., Any]]:
+    class Limit(int):
+        pass
+
+    limits = [Limit(2)]
+    yield lambda b, h, q, k: q - k < limits[0]
+    limits[0] = Limit(5)
+
+
+@state
+def a_context_manager() -> Iterator[Callable[..., Any]]:
+    class Scope:
+        n = 2
+
+        def __enter__(self) -> int:
+            return self.n
+
+        def __exit__(self, *error: object) -> None: ...
+
+    scope = Scope()
+
+    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        with scope as n:
+            return q - k < n
+
+    yield mod
+    scope.n = 5
+
+
+@state
+def membership() -> Iterator[Callable[..., Any]]:
+    class Flags:
+        names = ["causal"]
+
+        def __contains__(self, name: str) -> bool:
+            return name in self.names
+
+    flags = Flags()
+    yield lambda b, h, q, k: q >= k if "causal" in flags else q < k
+    flags.names.clear()
+
+
+@state
+def a_base_class_that_is_changed_later() -> Iterator[Callable[..., Any]]:
+    class One:
+        n = 1
+
+    class Two:
+        n = 6
+
+    class Holder(One):
+        pass
+
+    class Other(Two):
+        pass
+
+    holder = Holder()
+    yield lambda b, h, q, k: q - k < holder.n
+    Holder.__bases__ = (Other,)
+
+
+@state
+def an_attribute_that_hides_that_of_the_class() -> Iterator[Callable[..., Any]]:
+    config = Config()
+    yield lambda b, h, q, k: q * config.gain < k + 3
+    config.gain = 0.5
+
+
+@state
+def a_forward_hook() -> Iterator[Callable[..., Any]]:
+    module = torch.nn.Linear(1, 1).double()
+    yield lambda s, b, h, q, k: s + module(TABLE[q].reshape(1))[0]
+    module.register_forward_hook(lambda module, args, out: out * 2)
+
+
+@state
+def a_global_of_an_installed_package() -> Iterator[Callable[..., Any]]:
+    package = types.ModuleType("an_installed_package")
+    package.__file__ = "/usr/lib/python3/site-packages/an_installed_package.py"
+    exec("n = 2\ndef limit():\n    return n", package.__dict__)
+    sys.modules[package.__name__] = package
+    limit = package.limit
+    yield lambda b, h, q, k: q - k < limit()
+    package.n = 6
+
+
+@state
+def the_environment() -> Iterator[Callable[..., Any]]:
+    os.environ["WINDOW_OF_A_TEST"] = "2"
+    yield lambda b, h, q, k: q - k < int(os.environ["WINDOW_OF_A_TEST"]) + int(os.getenv("WINDOW_OF_A_TEST", "1"))
+    os.environ["WINDOW_OF_A_TEST"] = "4"
+
+
+@state
+def a_default_argument() -> Iterator[Callable[..., Any]]:
+    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor, n: int = 2, *, m: int = 1) -> Tensor:
+        return q - k < n + m
+
+    yield mod
+    mod.__kwdefaults__["m"] = 5
+
+
+@state
+def a_global_that_hides_a_builtin() -> Iterator[Callable[..., Any]]:
+    scope: dict[str, Any] = {}
+    exec("def mod(b, h, q, k):\n    return q - k < max(2, 3)", scope)
+    yield scope["mod"]
+    scope["max"] = lambda *numbers: 6
+
+
+@state
+def a_named_tuple_in_a_list() -> Iterator[Callable[..., Any]]:
+    Pair = collections.namedtuple("Pair", "low high")
+    pairs = [Pair(1, 2)]
+    yield lambda b, h, q, k: (q - k < pairs[0].high) & (q > pairs[0].low)
+    pairs[0] = Pair(0, 5)
+
+
+@state
+def a_frozen_dataclass_replaced() -> Iterator[Callable[..., Any]]:
+    @dataclasses.dataclass(frozen=True)
+    class Window:
+        n: int
+
+    holder = types.SimpleNamespace(window=Window(2))
+    yield lambda b, h, q, k: q - k < holder.window.n
+    holder.window = Window(5)
+
+
+@state
+def a_partial_of_a_helper() -> Iterator[Callable[..., Any]]:
+    config = Config()
+    yield functools.partial(lambda c, b, h, q, k: q - k < c.reach() + c.doubled, config)
+    config.window = 1
+
+
+@state
+def another_tensor_in_a_parameter_list() -> Iterator[Callable[..., Any]]:
+    tables = torch.nn.ParameterList([torch.nn.Parameter(TABLE.clone())])
+    yield lambda s, b, h, q, k: s + tables[0][q]
+    tables[0] = torch.nn.Parameter(TABLE * 3)
+
+
+@state
+def a_dict_of_functions() -> Iterator[Callable[..., Any]]:
+    table = {"mod": lambda q, k: q >= k}
+    yield lambda b, h, q, k: table["mod"](q, k)
+    table["mod"] = lambda q, k: q - 2 >= k
+
+
+@state
+def a_module_level_number() -> Iterator[Callable[..., Any]]:
+    global OFFSET
+    yield lambda b, h, q, k: q - k < OFFSET
+    OFFSET = 5
+
+
+@state
+def getattr_of_a_name_in_a_variable() -> Iterator[Callable[..., Any]]:
+    config, name = Config(), "window"
+
+    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q - k < getattr(config, name)
+
+    yield mod
+    name = "doubled"
+
+
+@pytest.mark.parametrize("name", CASES_OF_STATE)
+def test_a_change_of_what_was_read_is_seen(name: str) -> None:
+    steps = CASES_OF_STATE[name]()
+    mod = next(steps)
+    kind = "score" if len(_parameters(mod)) == 5 else "mask"
+    agrees(mod, kind)
+    before = stats()["traces"]
+    agrees(mod, kind)
+    assert stats()["traces"] == before, "traced again though nothing changed"
+    was = eager(mod, kind)
+    next(steps, None)
+    agrees(mod, kind)
+    assert eager(mod, kind) != was, "the case changes nothing"
+
+
+def _parameters(mod: Any) -> list[Any]:
+    import inspect
+
+    return [p for p in inspect.signature(mod).parameters.values() if p.default is p.empty]
+
+
+def test_a_mask_whose_mod_reads_something_else_now_is_refused() -> None:
+    config = Config()
+    mask = create_block_mask(lambda b, h, q, k: band(config, q, k), None, None, 32, 32, device="cpu", BLOCK_SIZE=8)
+    x = torch.randn(1, 1, 32, 4)
+    flex_attention(x, x, x, block_mask=mask)
+    config.window = 7
+    with pytest.raises(MutationError, match="'window' was 3 and is 7"):
+        flex_attention(x, x, x, block_mask=mask)
+    config.window = 3
+    flex_attention(x, x, x, block_mask=mask)
+
+
+# Frozen state: what differs on each call is not traced once.
+
+
+def test_random_numbers_are_drawn_at_each_call_and_warned_of_once() -> None:
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * random.randint(1, 1000) + int(np.random.randint(1000)) + time.perf_counter_ns() * 0
+
+    with pytest.warns(RetraceWarning, match=r"mod .*test_follow\.py:\d+\) is traced at each call: it calls .*randint") as caught:
+        for seed in (1, 2, 3):
+            random.seed(seed)
+            np.random.seed(seed)
+            found = [b.numbers for b in [trace(mod, "score", torch.float64)]][0]
+            random.seed(seed)
+            np.random.seed(seed)
+            assert found[:2] == (random.randint(1, 1000), np.random.randint(1000))
+    assert len(caught) == 1
+
+
+def test_graphs_of_drawn_numbers_are_one() -> None:
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * random.random()
+
+    with pytest.warns(RetraceWarning):
+        graphs = [trace(mod, "score").graph for _ in range(3)]
+    assert graphs[0] == graphs[1] == graphs[2]
+
+
+def test_a_counter_counts() -> None:
+    calls = 0
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return s * calls
+
+    with pytest.warns(RetraceWarning, match="changes the captured variable 'calls'"):
+        assert [trace(mod, "score").numbers[0] for _ in range(3)] == [1, 2, 3]
+
+
+def test_what_is_set_up_once_is_not_warned_of() -> None:
+    memory: dict[str, int] = {}
+
+    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if "window" not in memory:
+            memory["window"] = 4
+        return q - k < memory["window"]
+
+    agrees(mod, "mask")
+    agrees(mod, "mask")
+    before = stats()["traces"]
+    agrees(mod, "mask")
+    assert stats()["traces"] == before
+    memory["window"] = 2
+    agrees(mod, "mask")
+
+
+def test_a_cached_property_is_computed_by_python() -> None:
+    class Slopes:
+        def __init__(self) -> None:
+            self.heads = 4
+
+        @functools.cached_property
+        def table(self) -> Tensor:
+            return torch.exp2(-torch.arange(1, self.heads + 1, dtype=torch.float64))
+
+        def mod(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return s + self.table[h]
+
+    slopes = Slopes()
+    assert trace(slopes.mod, "score").captures[0] is vars(slopes)["table"]
+    agrees(slopes.mod)
+    slopes.table = TABLE  # type: ignore[assignment]
+    agrees(slopes.mod)
+
+
+def test_a_computed_tensor_is_not_left_in_the_users_objects() -> None:
+    class Lazy:
+        table: Any = None
+
+        def mod(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            if self.table is None:
+                self.table = torch.exp2(TABLE)
+            return s + self.table[q]
+
+    lazy = Lazy()
+    with pytest.raises(ModError, match=r"test_follow\.py:\d+ keeps a tensor that it computes in a captured object of Lazy"):
+        trace(lazy.mod, "score")
+    assert lazy.table is None
+
+
+# Values are Python's own.
+
+
+def test_numbers_have_their_types() -> None:
+    window, gain, size, flag = 3, 0.5, np.int64(4), True
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        good = isinstance(window, int) and type(window) is int and type(gain) is float and isinstance(size, np.integer)
+        good = good and isinstance(TABLE.shape[0], int) and type(s) is Tensor and isinstance(flag, bool)
+        match window:
+            case int(n):
+                good = good and n == 3
+        return s * {3: 5, 4: 7}[window] + len(f"{gain}") + [1, 2, 3, 4, 5][size] if good else s * 0
+
+    agrees(mod)
+    window, size = 4, np.int64(1)
+    assert trace(mod, "score").graph.nodes  # the match fails now
+    agrees(mod)
+
+
+def test_captured_objects_are_themselves() -> None:
+    parameter = torch.nn.Parameter(TABLE.clone())
+    other = parameter
+    view = torch.randn(4, 9, dtype=torch.float64).t()
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        s = s + 1 if isinstance(parameter, torch.nn.Parameter) and parameter is other else s - 1
+        return s * 2 if view.is_contiguous() else s * 3 + view[q, b] * view.stride()[0]
+
+    agrees(mod)
+    other = parameter.detach()
+    agrees(mod)
+    view = view.contiguous()
+    agrees(mod)
+    view = torch.randn(9, 5, dtype=torch.float64)[:, :4]
+    agrees(mod)
+
+
+def test_numbers_of_numpy_and_containers() -> None:
+    settings = {"shift": np.float32(0.5), "sizes": (1, 2, 3), "names": {"a", "b"}}
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        first, *rest = settings["sizes"]
+        return s * float(settings["shift"]) + first + sum(rest) + ("a" in settings["names"]) + max(rest)
+
+    agrees(mod)
+    settings["sizes"] = (4, 5, 6)
+    settings["names"] = {"b"}
+    agrees(mod)
+
+
+def test_a_long_list_is_compared_as_a_whole() -> None:
+    ids = [i // 9 for i in range(5000)]
+
+    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        table = torch.tensor(ids)
+        return table[q] == table[k]
+
+    agrees(mod, "mask")
+    (known,) = memo.find(mod, ("mask", torch.float64, torch.float32))
+    assert len(known.source.splitlines()) < 30
+    ids[3] = 7
+    agrees(mod, "mask")
+    ids[3] = 0.0  # type: ignore[call-overload]  # of another type
+    agrees(mod, "mask")
+
+
+# Tools of the user, memory, other versions of Python.
+
+
+def test_tracers_profilers_and_debuggers_see_the_mod() -> None:
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        x = s + 1
+        return x * 2
+
+    lines: set[int] = set()
+
+    def tracer(frame: types.FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code is mod.__code__:
+            lines.add(frame.f_lineno - mod.__code__.co_firstlineno)
+        return tracer
+
+    called: list[str] = []
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        trace(mod, "score")
+        assert sys.gettrace() is tracer
+    finally:
+        sys.settrace(before)
+    assert {1, 2} <= lines
+
+    def profiler(frame: types.FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_name)
+
+    memo.clear()
+    before = sys.getprofile()
+    sys.setprofile(profiler)
+    try:
+        trace(mod, "score")
+        assert sys.getprofile() is profiler
+    finally:
+        sys.setprofile(before)
+    assert "mod" in called
+
+
+def test_breakpoint_stops_in_the_mod(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[str] = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: stopped.append(sys._getframe(1).f_code.co_name))
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        breakpoint()
+        return s + 1
+
+    with pytest.warns(RetraceWarning, match=r"breakpoint\(\)"):
+        agrees(mod)
+    assert stopped == ["mod"] * (1 + len(POINTS))
+
+
+def test_the_memo_keeps_no_object_of_the_user_alive() -> None:
+    class Big:
+        def __init__(self) -> None:
+            self.table = TABLE.clone()
+
+        def mod(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return s + self.table[q]
+
+    def make() -> list[weakref.ref[Any]]:
+        payload = TABLE.clone()
+
+        class Local:
+            held = payload
+
+            def mod(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                return s + self.held[q]
+
+        local, big = Local(), Big()
+        agrees(local.mod)
+        agrees(big.mod)
+        agrees(lambda s, b, h, q, k: s + payload[q])
+        return [weakref.ref(x) for x in (payload, Local, local, big, big.table)]
+
+    references = make()
+    gc.collect()
+    assert [r() for r in references] == [None] * len(references)
+
+
+def test_the_users_line_is_in_the_traceback() -> None:
+    def helper(x: Tensor) -> Tensor:
+        raise KeyError("nothing here")
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return helper(s)
+
+    with pytest.raises(ModError) as caught:
+        trace(mod, "score")
+    entries = []
+    tb = caught.value.__cause__.__traceback__ if caught.value.__cause__ else None
+    while tb is not None:
+        entries.append((tb.tb_frame.f_code.co_name, tb.tb_frame.f_code.co_filename, tb.tb_lineno))
+        tb = tb.tb_next
+    ours = [e for e in entries if e[1] == __file__]
+    assert [name for name, _, _ in ours[-2:]] == ["mod", "helper"]
+    assert ours[-1][2] == helper.__code__.co_firstlineno + 1
+
+
+def test_errors_in_a_mod_are_caught_as_by_python() -> None:
+    settings: dict[str, int] = {}
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        with contextlib.suppress(KeyError):
+            return s * settings["gain"]
+        try:
+            return s + settings["shift"]
+        except KeyError as error:
+            return s - len(error.args)
+
+    agrees(mod)
+    settings["shift"] = 3
+    agrees(mod)
+    settings["gain"] = 2
+    agrees(mod)
+
+
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_other_versions_of_python(version: str) -> None:
+    """The interpreter needs no torch: where another Python is installed, it runs the same functions there."""
+    roots = [Path.home() / ".pyenv/versions", Path("/usr/bin"), Path("/usr/local/bin")]
+    found = [p for root in roots for p in (*root.glob(f"{version}*/bin/python"), *root.glob(f"python{version}"))]
+    if not found:
+        pytest.skip(f"no Python {version} here")
+    script = Path(__file__).parent / "follow_elsewhere.py"
+    run = subprocess.run([found[0], script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
