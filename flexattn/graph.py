@@ -12,11 +12,12 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from flexattn.forks import cached_property
 from flexattn.ops import OPS, identity_of
 from flexattn.transforms import outside
 

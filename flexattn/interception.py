@@ -22,6 +22,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from flexattn.errors import ModError, UnsupportedError
+from flexattn.forks import temporary
 from flexattn.transforms import innermost
 
 
@@ -107,11 +108,12 @@ def refused_functions(name: str) -> Iterator[None]:
             f"stops."
         )
 
-    Function.apply = classmethod(apply)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
+    def undo() -> None:
         Function.apply = original  # type: ignore[assignment]
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment]
+    with temporary(undo):
+        yield
 
 
 def _fake_tensor_type() -> type:

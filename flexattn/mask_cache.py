@@ -7,7 +7,6 @@ what they held is kept from the second build on, and compared.
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import BuiltMask, Seen, is_same, seen
+from flexattn.forks import Lock
 from flexattn.graph import BoundMod
 
 _MASKS = 32  # kept after a clearing, which is done when there are twice as many
@@ -34,7 +34,7 @@ class Built(NamedTuple):
 
 
 _built: OrderedDict[object, Built] = OrderedDict()
-_lock = threading.Lock()
+_lock = Lock()
 _stats = {"hits": 0, "builds": 0}
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from flexattn.aten import UnknownOperator
 from flexattn.captures import Survey, substitute, survey
 from flexattn.config import debug, settings
 from flexattn.errors import FlexAttentionError, ModError, UnsupportedError
+from flexattn.forks import Lock
 from flexattn.graph import MASK_INPUTS, SCORE_INPUTS, BoundMod
 from flexattn.interception import Interception, UnforeseenTensor, explain_failure, line_of_node, refused_functions
 from flexattn.scalarize import Kind, Recorded, Traced, scalarize
@@ -37,7 +37,7 @@ _VARIANTS = 16  # of one key, apart by their guards
 
 
 _memo: OrderedDict[tuple[Any, ...], list[Traced]] = OrderedDict()
-_lock = threading.RLock()
+_lock = Lock()
 _stats = {"traces": 0, "hits": 0}
 
 

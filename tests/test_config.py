@@ -15,7 +15,9 @@ from flexattn.errors import ArgumentError
 def test_defaults(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     home = Path("/home/someone/.cache/flexattn")
-    assert read_settings({}) == Settings(cache_dir=home, debug=False, print_source=False, dump_dir=None)
+    assert read_settings({}) == Settings(
+        cache_dir=home, cache_size=2**30, debug=False, print_source=False, dump_dir=None
+    )
 
 
 @pytest.mark.parametrize(
