@@ -50,6 +50,15 @@ def items(store: KernelStore) -> list[Item]:
     return found
 
 
+def report(store: KernelStore, limit: int | None) -> str:
+    """Return what the folder of a store takes, to be read."""
+    found = items(store)
+    kernels = sum(item.is_kernel for item in found)
+    most = "no limit" if limit is None else f"at most {_mebibytes(limit)}"
+    total = _mebibytes(sum(item.bytes for item in found))
+    return f"{store.root}: {kernels:,} kernels, {total} in all, {most} (FLEXATTN_CACHE_SIZE)"
+
+
 def added(store: KernelStore, limit: int | None) -> None:
     """Take note of a new kernel, and make room from time to time."""
     count = _added.get(store.root, 0)
@@ -75,6 +84,10 @@ def prune(store: KernelStore, limit: int) -> None:
     except OSError as error:
         debug("store", f"what was not used for longest cannot be removed: {error}")
     debug("store", f"{store.root} took more than {limit:,} bytes, {total:,} are left")
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
 
 
 def _statuses(entry: os.DirEntry[str]) -> Iterator[os.stat_result]:

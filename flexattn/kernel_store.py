@@ -155,6 +155,16 @@ class KernelStore:
             raise PermissionError(f"{self.root} belongs to another user, or others can write there")
 
 
+def existing_store(folder: Path | None) -> KernelStore | None:
+    """Return the store of a folder as it is, to read from; None where there is no such folder."""
+    if folder is None:
+        return None
+    try:
+        return KernelStore(folder.resolve(strict=True))
+    except (OSError, RuntimeError):  # RuntimeError: a link that leads to itself
+        return None
+
+
 @functools.lru_cache(maxsize=8)
 def open_store(folder: Path | None) -> KernelStore | None:
     """Make `folder` ready to hold entries; None where that is not possible or others may write there."""
@@ -162,7 +172,7 @@ def open_store(folder: Path | None) -> KernelStore | None:
         return None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder = folder.resolve()
+        folder = folder.resolve(strict=True)
         if not _is_private(folder) and folder.stat().st_uid == os.geteuid():
             folder.chmod(0o700)
         _sweep(folder)

@@ -615,7 +615,6 @@ def test_launch_on_a_second_gpu_after_the_folder_was_deleted(cache: Path, fake_d
     assert DELETED != LAUNCHED
     _, seen = _result(_start(DELETED, **fake_driver)).split(maxsplit=1)
     assert seen == "['product', 'TypeError', 'TypeError']\n"
-    assert list((cache / "triton").rglob("*.so"))
 
 
 @no_gpu
