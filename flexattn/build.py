@@ -10,6 +10,7 @@ import linecache
 import re
 import sys
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -110,6 +111,7 @@ class _InterpretedKernel(Kernel):
     def __init__(self, source: KernelSource, target: Target, digest: str, folder: Path) -> None:
         super().__init__(source, target, digest, folder)
         self._function = _import(self.path, self.path.read_text(), source)
+        weakref.finalize(self, _forget_text, self._function)
 
     def launch(self, programs: int, arguments: tuple[Any, ...], stream: int | None = None) -> None:
         with _interpreting:
@@ -361,6 +363,8 @@ def _run_triton(source: KernelSource, target: Target, place: Path, text: str) ->
     except Exception as error:
         reason = str(error)[:_LONGEST_REASON]
         raise CompileError(f"kernel {source.name} cannot be compiled for {target}: {reason}") from error
+    finally:
+        _forget_text(function)
 
 
 def _request(source: KernelSource, function: Any = None) -> triton_versions.Request:
@@ -386,6 +390,11 @@ def _import(place: Path, text: str, source: KernelSource) -> Any:
             message(f"kernel {source.name}", kernel.arg_names, f"arguments {expected}", "Correct the template.")
         )
     return kernel
+
+
+def _forget_text(function: Any) -> None:
+    """Let a traceback read the file of a kernel instead of keeping its text in memory."""
+    linecache.cache.pop(function.fn.__code__.co_filename, None)
 
 
 def _is_plain(path: str) -> bool:
