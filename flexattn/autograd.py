@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -58,7 +58,7 @@ def attention(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor, Tensor 
     return out, _shown(lse, problem), max_scores
 
 
-@cache
+@lru_cache(256)
 def _tell(engine: str, dtype: torch.dtype, mods: tuple[str, ...]) -> None:
     """Tell once what runs."""
     debug("call", f"engine {engine}, {dtype}, mods: {', '.join(mods) or 'none'}")

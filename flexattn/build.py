@@ -9,8 +9,8 @@ import json
 import linecache
 import re
 import sys
-import threading
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,16 +19,19 @@ from typing import Any
 
 import torch
 
-from flexattn import triton_versions
+from flexattn import cache_size, triton_versions
 from flexattn.config import debug, settings
-from flexattn.errors import CompileError, message
+from flexattn.errors import ArgumentError, CompileError, message
+from flexattn.forks import Lock, cached_property
 from flexattn.kernel_store import KernelStore, open_store, temporary_store
 from flexattn.target import Target
 
 _KEPT_FILES = ("json", "ptx", "ttgir", "cubin", "amdgcn", "hsaco")
 _LARGEST_TEXT = 1 << 20  # bytes of an intermediate text that are worth keeping
 _LONGEST_REASON = 2000  # characters of an error of Triton's, which may end with the whole PTX
+_LONGEST_NAME = 120  # characters of a kernel's name: those of a file's are at most 255
 _MEMORY = 512  # kernels of one process
+_ATTEMPTS = 3  # to find or build a kernel and read its files
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,12 @@ class KernelSource:
     num_stages: int = 3
     maxnreg: int | None = None
     fp_fusion: bool = True  # a * b + c may become one operation
+
+
+def kernel_name(kind: str, *mods: str) -> str:
+    """Return a name for a kernel of this kind with these mods in it, as profilers show it; files carry it, too."""
+    text = "_".join([kind, *mods])
+    return "".join(c if c.isalnum() and c.isascii() else "_" for c in text)[:_LONGEST_NAME]
 
 
 class OutOfResources(CompileError):
@@ -62,6 +71,7 @@ class Kernel:
 
     def __init__(self, source: KernelSource, target: Target, digest: str, folder: Path) -> None:
         self.name = source.name
+        self.source = source
         self.target = target
         self.digest = digest
         self.path = folder / f"{source.name}.py"
@@ -101,16 +111,18 @@ class _InterpretedKernel(Kernel):
     def __init__(self, source: KernelSource, target: Target, digest: str, folder: Path) -> None:
         super().__init__(source, target, digest, folder)
         self._function = _import(self.path, self.path.read_text(), source)
+        weakref.finalize(self, _forget_text, self._function)
 
     def launch(self, programs: int, arguments: tuple[Any, ...], stream: int | None = None) -> None:
-        self._function[(programs,)](*arguments)
+        with _interpreting:
+            self._function[(programs,)](*arguments)
 
 
 class _GpuKernel(Kernel):
     def __init__(self, source: KernelSource, target: Target, digest: str, folder: Path) -> None:
         super().__init__(source, target, digest, folder)
         self._request = _request(source)
-        self._files = {file.suffix[1:]: file for file in folder.glob(f"{source.name}.*") if file.suffix != ".py"}
+        self._files = _compiled_files(source, folder)
         self._launchers: dict[int, triton_versions.Launch] = {}  # by device
 
     def launch(self, programs: int, arguments: tuple[Any, ...], stream: int | None = None) -> None:
@@ -131,9 +143,11 @@ class _GpuKernel(Kernel):
         from triton.runtime.errors import OutOfResources as TritonOutOfResources
 
         try:
-            with triton_versions.cache_folder(_triton_folder()):
-                compiled = triton_versions.load_kernel(self._request, self._files)
-                launch = triton_versions.launcher(compiled)
+            try:
+                launch = self._launcher()
+            except (OSError, ImportError):  # files were deleted since, by a person or to make room
+                self._restore()
+                launch = self._launcher()
         except TritonOutOfResources as error:
             raise OutOfResources(self.name, error.name, error.required, error.limit) from error
         except Exception as error:
@@ -143,6 +157,21 @@ class _GpuKernel(Kernel):
         debug("load", f"{self.name} on GPU {device}")
         self._launchers[device] = launch
         return launch
+
+    def _launcher(self) -> triton_versions.Launch:
+        with triton_versions.cache_folder(_triton_folder()):
+            return triton_versions.launcher(triton_versions.load_kernel(self._request, self._files))
+
+    def _restore(self) -> None:
+        """Build again what was deleted since this kernel was built."""
+        folder = _find_or_compile(self.source, self.target, self.digest)
+        self.path = folder / f"{self.name}.py"
+        self._files = _compiled_files(self.source, folder)
+
+    def _file(self, ending: str) -> Path | None:
+        if not self._files["json"].exists():
+            self._restore()
+        return self._files.get(ending)
 
     @property
     def shared(self) -> int:
@@ -158,17 +187,21 @@ class _GpuKernel(Kernel):
 
     @property
     def ptx(self) -> str:
-        return self._files["ptx"].read_text() if "ptx" in self._files else ""
+        file = self._file("ptx")
+        return "" if file is None else file.read_text()
 
-    @functools.cached_property
+    @cached_property
     def _metadata(self) -> dict[str, Any]:
-        return json.loads(self._files["json"].read_text())
+        file = self._file("json")
+        assert file is not None
+        return json.loads(file.read_text())
 
-    @functools.cached_property
+    @cached_property
     def _usage(self) -> dict[str, int]:
-        if "cubin" not in self._files:
+        file = self._file("cubin")
+        if file is None:
             return {}
-        line = triton_versions.resource_usage(self._files["cubin"])
+        line = triton_versions.resource_usage(file)
         return {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", line)}
 
 
@@ -181,14 +214,26 @@ def build(source: KernelSource, target: Target) -> Kernel:
             _counts["memory_hits"] += 1
             return kernel
     _check(source, target)
-    folder = _find_or_compile(source, target, key)
-    kernel = (_InterpretedKernel if target.backend == "interpreter" else _GpuKernel)(source, target, key, folder)
-    _dump(kernel)
+    kernel = _kernel(source, target, key)
     with _lock:
         _kernels[key] = kernel
         while len(_kernels) > _MEMORY:
             _kernels.popitem(last=False)
     return kernel
+
+
+def _kernel(source: KernelSource, target: Target, key: str) -> Kernel:
+    kind = _InterpretedKernel if target.backend == "interpreter" else _GpuKernel
+    for _ in range(_ATTEMPTS):
+        try:
+            kernel = kind(source, target, key, _find_or_compile(source, target, key))
+            text = kernel.path.read_text()
+        except FileNotFoundError:  # deleted at once, by a person or by a process that makes room
+            continue
+        _dump(kernel, text)
+        return kernel
+    mend = "Set FLEXATTN_CACHE_DIR or a larger FLEXATTN_CACHE_SIZE."
+    raise CompileError(message(f"kernel {source.name}", "its files deleted again and again", "them to stay", mend))
 
 
 def digest(source: KernelSource, target: Target) -> str:
@@ -221,7 +266,8 @@ def clear_memory() -> None:
         _counts.update(dict.fromkeys(_counts, 0))
 
 
-_lock = threading.Lock()
+_lock = Lock()
+_interpreting = Lock()  # Triton's interpreter changes Triton's own modules while a kernel runs
 _kernels: OrderedDict[str, Kernel] = OrderedDict()
 _counts = {"compiles": 0, "disk_hits": 0, "memory_hits": 0}
 
@@ -247,7 +293,9 @@ def _find_or_compile(source: KernelSource, target: Target, key: str) -> Path:
             with store.lock(key):
                 if (folder := store.find(key)) is not None:  # another process was faster
                     return _found(source, folder)
-                return _compile(source, target, key, store)
+                folder = _compile(source, target, key, store)
+            cache_size.added(store, settings().cache_size)
+            return folder
         except OSError as error:
             _tell_unwritable(store.root, str(error))
             failure = error
@@ -262,6 +310,14 @@ def _stores() -> Iterator[KernelStore]:
     yield temporary_store()
 
 
+def _compiled_files(source: KernelSource, folder: Path) -> dict[str, Path]:
+    """Return the compiled files of an entry by their endings."""
+    found = {file.suffix[1:]: file for file in folder.glob(f"{source.name}.*") if file.suffix != ".py"}
+    if "json" not in found:
+        raise FileNotFoundError(f"{folder / source.name}.json")
+    return found
+
+
 def _found(source: KernelSource, folder: Path) -> Path:
     with _lock:
         _counts["disk_hits"] += 1
@@ -269,7 +325,7 @@ def _found(source: KernelSource, folder: Path) -> Path:
     return folder
 
 
-@functools.cache
+@functools.lru_cache(64)
 def _tell_unwritable(folder: Path, reason: str) -> None:
     debug("build", f"{folder} cannot be written ({reason}), kernels are kept for this process only")
 
@@ -307,6 +363,8 @@ def _run_triton(source: KernelSource, target: Target, place: Path, text: str) ->
     except Exception as error:
         reason = str(error)[:_LONGEST_REASON]
         raise CompileError(f"kernel {source.name} cannot be compiled for {target}: {reason}") from error
+    finally:
+        _forget_text(function)
 
 
 def _request(source: KernelSource, function: Any = None) -> triton_versions.Request:
@@ -317,11 +375,12 @@ def _request(source: KernelSource, function: Any = None) -> triton_versions.Requ
 def _import(place: Path, text: str, source: KernelSource) -> Any:
     """Run a generated file as a module and return its kernel. The file may not be at its place yet."""
     module = types.ModuleType(f"flexattn_generated_{source.name}")
-    module.__file__ = str(place)
+    # Triton writes the file's name into PTX, where a quote would end it.
+    file = module.__file__ = str(place) if _is_plain(str(place)) else "/".join(place.parts[-2:])
     # Triton reads the source of each function; a traceback shows it as well.
-    linecache.cache[str(place)] = (len(text), None, text.splitlines(keepends=True), str(place))
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     try:
-        exec(compile(text, str(place), "exec"), module.__dict__)
+        exec(compile(text, file, "exec"), module.__dict__)
         kernel = getattr(module, source.name)
     except Exception as error:
         raise CompileError(f"kernel {source.name}: its source does not run: {error!r}") from error
@@ -333,6 +392,15 @@ def _import(place: Path, text: str, source: KernelSource) -> Any:
     return kernel
 
 
+def _forget_text(function: Any) -> None:
+    """Let a traceback read the file of a kernel instead of keeping its text in memory."""
+    linecache.cache.pop(function.fn.__code__.co_filename, None)
+
+
+def _is_plain(path: str) -> bool:
+    return path.isprintable() and '"' not in path and "\\" not in path
+
+
 def _file_text(source: KernelSource, target: Target, key: str) -> str:
     versions = f"flexattn {_package_version()}, triton {triton_versions.version()}, torch {torch.__version__}"
     head = [*source.header, f"key {key}", f"{versions}, {target}"]
@@ -340,26 +408,30 @@ def _file_text(source: KernelSource, target: Target, key: str) -> str:
     return "".join(f"# {line}".rstrip() + "\n" for line in lines) + "\n" + source.text
 
 
-def _dump(kernel: Kernel) -> None:
+def _dump(kernel: Kernel, text: str) -> None:
     if settings().print_source:
-        print(kernel.path.read_text(), file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
     if (folder := settings().dump_dir) is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        stem = f"{kernel.name}-{kernel.digest[:12]}"
-        (folder / f"{stem}.py").write_text(kernel.path.read_text())
-        if kernel.ptx:
-            (folder / f"{stem}.ptx").write_text(kernel.ptx)
+        stem, ptx = f"{kernel.name}-{kernel.digest[:12]}", kernel.ptx
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{stem}.py").write_text(text)
+            if ptx:
+                (folder / f"{stem}.ptx").write_text(ptx)
+        except OSError as error:
+            mend = "Set it to a folder of yours, or unset it."
+            raise ArgumentError(
+                message("FLEXATTN_DUMP", f"{str(folder)!r} ({error.strerror})", "a folder to write to", mend)
+            ) from error
 
 
 def _triton_folder() -> Path:
     """Return where Triton keeps the C stubs that launch our kernels, so that a second process finds them."""
     for store in _stores():
-        folder = store.root / "triton"
         try:
-            folder.mkdir(mode=0o700, exist_ok=True)
-            return folder
+            return store.folder(cache_size.STUBS)
         except OSError as error:
-            _tell_unwritable(folder, str(error))
+            _tell_unwritable(store.root, str(error))
     raise CompileError("there is no folder to write to: set FLEXATTN_CACHE_DIR")
 
 

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,13 +51,16 @@ def _build_one(source: KernelSource, target: Target, store: KernelStore, until: 
         return "not compiled: no time was left"
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     environment = {**os.environ, **_QUIET, "PYTHONPATH": path, "FLEXATTN_CACHE_DIR": str(store.root)}
-    try:
-        done = subprocess.run(
-            _CHILD, input=pickle.dumps((source, target)), env=environment, capture_output=True, timeout=left
-        )
-    except subprocess.TimeoutExpired:
-        return f"not compiled after {left:.0f} s"
-    if done.returncode == 0:
-        return ""
-    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    # Files, not pipes: a pipe ends when all that hold it are gone, and another thread may fork a child that lives on.
+    with tempfile.TemporaryFile() as request, tempfile.TemporaryFile() as told:
+        pickle.dump((source, target), request)
+        request.seek(0)
+        try:
+            done = subprocess.run(_CHILD, stdin=request, stdout=told, stderr=told, env=environment, timeout=left)
+        except subprocess.TimeoutExpired:
+            return f"not compiled after {left:.0f} s"
+        if done.returncode == 0:
+            return ""
+        told.seek(0)
+        lines = told.read().decode(errors="replace").strip().splitlines()
     return f"does not compile: {lines[-1] if lines else f'exit {done.returncode}'}"[:160]

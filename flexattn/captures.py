@@ -17,11 +17,13 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from flexattn.forks import cached_property
 
 Place = tuple[str, Any]  # where a child sits: ("cell", 0), ("global", "table"), ("attribute", "scale"), ("item", 2)...
 Slot = tuple[Place, Any, frozenset[str], bool]  # place, child, names read by the code around it, keep numbers literal

@@ -173,7 +173,7 @@ def classify(
         classes = classes.resolve(_evaluate_blocks(bound.on(device), classes.unknown, sizes, block_size, device))
     classes = classes if separate else classes.joined()
     by_query, by_key = (_lists(classes, transposed).map(lambda t: t.to(device)) for transposed in (False, True))
-    return BuiltMask(by_query, by_key, counts)
+    return BuiltMask(by_query, by_key, counts, sum(t.nbytes for lists in (by_query, by_key) for t in lists.tensors))
 
 
 def _lists(classes: BlockClasses, transposed: bool) -> RunLists:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import re
+import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ from flexattn.errors import ArgumentError, message
 
 _TRUE = frozenset({"1", "true", "on", "yes"})
 _FALSE = frozenset({"", "0", "false", "off", "no"})
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+CACHE_SIZE = 2**30  # bytes of generated kernels, some thousands, unless FLEXATTN_CACHE_SIZE says otherwise
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,7 @@ class Settings:
     """How flexattn behaves in this process."""
 
     cache_dir: Path | None  # FLEXATTN_CACHE_DIR: generated kernels; None where the user has no home
+    cache_size: int | None  # FLEXATTN_CACHE_SIZE: bytes that they may take; None: any number
     debug: bool  # FLEXATTN_DEBUG: tell each stage of a first call on stderr
     print_source: bool  # FLEXATTN_DUMP=1: print generated sources on stderr
     dump_dir: Path | None  # FLEXATTN_DUMP=folder: copy generated sources and PTX there
@@ -37,6 +42,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
     is_switch = dump.lower() in _TRUE | _FALSE
     return Settings(
         cache_dir=_cache_dir(environment),
+        cache_size=_size(environment, "FLEXATTN_CACHE_SIZE", CACHE_SIZE),
         debug=_switch(environment, "FLEXATTN_DEBUG"),
         print_source=is_switch and dump.lower() in _TRUE,
         dump_dir=None if is_switch else _folder("FLEXATTN_DUMP", dump),
@@ -56,12 +62,30 @@ def _switch(environment: Mapping[str, str], name: str) -> bool:
     return value in _TRUE
 
 
+def _size(environment: Mapping[str, str], name: str, default: int) -> int | None:
+    value = environment.get(name, "").strip().upper()
+    if not value:
+        return default
+    match = re.fullmatch(r"([0-9]{1,15})([KMGT]?)(?:I?B)?", value)
+    if match is None:
+        mend = f"Set {name}=2G, or unset it."
+        raise ArgumentError(message(name, repr(environment[name]), "bytes, as 500M or 2G, or 0 for no limit", mend))
+    return int(match[1]) * _UNITS[match[2]] or None
+
+
 def _folder(name: str, value: str) -> Path:
     try:
         path = Path(value).expanduser().absolute()
     except RuntimeError:
         raise ArgumentError(message(name, repr(value), "a path without '~'", "This user has no home.")) from None
-    if path.exists() and not path.is_dir():
+    try:
+        is_possible = stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, PermissionError):  # it is made where it is needed, or that tells what is wrong
+        is_possible = True
+    except OSError as error:  # a file on the way to it, links that lead to themselves, a name that is too long
+        found = f"{value[:200]!r} ({error.strerror})"
+        raise ArgumentError(message(name, found, "a folder", "Name a folder; it is made where missing.")) from None
+    if not is_possible:
         raise ArgumentError(message(name, repr(value), "a folder", "Name a folder; it is made where missing."))
     return path
 

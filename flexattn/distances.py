@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flexattn.graph import BoundMod, Builder, Capture, Expr, ModGraph, Number
 from flexattn.index_range import shift_invariant
+from flexattn.tensor_cache import kept
 from flexattn.transforms import outside
 
 _LARGEST = 2**24  # elements of a tensor by distance
@@ -79,7 +80,7 @@ def _under(graph: ModGraph, position: int) -> set[int]:
     return found
 
 
-@lru_cache(64)
+@kept(2**26)
 def _index(
     graph: ModGraph, position: int, numbers: tuple[int | float, ...], M: int, N: int, size: int, device: torch.device
 ) -> Tensor | None:

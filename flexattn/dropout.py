@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 
 import torch
 from torch import Tensor
 
-from flexattn.errors import ArgumentError, DtypeError, message
+from flexattn.arguments import as_float
+from flexattn.errors import ArgumentError, message
 from flexattn.transforms import outside
 from flexattn.uncompiled import uncompiled
 
@@ -76,10 +76,7 @@ def check_dropout(dropout_p: object, device: torch.device, seeded: bool = True) 
 
     Where it is not `seeded`, since nothing will run, nothing is drawn either.
     """
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, Real):
-        mend = "Pass a Python float such as 0.1."
-        raise DtypeError(message("dropout_p", f"a {type(dropout_p).__name__}", "a number", mend))
-    p = float(dropout_p)
+    p = as_float("dropout_p", dropout_p, "a number", "Pass a Python float such as 0.1.")
     if not 0.0 <= p <= 1.0:
         mend = "It is the part of weights that is dropped."
         raise ArgumentError(message("dropout_p", p, "a number from 0 to 1", mend))

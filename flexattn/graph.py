@@ -12,12 +12,14 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from flexattn.forks import cached_property
 from flexattn.ops import OPS, identity_of
+from flexattn.tensor_cache import kept
 from flexattn.transforms import outside
 
 SCORE_INPUTS = ("score", "b", "h", "q_idx", "kv_idx")
@@ -213,7 +215,7 @@ def _on(device: torch.device, capture: Tensor, literal: bool) -> Tensor:
     return _literal_on(device, data, capture.dtype, capture.shape)
 
 
-@lru_cache(256)
+@kept(2**26)
 def _literal_on(device: torch.device, data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     with torch.inference_mode(False), outside():
         return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape).to(device, copy=True)

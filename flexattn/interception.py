@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from flexattn.aten import UnknownOperator
 from flexattn.errors import ModError, UnsupportedError
 from flexattn.follow import current_line
+from flexattn.forks import temporary
 from flexattn.transforms import innermost
 
 
@@ -122,11 +123,12 @@ def refused_functions(name: str) -> Iterator[None]:
             f"stops."
         )
 
-    Function.apply = classmethod(apply)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
+    def undo() -> None:
         Function.apply = original  # type: ignore[assignment]
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment]
+    with temporary(undo):
+        yield
 
 
 def _fake_tensor_type() -> type:

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 
+from flexattn.build import kernel_name
 from flexattn.lower import ModPlan
 from flexattn.target import Target
 from flexattn.tiles import Tile
@@ -120,9 +121,7 @@ class KernelPlan:
     @property
     def name(self) -> str:
         """The kernel function's name, as profilers show it."""
-        mods = [m.graph.name for m in (self.score, self.mask) if m is not None]
-        text = "_".join([self.kernel, *mods])
-        return "".join(c if c.isalnum() and c.isascii() else "_" for c in text)[:120]
+        return kernel_name(self.kernel, *(m.graph.name for m in (self.score, self.mask) if m is not None))
 
     @property
     def widths(self) -> tuple[int, int]:

@@ -91,11 +91,14 @@ class ModPlan:
         found += [(self.number_name(i), kind) for i, kind in enumerate(self.numbers)]
         return tuple(found)
 
+    # No two arguments have the same name, whatever the user's names are: the part after the last underscore is the
+    # position in a number's name, and a word (ptr, stride0, size0) in the names of a captured tensor's arguments, where
+    # what stands before that word ends with the position.
     def capture_name(self, position: int) -> str:
-        return f"{self.role}_{_identifier(self.graph.captures[position].name)}{position}"
+        return f"{self.role}_{_identifier(self.graph.captures[position].name)}_{position}"
 
     def number_name(self, position: int) -> str:
-        return f"{self.role}_{_identifier(self.graph.numbers[position].name)}{position}"
+        return f"{self.role}_{_identifier(self.graph.numbers[position].name)}_{position}"
 
     def argument_names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.arguments())

@@ -71,7 +71,8 @@ def build_lists(
         EqualRuns(r.capture, kept.as_strided(r.shape, r.strides, at))
         for r, at in zip(recipe.runs, recipe.kept[3:-1:2], strict=True)
     ])  # fmt: skip
-    return BuiltMask(by_query, by_key, BuildCounts(recipe.blocks, None, open_blocks), found)
+    words = kept.numel() + (0 if memory is kept else memory.numel())
+    return BuiltMask(by_query, by_key, BuildCounts(recipe.blocks, None, open_blocks), 4 * words, found)
 
 
 class _Build:

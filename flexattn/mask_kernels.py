@@ -7,12 +7,13 @@ numbers); the others are the same for all masks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 
-from flexattn.build import KernelSource
+from flexattn.build import KernelSource, kernel_name
 from flexattn.equal_runs import captures_compared
+from flexattn.forks import cached_property
 from flexattn.graph import BoundMod, ModGraph
 from flexattn.lower import TRITON_DTYPE, TRITON_POINTER, CaptureLayout, Dialect, ModPlan, lower
 from flexattn.lower_bounds import BoundsText, TableSpec, lower_bounds, table_dtype
@@ -100,10 +101,9 @@ class MaskPlan:
         header = (f"mask {graph.name} {graph.location}".rstrip(), *repr(graph).splitlines())
         # Pointers come first, the numbers of the mask last: so a launch adds them to what is known before.
         signature = tuple(sorted(signature, key=lambda argument: not argument[1].startswith("*")))
-        own = "".join(c if c.isalnum() and c.isascii() else "_" for c in graph.name)
         return _source(
             f"mask_{kind}", signature, {**names, "arguments": _names(signature), "scatter_arguments": ()}, header,
-            WARPS[kind], f"mask_{kind}_{own}",
+            WARPS[kind], kernel_name(f"mask_{kind}", graph.name),
         )  # fmt: skip
 
 

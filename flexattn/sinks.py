@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from numbers import Real
 
 import torch
 from torch import Tensor
 
+from flexattn.arguments import as_float
 from flexattn.errors import ArgumentError, DeviceError, DtypeError, message
 from flexattn.transforms import outside
 
@@ -34,11 +34,7 @@ def check_sink(sink: object, query: Tensor) -> Tensor | None:
 
 
 def _number(sink: object) -> float:
-    if isinstance(sink, bool) or not isinstance(sink, Real):
-        raise DtypeError(
-            message("sink", f"a {type(sink).__name__}", "a tensor or a number", "Pass sink=0.0 for softmax off by one.")
-        )
-    number = float(sink)
+    number = as_float("sink", sink, "a tensor or a number", "Pass sink=0.0 for softmax off by one.")
     if math.isnan(number) or number == math.inf:
         raise ArgumentError(message("sink", number, "a number below infinity", "Pass None for no sink."))
     return number

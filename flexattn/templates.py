@@ -29,4 +29,5 @@ def environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
+        cache_size=-1,  # a dict: the other cache of jinja2 has a lock, which a forked child may find held
     )

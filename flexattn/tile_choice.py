@@ -15,7 +15,7 @@ from pathlib import Path
 
 from flexattn.config import debug, settings
 from flexattn.errors import ArgumentError, message
-from flexattn.kernel_store import KernelStore, open_store
+from flexattn.kernel_store import KernelStore, existing_store, open_store
 from flexattn.target import Target
 from flexattn.tiles import Tile, TileKey, TileRow, read_rows, rows_text
 
@@ -87,8 +87,8 @@ def remember(rows: Iterable[TileRow]) -> Path:
 
 def remembered_rows() -> tuple[TileRow, ...]:
     """Return the rows of this machine's table; raise ArgumentError, which names its file, where it cannot be read."""
-    folder = settings().cache_dir
-    return () if folder is None else _rows_of(KernelStore(folder.resolve()))
+    store = existing_store(settings().cache_dir)
+    return () if store is None else _rows_of(store)
 
 
 def _cell(row: TileRow) -> tuple[object, ...]:

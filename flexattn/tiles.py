@@ -85,7 +85,7 @@ def read_rows(text: str, name: str) -> tuple[TileRow, ...]:
         if table["format"] != FORMAT:
             raise ValueError(f"format {table['format']!r}")
         return tuple(_row(record) for record in table["tiles"])
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         found = f"{type(error).__name__}: {error}"
         mend = "Mend it by hand, or delete it."
         raise ArgumentError(message(name, found, f"a table of tiles in format {FORMAT}", mend)) from error
@@ -106,8 +106,11 @@ def _row(record: dict[str, Any]) -> TileRow:
     tile = Tile(**record["tile"])
     sizes = (tile.BLOCK_M, tile.BLOCK_N, tile.partial_m)
     counts = (*sizes, tile.num_warps, tile.num_stages, tile.PARTIAL_M, key.D, key.Dv)
+    texts = (record["architecture"], key.kernel, key.dtype, key.kind, record["device"], record["date"])
     possible = (
-        all(type(n) is int for n in counts)
+        all(type(text) is str for text in texts)
+        and type(key.masked) is bool
+        and all(type(n) is int for n in counts)
         and all(16 <= n <= LARGEST_TILE and not n & (n - 1) for n in sizes)
         and tile.num_warps in (1, 2, 4, 8, 16)
         and 1 <= tile.num_stages <= 16

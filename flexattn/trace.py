@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +23,7 @@ from flexattn.config import debug, settings
 from flexattn.errors import ModError, RetraceWarning, UnsupportedError
 from flexattn.follow import Record, guard_of
 from flexattn.follow.libraries import is_ours
+from flexattn.forks import Lock
 from flexattn.graph import MASK_INPUTS, SCORE_INPUTS, BoundMod
 from flexattn.interception import explain_operator
 from flexattn.recording import Decompositions, record_run
@@ -32,7 +32,7 @@ from flexattn.transforms import outside
 
 Mod = Callable[..., Any]
 
-_lock = threading.RLock()
+_lock = Lock()
 _stats = {"traces": 0, "hits": 0}
 _retraced: dict[tuple[str, str], int] = {}  # by location and reason: how often a mod was traced for it
 _MOST_RETRACED = 1000

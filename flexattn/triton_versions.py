@@ -10,19 +10,20 @@ import functools
 import json
 import os
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from flexattn.forks import Lock, temporary
+
 Launch = Callable[[int, int, tuple[Any, ...]], None]  # (programs, stream, arguments)
 
 _BINARY_SETTINGS = (  # those that Triton itself forgets in its keys, or keys by their effect
     "TRITON_PTXAS_PATH", "PTXAS_OPTIONS", "TRITON_OVERRIDE_ARCH", "TRITON_F32_DEFAULT", "TRITON_DEFAULT_FP_FUSION",
 )  # fmt: skip
-_knobs_lock = threading.RLock()  # Triton's knobs belong to the whole process
+_knobs_lock = Lock()  # Triton's knobs belong to the whole process
 
 
 def version() -> str:
@@ -58,9 +59,12 @@ def cache_folder(folder: Path) -> Iterator[None]:
     """Let Triton keep its files in `folder` for a while, then give it back the user's own setting."""
     from triton import knobs
 
-    with _knobs_lock, knobs.cache.scope():
-        knobs.cache.dir = str(folder)
-        yield
+    scope = contextlib.ExitStack()
+    with _knobs_lock:
+        scope.enter_context(knobs.cache.scope())
+        with temporary(scope.close):
+            knobs.cache.dir = str(folder)
+            yield
 
 
 @dataclass(frozen=True)

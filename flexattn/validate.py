@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
 
 import torch
 from torch import Tensor
 
+from flexattn.arguments import as_float
 from flexattn.block_mask import BlockMask
 from flexattn.bound import INDEX_LIMIT
 from flexattn.errors import ArgumentError, DeviceError, DtypeError, MaskError, UnsupportedError, message
@@ -103,10 +103,8 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     """Return the scale as a float, 1 / sqrt(head_dim) where none was given."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if isinstance(scale, bool) or not isinstance(scale, Real):
-        mend = "Pass a Python float; multiply a learnable scale into query or into the score in score_mod."
-        raise DtypeError(message("scale", f"a {type(scale).__name__}", "a number", mend))
-    number = float(scale)
+    mend = "Pass a Python float; multiply a learnable scale into query or into the score in score_mod."
+    number = as_float("scale", scale, "a number", mend)
     if not math.isfinite(number):
         mend = "Pass None for 1 / sqrt(head dim)."
         raise ArgumentError(message("scale", number, "a finite number", mend))

@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import warnings
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -158,10 +160,10 @@ def test_autocast_mends_mixed_dtypes() -> None:
         assert flex_attention(q, k.bfloat16(), v).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.5, 3])
-def test_scale_of_any_sign(scale: float) -> None:
+@pytest.mark.parametrize("scale", [0.0, -1.5, 3, Fraction(1, 3), np.float16(0.5), np.int8(2)])
+def test_scale_of_any_sign(scale) -> None:
     q, k, v = inputs()
-    torch.testing.assert_close(flex_attention(q, k, v, scale=scale), (q @ k.mT * scale).softmax(-1) @ v)
+    torch.testing.assert_close(flex_attention(q, k, v, scale=scale), (q @ k.mT * float(scale)).softmax(-1) @ v)
 
 
 def test_kernel_option_chooses_the_cpu_engine() -> None:

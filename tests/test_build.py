@@ -18,7 +18,7 @@ import torch
 from flexattn import build as build_module
 from flexattn import config
 from flexattn.build import KernelSource, OutOfResources, build, clear_memory, digest, stats
-from flexattn.errors import CompileError
+from flexattn.errors import ArgumentError, CompileError
 from flexattn.kernel_store import KernelStore, open_store
 from flexattn.target import INTERPRETER, Target, target_of
 
@@ -157,7 +157,7 @@ def test_memory(cache: Path):
 
 def test_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(build_module, "_MEMORY", 2)
-    monkeypatch.setattr(build_module, "_find_or_compile", lambda source, target, key: Path(key))
+    monkeypatch.setattr(build_module, "_kernel", lambda source, target, key: object())
     first, second, _ = (build(dataclasses.replace(PRODUCT, num_stages=n), SM90) for n in (1, 2, 3))
     assert build(dataclasses.replace(PRODUCT, num_stages=2), SM90) is second
     assert build(dataclasses.replace(PRODUCT, num_stages=1), SM90) is not first
@@ -271,9 +271,106 @@ def test_folder_of_another_user_is_not_trusted(cache: Path, monkeypatch):
     folder = build(PRODUCT, SM90).path.parent
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     open_store.cache_clear()
-    assert open_store(cache) is None
+    with pytest.warns(RuntimeWarning, match=f"keeps no kernels in {cache}.* {cache} belongs to another user"):
+        assert open_store(cache) is None
     assert KernelStore(cache).find(folder.name) is None
     open_store.cache_clear()
+
+
+def planted(folder: Path) -> Path:
+    """Make what Triton would load as it is, and return it."""
+    stub = folder / "a" / "__triton_launcher.so"
+    stub.parent.mkdir(parents=True)
+    stub.write_bytes(b"planted")
+    return stub
+
+
+def test_stubs_behind_a_link_are_not_used(cache: Path, tmp_path: Path):
+    stub = planted(tmp_path / "elsewhere")
+    cache.mkdir(mode=0o700)
+    (cache / "triton").symlink_to(tmp_path / "elsewhere")
+    folder = build_module._triton_folder()
+    assert folder == cache / "triton" and not folder.is_symlink() and not list(folder.iterdir())
+    assert stub.exists(), "what the link led to is left alone"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+@pytest.mark.parametrize("inside", [False, True], ids=["the folder", "a folder in it"])
+def test_stubs_of_another_user_are_not_used(cache: Path, inside: bool):
+    stub = planted(cache / "triton")
+    cache.chmod(0o700)
+    os.chown(stub.parent if inside else stub.parent.parent, 12345, 12345)
+    assert build_module._triton_folder() == cache / "triton"
+    assert not stub.exists()
+
+
+def test_stubs_that_others_could_write_are_not_used(cache: Path):
+    stub = planted(cache / "triton")
+    cache.chmod(0o700)
+    (cache / "triton").chmod(0o777)
+    assert build_module._triton_folder() == cache / "triton"
+    assert not stub.exists() and (cache / "triton").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_link_among_the_stubs_is_not_followed(cache: Path, tmp_path: Path):
+    stub = planted(cache / "triton")
+    cache.chmod(0o700)
+    stub.unlink()
+    stub.symlink_to(planted(tmp_path / "elsewhere"))
+    assert not list(build_module._triton_folder().iterdir())
+
+
+def test_stubs_of_ours_are_kept(cache: Path):
+    stub = planted(cache / "triton")
+    for folder in (cache, cache / "triton"):
+        folder.chmod(0o700)
+    stub.parent.chmod(0o775)  # as Triton makes it under umask 002: nobody else gets there
+    assert build_module._triton_folder() == cache / "triton"
+    assert stub.exists()
+
+
+@pytest.mark.parametrize("others", [0o777, 0o770], ids=oct)
+def test_folder_that_others_can_rename_is_not_used(tmp_path: Path, monkeypatch, others: int):
+    shared = tmp_path / "shared"
+    (shared / "cache").mkdir(parents=True, mode=0o700)
+    (shared / "cache").chmod(0o700)
+    monkeypatch.setattr("flexattn.kernel_store._is_own_group", lambda gid: False)
+    shared.chmod(others)
+    with pytest.warns(RuntimeWarning, match=f"{shared} belongs to another user, or others can write there"):
+        assert open_store(shared / "cache") is None
+    open_store.cache_clear()
+    shared.chmod(others | 0o1000)  # sticky, as /tmp: each may rename only what is theirs
+    assert open_store(shared / "cache") is not None
+
+
+def test_the_users_own_group_is_no_other(tmp_path: Path):
+    shared = tmp_path / "home"
+    shared.mkdir()
+    shared.chmod(0o770)  # under umask 002, where each user has a group
+    assert open_store(shared / "cache") is not None
+
+
+def test_folder_made_by_another_user_after_ours_was_deleted_is_not_written(cache: Path):
+    build(PRODUCT, SM90)
+    shutil.rmtree(cache)
+    cache.mkdir()
+    cache.chmod(0o777)
+    kernel = build(dataclasses.replace(PRODUCT, num_stages=1), SM90)
+    assert not kernel.path.is_relative_to(cache) and not list(cache.iterdir())
+
+
+@pytest.mark.parametrize("name", ['a"b', "a'b", "a\\b", "a b$x;", "\udcff", "[x]*"])
+def test_folder_with_a_name_that_is_not_plain(tmp_path: Path, monkeypatch, name: str):
+    _use(monkeypatch, FLEXATTN_CACHE_DIR=str(tmp_path / name))
+    kernel = build(PRODUCT, SM90)
+    assert kernel.path.is_relative_to(tmp_path / name) and kernel.path.exists() and kernel.registers > 0
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"digest": ' * 100_000], ids=["lists", "objects"])
+def test_nested_manifest_is_damage(cache: Path, text: str):
+    folder = build(PRODUCT, SM90).path.parent
+    (folder / "manifest.json").write_text(text)
+    assert KernelStore(cache).find(folder.name) is None
 
 
 def test_folder_that_cannot_be_made(monkeypatch, capsys):
@@ -315,6 +412,40 @@ def test_folder_deleted_in_between(cache: Path):
     assert build(PRODUCT, SM90).path.is_relative_to(cache)
 
 
+@pytest.mark.parametrize("delete", [lambda cache: shutil.rmtree(cache), lambda cache: cache.rename(f"{cache}.old")])
+def test_folder_deleted_under_a_kernel(cache: Path, delete):
+    kernel = build(PRODUCT, SM90)
+    ptx = kernel.ptx
+    delete(cache)
+    assert kernel.registers > 0 and kernel.ptx == ptx and kernel.path.exists()
+    assert build(PRODUCT, SM90) is kernel
+
+
+def test_temporary_folder_deleted_in_between(monkeypatch):
+    monkeypatch.setattr(config, "_cache_dir", lambda environment: None)
+    config.settings.cache_clear()
+    gone = build(PRODUCT, SM90).path.parent.parent
+    shutil.rmtree(gone)
+    gone.mkdir()
+    gone.chmod(0o777)  # by another user, in the same place
+    kernel = build(dataclasses.replace(PRODUCT, num_stages=1), SM90)
+    assert kernel.path.exists() and not kernel.path.is_relative_to(gone)
+
+
+def test_files_that_are_deleted_again_and_again(cache: Path, monkeypatch):
+    find = build_module._find_or_compile
+
+    def find_and_delete(*arguments) -> Path:
+        folder = find(*arguments)
+        shutil.rmtree(folder)
+        return folder
+
+    monkeypatch.setattr(build_module, "_find_or_compile", find_and_delete)
+    with pytest.raises(CompileError, match="kernel product: found its files deleted again and again"):
+        build(PRODUCT, SM90)
+    assert stats()["compiles"] == 3
+
+
 # What is shown
 
 
@@ -323,6 +454,12 @@ def test_dump_to_a_folder(tmp_path: Path, monkeypatch):
     kernel = build(PRODUCT, SM90)
     names = {file.name for file in (tmp_path / "dump").iterdir()}
     assert names == {f"product-{kernel.digest[:12]}.py", f"product-{kernel.digest[:12]}.ptx"}
+
+
+def test_dump_to_a_folder_that_cannot_be(monkeypatch):
+    _use(monkeypatch, FLEXATTN_DUMP="/proc/flexattn/dump")
+    with pytest.raises(ArgumentError, match=r"FLEXATTN_DUMP: found '/proc/flexattn/dump' \(.*\), expected a folder to"):
+        build(PRODUCT, SM90)
 
 
 def test_dump_prints(monkeypatch, capsys):
@@ -461,6 +598,23 @@ def test_launch_reaches_the_driver(cache: Path, fake_driver: dict[str, str]):
     assert stubs
     _result(_start(LAUNCHED, **fake_driver))
     assert {file: file.stat().st_mtime_ns for file in (cache / "triton").rglob("*.so")} == stubs, "stubs are kept"
+
+
+# A second GPU loads a kernel from its files again.
+DELETED = LAUNCHED.replace(
+    "    kernel.launch(7, arguments, stream=9)  # CompiledKernel.run",
+    """    import shutil
+    shutil.rmtree(kernel.path.parent.parent)
+    kernel.launch(7, arguments, stream=9)""",
+)
+
+
+@no_gpu
+def test_launch_on_a_second_gpu_after_the_folder_was_deleted(cache: Path, fake_driver: dict[str, str]):
+    build(PRODUCT, SM90)
+    assert DELETED != LAUNCHED
+    _, seen = _result(_start(DELETED, **fake_driver)).split(maxsplit=1)
+    assert seen == "['product', 'TypeError', 'TypeError']\n"
 
 
 @no_gpu

@@ -10,12 +10,15 @@ import pytest
 from flexattn import config
 from flexattn.config import Settings, read_settings
 from flexattn.errors import ArgumentError
+from flexattn.kernel_store import open_store
 
 
 def test_defaults(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     home = Path("/home/someone/.cache/flexattn")
-    assert read_settings({}) == Settings(cache_dir=home, debug=False, print_source=False, dump_dir=None)
+    assert read_settings({}) == Settings(
+        cache_dir=home, cache_size=2**30, debug=False, print_source=False, dump_dir=None
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,47 @@ def test_file_in_place_of_a_folder(tmp_path, name):
     file.touch()
     with pytest.raises(ArgumentError, match=rf"{name}: found '{file}', expected a folder"):
         read_settings({name: str(file)})
+
+
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [
+        ("", 2**30), ("1000", 1000), ("500M", 500 * 2**20), ("2g", 2**31), ("1.5G", None), ("3GiB", 3 * 2**30),
+        ("-1", None), ("much", None), ("9" * 5000, None), ("٣", None),
+    ],
+)  # fmt: skip
+def test_cache_size(value, size):
+    if size is None:
+        with pytest.raises(ArgumentError, match=r"FLEXATTN_CACHE_SIZE: found .*, expected bytes, as 500M or 2G"):
+            read_settings({"FLEXATTN_CACHE_SIZE": value})
+    else:
+        assert read_settings({"FLEXATTN_CACHE_SIZE": value}).cache_size == size
+    assert read_settings({"FLEXATTN_CACHE_SIZE": "0"}).cache_size is None
+
+
+def link_loop(folder: Path) -> Path:
+    (folder / "loop").symlink_to(folder / "loop")
+    return folder / "loop"
+
+
+@pytest.mark.parametrize("name", ["FLEXATTN_CACHE_DIR", "FLEXATTN_DUMP"])
+@pytest.mark.parametrize(
+    "impossible",
+    [link_loop, lambda folder: link_loop(folder) / "below", lambda folder: folder / ("x" * 300),
+     lambda folder: folder / "/".join(["x" * 200] * 30)],
+    ids=["loop", "below a loop", "long name", "long path"],
+)  # fmt: skip
+def test_folder_that_cannot_be(tmp_path, name, impossible):
+    with pytest.raises(ArgumentError, match=rf"{name}: found '/.* \(.*\), expected a folder"):
+        read_settings({name: str(impossible(tmp_path))})
+
+
+def test_home_that_cannot_hold_kernels(tmp_path):
+    """What the user did not ask for is no error: kernels last as long as the process."""
+    for folder in (link_loop(tmp_path), tmp_path / ("x" * 300), Path("/proc/nothing")):
+        found = read_settings({"XDG_CACHE_HOME": str(folder)}).cache_dir
+        assert found == folder / "flexattn"
+        assert open_store(found) is None
 
 
 def test_bad_switch():

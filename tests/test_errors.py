@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -168,6 +171,22 @@ OTHERS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]]
         call(scale=float("nan")), (ValueError,),
         "scale: found nan, expected a finite number. Pass None for 1 / sqrt(head dim).",
     ),
+    "scale is beyond float64": (
+        call(scale=10**400), (ValueError,), "scale: found a number beyond float64, expected one of at most 1e308. ",
+    ),
+    "scale has too many digits to be printed": (
+        call(scale=10**5000), (ValueError,), "scale: found a number beyond float64, expected one of at most 1e308. ",
+    ),
+    "scale is a large fraction": (
+        call(scale=Fraction(10**400, 3)), (ValueError,), "scale: found a number beyond float64",
+    ),
+    "scale is a decimal": (call(scale=Decimal("0.5")), (TypeError,), "scale: found a Decimal, expected a number. "),
+    "scale is a bool": (call(scale=True), (TypeError,), "scale: found a bool, expected a number. "),
+    "scale is numpy's bool": (call(scale=np.bool_(True)), (TypeError,), "scale: found a bool, expected a number. "),
+    "scale is an array": (call(scale=np.ones(1)), (TypeError,), "scale: found a ndarray, expected a number. "),
+    "scale is complex": (call(scale=1j), (TypeError,), "scale: found a complex, expected a number. "),
+    "sink is beyond float64": (call(sink=10**400), (ValueError,), "sink: found a number beyond float64"),
+    "dropout_p is beyond float64": (call(dropout_p=10**400), (ValueError,), "dropout_p: found a number beyond float64"),
     "scale is infinite": (call(scale=float("inf")), (ValueError,), "scale: found inf, expected a finite number. "),
     "both returns": (
         call(return_lse=True, return_aux=AuxRequest()), (ValueError,),

@@ -13,10 +13,10 @@ from expecttest import TestCase
 from flexattn import mods
 from flexattn.differentiate import differentiate
 from flexattn.errors import CompileError
-from flexattn.graph import ModGraph, Node
+from flexattn.graph import GRAD_INPUTS, Builder, Capture, ModGraph, Node, Number
 from flexattn.lower import CaptureLayout, Dialect, ModPlan, lower, lower_score
 from flexattn.ops import OPS
-from flexattn.scatter import lower_scatter, lower_sizes, scatter_arguments
+from flexattn.scatter import SUMS, lower_scatter, lower_sizes, scatter_arguments, size_names
 from flexattn.trace import trace
 
 GPU = Dialect(ptx=True)
@@ -42,13 +42,13 @@ class Goldens(TestCase):
             lower_score(plan, "score_mod", GPU),
             """\
 @triton.jit
-def score_mod(score, sm_scale, b, h, q_idx, kv_idx, live, score_slopes0_ptr, score_slopes0_size0):
+def score_mod(score, sm_scale, b, h, q_idx, kv_idx, live, score_slopes_0_ptr, score_slopes_0_size0):
     t0 = LOG2E * sm_scale
     t1 = score * t0
     t2 = kv_idx.to(tl.float32)
     t3 = q_idx.to(tl.float32)
     t4 = t2 - t3
-    t5 = tl.load(score_slopes0_ptr + (h), mask=(h >= 0) & (h < score_slopes0_size0), other=0)
+    t5 = tl.load(score_slopes_0_ptr + (h), mask=(h >= 0) & (h < score_slopes_0_size0), other=0)
     t6 = LOG2E * t5
     t7 = t4 * t6
     t8 = t1 + t7
@@ -62,8 +62,8 @@ def score_mod(score, sm_scale, b, h, q_idx, kv_idx, live, score_slopes0_ptr, sco
             lower_score(mod_plan(mods.softcap(30.0)), "score_mod", GPU),
             """\
 @triton.jit
-def score_mod(score, sm_scale, b, h, q_idx, kv_idx, live, score_cap0):
-    t0 = tl.cast(score_cap0, tl.float32)
+def score_mod(score, sm_scale, b, h, q_idx, kv_idx, live, score_cap_0):
+    t0 = tl.cast(score_cap_0, tl.float32)
     t1 = sm_scale / (t0)
     t2 = score * t1
     t3 = fast_tanh(t2)
@@ -78,8 +78,8 @@ def score_mod(score, sm_scale, b, h, q_idx, kv_idx, live, score_cap0):
             lower(gradient(mod_plan(mods.softcap(30.0))), "score_grad", GPU),
             """\
 @triton.jit
-def score_grad(grad, score, sm_scale, b, h, q_idx, kv_idx, live, score_cap0):
-    t0 = tl.cast(score_cap0, tl.float32)
+def score_grad(grad, score, sm_scale, b, h, q_idx, kv_idx, live, score_cap_0):
+    t0 = tl.cast(score_cap_0, tl.float32)
     t1 = sm_scale / (t0)
     t2 = score * t1
     t3 = fast_tanh(t2)
@@ -95,10 +95,10 @@ def score_grad(grad, score, sm_scale, b, h, q_idx, kv_idx, live, score_cap0):
             lower(mod_plan(mods.sliding_window(5), "mask"), "mask_mod", GPU),
             """\
 @triton.jit
-def mask_mod(b, h, q_idx, kv_idx, live, mask_window0):
+def mask_mod(b, h, q_idx, kv_idx, live, mask_window_0):
     t0 = q_idx >= kv_idx
     t1 = q_idx - kv_idx
-    t2 = tl.cast(mask_window0, tl.int32)
+    t2 = tl.cast(mask_window_0, tl.int32)
     t3 = t1 < t2
     t4 = t0 & t3
     return t4
@@ -189,6 +189,35 @@ def test_names_of_captures_are_made_identifiers():
     holder = Holder()
     plan = mod_plan(lambda s, b, h, i, j: s * holder.table[h])
     assert all(name.isidentifier() for name in plan.argument_names())
+
+
+@pytest.mark.parametrize(
+    ("captures", "numbers"),
+    [
+        ({0: "a1", 10: "a"}, ()),
+        ({0: "x"}, ("x0_size", "x_0_size", "size0", "x_0_ptr")),
+        ({0: "x", 1: "x_0_grad", 2: "x_0", 3: "x_0_size"}, ("x", "x_0", "x_ptr")),
+        ({0: "é", 1: "ü", 2: "_"}, ("ß", "_")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sums", SUMS)
+def test_arguments_have_names_of_their_own_whatever_the_users_names_are(captures, numbers, sums):
+    names = [captures.get(i, f"other{i}") for i in range(max(captures) + 1)]
+    builder = Builder()
+    indices = [builder.input(name, torch.int32) for name in ("q_idx", "kv_idx")]
+    loads = [builder.load(i, torch.float32, indices) for i in range(len(names))]
+    graph = builder.build(
+        "mod", GRAD_INPUTS, tuple(Capture(n, torch.float32, 2) for n in names),
+        tuple(Number(n, torch.float64) for n in numbers), [None, *loads], sites=loads,
+    )  # fmt: skip
+    layout = CaptureLayout(dense=False, aligned=False, wide=False)
+    plan = ModPlan(graph, "score", (layout,) * len(names), ("fp32",) * len(numbers))
+    of_mod = plan.argument_names()
+    found = [*of_mod, *(name for name, _ in scatter_arguments(plan, sums)), *size_names(plan)]
+    assert len(set(found)) == len(found) and all(name.isidentifier() for name in found)
+    # A launch passes what ends in _ptr as a tensor.
+    assert sum(name.endswith("_ptr") for name in of_mod) == len(names)
 
 
 def test_every_operation_has_a_text_that_formats():

@@ -116,14 +116,58 @@ def documents_both(ids):
     return lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx]
 
 
-def test_nothing_is_kept_alive_and_the_cache_stays_small():
-    for seed in range(100):
-        ids = ids_of(seed)
-        build(documents(ids))
-    del ids
+def live_tensors() -> int:
     gc.collect()
-    assert len(mask_cache._built) <= 64
-    assert all(t() is None for b in mask_cache._built.values() for t, _ in b.tensors)
+    return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
+
+
+def test_what_only_the_cache_keeps_goes_with_the_users_tensors():
+    create_block_mask(documents(ids_of(0)), None, None, 256, 256, device="cpu", BLOCK_SIZE=16)
+    before = live_tensors()
+    ids = [ids_of(seed) for seed in range(20)]
+    for _ in range(2):
+        for each in ids:
+            build(documents(each))
+    assert mask_cache.memory() > 20 * ids[0].nbytes, "lists and copies"
+    del ids, each
+    assert live_tensors() == before
+    assert mask_cache.memory() == 0 and not mask_cache._built
+
+
+def test_masks_and_copies_take_a_bounded_number_of_bytes(monkeypatch):
+    monkeypatch.setattr(mask_cache, "MEMORY", 40_000)
+    monkeypatch.setattr(mask_cache, "_LARGEST", 10_000)
+    ids = [ids_of(seed) for seed in range(30)]
+    for each in ids:
+        for _ in range(2):
+            build(documents(each))
+    assert 20_000 < mask_cache.memory() <= 40_000
+    assert build(documents(ids[-1])).kv_runs is build(documents(ids[-1])).kv_runs
+    assert mask_cache.stats()["hits"] == 2, "the last ones are there"
+    kept = mask_cache.memory()
+    large = torch.zeros(2000, dtype=torch.int64)
+    for _ in range(3):
+        build(documents(large))
+    assert mask_cache.memory() == kept and mask_cache.stats()["hits"] == 2
+
+
+def test_masks_without_tensors_are_bounded_too():
+    for width in range(100):
+        build(window(width), length=32)
+    assert len(mask_cache._built) == 64
+    build(window(99), length=32)
+    build(window(36), length=32)
+    assert mask_cache.stats()["hits"] == 2
+    build(window(35), length=32)
+    assert mask_cache.stats()["hits"] == 2
+
+
+def test_lists_are_counted_in_bytes():
+    ids = ids_of(0)
+    mask = build(documents(ids))
+    assert mask_cache.memory() == sum(t.nbytes for runs in (mask.kv_runs, mask.q_runs) for t in runs.tensors)
+    build(documents(ids))
+    assert mask_cache.memory() == ids.nbytes + sum(t.nbytes for r in (mask.kv_runs, mask.q_runs) for t in r.tensors)
 
 
 def test_inference_tensors_are_never_remembered():

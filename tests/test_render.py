@@ -112,6 +112,26 @@ def test_names_are_identifiers():
         assert render(plan).name == plan.name and len(plan.name) <= 120
 
 
+def test_kernels_of_mods_with_long_names_have_files():
+    """A file's name may have 255 characters, and Triton puts something before and behind that of a kernel."""
+
+    def score(s, b, h, q_idx, kv_idx):
+        return s + q_idx
+
+    def mask(b, h, q_idx, kv_idx):
+        return q_idx >= kv_idx
+
+    for mod in (score, mask):
+        mod.__name__ = f"{mod.__name__}_ä" + "x" * 300
+    q = torch.zeros(1, 1, 64, 16)
+    block_mask = create_block_mask(mask, None, None, 64, 64, device="cpu")
+    shown = explain(q, q, q, score, block_mask, target="sm_90")
+    assert shown.mask_sources and all(
+        len(source.name) <= 120 and source.name.isidentifier() and f"def {source.name}(" in source.text
+        for source in (*shown.sources, *shown.mask_sources)
+    )
+
+
 def test_headers_name_the_users_lines():
     def shifted(score, b, h, q_idx, kv_idx):
         return score * 0.5 + h

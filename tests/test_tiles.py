@@ -121,9 +121,13 @@ TEXT = rows_text([ROW])
 BROKEN = ["{", "[]", '{"tiles": []}', TEXT.replace('"format": 1', '"format": 2'), TEXT.replace(": 32,", ": 48,")]
 BROKEN += [TEXT.replace(old, new) for old, new in (('"num_warps": 8', '"num_warps": "8"'), ('"none"', '"some"'))]
 BROKEN += [TEXT.replace('"num_stages": 1', '"num_stages": 0'), TEXT.replace('"date"', '"day"')]
+BROKEN += [
+    TEXT.replace(old, f"{old.partition(':')[0]}: []") for old in ('"kernel": "forward"', '"architecture": "sm_90"')
+]
+BROKEN += ["[" * 100_000, '{"tiles": ' * 100_000, TEXT.replace(": 32,", f": {'9' * 5000},")]
 
 
-@pytest.mark.parametrize("text", BROKEN)
+@pytest.mark.parametrize("text", BROKEN, ids=range(len(BROKEN)))
 def test_a_file_that_cannot_be_read_is_told_of_and_left_alone(machine, text):
     file = machine / "tiles.json"
     file.write_text(text)

@@ -34,6 +34,7 @@ class BuiltMask(NamedTuple):
     by_query: RunLists
     by_key: RunLists
     counts: BuildCounts
+    bytes: int  # of memory that the lists take
     runs: tuple[EqualRuns, ...] = ()
 
 
@@ -69,9 +70,9 @@ class CaptureRecord(NamedTuple):
                 raise _changed(f"mask_mod's captured tensor {name!r}", how)
 
 
-def seen(tensor: Tensor) -> Seen:
-    """Return a tensor, held weakly, and its version."""
-    return weakref.ref(tensor), _version(tensor)
+def seen(tensor: Tensor, gone: Callable[[object], None] | None = None) -> Seen:
+    """Return a tensor, held weakly, and its version; `gone` is called when there is no such tensor any more."""
+    return weakref.ref(tensor, gone), _version(tensor)
 
 
 def is_same(seen: Seen, tensor: Tensor) -> bool:

@@ -6,7 +6,6 @@ ends with a barrier, and on a machine that is busy otherwise the barriers take t
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,8 @@ from functools import lru_cache
 from typing import TypeVar
 
 import torch
+
+from flexattn.forks import Lock, in_child
 
 T = TypeVar("T")
 
@@ -41,7 +42,7 @@ class Queue(Iterable[T]):
 
     def __init__(self, items: Iterator[T]) -> None:
         self._items = items
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def __iter__(self) -> Iterator[T]:
         while True:
@@ -71,5 +72,4 @@ def _pool(count: int) -> ThreadPoolExecutor:
     return pool
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork
+in_child(_pool.cache_clear)  # threads do not survive a fork

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from kernel_cases import CASES, Setting, check_case
 from kernel_checks import CHECKS
 from test_against_reference import Case, assert_right, cases, compare
 
-from flexattn import api
+from flexattn import api, flex_attention
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of masked places
@@ -38,3 +39,35 @@ def test_random_problems_match_the_reference(case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "_engine", lambda problem: api.triton)
         compare(case, assert_right)
+
+
+def test_names_that_would_meet_are_kept_apart() -> None:
+    """Triton compiles no function with two parameters of one name."""
+    a1, b, c, d, e, f, g, h, i, j, a = torch.randn(11, 24)
+    x, x0_size = torch.randn(24), 0.5
+
+    def score_mod(score, batch, head, q_idx, kv_idx):
+        first = a1[q_idx] + b[q_idx] + c[q_idx] + d[q_idx] + e[q_idx] + f[q_idx] + g[q_idx] + h[q_idx] + i[q_idx]
+        return score + first * j[kv_idx] + a[kv_idx] * x[q_idx] * x0_size
+
+    q = torch.randn(1, 1, 24, 16)
+    found = flex_attention(q, q, q, score_mod, kernel_options={"BACKEND": "TRITON"})
+    torch.testing.assert_close(found, flex_attention(q, q, q, score_mod), atol=1e-5, rtol=1e-5)
+
+
+def test_threads_may_run_kernels_at_once() -> None:
+    """Triton's interpreter changes Triton's own modules while a kernel runs."""
+    q = torch.randn(1, 1, 40, 16)
+    mods = [
+        lambda score, b, h, q_idx, kv_idx: score + q_idx * 0.1,
+        lambda score, b, h, q_idx, kv_idx: score * 2 - kv_idx,
+    ]
+    wanted = [flex_attention(q, q, q, mod) for mod in mods]
+
+    def work(i: int) -> None:
+        for mod, out in [*zip(mods, wanted, strict=True)] * 3:
+            found = flex_attention(q, q, q, mod, kernel_options={"BACKEND": "TRITON"})
+            torch.testing.assert_close(found, out, atol=1e-4, rtol=1e-4)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))

@@ -1,0 +1,115 @@
+"""What this package keeps between calls: bounded in bytes, and nothing of the user's but tensors that it counts."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import linecache
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+
+import flexattn
+from flexattn import create_block_mask, flex_attention, launch
+from flexattn.build import build
+from flexattn.tensor_cache import kept
+
+
+def test_tensors_that_were_used_last_are_kept():
+    made: list[int] = []
+
+    @kept(4000)
+    def ones(n: int, copy: int = 0) -> torch.Tensor:
+        made.append(n)
+        return torch.ones(n)
+
+    first = ones(300)
+    assert ones(300) is first and ones(301) is ones(301)
+    assert ones(302) is not first and ones(300) is first
+    ones(303), ones(304)  # five would take 4,840 bytes
+    assert ones(300) is first
+    ones(301)
+    assert made == [300, 301, 302, 303, 304, 301]
+    ones(2000)
+    assert ones(2000) is not ones(2000), "none that is larger than all may be"
+
+
+def test_the_number_of_tensors_is_bounded_too():
+    @kept(2**20)
+    def nothing(n: int) -> torch.Tensor | None:
+        made.append(n)
+        return None
+
+    made: list[int] = []
+    for n in range(300):
+        nothing(n)
+    nothing(299)
+    assert len(made) == 300
+    nothing(0)
+    assert len(made) == 301
+
+
+# The memo of traces has keys of its own, see test_trace.
+APART = ("flexattn.captures", "flexattn.trace", "flexattn.mask_cache")
+_OPENED = (dict, list, tuple, set, frozenset, types.CellType)
+
+
+def caches() -> dict[str, Any]:
+    """Return everything at module level that keeps what functions returned."""
+    found: dict[str, Any] = {"launches": launch._launches, "backwards": launch._backwards}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("flexattn.") and name not in APART:
+            for attribute, value in vars(module).items():
+                if isinstance(value, functools._lru_cache_wrapper):
+                    found[f"{name}.{attribute}"] = value
+    return found
+
+
+def held(cache: Any) -> list[Any]:
+    """Return what a cache reaches through containers and objects of this package."""
+    wrapped = getattr(cache, "__wrapped__", None)
+    found, todo, seen = [], [x for x in gc.get_referents(cache) if x is not wrapped], set()
+    while todo:
+        x = todo.pop()
+        if id(x) in seen or isinstance(x, types.ModuleType):
+            continue
+        seen.add(id(x))
+        found.append(x)
+        if type(x) in _OPENED or type(x).__module__.startswith("flexattn"):
+            todo += [y for y in gc.get_referents(x) if not isinstance(y, types.FunctionType) or "test_" in y.__module__]
+    return found
+
+
+def test_caches_hold_nothing_of_the_users():
+    class Window:
+        def __init__(self, width: int, ids: torch.Tensor) -> None:
+            self.width, self.ids = width, ids
+
+        def mask(self, b, h, q_idx, kv_idx):
+            return (q_idx - kv_idx < self.width) & (self.ids[q_idx] == self.ids[kv_idx])
+
+        def score(self, score, b, h, q_idx, kv_idx):
+            return score + self.width * self.ids[kv_idx]
+
+    window = Window(7, torch.arange(64) // 20)
+    q = torch.randn(1, 1, 64, 16, requires_grad=True)
+    mask = create_block_mask(window.mask, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+    flex_attention(q, q, q, window.score, mask).sum().backward()
+    shown = flexattn.explain(q, q, q, window.score, mask, target="sm_90")
+    theirs = {id(x) for x in (Window, window, Window.mask, Window.score, window.ids, q, mask)}
+    assert len(shown.sources) > 0 and len(caches()) > 40
+    for name, cache in caches().items():
+        assert not [x for x in held(cache) if id(x) in theirs], name
+
+
+def test_the_text_of_a_compiled_kernel_is_not_kept(machine):
+    pytest.importorskip("triton")
+    from sm90 import SM90
+    from test_build import PRODUCT
+
+    path = str(build(PRODUCT, SM90).path)
+    assert path not in linecache.cache
+    assert "def product(" in "".join(linecache.getlines(path)), "tracebacks and debuggers find it in the file"
