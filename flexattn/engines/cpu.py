@@ -80,7 +80,7 @@ def _unit(problem: Problem) -> float:
 
 def _softmax_strip(tiles: Scores, strip: Strip, unit: float, guard: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the running maximum (times `unit`), the sum and the weighted values of all tiles."""
-    query = tiles.stack(tiles.problem.query, strip)  # [heads, rows, D]
+    query = tiles.stack(tiles.problem.query, strip)  # [batches * heads, rows, D]
     m_i = query.new_full((*query.shape[:2], 1), -torch.inf)
     l_i = torch.zeros_like(m_i)
     acc = query.new_zeros((*query.shape[:2], tiles.problem.value.shape[-1]))

@@ -172,8 +172,8 @@ class CaptureGradients:
             grad = values[output].expand(shape)
             if excluded is not None:
                 grad = torch.where(excluded, 0, grad)
-            index = [_four_dims(values[a]) for a in node.args]
-            alike = tuple(d for d in range(4) if all(i.shape[d] == 1 for i in index))
+            index = [_five_dims(values[a]) for a in node.args]
+            alike = tuple(d for d in range(5) if all(i.shape[d] == 1 for i in index))
             if alike:
                 grad = grad.sum(alike, keepdim=True)
             grad = grad.to(into.dtype)
@@ -185,5 +185,5 @@ class CaptureGradients:
             into.view(-1).scatter_add_(0, place.reshape(-1), grad.reshape(-1))
 
 
-def _four_dims(x: Tensor) -> Tensor:
-    return x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
+def _five_dims(x: Tensor) -> Tensor:
+    return x.reshape((1,) * (5 - x.ndim) + tuple(x.shape))
