@@ -25,11 +25,11 @@ class Scores:
         self._buffers: dict[str, Tensor] = {}
         self.group = problem.query.shape[1] // max(1, problem.key.shape[1])
         score, mask = problem.score, problem.mask
-        self.score = None if score is None else TileGraph(score.graph, score.captures, score.numbers)
-        self.mask = None if mask is None else TileGraph(mask.graph, mask.captures, mask.numbers)
+        self.score = None if score is None else TileGraph(score.graph, score.captures, score.numbers, self.device)
+        self.mask = None if mask is None else TileGraph(mask.graph, mask.captures, mask.numbers, self.device)
         self.gradient = None
         if score is not None and problem.score_grad is not None:
-            self.gradient = TileGraph(problem.score_grad, score.captures, score.numbers)
+            self.gradient = TileGraph(problem.score_grad, score.captures, score.numbers, self.device)
 
     def shape(self, strip: Strip, tile: Tile) -> torch.Size:
         """Return [batches, key heads, group, rows, keys] of a tile of scores."""

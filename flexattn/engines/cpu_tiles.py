@@ -24,6 +24,8 @@ _SCORES = 1 << 19
 _OPERAND = 1 << 21
 _STACKED_ROWS = 1024  # rows of all heads of a strip together, more where they have few keys
 _MAX_HEADS = 16
+# How many times that where a GPU computes: an operation there takes as long for many elements as for few.
+_ON_GPU = 8
 # Batch entries and heads with masks of their own share a strip where each has no more pairs than this: then a strip for
 # each would take longer than the pairs of the others.
 _MERGED_PAIRS = 1 << 14
@@ -97,9 +99,29 @@ def shares(problem: Problem, threads: int) -> list[Share]:
 
 def strips(problem: Problem, share: Share | None = None) -> Iterator[Strip]:
     """Yield strips that cover every attended pair (of the share) exactly once."""
+    limits = _Limits.of(problem)
     for piece in share or whole(problem):
-        for part in _parts(problem, piece):
-            yield from _strips_of(problem, part)
+        for part in _parts(problem, piece, limits):
+            yield from _strips_of(problem, part, limits)
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """How large strips and tiles of a problem may be."""
+
+    scores: int  # elements of a tile
+    shared: int  # of a tile that heads and batch entries share
+    operand: int  # of keys or values
+    rows: int  # of each head
+    stacked_rows: int  # of all heads together
+    head_dim: int
+
+    @staticmethod
+    def of(problem: Problem) -> _Limits:
+        times, head_dim = 1 if problem.query.is_cpu else _ON_GPU, max(problem.query.shape[3], problem.value.shape[3], 1)
+        return _Limits(
+            times * _SCORES, times * _SCORES // 4, times * _OPERAND, times * 128, times * _STACKED_ROWS, head_dim
+        )
 
 
 @dataclass(frozen=True)
@@ -113,14 +135,14 @@ class _Part:
     mask_heads: Sequence[int]
 
 
-def _parts(problem: Problem, piece: Piece) -> Iterator[_Part]:
+def _parts(problem: Problem, piece: Piece, limits: _Limits) -> Iterator[_Part]:
     mask, M, N = problem.block_mask, problem.query.shape[2], problem.key.shape[2]
     G = problem.query.shape[1] // problem.key.shape[1]
     batches, (h0, h1) = piece.batches, piece.key_heads
     merges = max(M, 64) * N <= _MERGED_PAIRS
     heads = [(piece.key_heads, (0, G), range(1))]
     if mask is not None and mask.H > 1:
-        at_once = max(1, _SCORES // (4 * G * M * N))
+        at_once = max(1, limits.shared // max(1, G * M * N))
         together = [(h, min(h + at_once, h1)) for h in range(h0, h1, at_once)]
         heads = [((a, b), (0, G), range(a * G, b * G)) for a, b in together]
         if not merges:
@@ -130,7 +152,7 @@ def _parts(problem: Problem, piece: Piece) -> Iterator[_Part]:
             yield _Part(batches, key_heads, group, range(1), of_heads)
             continue
         pairs = (key_heads[1] - key_heads[0]) * (group[1] - group[0]) * M * N
-        at_once = max(1, _SCORES // (4 * pairs)) if merges else 1
+        at_once = max(1, limits.shared // max(1, pairs)) if merges else 1
         for chosen in _chunks(batches, at_once):
             yield _Part(chosen, key_heads, group, chosen, of_heads)
 
@@ -139,27 +161,28 @@ def _chunks(batches: range, size: int) -> list[range]:
     return [batches[i : i + size] for i in range(0, len(batches), size)]
 
 
-def _strips_of(problem: Problem, part: _Part) -> Iterator[Strip]:
+def _strips_of(problem: Problem, part: _Part, limits: _Limits) -> Iterator[Strip]:
     (h0, h1), (g0, g1), mask = part.key_heads, part.group, problem.block_mask
     heads_at_once = min(h1 - h0, _MAX_HEADS) * (g1 - g0)
     one_mask = mask is None or mask.H == 1
-    for rows, ranges in _rows(problem, part, 128 if heads_at_once > 4 else 256):
+    for rows, ranges in _rows(problem, part, limits.rows if heads_at_once > 4 else 2 * limits.rows):
         m, keys = rows[1] - rows[0], ranges.count
-        groups = list(_head_groups(problem, part, m, keys)) if one_mask else [(part.key_heads, part.group)]
-        widths = {g: _width(problem, g, m) for g in groups}
+        groups = list(_head_groups(limits, part, m, keys)) if one_mask else [(part.key_heads, part.group)]
+        widths = {g: _width(limits, g, m) for g in groups}
         tiles = {w: tuple(_tiles(ranges, w)) for w in set(widths.values())}
-        at_once = {g: _batches_at_once(problem, g, m, keys) for g in groups}
+        at_once = {g: _batches_at_once(limits, g, m, keys) for g in groups}
         for group in groups:
             for batches in [part.batches] if len(part.mask_batches) > 1 else _chunks(part.batches, at_once[group]):
                 yield Strip(batches, *group, rows, tiles[widths[group]])
 
 
-def _batches_at_once(problem: Problem, group: Group, m: int, keys: int) -> int:
+def _batches_at_once(limits: _Limits, group: Group, m: int, keys: int) -> int:
     """Return how many batch entries make a strip whose scores stay in the L2 cache; one where a tile is large."""
     (h0, h1), (g0, g1) = group
     heads, rows = h1 - h0, (g1 - g0) * m
-    head_dim = max(problem.query.shape[-1], problem.value.shape[-1])
-    return max(1, min(_SCORES // (4 * heads * rows * max(keys, 1)), _OPERAND // (heads * max(rows, keys) * head_dim)))
+    by_scores = limits.shared // (heads * rows * max(keys, 1))
+    by_operand = limits.operand // (heads * max(rows, keys) * limits.head_dim)
+    return max(1, min(by_scores, by_operand))
 
 
 # Of every strip and tile where calls must be alike: then each product has one shape, and BLAS one way to take it.
@@ -209,24 +232,23 @@ def _fixed_tiles(runs: np.ndarray, rows: int, device: torch.device) -> Iterator[
 Group = tuple[tuple[int, int], tuple[int, int]]
 
 
-def _head_groups(problem: Problem, part: _Part, m: int, keys: int) -> Iterator[Group]:
-    """Yield (key heads, members of the group) so that their rows together stay near _STACKED_ROWS."""
+def _head_groups(limits: _Limits, part: _Part, m: int, keys: int) -> Iterator[Group]:
+    """Yield (key heads, members of the group) so that few rows stand together, or few scores where keys are few."""
     (h0, h1), (g0, g1) = part.key_heads, part.group
-    head_dim = max(problem.query.shape[-1], problem.value.shape[-1])
     keys = max(keys, 1)
-    stacked = max(_STACKED_ROWS, min(_SCORES // (4 * keys), _OPERAND // head_dim))
+    stacked = max(limits.stacked_rows, min(limits.shared // keys, limits.operand // limits.head_dim))
     members = min(g1 - g0, max(1, stacked // m))
-    heads = min(max(_MAX_HEADS, _OPERAND // (keys * head_dim)), max(1, stacked // (m * (g1 - g0))))
+    most_heads = max(_MAX_HEADS, limits.operand // (keys * limits.head_dim))
+    heads = min(most_heads, max(1, stacked // (m * (g1 - g0))))
     for h in range(h0, h1, heads):
         for g in range(g0, g1, members):
             yield (h, min(h + heads, h1)), (g, min(g + members, g1))
 
 
-def _width(problem: Problem, group: Group, m: int) -> int:
+def _width(limits: _Limits, group: Group, m: int) -> int:
     (h0, h1), (g0, g1) = group
-    head_dim = max(problem.query.shape[-1], problem.value.shape[-1], 1)
-    by_scores = _SCORES // ((h1 - h0) * (g1 - g0) * m)
-    by_operand = _OPERAND // ((h1 - h0) * head_dim)
+    by_scores = limits.scores // ((h1 - h0) * (g1 - g0) * m)
+    by_operand = limits.operand // ((h1 - h0) * limits.head_dim)
     return max(64, min(by_scores, by_operand))
 
 
