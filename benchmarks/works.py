@@ -10,6 +10,7 @@ from torch import Tensor
 
 Mod = Callable[..., Tensor]
 
+WINDOW = 16  # tokens
 PAIRS_AT_ONCE = 1 << 25  # elements of the mask that are evaluated together when pairs are counted
 
 
@@ -159,6 +160,13 @@ def _documents(work: Work, device: torch.device) -> Mods:
     return Mods(mask_mod=document_causal_mask)
 
 
+def _windows(work: Work, device: torch.device) -> Mods:
+    def windows_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return q_idx // WINDOW == kv_idx // WINDOW
+
+    return Mods(mask_mod=windows_mask)
+
+
 def _prefix(work: Work, device: torch.device) -> Mods:
     prefix = min(2048, work.length // 4)
 
@@ -237,5 +245,9 @@ CPU_WORKS = {
         Work("cpu_softcap", 1, 8, 4096, 64, _softcap, _none),
         Work("cpu_causal_16k", 1, 8, 16384, 64, _causal, _CAUSAL),
         Work("cpu_sliding_16k", 1, 8, 16384, 64, _sliding(lambda work: min(256, work.length // 4)), _none),
+        Work("cpu_windows", 1024, 4, WINDOW, 32, _full, _flags()),
+        Work("cpu_windows_bias", 1024, 4, WINDOW, 32, _relative_bias, _none),
+        Work("cpu_swin", 512, 3, 49, 32, _relative_bias, _none),
+        Work("cpu_windows_packed", 1, 4, 256 * WINDOW, 32, _windows, _none),
     )
 }

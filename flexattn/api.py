@@ -22,7 +22,7 @@ from flexattn.classify import create_block_mask
 from flexattn.differentiate import differentiate
 from flexattn.distances import by_distance
 from flexattn.dropout import check_dropout
-from flexattn.engines import cpu, empty, triton
+from flexattn.engines import cpu, empty, gpu_float64, triton
 from flexattn.errors import ArgumentError, DtypeError, MaskError, OptionError, UnsupportedError, message
 from flexattn.explain import Explanation, target_named
 from flexattn.facts import analyze
@@ -184,7 +184,7 @@ def explain(
     score, mask = problem.score, problem.mask
     if score is not None and problem.score_grad is None:
         problem = replace(problem, score_grad=differentiate(score.graph, ()))
-    engine = triton if target else _engine(problem)
+    engine = _engine_of_gpu(problem) if target else _engine(problem)
     plans = (
         triton.plans(problem, target_named(target) if target else target_of(problem.query.device))
         if engine is triton
@@ -252,8 +252,9 @@ def tune(
         raise ArgumentError(message("kernels", sorted(unknown), f"names of {', '.join(TUNED)}", "Leave them out."))
     problem = _pose(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, False)
     if _engine(problem) is not triton:
-        found = f"{tuple(query.shape)} on {query.device}"
-        raise UnsupportedError(message("query", found, "what a Triton kernel computes", "Pass tensors on a GPU."))
+        found = f"{str(query.dtype).removeprefix('torch.')} {tuple(query.shape)} on {query.device}"
+        mend = "Pass tensors of float32 or less on a GPU."
+        raise UnsupportedError(message("query", found, "what a Triton kernel computes", mend))
     if names := tile_options(problem.options):
         mend = "Leave it out: tune finds it."
         raise OptionError(message("kernel_options", ", ".join(names), "none that choose a tile", mend))
@@ -405,9 +406,20 @@ def _engine(problem: Problem) -> Engine:
     query, backend = problem.query, option(problem.options, "BACKEND") or "AUTO"
     if query.numel() == 0 or problem.key.shape[2] == 0:
         return empty
-    if query.device.type == "cuda" or backend in ("TRITON", "HOPPER"):
-        return _triton(query.device, str(backend))
-    return cpu
+    if query.device.type == "cuda":
+        engine = _engine_of_gpu(problem)
+        return engine if engine is gpu_float64 else _triton(query.device, str(backend))
+    return _triton(query.device, str(backend)) if backend in ("TRITON", "HOPPER") else cpu
+
+
+def _engine_of_gpu(problem: Problem) -> Engine:
+    if problem.query.dtype != torch.float64:
+        return triton
+    backend = option(problem.options, "BACKEND") or "AUTO"
+    if backend != "AUTO":
+        found, mend = f"BACKEND={backend!r} with float64 on a GPU", "Leave BACKEND out."
+        raise OptionError(message("kernel_options", found, "AUTO", mend))
+    return gpu_float64
 
 
 def _triton(device: torch.device, backend: str) -> Engine:

@@ -205,6 +205,37 @@ def test_empty_sizes(sizes):
     assert all((x == 0).all() for x in (dq, dk, dv, ds))
 
 
+@pytest.mark.usefixtures("tile_sizes")
+@pytest.mark.parametrize("sizes", [{}, {"Bkv": 1}, {"Hq": 6, "Hkv": 2}, {"M": 70, "N": 90}], ids=str)
+@pytest.mark.parametrize("read", [(None, None), (11, None), (None, 4), (11, 4)], ids=str)
+def test_many_short_sequences(sizes, read):
+    """Batch entries share strips; where their masks differ, a strip lists what any of them attends to."""
+    sizes = {"B": 11, "M": 13, "N": 21, **sizes}
+    q, k, v = inputs(**sizes)
+    read = (read[0], read[1] and q.shape[1])
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(0, sizes["N"] + 1, (11, q.shape[1]), generator=generator)
+    lengths[3:5] = 0
+    lengths[6:8] = sizes["N"]
+    table = torch.randn(11, q.shape[1], 200, generator=generator)
+
+    def padding(b, h, i, j):
+        return j < lengths[b if read[0] else 0, h if read[1] else 0]
+
+    mask = block_mask(padding, q, k, 8, *read)
+    check(q, k, v, lambda s, b, h, i, j: s + table[b, h, i - j + 100], mask, captures=(table,))
+
+
+@pytest.mark.parametrize("read", [(None, None), (1024, None), (None, 4), (1024, 4)], ids=str)
+def test_short_sequences_take_few_strips(read):
+    """An operation of torch takes microseconds, whatever its size: one strip each would be 20 times torch's time."""
+    q, k, v = inputs(B=1024, Hq=4, Hkv=4, M=16, N=16)
+    mask = block_mask(lambda b, h, i, j: i >= j + ((b if read[0] else 0) + (h if read[1] else 0)) % 3, q, k, 16, *read)
+    for problem in (pose(q, k, v), pose(q, k, v, None, mask)):
+        assert len(list(cpu_tiles.strips(problem))) <= 16
+        assert sum(len(list(cpu_tiles.strips(problem, share))) for share in cpu_tiles.shares(problem, 2)) <= 16
+
+
 def test_strides():
     q, k, v = inputs(B=2, Hq=4, Hkv=2, M=77, N=93, D=16, Dv=16)
     mask = block_mask(causal, q, k)

@@ -38,7 +38,8 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     problem = _in_lines(problem)
     wide = computing_dtype(query)
     out = _zeros_in_order_of(query, (*query.shape[:3], value.shape[3]), query.dtype)
-    lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float64 if query.dtype == torch.float32 else wide)
+    of_lse = torch.float64 if query.dtype == torch.float32 else wide
+    lse = torch.full(query.shape[:3], -torch.inf, dtype=of_lse, device=query.device)
     largest = torch.full_like(lse, -torch.inf, dtype=wide) if problem.max_scores else None
     if problem.sink is not None:  # of rows without a key
         lse.copy_(problem.sink[..., None].expand(lse.shape))
@@ -51,7 +52,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
                 if strip.tiles:
                     _forward_strip(tiles, strip, out, lse, largest)
 
-        in_threads(_threads(problem), work, problem.batch_invariant)
+        in_threads(_threads(problem), work, _single(problem))
     return out, lse, None if largest is None else largest.float()
 
 
@@ -80,7 +81,7 @@ def _unit(problem: Problem) -> float:
 
 def _softmax_strip(tiles: Scores, strip: Strip, unit: float, guard: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the running maximum (times `unit`), the sum and the weighted values of all tiles."""
-    query = tiles.stack(tiles.problem.query, strip)  # [heads, rows, D]
+    query = tiles.stack(tiles.problem.query, strip)  # [batches * heads, rows, D]
     m_i = query.new_full((*query.shape[:2], 1), -torch.inf)
     l_i = torch.zeros_like(m_i)
     acc = query.new_zeros((*query.shape[:2], tiles.problem.value.shape[-1]))
@@ -171,7 +172,7 @@ def _backward(
                 _backward_strip(tiles, strip, given, _Sums(dq, dk, dv, captures), guard)
         return captures
 
-    first, *others = in_threads(len(parts), work, problem.batch_invariant)
+    first, *others = in_threads(len(parts), work, _single(problem))
     for other in others:
         if first is not None and other is not None:
             first.add_all(other)
@@ -269,7 +270,7 @@ def _all_finite(*tensors: Tensor) -> bool:
 def _zeros_in_order_of(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return zeros whose dimensions but the last lie in memory in the order of those of `x`; the last stride is 1."""
     order = sorted(range(x.ndim - 1), key=lambda d: -x.stride(d))
-    zeros = torch.zeros([*(shape[d] for d in order), shape[-1]], dtype=dtype)
+    zeros = torch.zeros([*(shape[d] for d in order), shape[-1]], dtype=dtype, device=x.device)
     return zeros.permute([*(order.index(d) for d in range(x.ndim - 1)), x.ndim - 1])
 
 
@@ -298,7 +299,12 @@ def _widened(x: Tensor, width: int) -> Tensor:
 
 
 def _threads(problem: Problem) -> int:
-    """Return how many threads the problem is worth: one if it takes about a millisecond."""
+    """Return how many threads the problem is worth: one if it takes about a millisecond, or if a GPU computes it."""
     B, Hq, M, D = problem.query.shape
-    large = B * Hq * M * problem.key.shape[2] * D >= 1 << 24
+    large = problem.query.is_cpu and B * Hq * M * problem.key.shape[2] * D >= 1 << 24
     return torch.get_num_threads() if large else 1
+
+
+def _single(problem: Problem) -> bool:
+    """Whether each operation must have one core."""
+    return problem.batch_invariant and problem.query.is_cpu

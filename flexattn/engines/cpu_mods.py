@@ -47,6 +47,7 @@ class TileGraph:
     graph: ModGraph
     captures: Sequence[Tensor]
     numbers: Sequence[int | float]
+    device: torch.device
     outside: list[Outside] = field(default_factory=list)  # of the last run
 
     def __post_init__(self) -> None:
@@ -54,9 +55,9 @@ class TileGraph:
         self._fixed: dict[int, Tensor] = {}
         for i, node in enumerate(nodes):
             if node.op == "number":
-                self._fixed[i] = torch.tensor(self.numbers[node.value], dtype=node.dtype)  # type: ignore[index]
+                self._fixed[i] = self._fixed_value(self.numbers[node.value], node)  # type: ignore[index]
             elif node.op == "const":
-                self._fixed[i] = torch.tensor(node.value, dtype=node.dtype)
+                self._fixed[i] = self._fixed_value(node.value, node)
         sites = (a for s in self.graph.sites for a in nodes[s].args)
         self._kept = {o for o in (*self.graph.outputs, *sites) if o is not None}
         last = {a: i for i, node in enumerate(nodes) for a in node.args}
@@ -64,6 +65,9 @@ class TileGraph:
         for a, i in last.items():
             if a not in self._kept:
                 self._released[i].append(a)
+
+    def _fixed_value(self, value: object, node: Node) -> Tensor:
+        return torch.tensor(value, dtype=node.dtype, device=self.device)
 
     def run(self, inputs: dict[str, Tensor], shape: torch.Size, writable: tuple[str, ...] = ()) -> dict[int, Tensor]:
         """Evaluate on a tile of this shape; return the values of outputs and of the index expressions of sites.
@@ -108,7 +112,7 @@ class TileGraph:
             return source.to(node.dtype)
         index = [self._inside(node, d, values[a]) for d, a in enumerate(node.args)]
         if source.numel() == 0:
-            return torch.zeros((), dtype=node.dtype)
+            return torch.zeros((), dtype=node.dtype, device=self.device)
         place = flat_index(index, source.shape, source.stride())
         span = sum((n - 1) * s for n, s in zip(source.shape, source.stride(), strict=True)) + 1
         line = source.as_strided((span,), (1,))
@@ -147,9 +151,9 @@ class CaptureGradients:
         self._captures = captures
         self.sums: dict[int, Tensor] = {}  # by position of the capture; contiguous, float32 or float64
         for site in gradient.sites:
-            source = captures[gradient.nodes[site].value]  # type: ignore[index]
-            wide = torch.promote_types(source.dtype, dtype)
-            self.sums[gradient.nodes[site].value] = torch.zeros(source.shape, dtype=wide)  # type: ignore[index]
+            position: int = gradient.nodes[site].value  # type: ignore[assignment]
+            wide = torch.promote_types(captures[position].dtype, dtype)
+            self.sums[position] = torch.zeros(captures[position].shape, dtype=wide, device=captures[position].device)
 
     @staticmethod
     def of(problem: Problem, dtype: torch.dtype) -> CaptureGradients:
@@ -172,8 +176,8 @@ class CaptureGradients:
             grad = values[output].expand(shape)
             if excluded is not None:
                 grad = torch.where(excluded, 0, grad)
-            index = [_four_dims(values[a]) for a in node.args]
-            alike = tuple(d for d in range(4) if all(i.shape[d] == 1 for i in index))
+            index = [_five_dims(values[a]) for a in node.args]
+            alike = tuple(d for d in range(5) if all(i.shape[d] == 1 for i in index))
             if alike:
                 grad = grad.sum(alike, keepdim=True)
             grad = grad.to(into.dtype)
@@ -185,5 +189,5 @@ class CaptureGradients:
             into.view(-1).scatter_add_(0, place.reshape(-1), grad.reshape(-1))
 
 
-def _four_dims(x: Tensor) -> Tensor:
-    return x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
+def _five_dims(x: Tensor) -> Tensor:
+    return x.reshape((1,) * (5 - x.ndim) + tuple(x.shape))

@@ -1,19 +1,19 @@
 """Cuts the work of a BlockMask into strips of query rows and tiles of keys that are wide enough for fast products.
 
-A strip is some rows of some heads of one batch entry. Its tiles list the keys that any of its rows attends to: first
+A strip is some rows of some heads of some batch entries. Its tiles list the keys that any of its rows attends to: first
 those that every row attends to (no mask to ask), then the rest. Columns of a tile need not be adjacent in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flexattn.block_mask import BlockMask, Runs
+from flexattn.block_mask import Runs
 from flexattn.problem import Problem
 
 PARTIAL, FULL = 1, 2
@@ -22,8 +22,27 @@ PARTIAL, FULL = 1, 2
 # each, tiles of 0.25M to 1M scores were within 2% of each other; smaller ones cost up to 10% more.
 _SCORES = 1 << 19
 _OPERAND = 1 << 21
-_STACKED_ROWS = 1024  # rows of all heads of a strip together
+_STACKED_ROWS = 1024  # rows of all heads of a strip together, more where they have few keys
 _MAX_HEADS = 16
+# How many times that where a GPU computes: an operation there takes as long for many elements as for few.
+_ON_GPU = 8
+# Batch entries and heads with masks of their own share a strip where each has no more pairs than this: then a strip for
+# each would take longer than the pairs of the others.
+_MERGED_PAIRS = 1 << 14
+
+
+@dataclass(frozen=True)
+class States:
+    """Which places lie in partial and in full blocks: bool, broadcast to a tile's columns; None: no such place."""
+
+    partial: Tensor | None
+    full: Tensor | None
+
+    @property
+    def live(self) -> Tensor:
+        """All listed places."""
+        found = [x for x in (self.partial, self.full) if x is not None]
+        return found[0] if len(found) == 1 else found[0] | found[1]
 
 
 @dataclass(frozen=True)
@@ -36,14 +55,14 @@ class Tile:
     keys: tuple[tuple[int, int], ...]
     width: int
     full: int
-    states: Tensor | None  # int8 [rows or 1, width - full]: 0, PARTIAL or FULL; None where all are PARTIAL
+    states: States | None  # of the columns after `full`; None where all are in partial blocks
 
 
 @dataclass(frozen=True)
 class Strip:
-    """Rows [m0, m1) of batch entry `batch`: for each key head in [n0, n1), its query heads [g0, g1) of the group."""
+    """Rows [m0, m1) of some batch entries: for each key head in [n0, n1), its query heads [g0, g1) of the group."""
 
-    batch: int
+    batches: range
     key_heads: tuple[int, int]
     group: tuple[int, int]
     rows: tuple[int, int]
@@ -51,45 +70,119 @@ class Strip:
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one of `count` threads does: whole key heads, so that no two threads add to the same keys."""
+class Piece:
+    """Batch entries and key heads, all rows and keys of which one thread computes."""
 
-    index: int
-    count: int
-    heads: int  # key heads that stay together
+    batches: range
+    key_heads: tuple[int, int]
 
-    def has(self, batch: int, key_head: int, blocks: int) -> bool:
-        return (batch * blocks + key_head // self.heads) % self.count == self.index
+
+Share = tuple[Piece, ...]  # of one thread
+
+
+def whole(problem: Problem) -> Share:
+    """Return everything there is as one share."""
+    return (Piece(range(problem.query.shape[0]), (0, problem.key.shape[1])),)
 
 
 def shares(problem: Problem, threads: int) -> list[Share]:
-    """Divide the key heads among at most `threads` threads."""
-    Bkv, Hkv = problem.key.shape[:2]
+    """Divide the key heads among at most `threads` threads, so that no two of them add to the same keys."""
+    B, (Bkv, Hkv) = problem.query.shape[0], problem.key.shape[:2]
     count = max(1, min(threads, Bkv * Hkv))
-    heads = Hkv if Bkv % count == 0 else max(1, Hkv // count)
-    return [Share(i, count, max(1, heads)) for i in range(count)]
+    if Bkv % count == 0 or Bkv >= 8 * count:
+        return [(Piece(range(i, B, count), (0, Hkv)),) for i in range(count)]
+    heads = max(1, Hkv // count)
+    batches = [range(B)] if Bkv == 1 else [range(b, b + 1) for b in range(B)]
+    pieces = [Piece(b, (h, min(h + heads, Hkv))) for b in batches for h in range(0, Hkv, heads)]
+    return [tuple(pieces[i::count]) for i in range(count)]
 
 
 def strips(problem: Problem, share: Share | None = None) -> Iterator[Strip]:
-    """Yield strips that cover every attended pair (of the share) exactly once, those of the last rows first."""
-    B, Hq, M, _ = problem.query.shape
-    Bkv, Hkv, N, _ = problem.key.shape
-    mask = problem.block_mask
-    mask_B, mask_H = (1, 1) if mask is None else (mask.B, mask.H)
-    together = min(Hkv, _MAX_HEADS) if share is None else min(share.heads, _MAX_HEADS)
-    heads_at_once = 1 if mask_H > 1 else together * (Hq // Hkv)
-    rows_wanted = 128 if heads_at_once > 4 else 256
-    for mask_b in range(mask_B):
-        for mask_h in range(mask_H):
-            for rows, ranges in _rows(mask, mask_b, mask_h, M, N, rows_wanted):
-                m = rows[1] - rows[0]
-                groups = list(_head_groups(problem, mask_h if mask_H > 1 else None, m, together))
-                widths = {g: _width(problem, g, m) for g in groups}
-                tiles = {w: tuple(_tiles(ranges, w)) for w in set(widths.values())}
-                for batch in range(B) if mask_B == 1 else (mask_b,):
-                    for key_heads, group in groups:
-                        if share is None or share.has(batch % Bkv, key_heads[0], -(-Hkv // share.heads)):
-                            yield Strip(batch, key_heads, group, rows, tiles[widths[key_heads, group]])
+    """Yield strips that cover every attended pair (of the share) exactly once."""
+    limits = _Limits.of(problem)
+    for piece in share or whole(problem):
+        for part in _parts(problem, piece, limits):
+            yield from _strips_of(problem, part, limits)
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """How large strips and tiles of a problem may be."""
+
+    scores: int  # elements of a tile
+    shared: int  # of a tile that heads and batch entries share
+    operand: int  # of keys or values
+    rows: int  # of each head
+    stacked_rows: int  # of all heads together
+    head_dim: int
+
+    @staticmethod
+    def of(problem: Problem) -> _Limits:
+        times, head_dim = 1 if problem.query.is_cpu else _ON_GPU, max(problem.query.shape[3], problem.value.shape[3], 1)
+        return _Limits(
+            times * _SCORES, times * _SCORES // 4, times * _OPERAND, times * 128, times * _STACKED_ROWS, head_dim
+        )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Batch entries and heads with one list of blocks for each row, or with small masks that are joined to one."""
+
+    batches: range
+    key_heads: tuple[int, int]
+    group: tuple[int, int]
+    mask_batches: Sequence[int]  # entries of the mask: one for each batch entry and head, or one for all of them
+    mask_heads: Sequence[int]
+
+
+def _parts(problem: Problem, piece: Piece, limits: _Limits) -> Iterator[_Part]:
+    mask, M, N = problem.block_mask, problem.query.shape[2], problem.key.shape[2]
+    G = problem.query.shape[1] // problem.key.shape[1]
+    batches, (h0, h1) = piece.batches, piece.key_heads
+    merges = max(M, 64) * N <= _MERGED_PAIRS
+    heads = [(piece.key_heads, (0, G), range(1))]
+    if mask is not None and mask.H > 1:
+        at_once = max(1, limits.shared // max(1, G * M * N))
+        together = [(h, min(h + at_once, h1)) for h in range(h0, h1, at_once)]
+        heads = [((a, b), (0, G), range(a * G, b * G)) for a, b in together]
+        if not merges:
+            heads = [((h, h + 1), (g, g + 1), range(h * G + g, h * G + g + 1)) for h in range(h0, h1) for g in range(G)]
+    for key_heads, group, of_heads in heads:
+        if mask is None or mask.B == 1:
+            yield _Part(batches, key_heads, group, range(1), of_heads)
+            continue
+        pairs = (key_heads[1] - key_heads[0]) * (group[1] - group[0]) * M * N
+        at_once = max(1, limits.shared // max(1, pairs)) if merges else 1
+        for chosen in _chunks(batches, at_once):
+            yield _Part(chosen, key_heads, group, chosen, of_heads)
+
+
+def _chunks(batches: range, size: int) -> list[range]:
+    return [batches[i : i + size] for i in range(0, len(batches), size)]
+
+
+def _strips_of(problem: Problem, part: _Part, limits: _Limits) -> Iterator[Strip]:
+    (h0, h1), (g0, g1), mask = part.key_heads, part.group, problem.block_mask
+    heads_at_once = min(h1 - h0, _MAX_HEADS) * (g1 - g0)
+    one_mask = mask is None or mask.H == 1
+    for rows, ranges in _rows(problem, part, limits.rows if heads_at_once > 4 else 2 * limits.rows):
+        m, keys = rows[1] - rows[0], ranges.count
+        groups = list(_head_groups(limits, part, m, keys)) if one_mask else [(part.key_heads, part.group)]
+        widths = {g: _width(limits, g, m) for g in groups}
+        tiles = {w: tuple(_tiles(ranges, w)) for w in set(widths.values())}
+        at_once = {g: _batches_at_once(limits, g, m, keys) for g in groups}
+        for group in groups:
+            for batches in [part.batches] if len(part.mask_batches) > 1 else _chunks(part.batches, at_once[group]):
+                yield Strip(batches, *group, rows, tiles[widths[group]])
+
+
+def _batches_at_once(limits: _Limits, group: Group, m: int, keys: int) -> int:
+    """Return how many batch entries make a strip whose scores stay in the L2 cache; one where a tile is large."""
+    (h0, h1), (g0, g1) = group
+    heads, rows = h1 - h0, (g1 - g0) * m
+    by_scores = limits.shared // (heads * rows * max(keys, 1))
+    by_operand = limits.operand // (heads * max(rows, keys) * limits.head_dim)
+    return max(1, min(by_scores, by_operand))
 
 
 # Of every strip and tile where calls must be alike: then each product has one shape, and BLAS one way to take it.
@@ -101,67 +194,61 @@ def fixed_strips(problem: Problem, share: Share | None = None) -> Iterator[Strip
 
     The problem is one of `batch_invariant.in_one_class`.
     """
-    B, Hq, M, _ = problem.query.shape
-    Bkv, Hkv, N, _ = problem.key.shape
+    Hq, M = problem.query.shape[1:3]
+    Hkv, N = problem.key.shape[1:3]
     mask = problem.block_mask
     assert mask is not None and not any(size % FIXED_ROWS for size in mask.BLOCK_SIZE)
     partial, blocks = _as_numpy(mask.kv_runs.partial), -(-M // mask.BLOCK_SIZE[0])
     G = Hq // Hkv
-    for mask_b in range(mask.B):
-        for mask_h in range(mask.H):
-            for m0 in reversed(range(0, M, FIXED_ROWS)):
-                row = (mask_b * mask.H + mask_h) * blocks + m0 // mask.BLOCK_SIZE[0]
-                runs = partial[1][partial[0][row] : partial[0][row + 1]] * mask.BLOCK_SIZE[1]
-                tiles = tuple(_fixed_tiles(np.minimum(runs, N), min(FIXED_ROWS, M - m0)))
-                for batch in range(B) if mask.B == 1 else (mask_b,):
-                    for head in range(Hq) if mask.H == 1 else (mask_h,):
-                        h, g = divmod(head, G)
-                        if share is None or share.has(batch % Bkv, h, -(-Hkv // share.heads)):
-                            yield Strip(batch, (h, h + 1), (g, g + 1), (m0, m0 + FIXED_ROWS), tiles)
+    for piece in share or whole(problem):
+        heads = range(piece.key_heads[0] * G, piece.key_heads[1] * G)
+        for mask_b, batches in [(0, piece.batches)] if mask.B == 1 else [(b, (b,)) for b in piece.batches]:
+            for mask_h, its_heads in [(0, heads)] if mask.H == 1 else [(h, (h,)) for h in heads]:
+                for m0 in reversed(range(0, M, FIXED_ROWS)):
+                    row = (mask_b * mask.H + mask_h) * blocks + m0 // mask.BLOCK_SIZE[0]
+                    runs = partial[1][partial[0][row] : partial[0][row + 1]] * mask.BLOCK_SIZE[1]
+                    tiles = tuple(_fixed_tiles(np.minimum(runs, N), min(FIXED_ROWS, M - m0), problem.query.device))
+                    for batch in batches:
+                        for h, g in (divmod(head, G) for head in its_heads):
+                            yield Strip(range(batch, batch + 1), (h, h + 1), (g, g + 1), (m0, m0 + FIXED_ROWS), tiles)
 
 
-def _fixed_tiles(runs: np.ndarray, rows: int) -> Iterator[Tile]:
+def _fixed_tiles(runs: np.ndarray, rows: int, device: torch.device) -> Iterator[Tile]:
     """Yield the tiles of FIXED_KEYS that hold any of these runs of keys, for that many rows of a strip."""
     if not len(runs):
         return
-    listed = np.zeros(-(-int(runs.max()) // FIXED_KEYS) * FIXED_KEYS, np.int8)
+    listed = np.zeros(-(-int(runs.max()) // FIXED_KEYS) * FIXED_KEYS, np.bool_)
     for lo, hi in runs.tolist():
-        listed[lo:hi] = PARTIAL
+        listed[lo:hi] = True
     there = np.arange(FIXED_ROWS)[:, None] < rows
     for i, columns in enumerate(listed.reshape(-1, FIXED_KEYS)):
         if columns.any():
-            states = columns[None] if rows == FIXED_ROWS else columns * there
+            live = columns[None] if rows == FIXED_ROWS else columns & there
             keys = ((i * FIXED_KEYS, (i + 1) * FIXED_KEYS),)
-            yield Tile(keys, FIXED_KEYS, 0, None if states.all() else torch.from_numpy(states))
+            states = None if live.all() else States(torch.from_numpy(live).to(device), None)
+            yield Tile(keys, FIXED_KEYS, 0, states)
 
 
 Group = tuple[tuple[int, int], tuple[int, int]]
 
 
-def _head_groups(problem: Problem, only: int | None, m: int, together: int) -> Iterator[Group]:
-    """Yield (key heads, members of the group) so that their rows together stay near _STACKED_ROWS.
-
-    No key heads go together that stand on two sides of a multiple of `together`.
-    """
-    Hq, Hkv = problem.query.shape[1], problem.key.shape[1]
-    G = Hq // Hkv
-    if only is not None:
-        yield (only // G, only // G + 1), (only % G, only % G + 1)
-        return
-    members = min(G, max(1, _STACKED_ROWS // m))
-    heads = min(together, max(1, _STACKED_ROWS // (m * G)))
-    for first in range(0, Hkv, together):
-        last = min(first + together, Hkv)
-        for h in range(first, last, heads):
-            for g in range(0, G, members):
-                yield (h, min(h + heads, last)), (g, min(g + members, G))
+def _head_groups(limits: _Limits, part: _Part, m: int, keys: int) -> Iterator[Group]:
+    """Yield (key heads, members of the group) so that few rows stand together, or few scores where keys are few."""
+    (h0, h1), (g0, g1) = part.key_heads, part.group
+    keys = max(keys, 1)
+    stacked = max(limits.stacked_rows, min(limits.shared // keys, limits.operand // limits.head_dim))
+    members = min(g1 - g0, max(1, stacked // m))
+    most_heads = max(_MAX_HEADS, limits.operand // (keys * limits.head_dim))
+    heads = min(most_heads, max(1, stacked // (m * (g1 - g0))))
+    for h in range(h0, h1, heads):
+        for g in range(g0, g1, members):
+            yield (h, min(h + heads, h1)), (g, min(g + members, g1))
 
 
-def _width(problem: Problem, group: Group, m: int) -> int:
+def _width(limits: _Limits, group: Group, m: int) -> int:
     (h0, h1), (g0, g1) = group
-    head_dim = max(problem.query.shape[-1], problem.value.shape[-1], 1)
-    by_scores = _SCORES // ((h1 - h0) * (g1 - g0) * m)
-    by_operand = _OPERAND // ((h1 - h0) * head_dim)
+    by_scores = limits.scores // ((h1 - h0) * (g1 - g0) * m)
+    by_operand = limits.operand // ((h1 - h0) * limits.head_dim)
     return max(64, min(by_scores, by_operand))
 
 
@@ -171,16 +258,20 @@ class _Ranges:
 
     full: list[tuple[int, int]]
     rest: list[tuple[int, int]]
-    states: np.ndarray | None = None  # int8 [query blocks, key blocks from first_block on]
+    states: np.ndarray | None = None  # int8 [batches, key heads, group, query blocks, key blocks from first_block on]
     first_block: int = 0
     block: tuple[int, int] = (1, 1)
-    rows: tuple[int, int] = (0, 0)
+    rows: int = 0
+    device: torch.device | None = None
+
+    @property
+    def count(self) -> int:
+        return sum(hi - lo for lo, hi in self.full + self.rest)
 
 
-def _rows(
-    mask: BlockMask | None, mask_b: int, mask_h: int, M: int, N: int, wanted: int
-) -> Iterator[tuple[tuple[int, int], _Ranges]]:
+def _rows(problem: Problem, part: _Part, wanted: int) -> Iterator[tuple[tuple[int, int], _Ranges]]:
     """Yield ranges of about `wanted` rows, several query blocks or a part of one, with the keys of each."""
+    mask, M, N = problem.block_mask, problem.query.shape[2], problem.key.shape[2]
     if mask is None:
         for m0 in reversed(range(0, M, wanted)):
             yield (m0, min(m0 + wanted, M)), _Ranges([(0, N)] if N else [], [])
@@ -188,18 +279,22 @@ def _rows(
     block_m, block_n = mask.BLOCK_SIZE
     partial, full = _as_numpy(mask.kv_runs.partial), _as_numpy(mask.kv_runs.full)
     blocks = (len(partial[0]) - 1) // (mask.B * mask.H)
-    first_row = (mask_b * mask.H + mask_h) * blocks
+    entries = np.asarray(part.mask_batches)[:, None] * mask.H + np.asarray(part.mask_heads)
+    group = part.group[1] - part.group[0] if len(part.mask_heads) > 1 else 1
     at_once = max(1, wanted // block_m)
     # The last rows first: under a causal mask they are the longest, and threads end together.
     for i in reversed(range(0, min(blocks, -(-M // block_m)), at_once)):
         m0, m1 = i * block_m, min((i + at_once) * block_m, M)
-        states, first_block = _block_states(partial, full, range(first_row + i, first_row + min(i + at_once, blocks)))
-        all_full = (states == FULL).all(0)
-        some = (states > 0).any(0) & ~all_full
-        uneven = states if (states[:, some] != PARTIAL).any() else None
+        listed = entries[..., None] * blocks + np.arange(i, min(i + at_once, blocks))
+        states, first_block = _block_states(partial, full, listed.reshape(-1))
+        heads = listed.shape[1] // group
+        states = states.reshape(len(entries), heads, group, listed.shape[2], states.shape[1])
+        all_full = (states == FULL).all((0, 1, 2, 3))
+        some = (states > 0).any((0, 1, 2, 3)) & ~all_full
+        uneven = states if (states[..., some] != PARTIAL).any() else None
         ranges = _Ranges(
             _key_ranges(all_full, first_block, block_n, N), _key_ranges(some, first_block, block_n, N),
-            uneven, first_block, (block_m, block_n), (m0, m1),
+            uneven, first_block, (block_m, block_n), m1 - m0, problem.query.device,
         )  # fmt: skip
         pieces = -(-(m1 - m0) // wanted)
         step = -(-(m1 - m0) // pieces)
@@ -212,21 +307,28 @@ def _as_numpy(runs: Runs) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _block_states(
-    partial: tuple[np.ndarray, np.ndarray], full: tuple[np.ndarray, np.ndarray], rows: range
+    partial: tuple[np.ndarray, np.ndarray], full: tuple[np.ndarray, np.ndarray], rows: np.ndarray
 ) -> tuple[np.ndarray, int]:
-    """Return the states of the blocks of some rows, from the first listed key block to the last."""
-    listed = [
-        (row - rows.start, state, lo, hi)
-        for (ptr, runs), state in ((partial, PARTIAL), (full, FULL))
-        for row in rows
-        for lo, hi in runs[ptr[row] : ptr[row + 1]].tolist()
-    ]
-    first = min((lo for _, _, lo, _ in listed), default=0)
-    last = max((hi for _, _, _, hi in listed), default=0)
-    states = np.zeros((len(rows), last - first), np.int8)
-    for row, state, lo, hi in listed:
-        states[row, lo - first : hi - first] = state
-    return states, first
+    """Return the states of the blocks of some rows, int8 [rows, key blocks], and which key block is the first there."""
+    listed = [(state, *_runs_of(lists, rows)) for lists, state in ((partial, PARTIAL), (full, FULL))]
+    runs = np.concatenate([x for _, _, x in listed])
+    if not len(runs):
+        return np.zeros((len(rows), 0), np.int8), 0
+    first, last = int(runs[:, 0].min()), int(runs[:, 1].max())
+    steps = np.zeros((len(rows), last - first + 1), np.int8)
+    for state, owners, its in listed:
+        np.add.at(steps, (owners, its[:, 0] - first), np.int8(state))
+        np.add.at(steps, (owners, its[:, 1] - first), np.int8(-state))
+    return steps.cumsum(1, dtype=np.int8)[:, :-1], first
+
+
+def _runs_of(lists: tuple[np.ndarray, np.ndarray], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the runs of some rows, and for each the position of its row."""
+    ptr, runs = lists
+    first, count = ptr[rows], ptr[rows + 1] - ptr[rows]
+    owners = np.repeat(np.arange(len(rows)), count)
+    within = np.arange(len(owners)) - np.repeat(count.cumsum() - count, count)
+    return owners, runs[np.repeat(first, count) + within]
 
 
 def _key_ranges(blocks: np.ndarray, first_block: int, block_n: int, N: int) -> list[tuple[int, int]]:
@@ -238,7 +340,7 @@ def _key_ranges(blocks: np.ndarray, first_block: int, block_n: int, N: int) -> l
 
 def _tiles(ranges: _Ranges, most: int) -> Iterator[Tile]:
     """Pack the ranges, full ones first, into tiles of nearly equal width."""
-    total = sum(hi - lo for lo, hi in ranges.full + ranges.rest)
+    total = ranges.count
     if total == 0:
         return
     even = -(-total // -(-total // most))
@@ -260,10 +362,19 @@ def _tiles(ranges: _Ranges, most: int) -> Iterator[Tile]:
         yield Tile(tuple(keys), have, full, _element_states(ranges, keys, full))
 
 
-def _element_states(ranges: _Ranges, keys: list[tuple[int, int]], full: int) -> Tensor | None:
+def _element_states(ranges: _Ranges, keys: list[tuple[int, int]], full: int) -> States | None:
     """Spread the states of blocks over rows and the columns after `full`."""
     if ranges.states is None:
         return None
     columns = np.concatenate([np.arange(lo, hi) for lo, hi in keys])[full:] // ranges.block[1] - ranges.first_block
-    rows = np.arange(*ranges.rows) // ranges.block[0] - ranges.rows[0] // ranges.block[0]
-    return torch.from_numpy(ranges.states[rows[:, None], columns])
+    found = (_spread(ranges, (ranges.states == state)[..., columns]) for state in (PARTIAL, FULL))
+    return States(*found)
+
+
+def _spread(ranges: _Ranges, blocks: np.ndarray) -> Tensor | None:
+    """Repeat rows of blocks for each query, where there are several; None where no block is true."""
+    if not blocks.any():
+        return None
+    if blocks.shape[-2] > 1:
+        blocks = blocks.repeat(ranges.block[0], -2)[..., : ranges.rows, :]
+    return torch.from_numpy(blocks).to(ranges.device)
