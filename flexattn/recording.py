@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from flexattn.errors import FlexAttentionError, ModError, UnsupportedError
 from flexattn.follow import IS_KNOWN_VERSION, Follower, Record, Refusal, Unfollowable, symbolic
+from flexattn.forks import temporary
 from flexattn.graph import MASK_INPUTS, SCORE_INPUTS
 from flexattn.interception import Interception, explain_failure, refused_functions
 from flexattn.scalarize import Kind, Recorded
@@ -184,9 +185,10 @@ def _run(
     record = inputs.record = Record(mod, inputs)
     follower = Follower(record)
     results: list[Any] = []
+    methods = _module_methods()
 
     def run(scalars: list[Tensor]) -> list[Any]:
-        with inputs.interception, _modules_as_they_are():
+        with inputs.interception, _module_methods_as(methods):
             result = mod(*scalars) if setting.natively else follower.mod(*scalars)
             result = inputs.interception.known(symbolic(result))
         results.append(result)
@@ -195,7 +197,8 @@ def _run(
     scalars = inputs.scalars(kind, score_dtype)
     custom = refused_functions(name) if kind == "score" else contextlib.nullcontext()
     try:
-        with torch.enable_grad(), inputs.fakes, _no_autocast(setting.device.type), custom:
+        undone = temporary(lambda: _set_module_methods(methods))
+        with torch.enable_grad(), inputs.fakes, _no_autocast(setting.device.type), custom, undone:
             traced = make_fx(run, decompositions, "real")(scalars)
     except (FlexAttentionError, Unfollowable):
         raise
@@ -218,20 +221,25 @@ def _run(
     return recorded, record
 
 
-_MODULE_METHODS = {name: torch.nn.Module.__dict__[name] for name in ("__getattr__", "__call__")}
+def _module_methods() -> dict[str, Any]:
+    """Return the methods of torch.nn.Module that fx replaces while it traces."""
+    return {name: torch.nn.Module.__dict__[name] for name in ("__getattr__", "__call__")}
+
+
+def _set_module_methods(methods: dict[str, Any]) -> None:
+    for name, method in methods.items():
+        setattr(torch.nn.Module, name, method)
 
 
 @contextlib.contextmanager
-def _modules_as_they_are() -> Iterator[None]:
-    """Undo what fx changes in torch.nn.Module while it traces: the guard would expect it later."""
-    changed = {name: torch.nn.Module.__dict__[name] for name in _MODULE_METHODS}
+def _module_methods_as(methods: dict[str, Any]) -> Iterator[None]:
+    """Undo what fx changes: the mod would run it, and the guard would expect it later."""
+    changed = _module_methods()
+    _set_module_methods(methods)
     try:
-        for name, method in _MODULE_METHODS.items():
-            setattr(torch.nn.Module, name, method)
         yield
     finally:
-        for name, method in changed.items():
-            setattr(torch.nn.Module, name, method)
+        _set_module_methods(changed)
 
 
 def _placeholder(name: str, value: Any) -> fx.Node:
