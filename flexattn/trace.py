@@ -26,7 +26,9 @@ from flexattn.config import debug, settings
 from flexattn.errors import FlexAttentionError, ModError, UnsupportedError
 from flexattn.graph import MASK_INPUTS, SCORE_INPUTS, BoundMod
 from flexattn.interception import Interception, UnforeseenTensor, explain_failure, line_of_node, refused_functions
+from flexattn.modes import undisturbed
 from flexattn.scalarize import Kind, Recorded, Traced, scalarize
+from flexattn.subclasses import check_plain
 from flexattn.transforms import outside
 
 Mod = Callable[..., Any]
@@ -53,6 +55,9 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
     flows. A `torch.autograd.Function` in a score_mod is refused, since its own backward would not be used.
     """
     found = survey(mod)
+    if found.refused is not None:
+        names = substitute(mod, {}, found.numbers)[1].tensor_names
+        check_plain(f"{kind}_mod", found.refused, names.get(id(found.refused), "of an unknown name"))
     key = (kind, score_dtype, torch.get_default_dtype(), *found.key)
     if found.followed:
         for traced in _memo.get(key, ()):
@@ -75,6 +80,7 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
     return traced.bind(tensors, found.numbers, found.tensors, key if followed else None)
 
 
+@undisturbed
 def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype, found: Survey) -> tuple[Traced, list[Tensor]]:
     """Trace until every tensor is known and every operator has a row; return the tensors that became inputs."""
     name = mod_name(mod, kind)
@@ -88,6 +94,8 @@ def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype, found: Survey) -
             recorded = _record(mod, kind, name, score_dtype, tensors, found.numbers, decompositions)
             return scalarize(recorded, kind, name, score_dtype, location_of(mod)), tensors
         except UnforeseenTensor as unforeseen:
+            check_plain(f"{kind}_mod", unforeseen.tensor, "of an unknown name")
+            _check_tensors([unforeseen.tensor], name)
             tensors.append(unforeseen.tensor)
             if len(tensors) > len(found.tensors) + _MOST_UNFORESEEN:
                 raise UnsupportedError(
@@ -172,8 +180,6 @@ def _binds(signature: inspect.Signature, count: int) -> bool:
 
 def _check_tensors(tensors: Sequence[Tensor], name: str) -> None:
     for t in tensors:
-        if t.layout != torch.strided or t.is_nested:
-            raise UnsupportedError(f"{name}: found a captured tensor of layout {t.layout}, expected a strided one.")
         if t.is_complex() or t.is_quantized:
             raise UnsupportedError(f"{name}: found a captured tensor of {t.dtype}, expected a real dtype.")
 

@@ -16,7 +16,8 @@ import flexattn
 PACKAGE = Path(flexattn.__file__).parent
 # Reading order: a module imports only from those before it. A folder is one layer.
 ORDER = (
-    "mods", "reference", "errors", "config", "options", "uncompiled", "transforms", "ops", "graph", "equal_runs",
+    "mods", "reference", "errors", "config", "options", "uncompiled", "modes", "subclasses", "transforms",
+    "ops", "graph", "equal_runs",
     "index_range",
     "distances", "places_last", "aten", "captures", "interception", "scalarize", "trace", "differentiate", "bound",
     "boxes", "facts", "block_mask", "dropout", "problem", "batch_invariant", "sinks", "target", "triton_versions",
