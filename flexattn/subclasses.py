@@ -7,6 +7,7 @@ codes that stand for them (a quantised tensor). A subclass that only adds Python
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.nn import Parameter
 
 from flexattn.errors import UnsupportedError, message
 
-_PLAIN = frozenset((Tensor, Parameter))
+_PLAIN: frozenset[type] = frozenset((Tensor, Parameter))
 _DEFAULT_FUNCTIONS = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
 
 # How to get a plain tensor, by the name of a class: most of these modules are not imported until they are used.
@@ -38,9 +39,13 @@ def is_plain(x: Tensor) -> bool:
 
 
 @lru_cache(256)
-def _overrides(cls: type[Tensor]) -> bool:
+def _overrides(cls: Any) -> bool:
     function = getattr(cls.__torch_function__, "__func__", cls.__torch_function__)
-    return cls.__torch_dispatch__ is not Tensor.__torch_dispatch__ or function not in _DEFAULT_FUNCTIONS
+    return _dispatches(cls) or function not in _DEFAULT_FUNCTIONS
+
+
+def _dispatches(cls: Any) -> bool:
+    return cls.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
 def check_plain(argument: str, x: Tensor, capture: str = "") -> None:
@@ -59,5 +64,5 @@ def _about(x: Tensor) -> tuple[str, str]:
         return "a nested tensor", _NESTED
     if cls in _PLAIN:
         return f"a tensor of layout {x.layout}", "Pass {0}.to_dense()."
-    mend = _OTHER_FUNCTION if cls.__torch_dispatch__ is Tensor.__torch_dispatch__ else _OTHER_DISPATCH
+    mend = _OTHER_DISPATCH if _dispatches(cls) else _OTHER_FUNCTION
     return f"a {cls.__module__}.{cls.__qualname__}", _MENDS.get(cls.__name__, mend)
