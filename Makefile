@@ -1,6 +1,7 @@
 # make demo    train a small model on this machine's device, and show what happened
-# make test    everything that must hold: lint, types, tests
-# Both set themselves up: PYTHON (>= 3.11) is all that they need.
+# make test    lint, types, and the tests that show most in some minutes: the loop while writing
+# make full    everything that must hold: the same with all tests
+# They set themselves up: PYTHON (>= 3.11) is all that they need.
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -11,14 +12,18 @@ tool = if $(RUN) -m $(1) --version >/dev/null 2>&1; then echo "$(RUN) -m $(1) $(
        else echo "$(1) is not installed here: left out"; fi
 pytest = $(RUN) -m pytest $(shell $(RUN) -c "import xdist" 2>/dev/null && echo "-n $(JOBS)")
 
-.PHONY: demo test lint clean
+.PHONY: demo test full lint clean
 .DELETE_ON_ERROR:
 
 demo: $(ENV)/ready
 	$(RUN) examples/demo.py $(DEMO)
 
 test: lint
-	$(pytest) $(TESTS)
+	$(pytest) -m "not slow" $(TESTS)
+	TRITON_INTERPRET=1 $(pytest) -m "not slow" tests/interpreter
+
+full: lint
+	$(pytest)
 	TRITON_INTERPRET=1 $(pytest) tests/interpreter
 
 lint: $(ENV)/ready

@@ -29,6 +29,7 @@ from flexattn.facts import analyze
 from flexattn.graph import BoundMod, ModGraph, Node
 from flexattn.mask_kernels import plan_mask
 from flexattn.mask_recipe import sources
+from flexattn.modes import undisturbed
 from flexattn.options import option, tile_options, validate_options
 from flexattn.places_last import places_last
 from flexattn.plan import tile_origin
@@ -70,6 +71,7 @@ class AuxOutput(NamedTuple):
 
 
 @uncompiled
+@undisturbed
 def flex_attention(
     query: Tensor,  # [B, Hq, M, D]
     key: Tensor,  # [B or 1, Hkv, N, D]
@@ -126,6 +128,7 @@ def flex_attention(
 
 
 @uncompiled
+@undisturbed
 def explain(
     query: Tensor | None = None,
     key: Tensor | None = None,
@@ -208,6 +211,7 @@ def explain(
 
 
 @uncompiled
+@undisturbed
 def tune(
     query: Tensor,
     key: Tensor,
@@ -452,4 +456,4 @@ def _request(return_lse: bool, return_aux: AuxRequest | upstream.AuxRequest | No
 def _warn_return_lse() -> None:
     """Warn once in a process."""
     text = "return_lse is deprecated: use return_aux=AuxRequest(lse=True), which returns (out, AuxOutput)."
-    warnings.warn(text, FutureWarning, stacklevel=4)
+    warnings.warn(text, FutureWarning, stacklevel=5)

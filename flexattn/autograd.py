@@ -16,6 +16,7 @@ from torch.func import vjp
 from flexattn.config import debug, settings
 from flexattn.errors import MutationError, message
 from flexattn.graph import BoundMod
+from flexattn.modes import undisturbed
 from flexattn.problem import Needs, Problem
 from flexattn.second_order import tangents
 from flexattn.transforms import is_transforming, one_by_one, refuse_batched, tangent_rule
@@ -200,6 +201,7 @@ class _AttentionGradient(Function):
         return one_by_one(_AttentionGradient, info.batch_size, in_dims, args)
 
 
+@undisturbed
 def _second(
     problem: Problem, directions: Problem, needs: tuple[bool, ...], d_out: Tensor, d_lse: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, ...]]:
@@ -225,6 +227,7 @@ def _along(problem: Problem, directions: Sequence[Tensor | None]) -> Problem:
     return _with_tensors(problem, [x.new_zeros(()).expand(x.shape) if d is None else d for x, d in pairs])
 
 
+@undisturbed
 def _gradients(
     engine: Engine, problem: Problem, needs: tuple[bool, ...], d_out: Tensor, d_lse: Tensor | None, out: Tensor,
     lse: Tensor,

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from flexattn.forks import cached_property
+from flexattn.subclasses import is_plain
 
 Place = tuple[str, Any]  # where a child sits: ("cell", 0), ("global", "table"), ("attribute", "scale"), ("item", 2)...
 Slot = tuple[Place, Any, frozenset[str], bool]  # place, child, names read by the code around it, keep numbers literal
@@ -81,6 +82,7 @@ class Survey:
     key: list[Any] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)  # each object once
     numbers: list[int | float] = field(default_factory=list)
+    refused: Tensor | None = None  # a tensor that is not plain
     followed: bool = True  # False: something may have been missed, trace at each call
     wanted: dict[int, frozenset[str]] = field(default_factory=dict)  # by id: the names that any code reads of an object
     complete: bool = True  # False: something was met again for names that were not wanted when it was opened
@@ -107,6 +109,9 @@ class Survey:
         self.key.append(position)
         if position == len(self.tensors):
             self.tensors.append(value)
+            if not is_plain(value):  # it may have no shape either
+                self.refused = value
+                return
             shape = tuple([2 if s > 1 else s for s in value.shape])
             self.key += (value.dtype, value.device, value.requires_grad, shape)
 

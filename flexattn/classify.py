@@ -24,6 +24,7 @@ from flexattn.errors import ArgumentError, DeviceError, ModError, UnsupportedErr
 from flexattn.graph import BoundMod
 from flexattn.mask_build import build_lists, fits
 from flexattn.mask_kernels import plan_mask
+from flexattn.modes import undisturbed
 from flexattn.target import target_of
 from flexattn.trace import trace
 from flexattn.transforms import is_batched, is_transforming, outside
@@ -57,6 +58,7 @@ def _outside_transforms(make: Callable[P, R]) -> Callable[P, R]:
 
 
 @uncompiled
+@undisturbed
 @_outside_transforms
 def create_block_mask(
     mask_mod: Callable[..., Any],
@@ -88,7 +90,7 @@ def create_block_mask(
         warnings.warn(
             "_compile on create_block_mask does nothing: masks are built in bounded memory without it. Leave it out.",
             DeprecationWarning,
-            stacklevel=2,
+            stacklevel=4,
         )
     if not isinstance(dq_kv_order, bool):
         mend = "Tensor schedules go to BlockMask.from_kv_blocks."
@@ -120,6 +122,7 @@ def create_block_mask(
 
 
 @uncompiled
+@undisturbed
 @_outside_transforms
 def create_mask(
     mod_fn: Callable[..., Any],
@@ -170,7 +173,8 @@ def classify(
         classes = undecided(*sizes, block_size)
     counts = BuildCounts(classes.boxes, classes.samples, len(classes.unknown))
     if len(classes.unknown):
-        classes = classes.resolve(_evaluate_blocks(bound.on(device), classes.unknown, sizes, block_size, device))
+        there = torch.device("cpu") if device.type == "meta" else device  # meta tensors have no values
+        classes = classes.resolve(_evaluate_blocks(bound.on(there), classes.unknown, sizes, block_size, there))
     classes = classes if separate else classes.joined()
     by_query, by_key = (_lists(classes, transposed).map(lambda t: t.to(device)) for transposed in (False, True))
     return BuiltMask(by_query, by_key, counts, sum(t.nbytes for lists in (by_query, by_key) for t in lists.tensors))
@@ -251,6 +255,10 @@ def _device(bound: BoundMod, device: torch.device | str | int | None) -> torch.d
     """Return the device to build on, and check that what the mod captures is there."""
     pairs = zip(bound.graph.captures, bound.captures, strict=True)
     captured = {t.device: c.name for c, t in pairs if not c.literal and (t.dim() or not t.is_cpu)}
+    for found, name in captured.items():
+        if found.type == "meta":
+            mend = "Build the mask when the tensor is there."
+            raise DeviceError(message(f"mask_mod's captured tensor {name!r}", "meta", "a tensor with values", mend))
     if device is None and len(captured) == 1:
         return next(iter(captured))
     if device is None:

@@ -17,6 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from flexattn.errors import IndexRangeError, message
 from flexattn.forks import cached_property
 from flexattn.ops import OPS, identity_of
 from flexattn.tensor_cache import kept
@@ -152,13 +153,30 @@ class ModGraph:
                 case "const":
                     value = _constant(node.value, node.dtype, device)
                 case "load":
-                    value = load(captures[node.value], tuple(values[a] for a in node.args))  # type: ignore[index]
+                    source, index = captures[node.value], tuple(values[a] for a in node.args)  # type: ignore[index]
+                    try:
+                        value = load(source, index)
+                    except IndexError as error:
+                        found = _first_outside(source, index)
+                        if found is None:
+                            raise
+                        raise self.index_error(self.captures[node.value].name, *found) from error  # type: ignore[index]
                 case "cast":
                     value = values[node.args[0]].to(node.dtype)
                 case _:
                     value = OPS[node.op].torch(*(values[a] for a in node.args))
             values.append(value)
         return tuple(None if o is None else values[o] for o in (self.outputs if outputs is None else outputs))
+
+    def index_error(self, capture: str, dimension: int, size: int, index: int, where: str = "") -> IndexRangeError:
+        """Return the error for an index that lies outside of a captured tensor."""
+        kind = "score_mod" if "score" in self.inputs else "mask_mod"
+        mod = kind if self.name == kind else f"{kind} {self.name}"
+        where_is = f" ({self.location})" if self.location else ""
+        found = f"index {index} in dimension {dimension} of the captured tensor `{capture}`{where}"
+        expected = f"{-size} to {size - 1}, as its size is {size}"
+        mend = f"Pad `{capture}` up to the lengths of query and key, or clamp the index in the mod."
+        return IndexRangeError(message(mod + where_is, found, expected, mend))
 
     def __repr__(self) -> str:
         return _print(self)
@@ -167,6 +185,15 @@ class ModGraph:
 def load_element(source: Tensor, index: tuple[Tensor, ...]) -> Tensor:
     """Return `source[index]` with PyTorch's wrap-around of negative indices; a 0-d source is itself."""
     return source[tuple(i.long() for i in index)] if index else source
+
+
+def _first_outside(source: Tensor, index: tuple[Tensor, ...]) -> tuple[int, int, int] | None:
+    """Return (dimension, its size, an index outside of it) of `source[index]`, None where all lie inside."""
+    for dimension, (size, places) in enumerate(zip(source.shape, index, strict=True)):
+        low, high = (int(x) for x in places.aminmax()) if places.numel() else (0, -1)
+        if low < -size or high >= size:
+            return dimension, size, high if high >= size else low
+    return None
 
 
 @lru_cache(1024)

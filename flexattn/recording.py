@@ -22,6 +22,7 @@ from flexattn.forks import temporary
 from flexattn.graph import MASK_INPUTS, SCORE_INPUTS
 from flexattn.interception import Interception, explain_failure, refused_functions
 from flexattn.scalarize import Kind, Recorded
+from flexattn.subclasses import check_plain
 
 Mod = Callable[..., Any]
 Decompositions = dict[Any, Callable[..., Any]]
@@ -48,12 +49,13 @@ class Restart(BaseException):
 class Inputs:
     """The inputs of the FX graph, made when the mod reads them."""
 
-    def __init__(self, setting: Setting, name: str) -> None:
+    def __init__(self, setting: Setting, kind: Kind, name: str) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         self.setting = setting
         self.name = name
+        self.argument = f"{kind}_mod"
         self.environment = ShapeEnv(duck_shape=False, specialize_zero_one=True)
         self.fakes = FakeTensorMode(shape_env=self.environment, allow_non_fake_inputs=True)
         self.interception = Interception(name, self._adopt, self._ask_for_layouts)
@@ -86,7 +88,10 @@ class Inputs:
     def tensor(self, value: Tensor, position: int, name: str) -> None:
         """Make a tensor that the mod reads an input."""
         with self.interception.paused():  # these reads are not the mod's
-            _check_tensor(value, self.name)
+            check_plain(self.argument, value, name)
+            if value.is_complex() or value.is_quantized:
+                text = f"found a captured tensor of {value.dtype}, expected a real dtype"
+                raise UnsupportedError(f"{self.name}: {text}.")
             if value.device.type != "cpu" and self.setting.device.type == "cpu":
                 raise Restart(replace(self.setting, device=value.device))
             fake = self._fake(value, position)
@@ -181,7 +186,7 @@ def _run(
 ) -> tuple[Recorded, Record]:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    inputs = Inputs(setting, name)
+    inputs = Inputs(setting, kind, name)
     record = inputs.record = Record(mod, inputs)
     follower = Follower(record)
     results: list[Any] = []
@@ -266,13 +271,6 @@ def _result_node(graph: fx.Graph, result: Any) -> Any:
     if not isinstance(result, Tensor):
         return result
     return returned[0] if isinstance(returned, (list, tuple)) else returned
-
-
-def _check_tensor(t: Tensor, name: str) -> None:
-    if t.layout != torch.strided or t.is_nested:
-        raise UnsupportedError(f"{name}: found a captured tensor of layout {t.layout}, expected a strided one.")
-    if t.is_complex() or t.is_quantized:
-        raise UnsupportedError(f"{name}: found a captured tensor of {t.dtype}, expected a real dtype.")
 
 
 def _source(name: str) -> Any:

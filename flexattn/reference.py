@@ -55,7 +55,7 @@ def attention(
     total = weight.sum(-1, keepdim=True)
     empty = total == 0  # rows without a live key
     total = total.masked_fill(empty, 1.0)
-    lse = (largest + total.log()).squeeze(-1)
+    lse = torch.where(largest == math.inf, largest, largest + total.log()).squeeze(-1)
     weight = weight / total
     if dropout is not None:
         weight = weight[..., : key.shape[-2]] * dropout.to(wide)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexattn.arguments import as_float
 from flexattn.errors import ArgumentError, DeviceError, DtypeError, message
+from flexattn.subclasses import check_plain
 from flexattn.transforms import outside
 
 
@@ -20,6 +21,7 @@ def check_sink(sink: object, query: Tensor) -> Tensor | None:
     wide = torch.promote_types(query.dtype, torch.float32)
     if not isinstance(sink, Tensor):
         return _constant(_number(sink), query.device, wide)
+    check_plain("sink", sink)
     B, Hq = query.shape[:2]
     if not sink.is_floating_point():
         raise DtypeError(message("sink", sink.dtype, "a floating dtype", "Convert it: sink.float()."))

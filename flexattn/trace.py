@@ -28,6 +28,7 @@ from flexattn.graph import MASK_INPUTS, SCORE_INPUTS, BoundMod
 from flexattn.interception import explain_operator
 from flexattn.recording import Decompositions, record_run
 from flexattn.scalarize import Kind, Traced, scalarize
+from flexattn.modes import undisturbed
 from flexattn.transforms import outside
 
 Mod = Callable[..., Any]
@@ -93,6 +94,7 @@ def _frames_of_ours() -> int:
     return count
 
 
+@undisturbed
 def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> tuple[Traced, Record]:
     """Trace until every operator has a row."""
     name = mod_name(mod, kind)

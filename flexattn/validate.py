@@ -12,6 +12,7 @@ from flexattn.block_mask import BlockMask
 from flexattn.bound import INDEX_LIMIT
 from flexattn.errors import ArgumentError, DeviceError, DtypeError, MaskError, UnsupportedError, message
 from flexattn.graph import BoundMod, short_dtype
+from flexattn.subclasses import check_plain
 
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 DEVICES = frozenset({"cpu", "cuda"})
@@ -25,9 +26,7 @@ def check_tensors(query: object, key: object, value: object, enable_gqa: bool) -
     assert isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
     named = (("query", query), ("key", key), ("value", value))
     for name, x in named:
-        if x.is_nested:
-            mend = "Pad to one length, or pack the sequences and use mods.document."
-            raise UnsupportedError(message(name, "a nested tensor", "a dense tensor", mend))
+        check_plain(name, x)
         if x.dim() != 4:
             raise _rank(name, x)
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:

@@ -57,6 +57,32 @@ def empty_rows(at: Setting) -> None:
         assert (grads[0][:, :, :40] == 0).all()
 
 
+def rows_that_are_not_numbers(at: Setting) -> None:
+    """A row with a score of +inf is NaN and its lse +inf, one with a NaN is NaN, and what comes back to it is NaN."""
+    leaves = [x.requires_grad_() for x in inputs(at, Sizes())]
+    q, k, v = leaves
+    M, N = q.shape[2], k.shape[2]
+    bias = torch.zeros(M, N, device=at.device)
+    infinite, nan, empty = [3, 4, 5, 9], [6], [7]
+    bias[3, 1], bias[4, N - 2], bias[5, 1], bias[5, N - 2] = (math.inf,) * 4
+    bias[6, N - 2], bias[7], bias[9], bias[9, 2] = math.nan, -math.inf, -math.inf, math.inf
+    plain = torch.ones(M, dtype=torch.bool)
+    plain[[*infinite, *nan, *empty]] = False
+    score_mod = lambda s, b, h, i, j: s + bias[i, j]  # noqa: E731
+    for sink in (None, 0.5):
+        out, aux = run(at, q, k, v, score_mod, return_aux=AuxRequest(lse=True), sink=sink)
+        want, want_lse = attention(q, k, v, score_mod, dtype=torch.float64, sink=sink)
+        assert (aux.lse[:, :, infinite] == math.inf).all() and aux.lse[:, :, nan].isnan().all()
+        assert torch.equal(aux.lse[:, :, empty], want_lse[:, :, empty].float())
+        assert out[:, :, infinite + nan].isnan().all() and (out[:, :, empty] == 0).all()
+        torch.testing.assert_close(out.double()[:, :, plain], want[:, :, plain], atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(aux.lse.double()[:, :, plain], want_lse[:, :, plain], atol=1e-3, rtol=1e-3)
+        grads = torch.autograd.grad(out.sum() + aux.lse[:, :, plain].sum(), leaves)
+        assert grads[0][:, :, infinite + nan].isnan().all() and grads[0][:, :, plain].isfinite().all()
+        assert (grads[0][:, :, empty] == 0).all()
+        assert grads[1].isnan().all() and grads[2].isnan().all()
+
+
 def max_scores(at: Setting) -> None:
     q, k, v = inputs(at, Sizes())
     for mod, mask_name, scale in (
@@ -215,7 +241,8 @@ def lengths_and_values_share_kernels(at: Setting) -> None:
 
 
 CHECKS: tuple[Callable[[Setting], None], ...] = (
-    bias_and_general_forms_agree, two_slots_agree, empty_rows, max_scores, nothing_leaks_from_excluded_places,
+    bias_and_general_forms_agree, two_slots_agree, empty_rows, rows_that_are_not_numbers, max_scores,
+    nothing_leaks_from_excluded_places,
     out_of_range_indices_at_excluded_places, queries_and_keys_without_partners_may_be_nan, mutation_is_refused,
     each_gradient_alone, gradients_of_one_result, tiles_change_nothing, lengths_and_values_share_kernels,
 )  # fmt: skip

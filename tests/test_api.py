@@ -291,6 +291,7 @@ print(min(batch() for _ in range(10)) * 1e6)
 """
 
 
+@pytest.mark.slow
 def test_python_around_the_engine_is_short() -> None:
     """Causal, no captures, the engine replaced by its own answer: about 20 us where this was written."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -98,6 +98,7 @@ def test_attention_measures_and_checks(tmp_path: Path, capsys: pytest.CaptureFix
     assert "of the time without its score_mod" in text
 
 
+@pytest.mark.slow
 def test_attention_in_other_processes_first(capsys: pytest.CaptureFixture[str]) -> None:
     code = attention.main([*QUICK, "--works", "causal_d64", "--peers", "none", "--precompile", "2"])
     assert code == 0
@@ -157,6 +158,7 @@ def test_unknown_names_are_refused() -> None:
 # overhead
 
 
+@pytest.mark.slow
 def test_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "o.json"
     argv = [*QUICK, "--parts", "masks,host,recompiles", "--peers", "flexattn,torch_flex_eager", "--json", str(path)]
@@ -295,6 +297,7 @@ def test_a_trace_or_compilation_too_many_fails(
         assert f"{count} {name}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_first_call_in_a_fresh_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert overhead.main([*QUICK, "--parts", "first_call", "--peers", "flexattn"]) == 0
     text = capsys.readouterr().out
@@ -360,6 +363,7 @@ def test_calls_in_the_interpreter(capsys: pytest.CaptureFixture[str]) -> None:
 # tune
 
 
+@pytest.mark.slow
 def test_tune_in_the_interpreter(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "t.json"
     argv = [*QUICK, "--dims", "16", "--dtypes", "float32", "--kernels", "forward", "--json", str(path)]

@@ -524,6 +524,86 @@ def test_pickle_and_deepcopy():
         pickle.dumps(create(lambda b, h, q, kv: q >= kv, None, None, 16, 16))
 
 
+class Segments(torch.nn.Module):
+    """A mask_mod that reads a buffer and a number, and a mask of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("ids", torch.arange(32) // 8)
+        self.reach = 3
+        self.mask = create(self.method, None, None, 32, 32, BLOCK_SIZE=16)
+
+    def method(self, b, h, q_idx, kv_idx):
+        return (self.ids[q_idx] == self.ids[kv_idx]) & (q_idx - kv_idx < self.reach)
+
+
+MODS_TO_COPY = {
+    "method": lambda owner: owner.method,
+    "closure": lambda owner: lambda b, h, q_idx, kv_idx: owner.method(b, h, q_idx, kv_idx),
+    "partial": lambda owner: functools.partial(lambda own, *places: own.method(*places), owner),
+    "closure in a partial": lambda owner: functools.partial(lambda last, *p: owner.method(*p) & (p[2] < last), 31),
+    "slice": lambda owner: owner.method,
+}
+
+
+@pytest.mark.parametrize("change", ["ids", "reach"])
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("kind", MODS_TO_COPY)
+def test_a_copy_refuses_changes_of_what_its_mod_reads(kind, how, change):
+    owner = Segments()
+    mask = create(MODS_TO_COPY[kind](owner), None, None, 32, 32, BLOCK_SIZE=16)
+    mask = mask[:, :, :1] if kind == "slice" else mask
+    copied, other = how([mask, owner]) if how is copy.deepcopy else (how(mask), owner)
+    # A function has no deep copy: its copy reads what the original reads.
+    read_by_copy = owner if "closure" in kind else other
+    accept(mask), accept(copied)
+    change_of(read_by_copy, change)
+    with pytest.raises(MutationError, match=change):
+        accept(copied)
+    if read_by_copy is not owner:
+        accept(mask)
+        change_of(owner, change)
+    with pytest.raises(MutationError, match=change):
+        accept(mask)
+
+
+def accept(mask):
+    mask.check_captures(trace(mask.mask_mod, "mask"))
+
+
+def change_of(owner, what):
+    if what == "ids":
+        owner.ids[3] += 1
+    else:
+        owner.reach += 1
+
+
+def test_a_model_is_copied_with_its_mask():
+    model = Segments()
+    state = {"ids": torch.arange(32) // 4}
+    other = copy.deepcopy(model)
+    assert torch.equal(live_pairs(other.mask), live_pairs(model.mask))
+    other.load_state_dict(state)
+    accept(model.mask)
+    with pytest.raises(MutationError, match="ids"):
+        accept(other.mask)
+    model.ids[0] = 5
+    with pytest.raises(MutationError, match="ids"):
+        accept(copy.deepcopy(model).mask)
+
+
+def test_a_mask_that_moved_refuses_changes():
+    model = Segments()
+    moved = model.mask.to("meta")
+    assert moved.mask_mod is not model.method
+    moved.mask_mod.__self__.reach = 9
+    with pytest.raises(MutationError, match="reach"):
+        accept(moved)
+    model.ids[0] = 5
+    with pytest.raises(MutationError, match="ids"):
+        model.mask.to("meta")
+
+
 @pytest.mark.parametrize(
     "copied", [lambda lists: lists, copy.deepcopy, lambda lists: pickle.loads(pickle.dumps(lists))]
 )

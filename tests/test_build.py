@@ -586,6 +586,7 @@ def fake_driver(tmp_path_factory) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @no_gpu
 def test_launch_reaches_the_driver(cache: Path, fake_driver: dict[str, str]):
     kernel = build(PRODUCT, SM90)

@@ -10,7 +10,7 @@ from oracle import assert_close_to_oracle
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flexattn import create_block_mask
+from flexattn import AuxRequest, create_block_mask, flex_attention
 from flexattn.block_mask import BlockMask
 from flexattn.differentiate import differentiate
 from flexattn.engines import cpu, cpu_tiles
@@ -339,6 +339,31 @@ def test_nothing_leaks_from_excluded_places(bad):
     assert not got_out[:, :, 92].isfinite().any()
 
 
+@pytest.mark.parametrize("sink", [None, 0.5, torch.tensor([math.inf, 0.0, -math.inf, 1.0])], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_scores_that_are_not_finite_give_what_a_dense_softmax_does(dtype, masked, sink):
+    q, k, v = (x.to(dtype).requires_grad_() for x in inputs(M=93))
+    bias = torch.zeros(93, 93)
+    for row, (key, value) in enumerate([(0, math.inf), (80, math.inf), (0, math.nan), (80, math.nan)], 81):
+        bias[row, key] = value
+    bias[85, [0, 80]] = math.inf
+    bias[86, 0], bias[86, 80] = math.inf, math.nan
+    bias[87, 0], bias[87, 80] = math.nan, math.inf
+    bias[88, 1:], bias[89], bias[90], bias[90, 70], bias[91] = -math.inf, -math.inf, -math.inf, math.inf, math.inf
+    score_mod = lambda s, b, h, i, j: s + bias[i, j]  # noqa: E731
+    mask = block_mask(causal, q, k) if masked else None
+    results = flex_attention(q, k, v, score_mod, mask, enable_gqa=True, return_aux=AuxRequest(lse=True), sink=sink)
+    out, lse = results[0], results[1].lse
+    want, want_lse = attention(q, k, v, score_mod, causal if masked else None, dtype=torch.float64, sink=sink)
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-4, equal_nan=True)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5, equal_nan=True)
+    if sink is None or isinstance(sink, float):
+        grads, wanted = (torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, want))
+        for got, exact in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(got, exact.to(dtype), rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
 def test_indices_out_of_range_matter_only_where_attended():
     q, k, v = inputs(M=93)
     table = torch.randn(93)
@@ -349,7 +374,8 @@ def test_indices_out_of_range_matter_only_where_attended():
     assert torch.equal(cpu.forward(problem)[0], out)
     got, want = (cpu.backward(p, out, lse, out, None, ALL) for p in (problem, inside))
     assert all(torch.equal(x, y) for x, y in zip((*got[:3], *got[3]), (*want[:3], *want[3]), strict=True))
-    with pytest.raises(IndexRangeError, match=r"captured tensor `table`.* index 93 in dimension 0"):
+    text = "index 93 in dimension 0 of the captured tensor `table` at a place that attends"
+    with pytest.raises(IndexRangeError, match=text):
         cpu.forward(pose(q, k, v, lambda s, b, h, i, j: s + table[i - j + 1], mask))
     with pytest.raises(IndexRangeError, match=r"captured tensor `table`"):
         cpu.forward(pose(q, k, v, lambda s, b, h, i, j: s + table[i - j - 10]))

@@ -82,7 +82,7 @@ TENSORS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]
     ),
     "nested": (
         call(k=NESTED), (NotImplementedError,),
-        "key: found a nested tensor, expected a dense tensor. "
+        "key: found a nested tensor, expected a plain, dense tensor. "
         "Pad to one length, or pack the sequences and use mods.document.",
     ),
     "3-D": (

@@ -58,7 +58,7 @@ def agrees(mod: Callable[..., Any], kind: str = "score") -> None:
 def test_python_is_run_as_by_python(case: tuple[Callable[..., Any], Any]) -> None:
     function, argument = case
     wanted = function(argument)
-    inputs = Inputs(Setting(), "test")
+    inputs = Inputs(Setting(), "score", "test")
     inputs.number = lambda value, position, name: _symbol(inputs, value, position)  # type: ignore[method-assign]
     record = Record(function, inputs)
     found = Follower(record).call(record.start(), (argument,))

@@ -16,7 +16,8 @@ import flexattn
 PACKAGE = Path(flexattn.__file__).parent
 # Reading order: a module imports only from those before it. A folder is one layer.
 ORDER = (
-    "mods", "reference", "errors", "arguments", "config", "forks", "tensor_cache", "options", "uncompiled", "transforms",
+    "mods", "reference", "errors", "arguments", "config", "forks", "tensor_cache", "options", "uncompiled", "modes",
+    "subclasses", "transforms",
     "ops", "graph", "equal_runs", "index_range", "distances", "places_last", "aten", "bound", "narrow", "follow",
     "captures", "interception", "scalarize", "recording", "memo", "trace", "differentiate", "boxes", "facts",
     "block_mask", "dropout", "problem", "batch_invariant", "sinks", "target", "triton_versions", "kernel_store",

@@ -61,6 +61,7 @@ def test_templates_from_a_wheel(wheel, tmp_path):
     assert sorted(p.name for p in folder.iterdir()) == TEMPLATES
 
 
+@pytest.mark.slow
 def test_templates_from_an_editable_install(tmp_path):
     python = install(tmp_path, "--editable", str(ROOT))
     assert templates_seen_by(python, tmp_path) == ROOT / "templates"

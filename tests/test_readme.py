@@ -24,6 +24,7 @@ def test_python_block(code, tmp_path, monkeypatch):
     exec(compile(code, path, "exec"), {"__name__": "readme"})
 
 
+@pytest.mark.slow
 def test_explain_from_the_shell_prints_all_stages():
     (line,) = [line for line in SHELL_LINES if line.startswith("python -c")]
     command = [sys.executable, *shlex.split(line)[1:]]

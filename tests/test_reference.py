@@ -64,6 +64,18 @@ def test_a_bool_tensor_is_a_mask():
     assert torch.equal(out, same) and torch.equal(lse, same_lse)
 
 
+def test_a_row_with_an_infinite_score_is_that_of_softmax():
+    q, k, v = _inputs()
+    infinite = lambda score, b, h, i, j: torch.where((i == 1) & (j == 2), math.inf, score)  # noqa: E731
+    out, lse = attention(q, k, v, infinite)
+    score = over_all_pairs(
+        infinite, torch.Size((2, 4, 9, 13)), q @ k.repeat_interleave(2, 1).mT / math.sqrt(q.shape[-1])
+    )
+    torch.testing.assert_close(lse, score.logsumexp(-1))
+    torch.testing.assert_close(out, score.softmax(-1) @ v.repeat_interleave(2, 1), equal_nan=True)
+    assert (lse[:, :, 1] == math.inf).all() and out[:, :, 1].isnan().all()
+
+
 def test_rows_without_a_key_are_zero_with_zero_gradients():
     q, k, v = _inputs()
     table = torch.randn(13, dtype=torch.float64, requires_grad=True)

@@ -21,6 +21,7 @@ from flexattn.trace import trace
 
 pytest.importorskip("triton")
 
+from quick import slow_unless
 from sm90 import SM90, Report, report
 
 S = 512
@@ -28,6 +29,7 @@ WORKS = (
     "causal 64", "full 128", "causal 128", "causal 256", "causal 192/128",
     "softcap causal 128", "alibi causal 128", "relative 64", "document 128",
 )  # fmt: skip
+QUICK = ("causal 64", "relative 64")
 KERNELS = ("forward", "backward_dq", "backward_dkdv")
 # Bytes that a kernel may spill, those of today rounded up; 0 where nothing is said.
 SPILLS = {
@@ -76,7 +78,9 @@ def compiled(work: str, kernel: str) -> tuple[KernelPlan, Report]:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("work", [w for w in WORKS if w not in ("full 128", "causal 128")])
+@pytest.mark.parametrize(
+    "work", slow_unless(QUICK.__contains__, [w for w in WORKS if w not in ("full 128", "causal 128")])
+)
 def test_triton_engine(work: str, kernel: str) -> None:
     plan, found = compiled(work, kernel)
     assert found.sass["HGMMA"] > 0, "products run on warpgroups"
@@ -94,7 +98,9 @@ INTEGER_SUMS = {("relative 64", "backward_dq"): 32, ("gate causal 128", "backwar
 
 
 @pytest.mark.parametrize(
-    ("work", "kernel"), [*INTEGER_SUMS, ("gate causal 128", "backward_sizes")], ids=lambda x: x
+    ("work", "kernel"),
+    slow_unless(lambda x: x[0] in QUICK, [*INTEGER_SUMS, ("gate causal 128", "backward_sizes")]),
+    ids=lambda x: x,
 )  # fmt: skip
 def test_deterministic_captured_gradients(work: str, kernel: str) -> None:
     plan, source = next(pair for pair in sources(work, deterministic=True) if pair[0].kernel == kernel)
@@ -122,10 +128,15 @@ BACKWARDS = [
 ]
 # Each kernel of the pair with a mask, with and without a score_mod, at either width; test_batch_invariant has none.
 PAIRED = ("alibi causal 128", "document runs 128", "softcap causal 64")
+INVARIANT = [("causal 128", "hopper_forward"), ("full 128", "hopper_dq")]
+QUICK_GLUON = [
+    ("causal 64", "hopper_forward"), ("causal 64", "hopper_backward"), ("causal 256", "hopper_backward_wide"),
+    ("softcap causal 64", "hopper_dq"), ("softcap causal 64", "hopper_dkdv"),
+]  # fmt: skip
 PAIRS = [(w, k) for w in PAIRED for k in ("hopper_dq", "hopper_dkdv")]
 
 
-@pytest.mark.parametrize(("work", "kernel"), [*FORWARDS, *BACKWARDS, *PAIRS])
+@pytest.mark.parametrize(("work", "kernel"), slow_unless(QUICK_GLUON.__contains__, [*FORWARDS, *BACKWARDS, *PAIRS]))
 def test_gluon(work: str, kernel: str) -> None:
     made = sources(work, "HOPPER", deterministic=(work, kernel) in PAIRS)
     plan, source = next(pair for pair in made if pair[0].kernel == kernel)
@@ -136,7 +147,7 @@ def test_gluon(work: str, kernel: str) -> None:
     assert 0.95 * shared_bytes(plan) <= found.shared_bytes <= shared_bytes(plan)
 
 
-@pytest.mark.parametrize(("work", "kernel"), [("causal 128", "hopper_forward"), ("full 128", "hopper_dq")])
+@pytest.mark.parametrize(("work", "kernel"), slow_unless(lambda x: x[0] == "full 128", INVARIANT))
 def test_batch_invariant(work: str, kernel: str) -> None:
     """Nothing is fused but the exponent, which asks for it, and nothing of the tiles changes."""
     made = sources(work, "HOPPER", invariant=True)
@@ -148,11 +159,13 @@ def test_batch_invariant(work: str, kernel: str) -> None:
     assert bool(fused) == (kernel == "hopper_forward")
 
 
+@pytest.mark.slow
 def test_softcap_uses_the_hardwares_tanh() -> None:
     for kernel in KERNELS:
         assert compiled("softcap causal 128", kernel)[1].sass["TANH"] > 0
 
 
+@pytest.mark.slow
 def test_index_differences_cost_no_conversion_for_each_score() -> None:
     """int-to-float conversions run at a quarter of the rate of additions; rows and columns are converted, not pairs."""
     plan, found = compiled("alibi causal 128", "forward")
@@ -160,6 +173,7 @@ def test_index_differences_cost_no_conversion_for_each_score() -> None:
     assert found.sass["I2F"] < 2 * pairs_of_a_thread
 
 
+@pytest.mark.slow
 def test_delta() -> None:
     plan, source = next(pair for pair in sources("causal 256") if pair[0].kernel == "backward_delta")
     found = report(source)
@@ -171,7 +185,7 @@ def older() -> Iterator[tuple[str, torch.dtype, int, bool]]:
     yield "sm_90", torch.float32, 32, True
 
 
-@pytest.mark.parametrize(("target", "dtype", "D", "aligned"), list(older()), ids=lambda x: str(x))
+@pytest.mark.parametrize(("target", "dtype", "D", "aligned"), slow_unless(lambda x: x[3], older()), ids=str)
 def test_every_template_compiles_elsewhere(target: str, dtype: torch.dtype, D: int, aligned: bool) -> None:
     """Pointers in place of TMA, products without warpgroups, float32, strides of any kind."""
     shift = 0 if aligned else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable
@@ -34,6 +35,9 @@ class BlockMask:
     The arguments, the fields and the methods are those of `torch.nn.attention.flex_attention.BlockMask`. What is stored
     is `kv_runs` (for each block of queries, runs of blocks of keys) and `q_runs` (the other way, for the backward, or
     None); PyTorch's index lists are computed from them each time that they are asked for.
+
+    A mask that was built refuses to be used once what its mask_mod reads has changed, and so do its copies, each by
+    what its own mask_mod reads. Pickling it, and taking it apart as a pytree, ends that.
 
     >>> import torch
     >>> count, index = torch.tensor([[[1, 2]]]), torch.tensor([[[[0, 0], [0, 1]]]])
@@ -515,13 +519,15 @@ class BlockMask:
 
         They can in closures, globals, default arguments, partials, and attributes that the mod names. The user's own
         objects stay as they are: the new mask has a copy of the mod.
+
+        Raises MutationError where what mask_mod captured has changed since the mask was built.
         """
         device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
-        moved = type(self).__new__(type(self))
-        moved.__dict__.update(self.__dict__)
+        moved = copy.copy(self)
         moved._mask_mod = move(self._mask_mod, device)
-        if moved._mask_mod is not self._mask_mod:
-            moved._record = None
+        if self._record is not None and moved._mask_mod is not self._mask_mod:
+            self.check_captures(trace(self._mask_mod, "mask"))
+            moved._remember(trace(moved._mask_mod, "mask"))
         moved.kv_runs = self.kv_runs.map(lambda t: t.to(device))
         moved.q_runs = None if self.q_runs is None else self.q_runs.map(lambda t: t.to(device))
         for name in METADATA:
@@ -675,8 +681,20 @@ class BlockMask:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy's mod may hold copies of the captured tensors: what the blocks were built from is not known any more.
+        # What mask_mod captures in another process are other tensors: nothing tells whether their values are the same.
         return self.__dict__ | {"_record": None}
+
+    def __copy__(self) -> Self:
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        copied._record = None if self._record is None else self._record.deepcopied(memo)
+        return copied
 
 
 METADATA = ("dq_write_order", "dq_write_order_full", "dq_kv_order")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from flexattn.graph import BoundMod, ModGraph
 
 Mod = Callable[..., Any]
 Seen = tuple["weakref.ref[Tensor]", int | None]  # a tensor and its version
+AnyOf = tuple[Seen, ...]  # of a deep copy: the tensor, which closures share, or its copy
 
 
 class BuildCounts(NamedTuple):
@@ -43,15 +45,26 @@ class CaptureRecord(NamedTuple):
 
     mod: Mod
     graph: ModGraph
-    captures: tuple[Seen, ...]  # those of the graph
+    captures: tuple[AnyOf, ...]  # those of the graph
     numbers: tuple[int | float, ...]
-    reached: tuple[Seen, ...]  # those of the user, from which a prologue may compute captures at each call
+    reached: tuple[AnyOf, ...]  # those of the user, from which a prologue may compute captures at each call
     runs: tuple[EqualRuns, ...]  # of the captures
 
     @staticmethod
     def of(mod: Mod, bound: BoundMod, runs: tuple[EqualRuns, ...]) -> CaptureRecord:
-        captures, reached = (tuple([seen(t) for t in ts]) for ts in (bound.captures, bound.reached))
+        captures, reached = (tuple([(seen(t),) for t in ts]) for ts in (bound.captures, bound.reached))
         return CaptureRecord(mod, bound.graph, captures, bound.numbers, reached, runs)
+
+    def deepcopied(self, memo: dict[int, Any]) -> CaptureRecord:
+        """Return the record of a deep copy of the mask, whose mod may hold copies of the same values."""
+        mod = copy.deepcopy(self.mod, memo)
+        if mod is self.mod:  # a function: it has what it captures from where the original has it
+            return self
+        captures, reached = (
+            tuple([(*before, *_copies(before, memo)) for before in tensors])
+            for tensors in (self.captures, self.reached)
+        )
+        return self._replace(mod=mod, captures=captures, reached=reached)
 
     def check(self, bound: BoundMod) -> None:
         """Raise MutationError if `bound`, the same mod bound now, has other values than those recorded."""
@@ -60,13 +73,13 @@ class CaptureRecord(NamedTuple):
                 raise _changed(f"mask_mod's captured number {number.name!r}", f"was {before} and is {now}")
         if bound.graph is not self.graph and bound.graph.computes != self.graph.computes:
             raise _changed("what mask_mod computes", "is something else")
-        if all(is_same(before, now) for before, now in zip(self.captures, bound.captures, strict=True)):
+        if all(_is_any(before, now) for before, now in zip(self.captures, bound.captures, strict=True)):
             return
         if len(bound.reached) != len(self.reached):
             raise _changed("the tensors that mask_mod captures", "are others")
         for name, before, now in zip(bound.reached_names, self.reached, bound.reached, strict=True):
-            if not is_same(before, now):
-                how = "was changed in place" if before[0]() is now else "is another tensor"
+            if not _is_any(before, now):
+                how = "was changed in place" if any(ref() is now for ref, _ in before) else "is another tensor"
                 raise _changed(f"mask_mod's captured tensor {name!r}", how)
 
 
@@ -78,6 +91,19 @@ def seen(tensor: Tensor, gone: Callable[[object], None] | None = None) -> Seen:
 def is_same(seen: Seen, tensor: Tensor) -> bool:
     """Tell whether this is the tensor that was seen, at the same version."""
     return seen[0]() is tensor and seen[1] == _version(tensor)
+
+
+def _is_any(before: AnyOf, now: Tensor) -> bool:
+    return is_same(before[0], now) or any(is_same(seen, now) for seen in before[1:])
+
+
+def _copies(before: AnyOf, memo: dict[int, Any]) -> AnyOf:
+    """Return the copies that a deep copy has of a tensor; none where its values are not those that were seen."""
+    tensors = ((ref(), version) for ref, version in before)
+    # A tensor with a history has no deep copy: only what shares it can read it.
+    return tuple(
+        seen(copy.deepcopy(t, memo)) for t, version in tensors if t is not None and t.is_leaf and _version(t) == version
+    )
 
 
 def _version(tensor: Tensor) -> int | None:

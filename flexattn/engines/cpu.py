@@ -63,10 +63,12 @@ def _forward_strip(tiles: Scores, strip: Strip, out: Tensor, lse: Tensor, larges
         m_i, l_i, acc = _softmax_strip(tiles, strip, unit, guard=True)
     acc.div_(l_i.masked_fill(l_i == 0, 1.0))
     row_lse = m_i.double().div(unit).add_(l_i.double().log_())
+    row_lse.masked_fill_(m_i == torch.inf, torch.inf)  # a score of +inf: out is NaN
     if tiles.problem.sink is not None:
         sink = tiles.problem.sink[..., None, None].expand(*lse.shape, 1)
         total = torch.logaddexp(row_lse, tiles.stack(sink, strip, torch.float64))
-        acc.mul_(row_lse.sub_(total).exp_().nan_to_num_())  # -inf - -inf: neither a key nor a sink
+        kept = row_lse.sub_(total).exp_().masked_fill_(total == -torch.inf, 0.0)  # neither a key nor a sink
+        acc.mul_(kept.masked_fill_(total == torch.inf, torch.nan))
         row_lse = total
     tiles.rows(out, strip).copy_(tiles.unstack(acc, strip)[..., : out.shape[-1]])
     tiles.rows(lse[..., None], strip).copy_(tiles.unstack(row_lse, strip))
@@ -187,7 +189,8 @@ def _backward_strip(
     exact_lse = tiles.stack(given[1], strip, torch.float64)
     d_lse = None if given[3] is None else tiles.stack(given[3], strip)
     query = tiles.stack(problem.query, strip)
-    # A row without a live key: exp(-inf - inf) is 0 where -inf - -inf would be NaN.
+    # A score of +inf: what comes back is NaN. A row without a live key: exp(-inf - inf) is 0 where -inf - -inf is NaN.
+    exact_lse = exact_lse.masked_fill(exact_lse == torch.inf, torch.nan)
     exact_lse = exact_lse.masked_fill(exact_lse == -torch.inf, torch.inf)
     unit = _unit(problem)
     lse = (exact_lse * unit).to(tiles.dtype)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flexattn.errors import IndexRangeError, message
 from flexattn.graph import ModGraph, Node
 from flexattn.ops import OPS
 from flexattn.problem import Problem
@@ -18,6 +17,7 @@ from flexattn.problem import Problem
 class Outside:
     """Places where an index lies outside of a captured tensor: an error only if one of them attends."""
 
+    graph: ModGraph
     capture: str
     dimension: int
     size: int
@@ -30,14 +30,7 @@ class Outside:
         if not places.any():
             return
         index = int(torch.where(places, self.index, 0).flatten()[places.flatten().int().argmax()])
-        raise IndexRangeError(
-            message(
-                f"captured tensor `{self.capture}`",
-                f"index {index} in dimension {self.dimension} at an attended place",
-                f"{-self.size} to {self.size - 1}",
-                "Clamp the index in the mod, or exclude the place in the mask_mod.",
-            )
-        )
+        raise self.graph.index_error(self.capture, self.dimension, self.size, index, " at a place that attends")
 
 
 @dataclass
@@ -126,7 +119,7 @@ class TileGraph:
         if low >= -size and high < size:
             return index
         places = (index < -size) | (index >= size)
-        self.outside.append(Outside(capture.name, dimension, size, index, places))
+        self.outside.append(Outside(self.graph, capture.name, dimension, size, index, places))
         return index.clamp(-size, max(size - 1, -size))
 
 

@@ -292,9 +292,9 @@ class Record:
             self._line(f"if {text}: return None")
 
     def _tensor(self, variable: str, value: Tensor, name: str) -> None:
+        self.symbols.tensor(value, len(self.tensors), name)
         with torch._C.DisableTorchFunction():  # these reads are not the mod's
             self._check_tensor(variable, value)
-        self.symbols.tensor(value, len(self.tensors), name)
         self.tensors.append(value)
         self.tensor_variables.append(variable)
 
@@ -307,12 +307,11 @@ class Record:
             f"{variable}.layout is {self.constant(value.layout)}",
         ]
         self._line(f"if not ({' and '.join(checks)}): return None")
-        if value.layout is torch.strided and not value.is_nested:
-            sizes = [f"s{i}" for i in range(value.dim())]
-            tests = [f"{s} > 1" if n > 1 else f"{s} == {n}" for s, n in zip(sizes, value.shape, strict=True)]
-            self._line(f"{''.join(s + ', ' for s in sizes) or '() '}= {variable}.shape")
-            if tests and not self.reason:
-                self.lines.append(f"if not ({' and '.join(tests)}): return None")
+        sizes = [f"s{i}" for i in range(value.dim())]
+        tests = [f"{s} > 1" if n > 1 else f"{s} == {n}" for s, n in zip(sizes, value.shape, strict=True)]
+        self._line(f"{''.join(s + ', ' for s in sizes) or '() '}= {variable}.shape")
+        if tests and not self.reason:
+            self.lines.append(f"if not ({' and '.join(tests)}): return None")
 
 
 def _name_of(key: Any) -> str:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from kernel_cases import CASES, Setting, check_case
 from kernel_checks import CHECKS
+from quick import slow_unless
 from test_against_reference import Case, assert_right, cases, compare
 
 from flexattn import api, flex_attention
@@ -23,12 +24,21 @@ HALVES = ("unmasked", "mask_softcap", "shape_masked", "block_holes", "gradient_l
 
 
 # On a GPU all of them. Left out here, since others have them too: masks without a score_mod, shapes without a mask.
-@pytest.mark.parametrize("name", [n for n in CASES if not n.startswith(("mask_alone-", "shape-"))])
+HERE = [n for n in CASES if not n.startswith(("mask_alone-", "shape-"))]
+# What others have nearly: score_mods beside a mask, more blocks and layouts.
+SLOW_CASES = ("score-", "block", "layout-", "dropout_tile-", "dropout_unaligned")
+QUICK_CASES = ("score-relative", "block-(20, 128)", "layout-transposed", "dropout_tile-64x32-causal")
+SLOW_CHECKS = ("nothing_leaks_from_excluded_places", "tiles_change_nothing", "bias_and_general_forms_agree")
+
+
+@pytest.mark.parametrize("name", slow_unless(lambda n: n in QUICK_CASES or not n.startswith(SLOW_CASES), HERE))
 def test_case(name: str) -> None:
     check_case(name, FP16 if name.startswith(HALVES) else FP32)
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "check", slow_unless(lambda f: f.__name__ not in SLOW_CHECKS, CHECKS), ids=lambda f: f.__name__
+)
 def test_check(check: Callable[[Setting], None]) -> None:
     check(FP32)
 

@@ -1,0 +1,52 @@
+"""Modes of torch around a call: a default device does not reach inside, and what only records a call is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from flexattn.errors import UnsupportedError, message
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Modes in which tensors have no values, or stand for what a graph records; by name, as some need heavy imports.
+_RECORDING = frozenset(
+    ("FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode", "PreDispatchTorchFunctionMode")
+)
+
+
+def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function make its tensors on the CPU where it names no device, whatever the default device is.
+
+    Inside of a mode that records a graph, or whose tensors have no values, it raises UnsupportedError.
+    """
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
+            return function(*args, **kwargs)
+        with _own_device(function.__name__.lstrip("_")):
+            return function(*args, **kwargs)
+
+    return called
+
+
+def _own_device(name: str) -> AbstractContextManager[object]:
+    functions = _get_current_function_mode_stack()
+    for mode in (*_get_current_dispatch_mode_stack(), *functions):
+        kind = type(mode).__name__
+        if kind in _RECORDING:
+            found = f"a call inside of {kind}, as torch.export and make_fx have it"
+            mend = "Call it on tensors with values, outside of what is recorded."
+            raise UnsupportedError(message(name, found, "a call that computes its result", mend))
+    # A default device is a mode too; torch.get_default_device fails inside of torch.func's transforms.
+    defaults = [mode.device.type for mode in functions if isinstance(mode, DeviceContext)]
+    return nullcontext() if set(defaults) <= {"cpu"} else torch.device("cpu")

@@ -1,0 +1,68 @@
+"""Plain tensors, whose memory holds their values in strides. Others are refused by name, as arguments and captures.
+
+A subclass that handles its operations itself may have no memory (a fake tensor), a part of the values (a DTensor) or
+codes that stand for them (a quantised tensor). A subclass that only adds Python methods is plain.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from flexattn.errors import UnsupportedError, message
+
+_PLAIN: frozenset[type] = frozenset((Tensor, Parameter))
+_DEFAULT_FUNCTIONS = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
+
+# How to get a plain tensor, by the name of a class: most of these modules are not imported until they are used.
+_MENDS = {
+    "FakeTensor": "It has no values: call on tensors that do, outside of torch.export, make_fx and FakeTensorMode.",
+    "FunctionalTensor": "It records a graph: call outside of torch.export and make_fx.",
+    "DTensor": "Pass {0}.to_local() where it is sharded by batch or heads, else {0}.full_tensor().",
+    "AsyncCollectiveTensor": "Wait for it: {0}.wait().",
+    "MaskedTensor": "Pass {0}.to_tensor(0), and leave keys out with a mask_mod.",
+    "UninitializedParameter": "Initialise it: {0}.materialize(shape), or run the module once.",
+    "UninitializedBuffer": "Initialise it: {0}.materialize(shape), or run the module once.",
+}
+_NESTED = "Pad to one length, or pack the sequences and use mods.document."
+_OTHER_FUNCTION = "Pass {0}.as_subclass(torch.Tensor) if its values are those of a plain tensor."
+_OTHER_DISPATCH = "Convert it before the call, by the method that its class has for that ({0}.dequantize(), say)."
+
+
+def is_plain(x: Tensor) -> bool:
+    """Tell whether the memory of `x` holds its values in strides, and operations on it are those of torch.Tensor."""
+    return (type(x) in _PLAIN or not _overrides(type(x))) and x.layout is torch.strided and not x.is_nested
+
+
+@lru_cache(256)
+def _overrides(cls: Any) -> bool:
+    function = getattr(cls.__torch_function__, "__func__", cls.__torch_function__)
+    return _dispatches(cls) or function not in _DEFAULT_FUNCTIONS
+
+
+def _dispatches(cls: Any) -> bool:
+    return cls.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def check_plain(argument: str, x: Tensor, capture: str = "") -> None:
+    """Raise UnsupportedError where `x`, an argument or what a mod of this argument captures, is not plain."""
+    if is_plain(x):
+        return
+    found, mend = _about(x)
+    found = f"the captured tensor {capture}, {found}" if capture else found
+    raise UnsupportedError(message(argument, found, "a plain, dense tensor", mend.format(capture or argument)))
+
+
+def _about(x: Tensor) -> tuple[str, str]:
+    """Return what a tensor that is not plain is, and the mend."""
+    cls = type(x)
+    if x.is_nested:
+        return "a nested tensor", _NESTED
+    if cls in _PLAIN:
+        return f"a tensor of layout {x.layout}", "Pass {0}.to_dense()."
+    mend = _OTHER_DISPATCH if _dispatches(cls) else _OTHER_FUNCTION
+    return f"a {cls.__module__}.{cls.__qualname__}", _MENDS.get(cls.__name__, mend)
