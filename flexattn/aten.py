@@ -336,6 +336,12 @@ def _logical(on_bool: str, on_integers: str | None = None) -> Row:
     return Row(lambda x, *y: x.apply(on_bool if x.dtype == torch.bool else on_integers, *y))
 
 
+def _bitwise_not(x: Expr) -> Expr:
+    if x.dtype == torch.uint8:  # Triton's interpreter has no ~ of it
+        return x.apply("bitxor", 255)
+    return x.apply("not" if x.dtype == torch.bool else "bitnot")
+
+
 def _add(x: Expr, y: Expr, alpha: Expr | None = None) -> Expr:
     if x.dtype == torch.bool:
         return x.apply("or", y)
@@ -374,7 +380,9 @@ def power(elements: Elements, dtype: torch.dtype, x: Expr, y: Expr) -> Expr:
         return y.cast(dtype).apply("exp2") if x.constant == 2 else x.apply("pow", y.cast(dtype))
     if x.constant == 2:
         return where(y < 0, 0, elements.builder.const(1, dtype).apply("shl", y.cast(dtype)))
-    return x.cast(torch.float64).apply("pow", y.cast(torch.float64)).cast(dtype)
+    if x.constant == -1:
+        return 1 - y.cast(dtype).apply("bitand", 1) * 2
+    return x.apply("pow", y.cast(dtype))
 
 
 def _multiplied(x: Expr, times: int) -> Expr:
@@ -463,9 +471,9 @@ ROWS: dict[str, Row] = {
     "isposinf": Row(lambda x: x.apply("eq", math.inf), "common"),
     "isneginf": Row(lambda x: x.apply("eq", -math.inf), "common"),
     "logical_and": _logical("and"), "logical_or": _logical("or"), "logical_xor": _logical("xor"),
-    "logical_not": _logical("not"),
+    "logical_not": _logical("not"), "bitwise_not": Row(_bitwise_not),
     "bitwise_and": _logical("and", "bitand"), "bitwise_or": _logical("or", "bitor"),
-    "bitwise_xor": _logical("xor", "bitxor"), "bitwise_not": _logical("not", "bitnot"),
+    "bitwise_xor": _logical("xor", "bitxor"),
     "__and__": _logical("and", "bitand"), "__or__": _logical("or", "bitor"), "__xor__": _logical("xor", "bitxor"),
     "bitwise_left_shift": Row(lambda x, y: x.apply("shl", y)), "__lshift__": Row(lambda x, y: x.apply("shl", y)),
     "bitwise_right_shift": Row(lambda x, y: x.apply("shr", y)), "__rshift__": Row(lambda x, y: x.apply("shr", y)),

@@ -22,6 +22,7 @@ import torch
 from flexattn import triton_versions
 from flexattn.config import debug, settings
 from flexattn.errors import CompileError, message
+from flexattn.interpreted import replaced_globals
 from flexattn.kernel_store import KernelStore, open_store, temporary_store
 from flexattn.target import Target
 
@@ -101,6 +102,7 @@ class _InterpretedKernel(Kernel):
     def __init__(self, source: KernelSource, target: Target, digest: str, folder: Path) -> None:
         super().__init__(source, target, digest, folder)
         self._function = _import(self.path, self.path.read_text(), source)
+        self._function.fn.__globals__.update(replaced_globals())
 
     def launch(self, programs: int, arguments: tuple[Any, ...], stream: int | None = None) -> None:
         self._function[(programs,)](*arguments)

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flexattn.bound import nonnegative as never_negative
-from flexattn.errors import CompileError
+from flexattn.bound import ranges
 from flexattn.graph import ModGraph, Node
 from flexattn.index_range import affine
 from flexattn.ops import OPS
@@ -36,22 +35,6 @@ INDEX_LIMIT = 1 << 22
 
 # What `gather` of the prelude loads.
 _GATHERED = (torch.float32, torch.int32, torch.float16, torch.bfloat16, torch.int16)
-
-# Triton's interpreter has no libdevice and no inline PTX; these are the same functions in its own terms.
-_INTERPRETER_TEXT = {
-    "tanh": "(1.0 - 2.0 / (tl.exp(2.0 * {0}) + 1.0))",
-    "pow": "tl.exp({1} * tl.log({0}))",
-    "expm1": "(tl.exp({0}) - 1.0)",
-    "log1p": "tl.log(1.0 + {0})",
-    "log10": "(tl.log({0}) * 0.4342944819032518)",
-    "floor": "tl.floor({0})",
-    "ceil": "tl.ceil({0})",
-    "trunc": "tl.where({0} < 0.0, tl.ceil({0}), tl.floor({0}))",
-    "sinh": "(0.5 * (tl.exp({0}) - tl.exp(-{0})))",
-    "cosh": "(0.5 * (tl.exp({0}) + tl.exp(-{0})))",
-    "tan": "(tl.sin({0}) / tl.cos({0}))",
-    "erfc": "(1.0 - tl.erf({0}))",
-}
 
 # Triton's own float64 operations are rounded right, and tl.div_rn and tl.sqrt_rn are of float32 alone.
 _DOUBLE_TEXT = {"div": "{0} / {1}", "sqrt": "tl.sqrt({0})", "sigmoid": "(1.0 / (1.0 + libdevice.exp(-{0})))"}
@@ -213,7 +196,7 @@ class Writer:
 
     def __init__(
         self, mod: ModPlan, dialect: Dialect, early: tuple[int, ...] = (), streamed: str | None = None,
-        nonnegative: tuple[bool, ...] | None = None,
+        bounded: bool = True,
     ) -> None:  # fmt: skip
         self.mod, self.graph, self.dialect, self.streamed = mod, mod.graph, dialect, streamed
         self.lines: list[str] = []
@@ -221,8 +204,11 @@ class Writer:
         self.float_names: dict[int, str] = {}
         self.split: dict[str, tuple[str, str]] = {}  # of names of a sum with `offset`: the rest and its sign
         self.checks: list[tuple[int, str]] = []  # (capture, condition that a load of it is inside), where checked
-        proved = never_negative(mod.graph) if nonnegative is None else nonnegative
-        self.nonnegative = [a or i in mod.nonnegative for i, a in enumerate(proved)]
+        self.limits = ranges(mod.graph) if bounded else ((None, None),) * len(mod.graph.nodes)
+        self.nonnegative = [
+            i in mod.nonnegative or (low is not None and low >= 0 and mod.graph.nodes[i].dtype != torch.bool)
+            for i, (low, _) in enumerate(self.limits)
+        ]
 
     def function(self, name: str, inputs: list[str], body: list[str], extra: list[str] | None = None) -> str:
         parameters = ", ".join([*inputs, *self.mod.argument_names(), *(extra or [])])
@@ -263,7 +249,19 @@ class Writer:
                 return self.assign(f"product_{_kind(node)}({self.value(node.args[0])}, {self.value(node.args[1])})")
             case "floordiv" | "mod" | "fmod":
                 return self._integer_division(node)
+            case "shl" | "shr" if not self._is_shift(node):
+                return self._call(node, f"shift_{'left' if node.op == 'shl' else 'right'}_int", 8 * node.dtype.itemsize)
+            case "pow" if not node.dtype.is_floating_point:
+                return self._call(node, "power_int", int(self.limits[node.args[1]][1]).bit_length())
         return self.assign(self._text(node).format(*(self.value(a) for a in node.args)))
+
+    def _call(self, node: Node, function: str, *constants: int) -> str:
+        return self.assign(f"{function}({', '.join([*map(self.value, node.args), *map(str, constants)])})")
+
+    def _is_shift(self, node: Node) -> bool:
+        """Tell whether the hardware shifts by this count: torch's result is defined for all others, too."""
+        low, high = self.limits[node.args[1]]
+        return low is None or (low >= 0 and high < 8 * node.dtype.itemsize)  # bounding graphs take care themselves
 
     def _must_round(self, node: Node, position: int) -> bool:
         """Tell whether the compiler could join a product with a sum, which would then be rounded once."""
@@ -272,11 +270,6 @@ class Writer:
 
     def _text(self, node: Node) -> str:
         op, spec = node.op, OPS[node.op]
-        if self.dialect.interpreter:
-            text = _INTERPRETER_TEXT.get(op, spec.triton)
-            if "libdevice." in text:
-                raise CompileError(f"{op}: Triton's interpreter does not have it; use the CPU engine or a GPU")
-            return text
         if node.dtype == torch.float64 and op in _DOUBLE_TEXT:
             return _DOUBLE_TEXT[op]
         return spec.exact_triton if self.dialect.exact and spec.exact_triton else spec.triton

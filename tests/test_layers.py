@@ -19,7 +19,7 @@ ORDER = (
     "mods", "reference", "errors", "config", "options", "transforms", "ops", "graph", "equal_runs", "index_range",
     "distances", "places_last", "aten", "bound", "narrow", "captures", "interception", "scalarize", "trace", "differentiate",
     "boxes", "facts", "block_mask", "dropout", "problem", "batch_invariant", "sinks", "target", "triton_versions",
-    "kernel_store",
+    "kernel_store", "interpreted",
     "build", "builders", "tiles", "tile_choice", "lower", "row_bounds", "scatter", "capture_sums", "lower_bounds",
     "templates", "kernel_plan", "shared_memory", "plan", "hopper", "hopper_names", "render", "launch", "engines",
     "mask_kernels", "mask_recipe", "mask_build", "mask_cache", "classify", "validate", "explain", "second_order",
