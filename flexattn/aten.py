@@ -585,7 +585,8 @@ def _bitcast(elements: Elements, node: fx.Node, index: Index, source: fx.Node, d
     if source.meta["val"].dtype == dtype:
         return elements.at(source, index)
     raise Refused(
-        node, f"that reads the bits of a {source.meta['val'].dtype} as {dtype}. Convert captured tensors before the call"
+        node,
+        f"that reads the bits of a {source.meta['val'].dtype} as {dtype}. Convert captured tensors before the call",
     )
 
 
@@ -684,9 +685,7 @@ def _gathered(
     return elements.at(source, tuple(full))
 
 
-def _index_select(
-    elements: Elements, node: fx.Node, index: Index, source: fx.Node, dim: int, chosen: fx.Node
-) -> Expr:
+def _index_select(elements: Elements, node: fx.Node, index: Index, source: fx.Node, dim: int, chosen: fx.Node) -> Expr:
     if not index:
         return elements.at(source, ())
     dim = dim % len(index)

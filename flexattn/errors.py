@@ -50,6 +50,11 @@ class CompileError(FlexAttentionError, RuntimeError):
     """A generated kernel could not be built on this device."""
 
 
+def mod_in_messages(kind: str, name: str) -> str:
+    """Return how messages name a mod: "score_mod alibi", or "score_mod" alone where the function has no name."""
+    return f"{kind}_mod" if name == f"{kind}_mod" else f"{kind}_mod {name}"
+
+
 def message(argument: str, found: object, expected: str, mend: str) -> str:
     """Return the text of an error: `argument` is `found`, expected `expected`; then how to mend it."""
     return f"{argument}: found {found}, expected {expected}. {mend}"

@@ -33,7 +33,7 @@ class UnforeseenTensor(BaseException):
         self.tensor = tensor
 
 
-_DATA_DEPENDENT = (
+DATA_DEPENDENT = (
     "reads the value of a tensor in Python (if, and, or, not, int(), float(), .item(), range). The mod runs once for "
     "all positions: write torch.where(condition, x, y) for `if`, `&`, `|`, `~` for and, or, not; a number must be "
     "captured as a Python number (n = int(t) outside of the mod)."
@@ -55,7 +55,7 @@ class Interception(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = self._known(args), self._known(kwargs or {})
         if func in _READ_VALUE:
-            raise ModError(f"{self.name} at {user_line()} {_DATA_DEPENDENT}")
+            raise ModError(f"{self.name} at {user_line()} {DATA_DEPENDENT}")
         if func is Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
             return self.requires_grad.get(id(args[0]), False)
         if func is torch.nn.functional.scaled_dot_product_attention:
@@ -263,8 +263,8 @@ def explain_failure(error: Exception, kind: str, name: str) -> ModError:
     where = _line_of(error.__traceback__)
     text = str(error)
     if "value out of a tracing tensor" in text or type(error).__name__.startswith(("DataDependent", "GuardOnData")):
-        return ModError(f"{name} at {where} {_DATA_DEPENDENT}")
+        return ModError(f"{name} at {where} {DATA_DEPENDENT}")
     return ModError(
-        f"{kind}_mod {name} at {where} raised {type(error).__name__}: {text or 'no message'}. A {kind}_mod is called "
+        f"{name} at {where} raised {type(error).__name__}: {text or 'no message'}. A {kind}_mod is called "
         f"with 0-d tensors; what works on those works here."
     )

@@ -10,6 +10,7 @@ so that nothing is read where the lengths, the lists or the mask exclude the pla
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -103,7 +104,6 @@ class Dialect:
     """How the target wants operations written."""
 
     exact: bool = False  # accurate functions instead of the hardware's approximations
-    interpreter: bool = False
     ptx: bool = False  # NVIDIA's instructions may be written inline
     float_index: bool = True  # lengths are below INDEX_LIMIT: index differences are formed in float32
     # This index (q_idx or kv_idx) also comes as the sum of `near`, which in each thread has few values (so there is
@@ -203,6 +203,7 @@ class Writer:
         self.names = {node: f"early[{i}]" for i, node in enumerate(early)}  # of nodes already written
         self.float_names: dict[int, str] = {}
         self.split: dict[str, tuple[str, str]] = {}  # of names of a sum with `offset`: the rest and its sign
+        self._near: set[int] | None = None  # operands of a node whose far ones are written, or being written
         self.checks: list[tuple[int, str]] = []  # (capture, condition that a load of it is inside), where checked
         self.limits = ranges(mod.graph) if bounded else ((None, None),) * len(mod.graph.nodes)
         self.nonnegative = [
@@ -221,8 +222,26 @@ class Writer:
 
     def value(self, position: int) -> str:
         if position not in self.names:
+            self._write_far_operands(position)
             self.names[position] = self._write(self.graph.nodes[position], position)
         return self.names[position]
+
+    def _write_far_operands(self, position: int) -> None:
+        """Write those operands of operands that are many operations away, the innermost first.
+
+        Each operation writes its operands by calls, and Python's stack is too short for a chain of hundreds.
+        """
+        if self._near is not None and position in self._near:
+            return
+        stops = _stops(self.graph)
+        if not stops:
+            return
+        needed = _operands_of(self.graph, position)
+        outer, self._near = self._near, needed | {position}
+        for stop in stops:
+            if stop in needed and stop not in self.names:
+                self.names[stop] = self._write(self.graph.nodes[stop], stop)
+        self._near = outer
 
     def assign(self, text: str) -> str:
         name = f"t{len(self.lines)}"
@@ -266,7 +285,7 @@ class Writer:
     def _must_round(self, node: Node, position: int) -> bool:
         """Tell whether the compiler could join a product with a sum, which would then be rounded once."""
         fuses = self.dialect.as_written and node.dtype in (torch.float32, torch.float64)
-        return fuses and any(position in n.args and n.op in ("add", "sub", "neg") for n in self.graph.nodes)
+        return fuses and position in _summands(self.graph)
 
     def _text(self, node: Node) -> str:
         op, spec = node.op, OPS[node.op]
@@ -295,6 +314,7 @@ class Writer:
         A division by such a value becomes a product with its reciprocal, and equal values above and below cancel:
         one or two roundings differ from what is written, none in an exact dialect.
         """
+        self._write_far_operands(position)
         if self.dialect.exact:
             return self.value(position) if factor is None else self.assign(f"{self.value(position)} * {factor}")
         if factor is not None and (x := self._sum(position, factor)):
@@ -333,7 +353,7 @@ class Writer:
             return [], [position], []
         if node.op == "input" and node.value == "score" and position not in self.names:
             return ["score"], ["sm_scale"], []
-        used_once = sum(position in n.args for n in self.graph.nodes) <= 1
+        used_once = _uses(self.graph)[position] <= 1
         if node.op == "mul" and node.dtype.is_floating_point and used_once and position not in self.names:
             parts = [self._factors(a) for a in node.args]
             return parts[0][0] + parts[1][0], parts[0][1] + parts[1][1], parts[0][2] + parts[1][2]
@@ -454,20 +474,7 @@ class Writer:
         """Return a bound of the magnitude if the node can be computed in float32 exactly from rows and columns."""
         if not self.dialect.float_index:
             return None
-        bound = self._magnitude(position)
-        return bound if bound is not None and bound <= EXACT_FLOAT32 else None
-
-    def _magnitude(self, position: int) -> int | None:
-        node = self.graph.nodes[position]
-        match node.op:
-            case "input" if node.value in ("q_idx", "kv_idx"):
-                return INDEX_LIMIT
-            case "const":
-                return abs(int(str(node.value)))
-            case "add" | "sub" | "neg" | "abs" | "maximum" | "minimum":
-                parts = [self._magnitude(a) for a in node.args]
-                return None if None in parts else sum(p for p in parts if p is not None)
-        return None
+        return _magnitudes(self.graph)[position]
 
     def _float_value(self, position: int) -> str:
         if position not in self.float_names:
@@ -501,6 +508,68 @@ class Writer:
         self.float_names[position] = name
         self.split[name] = rest, sign
         return name
+
+
+_MOST_NESTED = 40  # operations that write each other by calls
+_MOST_SUMMED = 16  # integers that are added in float32, one inside of the other
+
+
+@lru_cache(64)
+def _stops(graph: ModGraph) -> tuple[int, ...]:
+    """Return nodes, ascending, such that no more than _MOST_NESTED operations lie between two of them or a leaf."""
+    height: list[int] = []
+    found: list[int] = []
+    for i, node in enumerate(graph.nodes):
+        height.append(1 + max((height[a] for a in node.args), default=-1))
+        if height[i] == _MOST_NESTED:
+            found.append(i)
+            height[i] = 0
+    return tuple(found)
+
+
+def _operands_of(graph: ModGraph, position: int) -> set[int]:
+    """Return all nodes that a node is computed from."""
+    found: set[int] = set()
+    stack = [position]
+    while stack:
+        new = set(graph.nodes[stack.pop()].args) - found
+        found |= new
+        stack += new
+    return found
+
+
+@lru_cache(64)
+def _uses(graph: ModGraph) -> tuple[int, ...]:
+    """For each node, how many others read it."""
+    counts = [0] * len(graph.nodes)
+    for node in graph.nodes:
+        for a in set(node.args):
+            counts[a] += 1
+    return tuple(counts)
+
+
+@lru_cache(64)
+def _summands(graph: ModGraph) -> frozenset[int]:
+    return frozenset(a for node in graph.nodes if node.op in ("add", "sub", "neg") for a in node.args)
+
+
+@lru_cache(64)
+def _magnitudes(graph: ModGraph) -> tuple[int | None, ...]:
+    """For each node, a bound of its magnitude if it is a short sum of indices that float32 holds."""
+    found: list[tuple[int, int] | None] = []  # (bound, operations)
+    for node in graph.nodes:
+        parts = [found[a] for a in node.args]
+        known = [p for p in parts if p is not None]
+        size = None
+        match node.op:
+            case "input" if node.value in ("q_idx", "kv_idx"):
+                size = INDEX_LIMIT, 0
+            case "const" if node.dtype != torch.bool and not node.dtype.is_floating_point:
+                size = abs(int(str(node.value))), 0
+            case "add" | "sub" | "neg" | "abs" | "maximum" | "minimum" if len(known) == len(parts):
+                size = sum(b for b, _ in known), 1 + max(n for _, n in known)
+        found.append(size if size is not None and size[0] <= EXACT_FLOAT32 and size[1] <= _MOST_SUMMED else None)
+    return tuple(None if f is None else f[0] for f in found)
 
 
 def _times(factor: int, text: str) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from flexattn.aten import Refused, UnknownOperator
 from flexattn.captures import Survey, substitute, survey
 from flexattn.config import debug, settings
-from flexattn.errors import FlexAttentionError, ModError, UnsupportedError
+from flexattn.errors import FlexAttentionError, ModError, UnsupportedError, mod_in_messages
 from flexattn.graph import MASK_INPUTS, SCORE_INPUTS, BoundMod
 from flexattn.interception import Interception, UnforeseenTensor, explain_failure, explain_operator, refused_functions
 from flexattn.scalarize import Kind, Recorded, Traced, scalarize
@@ -78,20 +78,21 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
 def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype, found: Survey) -> tuple[Traced, list[Tensor]]:
     """Trace until every tensor is known and every operator has a row; return the tensors that became inputs."""
     name = mod_name(mod, kind)
+    called = mod_in_messages(kind, name)
     _check_call(mod, kind, name)
     tensors = list(found.tensors)
-    _check_tensors(tensors, name)
+    _check_tensors(tensors, called)
     decompositions: dict[Any, Callable[..., Any]] = {}
-    asked = None
+    asked: UnknownOperator | None = None
     while True:
         try:
-            recorded = _record(mod, kind, name, score_dtype, tensors, found.numbers, decompositions)
+            recorded = _record(mod, kind, called, score_dtype, tensors, found.numbers, decompositions)
             return scalarize(recorded, kind, name, score_dtype, location_of(mod)), tensors
         except UnforeseenTensor as unforeseen:
             tensors.append(unforeseen.tensor)
             if len(tensors) > len(found.tensors) + _MOST_UNFORESEEN:
                 raise UnsupportedError(
-                    f"{name}: found a real tensor made anew in each run of the mod, expected captured tensors. Make it "
+                    f"{called}: found a real tensor made anew in each run of the mod, expected captured tensors. Make it "
                     f"before the call and capture it."
                 ) from None
         except UnknownOperator as unknown:
@@ -100,7 +101,8 @@ def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype, found: Survey) -
             if asked is None or not str(target).startswith("prims"):  # those come from decompositions, not from users
                 asked = unknown
             if decomposition is None or target in decompositions:
-                raise UnsupportedError(f"{name}: found {explain_operator(unknown if unknown.reason else asked)}") from None
+                what = explain_operator(unknown if unknown.reason else asked)
+                raise UnsupportedError(f"{called}: found {what}") from None
             decompositions[target] = decomposition
 
 
