@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from flexattn.aten import UnknownOperator
 from flexattn.errors import ModError, UnsupportedError
+from flexattn.registered import meaning_of
 from flexattn.transforms import innermost
 
 
@@ -102,10 +103,12 @@ def refused_functions(name: str) -> Iterator[None]:
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != tracing:
             return original.__get__(None, cls)(*args, **kwargs)
+        if (like := meaning_of(cls)) is not None:
+            return like(*args, **kwargs)
         raise UnsupportedError(
             f"{name}: found the torch.autograd.Function {cls.__name__} at {user_line()}, expected plain operations. "
             f"Its own backward would not be used: write what its forward computes, with detach() where the gradient "
-            f"stops."
+            f"stops, or register that function: flexattn.register_operator({cls.__name__}, like=...)."
         )
 
     Function.apply = classmethod(apply)  # type: ignore[assignment]
@@ -252,6 +255,13 @@ def explain_operator(unknown: UnknownOperator) -> str:
     what = f"the operator {unknown.node.target} at {line_of_node(unknown.node)}"
     if unknown.reason:
         return f"{what} {unknown.reason}."
+    library, _, name = str(unknown.node.target).partition(".")
+    if library not in ("aten", "prims"):
+        like = "torch.tanh" if "tanh" in name else "a function of torch operations"
+        return (
+            f"{what}, expected one that PyTorch decomposes, or that is registered. Say what it computes: "
+            f"flexattn.register_operator(torch.ops.{library}.{name.partition('.')[0]}, like={like})."
+        )
     return (
         f"{what}, expected one of elementwise operations, gathers and small reductions. Compute it before the call, or "
         f"write it with simpler operations."

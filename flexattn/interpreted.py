@@ -16,7 +16,8 @@ class _Libdevice:
     """Stands for triton.language.extra.libdevice."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return _on_blocks(getattr(torch, _NAMES.get(name, name)))
+        name = _NAMES.get(name, name)
+        return _on_blocks(getattr(torch, name, None) or getattr(torch.special, name))
 
 
 @cache

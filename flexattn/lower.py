@@ -9,8 +9,10 @@ so that nothing is read where the lengths, the lists or the mask exclude the pla
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -205,7 +207,9 @@ class Writer:
         self.split: dict[str, tuple[str, str]] = {}  # of names of a sum with `offset`: the rest and its sign
         self._near: set[int] | None = None  # operands of a node whose far ones are written, or being written
         self.checks: list[tuple[int, str]] = []  # (capture, condition that a load of it is inside), where checked
-        self.limits = ranges(mod.graph) if bounded else ((None, None),) * len(mod.graph.nodes)
+        self.limits: Sequence[tuple[Any, Any]] = (
+            ranges(mod.graph) if bounded else ((None, None),) * len(mod.graph.nodes)
+        )
         self.nonnegative = [
             i in mod.nonnegative or (low is not None and low >= 0 and mod.graph.nodes[i].dtype != torch.bool)
             for i, (low, _) in enumerate(self.limits)

@@ -26,6 +26,7 @@ from flexattn.config import debug, settings
 from flexattn.errors import FlexAttentionError, ModError, UnsupportedError, mod_in_messages
 from flexattn.graph import MASK_INPUTS, SCORE_INPUTS, BoundMod
 from flexattn.interception import Interception, UnforeseenTensor, explain_failure, explain_operator, refused_functions
+from flexattn.registered import meaning_of, registrations
 from flexattn.scalarize import Kind, Recorded, Traced, scalarize
 from flexattn.transforms import outside
 
@@ -53,7 +54,7 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
     flows. A `torch.autograd.Function` in a score_mod is refused, since its own backward would not be used.
     """
     found = survey(mod)
-    key = (kind, score_dtype, torch.get_default_dtype(), *found.key)
+    key = (kind, score_dtype, torch.get_default_dtype(), registrations(), *found.key)
     if found.followed:
         for traced in _memo.get(key, ()):
             if traced.guard is None or traced.guard(found.tensors, found.numbers):
@@ -92,8 +93,8 @@ def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype, found: Survey) -
             tensors.append(unforeseen.tensor)
             if len(tensors) > len(found.tensors) + _MOST_UNFORESEEN:
                 raise UnsupportedError(
-                    f"{called}: found a real tensor made anew in each run of the mod, expected captured tensors. Make it "
-                    f"before the call and capture it."
+                    f"{called}: found a real tensor made anew in each run of the mod, expected captured tensors. "
+                    f"Make it before the call and capture it."
                 ) from None
         except UnknownOperator as unknown:
             target = unknown.node.target
@@ -110,7 +111,7 @@ def _decomposition(target: Any) -> Callable[..., Any] | None:
     from torch._decomp import decomposition_table
     from torch._refs import nn  # noqa: F401  (registers more decompositions)
 
-    return decomposition_table.get(target)
+    return meaning_of(target) or decomposition_table.get(target)
 
 
 # Checks that need no run.

@@ -17,7 +17,7 @@ PACKAGE = Path(flexattn.__file__).parent
 # Reading order: a module imports only from those before it. A folder is one layer.
 ORDER = (
     "mods", "reference", "errors", "config", "options", "transforms", "ops", "graph", "equal_runs", "index_range",
-    "distances", "places_last", "aten", "bound", "narrow", "captures", "interception", "scalarize", "trace", "differentiate",
+    "distances", "places_last", "aten", "bound", "narrow", "registered", "captures", "interception", "scalarize", "trace", "differentiate",
     "boxes", "facts", "block_mask", "dropout", "problem", "batch_invariant", "sinks", "target", "triton_versions",
     "kernel_store", "interpreted",
     "build", "builders", "tiles", "tile_choice", "lower", "row_bounds", "scatter", "capture_sums", "lower_bounds",
