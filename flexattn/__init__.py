@@ -23,6 +23,7 @@ from flexattn.mods import and_masks as and_masks
 from flexattn.mods import noop_mask as noop_mask
 from flexattn.mods import or_masks as or_masks
 from flexattn.options import FlexKernelOptions as FlexKernelOptions
+from flexattn.registered import register_operator as register_operator
 from flexattn.trials import Tuning as Tuning
 
 __all__ = [
@@ -43,5 +44,6 @@ __all__ = [
     "noop_mask",
     "or_masks",
     "reference",
+    "register_operator",
     "tune",
 ]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from flexattn.graph import Builder, Expr, wide
-from flexattn.ops import where
+from flexattn.ops import digamma, where
 
 MOST_UNROLLED = 64
 _MOST_NESTED = 40  # operators inside of each other before `Elements.value` starts from the innermost one
@@ -99,7 +99,7 @@ class Elements:
             assert isinstance(source, fx.Node)
             compute, (args, kwargs) = _entry(RESULTS, source), arguments(source)
             if compute is None:  # the operator that has several results is the one to decompose
-                raise UnknownOperator(source)
+                raise UnknownOperator(source, REASONS.get(operator_name(source), ""))
             _check_arguments(compute, source, self, source, index, which, *args, **kwargs)
             return compute(self, source, index, which, *args, **kwargs)
         args, kwargs = arguments(node)
@@ -336,6 +336,12 @@ def _logical(on_bool: str, on_integers: str | None = None) -> Row:
     return Row(lambda x, *y: x.apply(on_bool if x.dtype == torch.bool else on_integers, *y))
 
 
+def _bitwise_not(x: Expr) -> Expr:
+    if x.dtype == torch.uint8:  # Triton's interpreter has no ~ of it
+        return x.apply("bitxor", 255)
+    return x.apply("not" if x.dtype == torch.bool else "bitnot")
+
+
 def _add(x: Expr, y: Expr, alpha: Expr | None = None) -> Expr:
     if x.dtype == torch.bool:
         return x.apply("or", y)
@@ -374,7 +380,9 @@ def power(elements: Elements, dtype: torch.dtype, x: Expr, y: Expr) -> Expr:
         return y.cast(dtype).apply("exp2") if x.constant == 2 else x.apply("pow", y.cast(dtype))
     if x.constant == 2:
         return where(y < 0, 0, elements.builder.const(1, dtype).apply("shl", y.cast(dtype)))
-    return x.cast(torch.float64).apply("pow", y.cast(torch.float64)).cast(dtype)
+    if x.constant == -1:
+        return 1 - y.cast(dtype).apply("bitand", 1) * 2
+    return x.apply("pow", y.cast(dtype))
 
 
 def _multiplied(x: Expr, times: int) -> Expr:
@@ -463,9 +471,9 @@ ROWS: dict[str, Row] = {
     "isposinf": Row(lambda x: x.apply("eq", math.inf), "common"),
     "isneginf": Row(lambda x: x.apply("eq", -math.inf), "common"),
     "logical_and": _logical("and"), "logical_or": _logical("or"), "logical_xor": _logical("xor"),
-    "logical_not": _logical("not"),
+    "logical_not": _logical("not"), "bitwise_not": Row(_bitwise_not),
     "bitwise_and": _logical("and", "bitand"), "bitwise_or": _logical("or", "bitor"),
-    "bitwise_xor": _logical("xor", "bitxor"), "bitwise_not": _logical("not", "bitnot"),
+    "bitwise_xor": _logical("xor", "bitxor"),
     "__and__": _logical("and", "bitand"), "__or__": _logical("or", "bitor"), "__xor__": _logical("xor", "bitxor"),
     "bitwise_left_shift": Row(lambda x, y: x.apply("shl", y)), "__lshift__": Row(lambda x, y: x.apply("shl", y)),
     "bitwise_right_shift": Row(lambda x, y: x.apply("shr", y)), "__rshift__": Row(lambda x, y: x.apply("shr", y)),
@@ -477,10 +485,13 @@ ROWS: dict[str, Row] = {
     "floor": _rounding("floor"), "ceil": _rounding("ceil"), "trunc": _rounding("trunc"), "round": _rounding("round"),
     "round.decimals": Row(_round_decimals),
     "frac": Row(lambda x: x - x.apply("trunc")),
+    "special_erfcx": Row(lambda x: x.apply("erfcx")), "digamma": Row(digamma),
+    "special_ndtri": Row(lambda x: (x * 2.0 - 1.0).apply("erfinv") * math.sqrt(2.0)),
     "atan2": Row(lambda y, x: y.apply("atan2", x)), "copysign": Row(lambda x, y: x.apply("copysign", y)),
     **{name: _unary(name) for name in (
         "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sin", "cos", "tan", "asin", "acos",
         "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "sigmoid", "erf", "erfc",
+        "lgamma", "erfinv",
     )},
 }  # fmt: skip
 
@@ -577,7 +588,8 @@ def _bitcast(elements: Elements, node: fx.Node, index: Index, source: fx.Node, d
     if source.meta["val"].dtype == dtype:
         return elements.at(source, index)
     raise Refused(
-        node, f"that reads the bits of a {source.meta['val'].dtype} as {dtype}. Convert captured tensors before the call"
+        node,
+        f"that reads the bits of a {source.meta['val'].dtype} as {dtype}. Do so with captured tensors, before the call",
     )
 
 
@@ -676,9 +688,7 @@ def _gathered(
     return elements.at(source, tuple(full))
 
 
-def _index_select(
-    elements: Elements, node: fx.Node, index: Index, source: fx.Node, dim: int, chosen: fx.Node
-) -> Expr:
+def _index_select(elements: Elements, node: fx.Node, index: Index, source: fx.Node, dim: int, chosen: fx.Node) -> Expr:
     if not index:
         return elements.at(source, ())
     dim = dim % len(index)
@@ -722,17 +732,19 @@ def _contraction(elements: Elements, node: fx.Node, index: Index, x: fx.Node, y:
     return total
 
 
-def _cumulated(
-    elements: Elements, node: fx.Node, index: Index, source: fx.Node, dim: int, dtype: torch.dtype | None = None
-) -> Expr:
-    if not index:
-        return elements.at(source, ())
-    dim, computed = dim % len(index), wide(node.meta["val"].dtype)
-    i = elements.wrapped(index[dim], elements.short(node, _shape(node)[dim]))
-    total = elements.builder.const(0, computed)
-    for k, value in enumerate(_along(elements, node, source, dim, index)):
-        total = total + where(i >= k, elements.cast(value, computed), 0)
-    return total
+def _cumulated(op: str) -> Callable[..., Expr]:
+    def compute(
+        elements: Elements, node: fx.Node, index: Index, source: fx.Node, dim: int, dtype: torch.dtype | None = None
+    ) -> Expr:
+        computed = wide(node.meta["val"].dtype)
+        if not index:
+            return elements.cast(elements.at(source, ()), computed)
+        dim = dim % len(index)
+        values = [elements.cast(v, computed) for v in _along(elements, node, source, dim, index)]
+        totals = itertools.accumulate(values, lambda x, y: x.apply(op, y))
+        return _chosen(elements.wrapped(index[dim], len(values)), list(totals))
+
+    return compute
 
 
 def _along(
@@ -904,18 +916,113 @@ def _unbound(elements: Elements, node: fx.Node, index: Index, which: int, source
     return elements.at(source, (*index[:dim], elements.position(which), *index[dim:]))
 
 
+def _running(op: str) -> Callable[..., Expr]:
+    def compute(elements: Elements, node: fx.Node, index: Index, which: int, source: fx.Node, dim: int) -> Expr:
+        if not index:
+            return elements.at(source, ()) if which == 0 else elements.position(0)
+        dim = dim % len(index)
+        values = _along(elements, node, source, dim, index, _MOST_SORTED)
+        found = [_latest_extreme(values[: k + 1], op)[which] for k in range(len(values))]
+        return _chosen(elements.wrapped(index[dim], len(values)), found)
+
+    return compute
+
+
+def _latest_extreme(values: list[Expr], op: str) -> tuple[Expr, Expr]:
+    """As _extreme_along, with the last of equal values, and of NaNs."""
+    best, place = values[0], values[0].builder.const(0, torch.int64)
+    for k, value in enumerate(values[1:], 1):
+        x, y = _ordered(value), _ordered(best)
+        kept = y.apply(op, x)
+        if x.dtype.is_floating_point:
+            kept = kept.apply("or", y.apply("isnan")).apply("and", x.apply("isnan").apply("not"))
+        best, place = where(kept, best, value), where(kept, place, k)
+    return best, place
+
+
+def _variance_and_mean(
+    elements: Elements, node: fx.Node, index: Index, which: int, source: fx.Node, dim: Any = None, correction: Any = 1,
+    keepdim: bool = False,
+) -> Expr:  # fmt: skip
+    rank, dtype = len(_shape(source)), wide(node.meta["val"][which].dtype)
+    dims = [dim] if isinstance(dim, int) else list(dim) if dim else list(range(rank))
+    dims = sorted(d % max(rank, 1) for d in dims)
+    full = list(index)
+    if not keepdim:
+        for d in dims:
+            full.insert(d, elements.position(0))
+    sizes = [concrete(_shape(source)[d]) for d in dims]
+    elements.short(node, math.prod(sizes))
+    values = []
+    for inner in itertools.product(*(map(elements.position, range(n)) for n in sizes)):
+        at = tuple(full)
+        for d, i in zip(dims, inner, strict=True):
+            at = _put(at, d, i)
+        values.append(elements.cast(elements.at(source, at), dtype))
+    return _mean(elements, node, values, dtype) if which else _variance(elements, node, values, dtype, correction)
+
+
+def _median(
+    elements: Elements, node: fx.Node, index: Index, which: int, source: fx.Node, dim: int, keepdim: bool = False
+) -> Expr:
+    return _middle(_row_of(elements, node, source, dim, keepdim, index, _MOST_SORTED), which)
+
+
+def _median_of_all(elements: Elements, node: fx.Node, index: Index, source: fx.Node) -> Expr:
+    sizes = [concrete(n) for n in _shape(source)]
+    elements.short(node, math.prod(sizes), _MOST_SORTED)
+    places = itertools.product(*(map(elements.position, range(n)) for n in sizes))
+    return _middle([elements.at(source, place) for place in places], 0)
+
+
+def _middle(values: list[Expr], which: int) -> Expr:
+    """Return the lower median or its place; of values of which one is NaN, that one."""
+    middle = _nth(values, values[0].builder.const((len(values) - 1) // 2, torch.int64), False, which)
+    if values[0].dtype.is_floating_point:
+        for k, value in reversed(list(enumerate(values))):
+            middle = where(value.apply("isnan"), value if which == 0 else middle.builder.const(k, torch.int64), middle)
+    return middle
+
+
+def _diagonal(
+    elements: Elements, node: fx.Node, index: Index, source: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Expr:
+    rank = len(_shape(source))
+    i = elements.wrapped(index[-1], _shape(node)[-1])
+    along = {dim1 % rank: i + max(-offset, 0), dim2 % rank: i + max(offset, 0)}
+    rest = iter(index[:-1])
+    return elements.at(source, tuple(along[d] if d in along else next(rest) for d in range(rank)))
+
+
+def _unfolded(elements: Elements, node: fx.Node, index: Index, source: fx.Node, dim: int, size: int, step: int) -> Expr:
+    dim = dim % len(_shape(source))
+    window = elements.wrapped(index[dim], _shape(node)[dim])
+    return elements.at(source, _put(index[:-1], dim, window * step + elements.wrapped(index[-1], size)))
+
+
 # Operators with several results: `compute(elements, node, index, which, *arguments)`.
 RESULTS: dict[str, Callable[..., Expr]] = {
     "max.dim": _extremes("gt"), "min.dim": _extremes("lt"), "aminmax": _both_extremes, "sort": _sorted,
     "sort.stable": lambda elements, node, index, which, source, stable=None, dim=-1, descending=False: _sorted(
         elements, node, index, which, source, dim, descending
     ),
+    "cummax": _running("gt"), "cummin": _running("lt"), "var_mean": _variance_and_mean, "median.dim": _median,
     "topk": _top, "kthvalue": _kth, "split": _split, "split_with_sizes": _split, "unsafe_split": _split,
     "unsafe_split_with_sizes": _split, "unbind": _unbound,
 }  # fmt: skip
 
 # Operators without a row, for a reason.
-REASONS: dict[str, str] = {}
+_WRITES = "that writes at some places of a tensor. Write torch.where(torch.arange(n) == i, new, old)"
+_LOOPS = "that takes as many steps as its values say. Compute a table before the call and index it"
+_TABLE = "that no kernel can compute. Compute a table before the call and index it"
+_COMPLEX = "of complex numbers, which kernels do not have. Write the real and imaginary parts"
+REASONS: dict[str, str] = {
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "index_put", "index_add", "index_copy"), _WRITES),
+    **dict.fromkeys(("gcd", "lcm", "polygamma", "special_zeta", "igamma", "igammac"), _LOOPS),
+    **dict.fromkeys(("i0", "special_i0e", "special_i1", "special_i1e", "nextafter", "frexp", "mode"), _TABLE),
+    **dict.fromkeys(("_linalg_det", "_cdist_forward", "convolution", "avg_pool2d", "logcumsumexp"), _TABLE),
+    **dict.fromkeys(("complex", "view_as_real", "view_as_complex", "real", "imag", "angle", "polar"), _COMPLEX),
+}  # fmt: skip
 
 VIEWS: dict[str, Callable[..., Expr]] = {
     "alias": _same, "clone": _same, "contiguous": _same, "lift_fresh": _same, "lift_fresh_copy": _same,
@@ -925,7 +1032,8 @@ VIEWS: dict[str, Callable[..., Expr]] = {
     "constant_pad_nd": _padded, "index": _gathered, "_unsafe_index": _gathered,
     "index_select": _index_select, "gather": _gather, "embedding": _embedding, "arange": _arange,
     "dot": _contraction, "mv": _contraction, "mm": _contraction, "bmm": _contraction,
-    "cumsum": _cumulated, "argmax": _arg_extreme("gt"), "argmin": _arg_extreme("lt"),
+    "cumsum": _cumulated("add"), "cumprod": _cumulated("mul"), "diagonal": _diagonal, "unfold": _unfolded,
+    "median.default": _median_of_all, "argmax": _arg_extreme("gt"), "argmin": _arg_extreme("lt"),
     "searchsorted": _searchsorted, "bucketize": _bucketize,
 }  # fmt: skip
 

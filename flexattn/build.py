@@ -23,6 +23,7 @@ from flexattn import cache_size, triton_versions
 from flexattn.config import debug, settings
 from flexattn.errors import ArgumentError, CompileError, message
 from flexattn.forks import Lock, cached_property
+from flexattn.interpreted import replaced_globals
 from flexattn.kernel_store import KernelStore, open_store, temporary_store
 from flexattn.target import Target
 
@@ -112,6 +113,7 @@ class _InterpretedKernel(Kernel):
         super().__init__(source, target, digest, folder)
         self._function = _import(self.path, self.path.read_text(), source)
         weakref.finalize(self, _forget_text, self._function)
+        self._function.fn.__globals__.update(replaced_globals())
 
     def launch(self, programs: int, arguments: tuple[Any, ...], stream: int | None = None) -> None:
         with _interpreting:

@@ -54,6 +54,11 @@ class RetraceWarning(UserWarning):
     """A score_mod or mask_mod is traced at each call, since it reads what cannot be compared between calls."""
 
 
+def mod_in_messages(kind: str, name: str) -> str:
+    """Return how messages name a mod: "score_mod alibi", or "score_mod" alone where the function has no name."""
+    return f"{kind}_mod" if name == f"{kind}_mod" else f"{kind}_mod {name}"
+
+
 def message(argument: str, found: object, expected: str, mend: str) -> str:
     """Return the text of an error: `argument` is `found`, expected `expected`; then how to mend it."""
     return f"{argument}: found {found}, expected {expected}. {mend}"

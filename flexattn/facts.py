@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from flexattn.bound import never_wraps, nonnegative, ranges
 from flexattn.graph import Builder, Expr, ModGraph
 
 _ORDER = ("score", "b", "h", "q_idx", "kv_idx", "grad")
+_MOST_WRITTEN = 60  # operations in one expression
 _MOST_INTERVALS = 4  # in a union of row bounds; a kernel would not gain from more
 _NEGATED = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
 
@@ -194,23 +195,47 @@ class _Sums:
         return self.of(left).plus(self.of(right), -1)
 
     def invariant(self, i: int) -> bool:
-        """Tell whether node i reads q_idx and kv_idx only through q_idx - kv_idx."""
+        """Tell whether node i reads q_idx and kv_idx only through q_idx - kv_idx, and note which sums that rests on."""
+        if not self._invariants[i]:
+            return False
+        pending, seen = [i], {i}
+        while pending:
+            node = pending.pop()
+            sums = self._summed(node)
+            for total in sums:
+                self.of(total)
+            read = [n for t in sums for n, _ in self.sums[t].terms] if sums else self.graph.nodes[node].args
+            pending += set(read) - seen
+            seen.update(read)
+        return True
+
+    @cached_property
+    def _invariants(self) -> list[bool]:
+        found: list[bool] = []
+        for i, node in enumerate(self.graph.nodes):
+            if not self.graph.dependence[i] & {"q_idx", "kv_idx"}:
+                found.append(True)
+            elif node.op == "input":
+                found.append(False)
+            elif sums := self._summed(i):
+                total = self.sums[sums[0]]
+                total = total.plus(self.sums[sums[1]], -1) if len(sums) > 1 else total
+                inputs = [
+                    f for n, f in total.terms if self.graph.nodes[n].value in ("q_idx", "kv_idx") and self._is_input(n)
+                ]
+                found.append(not sum(inputs) and all(found[n] for n, _ in total.terms if not self._is_input(n)))
+            else:
+                found.append(all(found[a] for a in node.args))
+        return found
+
+    def _summed(self, i: int) -> tuple[int, ...]:
+        """Return the sums that stand for node i: itself, or the two sides of a comparison of integers."""
         node = self.graph.nodes[i]
         if not self.graph.dependence[i] & {"q_idx", "kv_idx"}:
-            return True
-        if node.op == "input":
-            return False
-        if node.op in _NEGATED and (difference := self.compared(i)) is not None:
-            return self._invariant_sum(difference)
-        if self._is_integer(i) and self.sums[i] != Sum(((i, 1),)):
-            return self._invariant_sum(self.of(i))
-        return all(self.invariant(a) for a in node.args)
-
-    def _invariant_sum(self, total: Sum) -> bool:
-        inputs = sum(
-            f for n, f in total.terms if self.graph.nodes[n].value in ("q_idx", "kv_idx") and self._is_input(n)
-        )
-        return inputs == 0 and all(self.invariant(n) for n, _ in total.terms if not self._is_input(n))
+            return ()
+        if node.op in _NEGATED and self._is_integer(node.args[0]):
+            return node.args
+        return (i,) if self._is_integer(i) and self.sums[i] != Sum(((i, 1),)) else ()
 
     def _is_input(self, i: int) -> bool:
         return self.graph.nodes[i].op == "input"
@@ -224,15 +249,32 @@ def _rows(sums: _Sums, output: int) -> tuple[Interval, ...] | None:
 
 def _union(sums: _Sums, i: int, wanted: bool) -> tuple[Interval, ...]:
     """Return the keys for which node i is `wanted` as a union of intervals that may hold more than these."""
+    pending, asked = [(i, wanted)], {(i, wanted)}
+    while pending:
+        node, want = pending.pop()
+        if sums.graph.nodes[node].op in ("and", "or", "not"):
+            other = want != (sums.graph.nodes[node].op == "not")
+            new = {(a, other) for a in sums.graph.nodes[node].args} - asked
+            asked |= new
+            pending += new
+    found: dict[tuple[int, bool], tuple[Interval, ...]] = {}
+    for node, want in sorted(asked):
+        found[node, want] = _union_of(sums, node, want, found)
+    return found[i, wanted]
+
+
+def _union_of(
+    sums: _Sums, i: int, wanted: bool, found: dict[tuple[int, bool], tuple[Interval, ...]]
+) -> tuple[Interval, ...]:
     node = sums.graph.nodes[i]
     both = "and" if wanted else "or"
     match node.op:
         case "const":
             return (Interval(),) if bool(node.value) == wanted else ()
         case "not":
-            return _union(sums, node.args[0], not wanted)
+            return found[node.args[0], not wanted]
         case "and" | "or" if node.op == both:
-            left, right = (_union(sums, a, wanted) for a in node.args)
+            left, right = (found[a, wanted] for a in node.args)
             if len(left) * len(right) > _MOST_INTERVALS**2:
                 return (Interval(exact=False),)
             return tuple(
@@ -241,7 +283,8 @@ def _union(sums: _Sums, i: int, wanted: bool) -> tuple[Interval, ...]:
                 for y in right
             )
         case "and" | "or":
-            return tuple(dict.fromkeys(x for a in node.args for x in _union(sums, a, wanted)))
+            either = tuple(dict.fromkeys(x for a in node.args for x in found[a, wanted]))
+            return either if len(either) <= _MOST_INTERVALS**2 else (Interval(exact=False),)
         case op if op in _NEGATED:
             return (_compare(sums, i, op if wanted else _NEGATED[op]),)
     return (Interval(exact=False),)
@@ -333,11 +376,16 @@ def expressions(graph: ModGraph) -> tuple[Any, ...]:
     import sympy
 
     found: list[Any] = []
+    sizes: list[int] = []
     for i, node in enumerate(graph.nodes):
+        sizes.append(1 + sum(sizes[a] for a in node.args))
         try:
+            if sizes[i] > _MOST_WRITTEN:
+                raise ValueError("too long to read, and quadratic in all")
             found.append(_expression(sympy, graph, i, [found[a] for a in node.args]))
         except (TypeError, ValueError, ZeroDivisionError):  # sympy declines: the node stands for itself
             found.append(sympy.Symbol(f"t{i}"))
+            sizes[i] = 1
     return tuple(found)
 
 

@@ -82,14 +82,29 @@ class Affine:
     rest: tuple[tuple[int, int], ...]  # (sign, node)
 
 
+_MOST_TERMS = 16  # of a sum
+
+
 def affine(graph: ModGraph, position: int) -> Affine | None:
     """Return a node as a sum of indices, None if anything but adding and subtracting is done to q_idx and kv_idx."""
+    return _sums(graph)[position]
+
+
+@lru_cache(512)
+def _sums(graph: ModGraph) -> tuple[Affine | None, ...]:
+    found: list[Affine | None] = []
+    for position, node in enumerate(graph.nodes):
+        total = _sum(graph, position, [found[a] for a in node.args])
+        found.append(total if total is None or len(total.rest) <= _MOST_TERMS else None)
+    return tuple(found)
+
+
+def _sum(graph: ModGraph, position: int, parts: list[Affine | None]) -> Affine | None:
     node = graph.nodes[position]
     if not graph.dependence[position] & {"q_idx", "kv_idx"}:
         return Affine(0, 0, ((1, position),))
     if node.op == "input":
         return Affine(int(node.value == "q_idx"), int(node.value == "kv_idx"), ())
-    parts = [affine(graph, a) for a in node.args]
     if node.op not in ("add", "sub", "neg", "cast") or node.dtype not in (torch.int32, torch.int64):
         return None
     signs = (1, -1) if node.op == "sub" else (-1,) if node.op == "neg" else (1, 1)

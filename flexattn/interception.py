@@ -25,10 +25,10 @@ from flexattn.aten import UnknownOperator
 from flexattn.errors import ModError, UnsupportedError
 from flexattn.follow import current_line
 from flexattn.forks import temporary
+from flexattn.registered import meaning_of
 from flexattn.transforms import innermost
 
-
-_DATA_DEPENDENT = (
+DATA_DEPENDENT = (
     "reads the value of a tensor in Python (if, and, or, not, int(), float(), .item(), range). The mod runs once for "
     "all positions: write torch.where(condition, x, y) for `if`, `&`, `|`, `~` for and, or, not; a number must be "
     "captured as a Python number (n = int(t) outside of the mod)."
@@ -68,7 +68,7 @@ class Interception(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         args, kwargs = self.known(args), self.known(kwargs or {})
         if func in _READ_VALUE:
-            raise ModError(f"{self.name} at {user_line()} {_DATA_DEPENDENT}")
+            raise ModError(f"{self.name} at {user_line()} {DATA_DEPENDENT}")
         if func in _READ_LAYOUT:
             self.ask_for_layouts()
         if func is Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
@@ -117,10 +117,12 @@ def refused_functions(name: str) -> Iterator[None]:
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != tracing:
             return original.__get__(None, cls)(*args, **kwargs)
+        if (like := meaning_of(cls)) is not None:
+            return like(*args, **kwargs)
         raise UnsupportedError(
             f"{name}: found the torch.autograd.Function {cls.__name__} at {user_line()}, expected plain operations. "
             f"Its own backward would not be used: write what its forward computes, with detach() where the gradient "
-            f"stops."
+            f"stops, or register that function: flexattn.register_operator({cls.__name__}, like=...)."
         )
 
     def undo() -> None:
@@ -273,6 +275,13 @@ def explain_operator(unknown: UnknownOperator) -> str:
     what = f"the operator {unknown.node.target} at {line_of_node(unknown.node)}"
     if unknown.reason:
         return f"{what} {unknown.reason}."
+    library, _, name = str(unknown.node.target).partition(".")
+    if library not in ("aten", "prims"):
+        like = "torch.tanh" if "tanh" in name else "a function of torch operations"
+        return (
+            f"{what}, expected one that PyTorch decomposes, or that is registered. Say what it computes: "
+            f"flexattn.register_operator(torch.ops.{library}.{name.partition('.')[0]}, like={like})."
+        )
     return (
         f"{what}, expected one of elementwise operations, gathers and small reductions. Compute it before the call, or "
         f"write it with simpler operations."
@@ -284,8 +293,8 @@ def explain_failure(error: Exception, kind: str, name: str) -> ModError:
     where = _line_of(error.__traceback__)
     text = str(error)
     if "value out of a tracing tensor" in text or type(error).__name__.startswith(("DataDependent", "GuardOnData")):
-        return ModError(f"{name} at {where} {_DATA_DEPENDENT}")
+        return ModError(f"{name} at {where} {DATA_DEPENDENT}")
     return ModError(
-        f"{kind}_mod {name} at {where} raised {type(error).__name__}: {text or 'no message'}. A {kind}_mod is called "
+        f"{name} at {where} raised {type(error).__name__}: {text or 'no message'}. A {kind}_mod is called "
         f"with 0-d tensors; what works on those works here."
     )

@@ -9,12 +9,14 @@ so that nothing is read where the lengths, the lists or the mask exclude the pla
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 import torch
 
-from flexattn.bound import nonnegative as never_negative
-from flexattn.errors import CompileError
+from flexattn.bound import ranges
 from flexattn.graph import ModGraph, Node
 from flexattn.index_range import affine
 from flexattn.ops import OPS
@@ -36,22 +38,6 @@ INDEX_LIMIT = 1 << 22
 
 # What `gather` of the prelude loads.
 _GATHERED = (torch.float32, torch.int32, torch.float16, torch.bfloat16, torch.int16)
-
-# Triton's interpreter has no libdevice and no inline PTX; these are the same functions in its own terms.
-_INTERPRETER_TEXT = {
-    "tanh": "(1.0 - 2.0 / (tl.exp(2.0 * {0}) + 1.0))",
-    "pow": "tl.exp({1} * tl.log({0}))",
-    "expm1": "(tl.exp({0}) - 1.0)",
-    "log1p": "tl.log(1.0 + {0})",
-    "log10": "(tl.log({0}) * 0.4342944819032518)",
-    "floor": "tl.floor({0})",
-    "ceil": "tl.ceil({0})",
-    "trunc": "tl.where({0} < 0.0, tl.ceil({0}), tl.floor({0}))",
-    "sinh": "(0.5 * (tl.exp({0}) - tl.exp(-{0})))",
-    "cosh": "(0.5 * (tl.exp({0}) + tl.exp(-{0})))",
-    "tan": "(tl.sin({0}) / tl.cos({0}))",
-    "erfc": "(1.0 - tl.erf({0}))",
-}
 
 # Triton's own float64 operations are rounded right, and tl.div_rn and tl.sqrt_rn are of float32 alone.
 _DOUBLE_TEXT = {"div": "{0} / {1}", "sqrt": "tl.sqrt({0})", "sigmoid": "(1.0 / (1.0 + libdevice.exp(-{0})))"}
@@ -123,7 +109,6 @@ class Dialect:
     """How the target wants operations written."""
 
     exact: bool = False  # accurate functions instead of the hardware's approximations
-    interpreter: bool = False
     ptx: bool = False  # NVIDIA's instructions may be written inline
     float_index: bool = True  # lengths are below INDEX_LIMIT: index differences are formed in float32
     # This index (q_idx or kv_idx) also comes as the sum of `near`, which in each thread has few values (so there is
@@ -216,16 +201,22 @@ class Writer:
 
     def __init__(
         self, mod: ModPlan, dialect: Dialect, early: tuple[int, ...] = (), streamed: str | None = None,
-        nonnegative: tuple[bool, ...] | None = None,
+        bounded: bool = True,
     ) -> None:  # fmt: skip
         self.mod, self.graph, self.dialect, self.streamed = mod, mod.graph, dialect, streamed
         self.lines: list[str] = []
         self.names = {node: f"early[{i}]" for i, node in enumerate(early)}  # of nodes already written
         self.float_names: dict[int, str] = {}
         self.split: dict[str, tuple[str, str]] = {}  # of names of a sum with `offset`: the rest and its sign
+        self._near: set[int] | None = None  # operands of a node whose far ones are written, or being written
         self.checks: list[tuple[int, str]] = []  # (capture, condition that a load of it is inside), where checked
-        proved = never_negative(mod.graph) if nonnegative is None else nonnegative
-        self.nonnegative = [a or i in mod.nonnegative for i, a in enumerate(proved)]
+        self.limits: Sequence[tuple[Any, Any]] = (
+            ranges(mod.graph) if bounded else ((None, None),) * len(mod.graph.nodes)
+        )
+        self.nonnegative = [
+            i in mod.nonnegative or (low is not None and low >= 0 and mod.graph.nodes[i].dtype != torch.bool)
+            for i, (low, _) in enumerate(self.limits)
+        ]
 
     def function(self, name: str, inputs: list[str], body: list[str], extra: list[str] | None = None) -> str:
         parameters = ", ".join([*inputs, *self.mod.argument_names(), *(extra or [])])
@@ -238,8 +229,26 @@ class Writer:
 
     def value(self, position: int) -> str:
         if position not in self.names:
+            self._write_far_operands(position)
             self.names[position] = self._write(self.graph.nodes[position], position)
         return self.names[position]
+
+    def _write_far_operands(self, position: int) -> None:
+        """Write those operands of operands that are many operations away, the innermost first.
+
+        Each operation writes its operands by calls, and Python's stack is too short for a chain of hundreds.
+        """
+        if self._near is not None and position in self._near:
+            return
+        stops = _stops(self.graph)
+        if not stops:
+            return
+        needed = _operands_of(self.graph, position)
+        outer, self._near = self._near, needed | {position}
+        for stop in stops:
+            if stop in needed and stop not in self.names:
+                self.names[stop] = self._write(self.graph.nodes[stop], stop)
+        self._near = outer
 
     def assign(self, text: str) -> str:
         name = f"t{len(self.lines)}"
@@ -266,20 +275,27 @@ class Writer:
                 return self.assign(f"product_{_kind(node)}({self.value(node.args[0])}, {self.value(node.args[1])})")
             case "floordiv" | "mod" | "fmod":
                 return self._integer_division(node)
+            case "shl" | "shr" if not self._is_shift(node):
+                return self._call(node, f"shift_{'left' if node.op == 'shl' else 'right'}_int", 8 * node.dtype.itemsize)
+            case "pow" if not node.dtype.is_floating_point:
+                return self._call(node, "power_int", int(self.limits[node.args[1]][1]).bit_length())
         return self.assign(self._text(node).format(*(self.value(a) for a in node.args)))
+
+    def _call(self, node: Node, function: str, *constants: int) -> str:
+        return self.assign(f"{function}({', '.join([*map(self.value, node.args), *map(str, constants)])})")
+
+    def _is_shift(self, node: Node) -> bool:
+        """Tell whether the hardware shifts by this count: torch's result is defined for all others, too."""
+        low, high = self.limits[node.args[1]]
+        return low is None or (low >= 0 and high < 8 * node.dtype.itemsize)  # bounding graphs take care themselves
 
     def _must_round(self, node: Node, position: int) -> bool:
         """Tell whether the compiler could join a product with a sum, which would then be rounded once."""
         fuses = self.dialect.as_written and node.dtype in (torch.float32, torch.float64)
-        return fuses and any(position in n.args and n.op in ("add", "sub", "neg") for n in self.graph.nodes)
+        return fuses and position in _summands(self.graph)
 
     def _text(self, node: Node) -> str:
         op, spec = node.op, OPS[node.op]
-        if self.dialect.interpreter:
-            text = _INTERPRETER_TEXT.get(op, spec.triton)
-            if "libdevice." in text:
-                raise CompileError(f"{op}: Triton's interpreter does not have it; use the CPU engine or a GPU")
-            return text
         if node.dtype == torch.float64 and op in _DOUBLE_TEXT:
             return _DOUBLE_TEXT[op]
         return spec.exact_triton if self.dialect.exact and spec.exact_triton else spec.triton
@@ -305,6 +321,7 @@ class Writer:
         A division by such a value becomes a product with its reciprocal, and equal values above and below cancel:
         one or two roundings differ from what is written, none in an exact dialect.
         """
+        self._write_far_operands(position)
         if self.dialect.exact:
             return self.value(position) if factor is None else self.assign(f"{self.value(position)} * {factor}")
         if factor is not None and (x := self._sum(position, factor)):
@@ -343,7 +360,7 @@ class Writer:
             return [], [position], []
         if node.op == "input" and node.value == "score" and position not in self.names:
             return ["score"], ["sm_scale"], []
-        used_once = sum(position in n.args for n in self.graph.nodes) <= 1
+        used_once = _uses(self.graph)[position] <= 1
         if node.op == "mul" and node.dtype.is_floating_point and used_once and position not in self.names:
             parts = [self._factors(a) for a in node.args]
             return parts[0][0] + parts[1][0], parts[0][1] + parts[1][1], parts[0][2] + parts[1][2]
@@ -464,20 +481,7 @@ class Writer:
         """Return a bound of the magnitude if the node can be computed in float32 exactly from rows and columns."""
         if not self.dialect.float_index:
             return None
-        bound = self._magnitude(position)
-        return bound if bound is not None and bound <= EXACT_FLOAT32 else None
-
-    def _magnitude(self, position: int) -> int | None:
-        node = self.graph.nodes[position]
-        match node.op:
-            case "input" if node.value in ("q_idx", "kv_idx"):
-                return INDEX_LIMIT
-            case "const":
-                return abs(int(str(node.value)))
-            case "add" | "sub" | "neg" | "abs" | "maximum" | "minimum":
-                parts = [self._magnitude(a) for a in node.args]
-                return None if None in parts else sum(p for p in parts if p is not None)
-        return None
+        return _magnitudes(self.graph)[position]
 
     def _float_value(self, position: int) -> str:
         if position not in self.float_names:
@@ -511,6 +515,68 @@ class Writer:
         self.float_names[position] = name
         self.split[name] = rest, sign
         return name
+
+
+_MOST_NESTED = 40  # operations that write each other by calls
+_MOST_SUMMED = 16  # integers that are added in float32, one inside of the other
+
+
+@lru_cache(64)
+def _stops(graph: ModGraph) -> tuple[int, ...]:
+    """Return nodes, ascending, such that no more than _MOST_NESTED operations lie between two of them or a leaf."""
+    height: list[int] = []
+    found: list[int] = []
+    for i, node in enumerate(graph.nodes):
+        height.append(1 + max((height[a] for a in node.args), default=-1))
+        if height[i] == _MOST_NESTED:
+            found.append(i)
+            height[i] = 0
+    return tuple(found)
+
+
+def _operands_of(graph: ModGraph, position: int) -> set[int]:
+    """Return all nodes that a node is computed from."""
+    found: set[int] = set()
+    stack = [position]
+    while stack:
+        new = set(graph.nodes[stack.pop()].args) - found
+        found |= new
+        stack += new
+    return found
+
+
+@lru_cache(64)
+def _uses(graph: ModGraph) -> tuple[int, ...]:
+    """For each node, how many others read it."""
+    counts = [0] * len(graph.nodes)
+    for node in graph.nodes:
+        for a in set(node.args):
+            counts[a] += 1
+    return tuple(counts)
+
+
+@lru_cache(64)
+def _summands(graph: ModGraph) -> frozenset[int]:
+    return frozenset(a for node in graph.nodes if node.op in ("add", "sub", "neg") for a in node.args)
+
+
+@lru_cache(64)
+def _magnitudes(graph: ModGraph) -> tuple[int | None, ...]:
+    """For each node, a bound of its magnitude if it is a short sum of indices that float32 holds."""
+    found: list[tuple[int, int] | None] = []  # (bound, operations)
+    for node in graph.nodes:
+        parts = [found[a] for a in node.args]
+        known = [p for p in parts if p is not None]
+        size = None
+        match node.op:
+            case "input" if node.value in ("q_idx", "kv_idx"):
+                size = INDEX_LIMIT, 0
+            case "const" if node.dtype != torch.bool and not node.dtype.is_floating_point:
+                size = abs(int(str(node.value))), 0
+            case "add" | "sub" | "neg" | "abs" | "maximum" | "minimum" if len(known) == len(parts):
+                size = sum(b for b, _ in known), 1 + max(n for _, n in known)
+        found.append(size if size is not None and size[0] <= EXACT_FLOAT32 and size[1] <= _MOST_SUMMED else None)
+    return tuple(None if f is None else f[0] for f in found)
 
 
 def _times(factor: int, text: str) -> str:

@@ -82,7 +82,7 @@ def _of_one_head(graph: ModGraph) -> ModGraph:
 
 class _BoxWriter(Writer):
     def __init__(self, mod: ModPlan, dialect: Dialect) -> None:
-        super().__init__(mod, dialect, nonnegative=(False,) * len(mod.graph.nodes))
+        super().__init__(mod, dialect, bounded=False)
         self.tables: list[TableSpec] = []
         self._ranges: dict[tuple[object, tuple[int, ...]], tuple[str, str]] = {}
 

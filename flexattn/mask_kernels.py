@@ -64,7 +64,7 @@ class MaskPlan:
 
     @property
     def _dialect(self) -> Dialect:
-        return Dialect(exact=True, interpreter=self.interpreter, float_index=False, checked=True)
+        return Dialect(exact=True, float_index=False, checked=True)
 
     @property
     def table_arguments(self) -> Signature:

@@ -63,9 +63,7 @@ def _narrowed(graph: ModGraph, bits: tuple[int, ...]) -> ModGraph:
         dtype = torch.int32 if fits else node.dtype
         values.append(_copied(builder, graph, node, [values[a] for a in node.args], dtype))
     outputs = [None if o is None else values[o].cast(graph.nodes[o].dtype) for o in graph.outputs]
-    return builder.build(
-        graph.name, graph.inputs, graph.captures, graph.numbers, outputs, location=graph.location
-    )
+    return builder.build(graph.name, graph.inputs, graph.captures, graph.numbers, outputs, location=graph.location)
 
 
 def _copied(builder: Builder, graph: ModGraph, node: Node, args: list[Expr], dtype: torch.dtype) -> Expr:

@@ -307,6 +307,19 @@ def _half_on_ties(g: Any, x: Any, y: Any, wins: str) -> tuple[Any, Any]:
     )
 
 
+def digamma(x: Any) -> Any:
+    """The derivative of log gamma: from 6 on by its asymptotic series, below by recurrence, below 1/2 by reflection."""
+    reflected = x < 0.5
+    z = where(reflected, 1.0 - x, x)
+    total = z * 0.0
+    for _ in range(6):
+        total, z = total + 1.0 / z, z + 1.0
+    w = 1.0 / (z * z)
+    series = w * (1 / 12 - w * (1 / 120 - w * (1 / 252 - w * (1 / 240 - w * (1 / 132 - w * (691 / 32760))))))
+    value = z.apply("log") - 0.5 / z - series - total
+    return where(reflected, value - math.pi / (x * math.pi).apply("tan"), value)
+
+
 def _unary(name: str, triton: str, grad: Rule | None, **extra: Any) -> Op:
     return Op(getattr(torch, name), triton, grad, **extra)
 
@@ -439,6 +452,15 @@ OPS: dict[str, Op] = {
         "erfc", "libdevice.erfc({0})", lambda g, o, x: (g * -_TWO_OVER_SQRT_PI * (-x * x).apply("exp"),),
         bound=_falling("erfc"),
     ),
+    "erfcx": Op(
+        torch.special.erfcx, "libdevice.erfcx({0})", lambda g, o, x: (g * (2.0 * x * o - _TWO_OVER_SQRT_PI),),
+        bound=_falling("erfcx"),
+    ),
+    "erfinv": _unary(
+        "erfinv", "libdevice.erfinv({0})", lambda g, o, x: (g / _TWO_OVER_SQRT_PI * (o * o).apply("exp"),),
+        bound=_rising("erfinv"),
+    ),
+    "lgamma": _unary("lgamma", "libdevice.lgamma({0})", lambda g, o, x: (g * digamma(x),)),
     "copysign": Op(
         torch.copysign, "libdevice.copysign({0}, {1})",
         lambda g, o, x, y: (where(x.apply("eq", 0.0), 0.0, g * o / where(x.apply("eq", 0.0), 1.0, x)), None),

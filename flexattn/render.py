@@ -164,7 +164,7 @@ def _add_product(plan: KernelPlan, acc: str, a: str, b: str, part: Part) -> str:
 
 
 def _mods(plan: KernelPlan) -> list[str]:
-    dialect = Dialect(plan.exact, plan.target.backend == "interpreter", plan.target.backend == "cuda", plan.float_index)
+    dialect = Dialect(plan.exact, plan.target.backend == "cuda", plan.float_index)
     found = []
     if plan.mask:
         found.append(lower(plan.mask, "mask_mod", dialect.of_masks(dialect.ptx)))

@@ -11,6 +11,7 @@ from flexattn.bound import never_wraps
 from flexattn.lower import Dialect, ModPlan, Writer, mod_parameters
 
 _FAR = 2**30  # beyond all lengths, and no sum of two wraps around
+_MOST_NESTED = 12  # operations that are looked into
 _FLIPPED = {"ge": "le", "gt": "lt", "le": "ge", "lt": "gt"}
 
 Interval = tuple[str | None, str | None]  # texts of the first column and of that behind the last; None: no bound
@@ -46,26 +47,26 @@ class _RowBounds(Writer):
         super().__init__(mod, dialect)
         self.safe = never_wraps(mod.graph)
 
-    def conjunction(self, position: int) -> tuple[str | None, str | None, list[str]]:
+    def conjunction(self, position: int, depth: int = 0) -> tuple[str | None, str | None, list[str]]:
         """Return the bounds of a row, and the conditions that are no interval."""
         node = self.graph.nodes[position]
-        interval = self._interval(position)
+        interval = self._interval(position, depth)
         if interval is not None:
             return *interval, []
-        if node.op != "and":
+        if node.op != "and" or depth == _MOST_NESTED:
             return None, None, [self.value(position)]
-        x, y = (self.conjunction(a) for a in node.args)
+        x, y = (self.conjunction(a, depth + 1) for a in node.args)
         return *self._both(x[:2], y[:2]), [*x[2], *y[2]]
 
-    def _interval(self, position: int) -> Interval | None:
+    def _interval(self, position: int, depth: int) -> Interval | None:
         node = self.graph.nodes[position]
         if not self._has_column(position):
             return None, self.assign(f"tl.where({self.value(position)}, {_FAR}, {-_FAR})")
         if node.op in _FLIPPED:
             return self._compared(node.op, *node.args)
-        if node.op not in ("and", "or", "not"):
+        if node.op not in ("and", "or", "not") or depth == _MOST_NESTED:
             return None
-        found = [self._interval(a) for a in node.args]
+        found = [self._interval(a, depth + 1) for a in node.args]
         if any(x is None for x in found):
             return None
         x, y = (found[0] or (None, None)), (found[-1] or (None, None))
@@ -106,7 +107,7 @@ class _RowBounds(Writer):
         bound = self.assign(f"tl.minimum(tl.maximum({total}, {-_FAR}), {_FAR}).to(tl.int32)")
         return (bound, None) if op in ("ge", "gt") else (None, bound)
 
-    def _terms(self, position: int) -> tuple[int, list[tuple[int, int]]] | None:
+    def _terms(self, position: int, depth: int = 0) -> tuple[int, list[tuple[int, int]]] | None:
         """Return (how often the column is in a sum of integers, other terms with their signs), exact in any width."""
         node = self.graph.nodes[position]
         if not self._has_column(position):
@@ -115,10 +116,12 @@ class _RowBounds(Writer):
             return 1, []
         if node.op not in ("add", "sub", "neg", "cast") or node.dtype.is_floating_point or not self.safe[position]:
             return None
+        if depth == _MOST_NESTED:
+            return None
         signs = (1, -1) if node.op == "sub" else (-1,) if node.op == "neg" else (1, 1)
         factor, rest = 0, []
         for sign, argument in zip(signs, node.args, strict=False):
-            part = self._terms(argument)
+            part = self._terms(argument, depth + 1)
             if part is None:
                 return None
             factor += sign * part[0]

@@ -14,10 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from flexattn.aten import Elements, Index, has_row, operator_name
-from flexattn.errors import ModError, UnsupportedError
+from flexattn.aten import Elements, Index, has_row, is_symbol, operator_name
+from flexattn.errors import ModError, UnsupportedError, mod_in_messages
 from flexattn.graph import MASK_INPUTS, SCORE_INPUTS, BoundMod, Builder, Capture, Expr, ModGraph, Number, wide
-from flexattn.interception import IN_PLACE, RANDOM, line_of_node
+from flexattn.interception import DATA_DEPENDENT, IN_PLACE, RANDOM, line_of_node
 from flexattn.narrow import narrowed
 
 Kind = Literal["score", "mask"]
@@ -69,11 +69,13 @@ class Traced:
 
 def scalarize(recorded: Recorded, kind: Kind, name: str, score_dtype: torch.dtype, location: str) -> Traced:
     """Split the FX graph into prologue and scalar expressions."""
-    _refuse_mutation_and_randomness(recorded, name)
+    called = mod_in_messages(kind, name)
+    _refuse_mutation_and_randomness(recorded, called)
+    _refuse_unknown_values(recorded, called)
     leaves = _Leaves(recorded, score_dtype)
     elements = Elements(leaves.builder, leaves.load, leaves.number)
     dtype = score_dtype if kind == "score" else torch.bool
-    out = _output(elements, recorded.result, kind, name, dtype)
+    out = _output(elements, recorded.result, kind, called, dtype)
     graph = leaves.builder.build(
         name, SCORE_INPUTS if kind == "score" else MASK_INPUTS, tuple(leaves.captures), tuple(leaves.numbers), [out],
         location=location,
@@ -98,21 +100,32 @@ def _output(elements: Elements, result: Any, kind: Kind, name: str, dtype: torch
         if value.ndim > 0:
             mend = "Index the captured tensor down to one element, as in scale[0]."
             raise ModError(
-                f"{kind}_mod {name}, line {line_of_node(result)}: found a result of shape {list(value.shape)}, "
+                f"{name}, line {line_of_node(result)}: found a result of shape {list(value.shape)}, "
                 f"expected a scalar (a 0-d tensor). {mend}"
+            )
+        if kind == "score" and (value.is_complex() or value.dtype == torch.bool):
+            raise ModError(
+                f"{name}, line {line_of_node(result)}: found a result of dtype {value.dtype}, expected a real number. "
+                f"{_BOOL_SCORE if value.dtype == torch.bool else _COMPLEX_SCORE}"
             )
         if kind == "mask" and value.dtype != torch.bool:
             raise ModError(
-                f"mask_mod {name}, line {line_of_node(result)}: found a result of dtype {value.dtype}, expected "
+                f"{name}, line {line_of_node(result)}: found a result of dtype {value.dtype}, expected "
                 f"torch.bool. Write a comparison, such as `!= 0`."
             )
         return elements.cast(elements.value(result), dtype)
     if kind == "mask" and isinstance(result, (bool, torch.SymBool)):
         return elements.builder.const(bool(result), dtype)
-    if kind == "score" and isinstance(result, (bool, int, float, torch.SymInt, torch.SymFloat)):
+    boolean = isinstance(result, (bool, torch.SymBool))
+    if kind == "score" and not boolean and isinstance(result, (int, float, torch.SymInt, torch.SymFloat)):
         return elements.scalar(result, dtype)
     wanted = "a bool tensor" if kind == "mask" else "a scalar tensor"
-    raise ModError(f"{kind}_mod {name}: found a result of type {type(result).__name__}, expected {wanted}. Return one.")
+    mend = _BOOL_SCORE if boolean else _COMPLEX_SCORE if isinstance(result, complex) else "Return one."
+    raise ModError(f"{name}: found a result of type {type(result).__name__}, expected {wanted}. {mend}")
+
+
+_BOOL_SCORE = "It looks like a mask_mod: pass it as block_mask=create_block_mask(mask_mod, ...)."
+_COMPLEX_SCORE = "Return its real part or its absolute value."
 
 
 class _Leaves:
@@ -222,6 +235,22 @@ def _refuse_mutation_and_randomness(recorded: Recorded, name: str) -> None:
             )
 
 
+def _refuse_unknown_values(recorded: Recorded, name: str) -> None:
+    """Raise for numbers and sizes that only the values of tensors tell (nonzero, unique, a tensor as a number)."""
+    for node in recorded.graph.nodes:
+        found = node.meta.get("val")
+        if node.op == "call_function" and found is not None and _is_unknown(found):
+            raise ModError(f"{name} at {line_of_node(node)} {DATA_DEPENDENT}")
+
+
+def _is_unknown(value: Any) -> bool:
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    if is_symbol(value):
+        return any(str(s).startswith(("u", "zu")) for s in value.node.expr.free_symbols)
+    return isinstance(value, Tensor) and bool(free_unbacked_symbols(value))
+
+
 def _is_view(node: fx.Node) -> bool:
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target.is_view and operator_name(node) != "detach"
@@ -263,6 +292,9 @@ def _compiled(text: str) -> Callable[..., Any]:
     return eval(f"lambda t, n: {text}", {"math": math, "torch": torch})
 
 
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+
 def _prologue(recorded: Recorded, roots: list[fx.Node]) -> Callable[..., tuple[Tensor, ...]]:
     """Return a function of all leaves that computes the captures of the graph."""
     graph = fx.Graph()
@@ -272,7 +304,7 @@ def _prologue(recorded: Recorded, roots: list[fx.Node]) -> Callable[..., tuple[T
         if node in needed and node not in copies:
             copies[node] = graph.node_copy(node, lambda n: copies[n])
             copies[node].meta = {}  # the fake tensors in it would keep the whole trace alive
-            if operator_name(node) in ("view", "_unsafe_view"):  # a capture of other strides may have to be copied
+            if node.target in _VIEWS:  # a capture of other strides may have to be copied
                 copies[node].target = torch.ops.aten.reshape.default
     graph.output(tuple(copies[r] for r in roots))
     return fx.GraphModule({}, graph).forward

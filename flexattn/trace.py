@@ -20,15 +20,16 @@ import torch
 from flexattn import memo
 from flexattn.aten import Refused, UnknownOperator
 from flexattn.config import debug, settings
-from flexattn.errors import ModError, RetraceWarning, UnsupportedError
+from flexattn.errors import ModError, RetraceWarning, UnsupportedError, mod_in_messages
 from flexattn.follow import Record, guard_of
 from flexattn.follow.libraries import is_ours
 from flexattn.forks import Lock
 from flexattn.graph import MASK_INPUTS, SCORE_INPUTS, BoundMod
 from flexattn.interception import explain_operator
-from flexattn.recording import Decompositions, record_run
-from flexattn.scalarize import Kind, Traced, scalarize
 from flexattn.modes import undisturbed
+from flexattn.recording import Decompositions, record_run
+from flexattn.registered import meaning_of, registrations
+from flexattn.scalarize import Kind, Traced, scalarize
 from flexattn.transforms import outside
 
 Mod = Callable[..., Any]
@@ -50,7 +51,7 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
     A gradient is that of the operations recorded; `detach` and `torch.no_grad` stop it. Of a mask_mod no gradient
     flows. A `torch.autograd.Function` in a score_mod is refused, since its own backward would not be used.
     """
-    variant = (kind, score_dtype, torch.get_default_dtype())
+    variant = (kind, score_dtype, torch.get_default_dtype(), registrations())
     for known in memo.find(mod, variant):
         found = known.guard(mod)
         if found is not None:
@@ -98,11 +99,12 @@ def _frames_of_ours() -> int:
 def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> tuple[Traced, Record]:
     """Trace until every operator has a row."""
     name = mod_name(mod, kind)
+    called = mod_in_messages(kind, name)
     _check_call(mod, kind, name)
     decompositions: Decompositions = {}
-    asked = None
+    asked: UnknownOperator | None = None
     while True:
-        recorded, record = record_run(mod, kind, name, score_dtype, decompositions)
+        recorded, record = record_run(mod, kind, called, score_dtype, decompositions)
         try:
             return scalarize(recorded, kind, name, score_dtype, location_of(mod)), record
         except UnknownOperator as unknown:
@@ -111,7 +113,8 @@ def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> tuple[Traced,
             if asked is None or not str(target).startswith("prims"):  # those come from decompositions, not from users
                 asked = unknown
             if decomposition is None or target in decompositions:
-                raise UnsupportedError(f"{name}: found {explain_operator(unknown if unknown.reason else asked)}") from None
+                what = explain_operator(unknown if unknown.reason else asked)
+                raise UnsupportedError(f"{called}: found {what}") from None
             decompositions[target] = decomposition
 
 
@@ -119,7 +122,7 @@ def _decomposition(target: Any) -> Callable[..., Any] | None:
     from torch._decomp import decomposition_table
     from torch._refs import nn  # noqa: F401  (registers more decompositions)
 
-    return decomposition_table.get(target)
+    return meaning_of(target) or decomposition_table.get(target)
 
 
 # Checks that need no run.

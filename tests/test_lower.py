@@ -110,14 +110,6 @@ def test_dialects_choose_tanh():
     plan = mod_plan(mods.softcap(30.0))
     assert "fast_tanh" in lower_score(plan, "f", GPU)
     assert "libdevice.tanh" in lower_score(plan, "f", Dialect(exact=True, ptx=True))
-    interpreted = lower_score(plan, "f", Dialect(interpreter=True))
-    assert "libdevice" not in interpreted and "fast_tanh" not in interpreted
-
-
-def test_interpreter_says_what_it_lacks():
-    plan = mod_plan(lambda s, b, h, i, j: torch.atan(s))
-    with pytest.raises(CompileError, match="atan: Triton's interpreter does not have it; use the CPU engine or a GPU"):
-        lower_score(plan, "f", Dialect(interpreter=True))
 
 
 @pytest.mark.parametrize(("value", "text"), [(-(2**63), "-9223372036854775808"), (True, "True")])

@@ -1,0 +1,45 @@
+"""What Triton's interpreter, which runs on numpy, does not have: CUDA's libdevice and inline PTX, computed by torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+_NAMES = {"nearbyint": "round"}  # of libdevice -> of torch, where they differ
+
+
+class _Libdevice:
+    """Stands for triton.language.extra.libdevice."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        name = _NAMES.get(name, name)
+        return _on_blocks(getattr(torch, name, None) or getattr(torch.special, name))
+
+
+@cache
+def replaced_globals() -> dict[str, Any]:
+    """Return what takes the place of the globals of these names in a generated file."""
+    return {"libdevice": _Libdevice(), "fast_tanh": _on_blocks(torch.tanh)}
+
+
+def _on_blocks(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """Return a function of torch as one of the interpreter's blocks and Python numbers."""
+
+    def compute(*operands: Any) -> Any:
+        from triton.language import core
+        from triton.runtime.interpreter import TensorHandle
+
+        blocks = [x for x in operands if isinstance(x, core.tensor)]
+        dtype = blocks[0].handle.data.dtype
+        arrays = [np.asarray(x.handle.data if isinstance(x, core.tensor) else x, dtype) for x in operands]
+        result = function(*(torch.from_numpy(np.array(a)) for a in np.broadcast_arrays(*arrays))).numpy()
+        scalar = blocks[0].type.scalar
+        shapes = [x.shape for x in blocks if x.type.is_block()]
+        kind = core.block_type(scalar, list(np.broadcast_shapes(*map(tuple, shapes)))) if shapes else scalar
+        return core.tensor(TensorHandle(result, scalar), kind)
+
+    return compute
