@@ -34,7 +34,7 @@ _MOST_ADOPTED = 64  # tensors that a mod uses and no guard can find
 class Setting:
     """What a run assumes. A run that finds otherwise is made again."""
 
-    device: torch.device = torch.device("cpu")  # of the tensors that the mod captures
+    device: torch.device  # of the tensors that the mod captures
     layouts: bool = False  # whether the mod asks for strides: then it is traced for those of its tensors alone
     natively: bool = False  # whether Python itself runs the mod, and nothing is recorded
 
@@ -152,7 +152,7 @@ def record_run(
     mod: Mod, kind: Kind, name: str, score_dtype: torch.dtype, decompositions: Decompositions
 ) -> tuple[Recorded, Record]:
     """Run `mod`; again where it turns out that the setting is another one."""
-    setting, reason = Setting(natively=not IS_KNOWN_VERSION), "this version of Python is not known"
+    setting, reason = Setting(torch.device("cpu"), natively=not IS_KNOWN_VERSION), "this version of Python is not known"
     while True:
         try:
             recorded, record = _run(mod, kind, name, score_dtype, decompositions, setting)
@@ -277,4 +277,3 @@ def _source(name: str) -> Any:
     from torch._dynamo.source import ConstantSource
 
     return ConstantSource(name)
-

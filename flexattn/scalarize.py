@@ -64,7 +64,9 @@ class Traced:
         graph = narrowed(self.graph, values)
         if graph.inputs is MASK_INPUTS:
             captures = tuple([c.detach() if c.requires_grad else c for c in captures])
-        return BoundMod(graph, captures, values, tuple(tensors), self.tensor_names, (self, tuple(numbers)) if guarded else None)
+        return BoundMod(
+            graph, captures, values, tuple(tensors), self.tensor_names, (self, tuple(numbers)) if guarded else None
+        )
 
 
 def scalarize(recorded: Recorded, kind: Kind, name: str, score_dtype: torch.dtype, location: str) -> Traced:

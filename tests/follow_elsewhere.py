@@ -1,4 +1,4 @@
-"""Run the functions of follow_corpus by `flexattn.follow` in a Python that has no torch: stand-ins are enough for it."""
+"""Run the functions of follow_corpus by `flexattn.follow` in a Python that has no torch: stand-ins are enough."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def stand_in(name: str, *classes: str) -> types.ModuleType:
 
 def install() -> None:
     """Make stand-ins for torch and numpy, and flexattn importable without its __init__."""
-    names = "Tensor SymInt SymFloat SymBool finfo iinfo dtype device layout memory_format".split()
+    names = ["Tensor", "SymInt", "SymFloat", "SymBool", "finfo", "iinfo", "dtype", "device", "layout", "memory_format"]
     torch = stand_in("torch", *names)
     torch.Size = type("Size", (tuple,), {})  # type: ignore[attr-defined]
     torch.strided = torch.layout()

@@ -58,7 +58,7 @@ def agrees(mod: Callable[..., Any], kind: str = "score") -> None:
 def test_python_is_run_as_by_python(case: tuple[Callable[..., Any], Any]) -> None:
     function, argument = case
     wanted = function(argument)
-    inputs = Inputs(Setting(), "score", "test")
+    inputs = Inputs(Setting(torch.device("cpu")), "score", "test")
     inputs.number = lambda value, position, name: _symbol(inputs, value, position)  # type: ignore[method-assign]
     record = Record(function, inputs)
     found = Follower(record).call(record.start(), (argument,))
@@ -214,7 +214,8 @@ def a_context_manager() -> Iterator[Callable[..., Any]]:
 @state
 def membership() -> Iterator[Callable[..., Any]]:
     class Flags:
-        names = ["causal"]
+        def __init__(self) -> None:
+            self.names = ["causal"]
 
         def __contains__(self, name: str) -> bool:
             return name in self.names
@@ -390,11 +391,13 @@ def test_random_numbers_are_drawn_at_each_call_and_warned_of_once() -> None:
     def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return s * random.randint(1, 1000) + int(np.random.randint(1000)) + time.perf_counter_ns() * 0
 
-    with pytest.warns(RetraceWarning, match=r"mod .*test_follow\.py:\d+\) is traced at each call: it calls .*randint") as caught:
+    with pytest.warns(
+        RetraceWarning, match=r"mod .*test_follow\.py:\d+\) is traced at each call: it calls .*randint"
+    ) as caught:
         for seed in (1, 2, 3):
             random.seed(seed)
             np.random.seed(seed)
-            found = [b.numbers for b in [trace(mod, "score", torch.float64)]][0]
+            found = trace(mod, "score", torch.float64).numbers
             random.seed(seed)
             np.random.seed(seed)
             assert found[:2] == (random.randint(1, 1000), np.random.randint(1000))
@@ -468,7 +471,9 @@ def test_a_computed_tensor_is_not_left_in_the_users_objects() -> None:
             return s + self.table[q]
 
     lazy = Lazy()
-    with pytest.raises(ModError, match=r"test_follow\.py:\d+ keeps a tensor that it computes in a captured object of Lazy"):
+    with pytest.raises(
+        ModError, match=r"test_follow\.py:\d+ keeps a tensor that it computes in a captured object of Lazy"
+    ):
         trace(lazy.mod, "score")
     assert lazy.table is None
 

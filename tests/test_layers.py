@@ -91,7 +91,7 @@ def test_public_names() -> None:
     assert flexattn.__all__ == [
         "AuxOutput", "AuxRequest", "BlockMask", "Explanation", "FlexAttentionError", "FlexKernelOptions", "Tuning",
         "and_masks", "create_block_mask", "create_mask", "dropout_mask", "explain", "flex_attention", "mods",
-        "noop_mask", "or_masks", "reference", "tune",
+        "noop_mask", "or_masks", "reference", "register_operator", "tune",
     ]  # fmt: skip
     assert all(hasattr(flexattn, name) for name in flexattn.__all__)
 

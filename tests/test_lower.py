@@ -12,7 +12,6 @@ from expecttest import TestCase
 
 from flexattn import mods
 from flexattn.differentiate import differentiate
-from flexattn.errors import CompileError
 from flexattn.graph import GRAD_INPUTS, Builder, Capture, ModGraph, Node, Number
 from flexattn.lower import CaptureLayout, Dialect, ModPlan, lower, lower_score
 from flexattn.ops import OPS

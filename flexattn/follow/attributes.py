@@ -33,8 +33,8 @@ BUILTIN_CONTAINERS: frozenset[type] = frozenset((list, tuple, dict, set, frozens
 _GENERIC = tuple(
     cls.__getattribute__
     for cls in (
-        object, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, BaseException, types.SimpleNamespace,
-        collections.OrderedDict, collections.defaultdict, collections.deque,
+        object, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, BaseException,
+        types.SimpleNamespace, collections.OrderedDict, collections.defaultdict, collections.deque,
     )
 )  # fmt: skip
 _FUNCTION_FIELDS = {
@@ -339,4 +339,3 @@ class Attributes:
         if type(value) in (tuple, list):
             return type(value)([self.from_torch(v) for v in value])
         return value
-

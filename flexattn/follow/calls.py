@@ -32,7 +32,8 @@ _PURE_OF_TORCH = frozenset((
     "result_type", "promote_types", "can_cast", "is_tensor", "broadcast_shapes", "is_grad_enabled", "sym_int",
     "sym_float", "sym_max", "sym_min", "sym_not", "sym_ite", "sym_sqrt", "sym_sum", "is_autocast_enabled",
     "is_inference_mode_enabled", "get_default_dtype", "is_storage", "has_torch_function", "has_torch_function_unary",
-    "has_torch_function_variadic", "_get_tracing_state", "is_compiling", "is_dynamo_compiling", "is_scripting", "is_tracing", "typename",
+    "has_torch_function_variadic", "_get_tracing_state", "is_compiling", "is_dynamo_compiling", "is_scripting",
+    "is_tracing", "typename",
 ))  # fmt: skip
 # Modules of C whose functions depend on nothing but the data that they are given.
 _PURE_MODULES = frozenset(("math", "cmath", "_operator", "_bisect", "_struct", "itertools", "_functools"))
@@ -177,9 +178,10 @@ class Calls(Operators):
         )
         if isinstance(owner, type):
             module = owner.__module__
-        return isinstance(function, (types.BuiltinFunctionType, types.MethodDescriptorType)) and (
-            module or ""
-        ).partition(".")[0] == "torch"
+        return (
+            isinstance(function, (types.BuiltinFunctionType, types.MethodDescriptorType))
+            and (module or "").partition(".")[0] == "torch"
+        )
 
     def _call_torch(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(isinstance(a, np.ndarray) for a in args):
@@ -254,7 +256,7 @@ class Calls(Operators):
         if module is None and owner is not None and not isinstance(owner, types.ModuleType):
             module = type(owner).__module__
         name = name if module in (None, "builtins") else f"{module}.{name}"
-        if isinstance(function, np.ufunc) or (module or "").split(".")[0] == "numpy" and "random" not in (module or ""):
+        if isinstance(function, np.ufunc) or (str(module).startswith("numpy") and "random" not in str(module)):
             given = [self.deep_contents(a) for a in args]
             if all(is_plain(a) for a in given):
                 return function(*map(self.for_python, given), **{k: self.for_python(v) for k, v in kwargs.items()})

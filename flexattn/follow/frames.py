@@ -87,7 +87,9 @@ class Frames(Calls):
         code = function.__code__
         if code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
             raise Unfollowable("it calls an async function")
-        frame = Frame(function, program_of(code), self._bind_arguments(function, args, kwargs), line=code.co_firstlineno)
+        frame = Frame(
+            function, program_of(code), self._bind_arguments(function, args, kwargs), line=code.co_firstlineno
+        )
         if code.co_flags & inspect.CO_GENERATOR:
             return self._generate(frame)
         return self._execute(frame).value
@@ -184,7 +186,11 @@ class Frames(Calls):
         return names
 
     def _bind_defaults(
-        self, function: types.FunctionType, positional: Sequence[str], keyword_only: Sequence[str], names: dict[str, Any]
+        self,
+        function: types.FunctionType,
+        positional: Sequence[str],
+        keyword_only: Sequence[str],
+        names: dict[str, Any],
     ) -> None:
         defaults = function.__defaults__ or ()
         first = len(positional) - len(defaults)

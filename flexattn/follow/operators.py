@@ -73,7 +73,10 @@ class Operators(Attributes):
         if len(value) > MOST_LIFTED and self.record.snapshot(value, value):
             return kind(value)
         if kind is dict:
-            return {k: self.record.read_item(value, "{}[{}]", k, v) for k, v in zip(self.keys(value), value.values(), strict=True)}
+            return {
+                k: self.record.read_item(value, "{}[{}]", k, v)
+                for k, v in zip(self.keys(value), value.values(), strict=True)
+            }
         self.record.check(value, "len({}) == {}", len(value))
         return kind([self.record.read_item(value, "{}[{}]", i, v, "captured") for i, v in enumerate(value)])
 
@@ -136,9 +139,7 @@ class Operators(Attributes):
             return native
         found = self._by_methods(x, y, method, reflected)
         if found is NotImplemented:
-            raise TypeError(
-                f"unsupported operand type(s) for {symbol}: {type(x).__name__!r} and {type(y).__name__!r}"
-            )
+            raise TypeError(f"unsupported operand type(s) for {symbol}: {type(x).__name__!r} and {type(y).__name__!r}")
         return found
 
     def in_place(self, symbol: str, x: Any, y: Any) -> Any:
@@ -439,8 +440,8 @@ class Operators(Attributes):
             return value
         if self._holds_computed(value):
             raise Refusal(
-                f"keeps a tensor that it computes in a captured object of {type(owner).__name__}. The mod runs once for "
-                f"all positions, on tensors without values: compute the tensor before the call, and capture it."
+                f"keeps a tensor that it computes in a captured object of {type(owner).__name__}. The mod runs once "
+                f"for all positions, on tensors without values: compute the tensor before the call, and capture it."
             )
         return self._converted(value, lambda v: v.original if isinstance(v, LIFTED) else v)
 
@@ -499,7 +500,9 @@ class Operators(Attributes):
     def _format_object(self, value: Any, conversion: Callable[[Any], str] | None, spec: str) -> str:
         if isinstance(value, type) or (isinstance(value, BaseException) and not self.record.has(value)):
             return format(str(value) if conversion is None else conversion(value), spec)
-        names = ("__repr__",) if conversion is repr else ("__str__", "__repr__") if conversion is str or not spec else ()
+        names = (
+            ("__repr__",) if conversion is repr else ("__str__", "__repr__") if conversion is str or not spec else ()
+        )
         if conversion is None and isinstance(self.class_attribute(type(value), "__format__"), types.FunctionType):
             return self.call(self.special(value, "__format__"), (spec,))
         for name in names:

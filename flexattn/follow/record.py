@@ -1,8 +1,8 @@
 """Record: the places that a mod read while it ran, as the lines of a guard that reads them again.
 
 Each place is a variable of the guard, computed from that of its owner: `v2 = v1.__closure__[0].cell_contents`. What was
-found there is checked by type, value or identity; tensors and numbers may have other values, and the guard returns them.
-An object without a place was made by the mod while it ran. It needs no guard: it follows from what was read.
+found there is checked by type, value or identity. Tensors and numbers may have other values: the guard returns them. An
+object without a place was made by the mod while it ran. It needs no guard: it follows from what was read.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ class Record:
         place = self._places.get(id(owner))
         return value if place is None else self._at(template.format(place[1]), value, name, literal)
 
-    def read_item(self, owner: object, template: str, key: Any, value: Any, name: str = "", literal: bool = False) -> Any:
+    def read_item(
+        self, owner: object, template: str, key: Any, value: Any, name: str = "", literal: bool = False
+    ) -> Any:
         """Do the same for an item: `template` has {} for the owner and {} for the key."""
         place = self._places.get(id(owner))
         if place is None:
@@ -220,7 +222,9 @@ class Record:
             return value
         if kind in (int, float) or kind in _VALUES:
             variable = self._temporary(text)
-            self._line(f"if type({variable}) is not {self.constant(kind)} or {self._differs(variable, value)}: return None")
+            self._line(
+                f"if type({variable}) is not {self.constant(kind)} or {self._differs(variable, value)}: return None"
+            )
             return value
         if kind in _TORCH_CONSTANTS:
             self._line(f"if {text} != {self.constant(value)}: return None")

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 # numpy tells of divisions by zero in the padding of tiles, which no result sees.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
+
 @pytest.mark.parametrize(("name", "kind"), rows())
 def test_operation(name: str, kind: str) -> None:
     check_row(name, kind, "cpu", exact=False)
