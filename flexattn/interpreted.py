@@ -33,7 +33,7 @@ def _on_blocks(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
         from triton.language import core
         from triton.runtime.interpreter import TensorHandle
 
-        blocks = [x for x in operands if isinstance(x, core.tensor)]
+        blocks: list[Any] = [x for x in operands if isinstance(x, core.tensor)]
         dtype = blocks[0].handle.data.dtype
         arrays = [np.asarray(x.handle.data if isinstance(x, core.tensor) else x, dtype) for x in operands]
         result = function(*(torch.from_numpy(np.array(a)) for a in np.broadcast_arrays(*arrays))).numpy()

@@ -27,7 +27,7 @@ _IMMUTABLE: frozenset[type] = frozenset((
     int, float, bool, complex, str, bytes, range, slice, type(None), type(...), type(NotImplemented), torch.dtype,
     torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo, types.CodeType,
 ))  # fmt: skip
-_TupleGetter = type(collections.namedtuple("_Pair", "x y").x)  # what a field of a namedtuple is in its class
+_TupleGetter = type(vars(collections.namedtuple("_Pair", "x y"))["x"])  # what a field of a namedtuple is in its class
 BUILTIN_CONTAINERS: frozenset[type] = frozenset((list, tuple, dict, set, frozenset))
 # What looks up attributes by the rules of object.__getattribute__.
 _GENERIC = tuple(
@@ -290,8 +290,8 @@ class Attributes:
             return self._bind(of_meta, cls, type(cls), name)
         raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}", name=name, obj=cls)
 
-    def _of_super(self, value: super, name: str) -> Any:
-        start: type = value.__thisclass__  # type: ignore[assignment]
+    def _of_super(self, value: Any, name: str) -> Any:
+        start: type = value.__thisclass__
         owner, cls = value.__self__, value.__self_class__
         assert cls is not None
         found = self.class_attribute(cls, name, cls.__mro__[cls.__mro__.index(start) + 1 :])
@@ -326,7 +326,7 @@ class Attributes:
             self.record.check(value, "{1} not in {0}.__dict__", name)
             raise
 
-    def _attribute_of_tensor(self, value: Tensor, own: dict[str, Any], name: str) -> Any:
+    def _attribute_of_tensor(self, value: Tensor, own: Any, name: str) -> Any:
         own = self.record.read(value, "{}.__dict__", own)
         return self.record.read_item(own, "{}[{}]", name, own[name], name)
 

@@ -42,6 +42,10 @@ _IMMUTABLE_OWNERS = (str, bytes, int, float, complex, bool, range, type(None), t
 Known = Callable[..., Any]
 
 
+def _is_heap_type(cls: type) -> bool:
+    return bool(cls.__flags__ & _HEAP_TYPE)
+
+
 class NativeExit:
     """The __exit__ of a context manager of torch, which Python itself runs."""
 
@@ -112,10 +116,10 @@ class Calls(Operators):
         inner = self.record.read(function, "{}.func", function.func)
         return self.call(inner, (*self.contents(first), *args), {**self.contents(named), **kwargs})
 
-    def _call_class(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_class(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if cls is type and len(args) == 1:
             return self.type_of(args[0])
-        if not cls.__flags__ & _HEAP_TYPE or (is_library(cls.__module__) and not issubclass(cls, torch.nn.Module)):
+        if not _is_heap_type(cls) or (is_library(cls.__module__) and not issubclass(cls, torch.nn.Module)):
             return self._call_library_class(cls, args, kwargs)
         of_meta = self.class_attribute(type(cls), "__call__")
         if isinstance(of_meta, types.FunctionType):
@@ -140,10 +144,10 @@ class Calls(Operators):
                 init(made, *map(self.for_python, args), **{k: self.for_python(v) for k, v in kwargs.items()})
         return made
 
-    def _call_library_class(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_library_class(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if issubclass(cls, torch.autograd.Function) or cls.__module__.partition(".")[0] == "torch":
             return self._call_torch(cls, args, kwargs)
-        if not cls.__flags__ & _HEAP_TYPE or issubclass(cls, BaseException):
+        if not _is_heap_type(cls) or issubclass(cls, BaseException):
             if all(self.is_data(self.deep_contents(a)) for a in (*args, *kwargs.values())) or issubclass(
                 cls, BaseException
             ):

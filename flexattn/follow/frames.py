@@ -23,6 +23,7 @@ from flexattn.follow.bytecode import Instruction, Program, program_of
 from flexattn.follow.calls import Calls, NativeExit
 from flexattn.follow.libraries import is_library
 
+Function = Any  # a Function, of which type checkers make a method where it is an attribute
 MOST_STEPS = 2_000_000  # instructions of one mod
 MOST_FRAMES = 200
 
@@ -35,7 +36,7 @@ _NULL: Any = type("Null", (), {"__repr__": lambda self: "NULL"})()
 class Frame:
     """A function that runs."""
 
-    function: types.FunctionType
+    function: Function
     program: Program
     names: dict[str, Any]  # locals; of a variable that an inner function shares, its cell
     stack: list[Any] = field(default_factory=list)
@@ -80,9 +81,9 @@ class Frames(Calls):
         super().__init__(record)
         self.frames: list[Frame] = []
         self._steps = 0
-        self._made_in: dict[int, tuple[Any, types.FunctionType]] = {}  # functions that the mod made: where
+        self._made_in: dict[int, tuple[Any, Function]] = {}  # functions that the mod made: where
 
-    def run(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function of Python."""
         code = function.__code__
         if code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
@@ -160,9 +161,7 @@ class Frames(Calls):
 
     # Arguments, variables.
 
-    def _bind_arguments(
-        self, function: types.FunctionType, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def _bind_arguments(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         code, rest = function.__code__, dict(kwargs)
         count, positional = code.co_argcount, code.co_varnames[: code.co_argcount]
         keyword_only = code.co_varnames[count : count + code.co_kwonlyargcount]
@@ -187,7 +186,7 @@ class Frames(Calls):
 
     def _bind_defaults(
         self,
-        function: types.FunctionType,
+        function: Function,
         positional: Sequence[str],
         keyword_only: Sequence[str],
         names: dict[str, Any],
@@ -214,7 +213,7 @@ class Frames(Calls):
         if missing:
             raise TypeError(f"{function.__name__}() missing required arguments: {', '.join(map(repr, missing))}")
 
-    def owner_of(self, function: types.FunctionType) -> types.FunctionType:
+    def owner_of(self, function: Function) -> Function:
         """Return the function, or where the mod made it while it ran, the function of the user that made it."""
         while not self.record.has(function) and id(function) in self._made_in:
             function = self._made_in[id(function)][1]
@@ -254,7 +253,7 @@ class Frames(Calls):
             ) from None
         return self.record.read(cell, "{}.cell_contents", value, name)
 
-    def make_function(self, frame: Frame, code: types.CodeType) -> types.FunctionType:
+    def make_function(self, frame: Frame, code: types.CodeType) -> Function:
         """Return a function of the mod's own; its closure is filled in before it is called."""
         cells = tuple(frame.names[n] for n in code.co_freevars)
         made = types.FunctionType(code, frame.function.__globals__, code.co_name, None, cells or None)

@@ -125,7 +125,8 @@ def _vars(f: Calls, value: Any) -> Any:
 
 @_function(super)
 def _super(f: Calls, *args: Any) -> Any:
-    return super(*args) if args else super(*f.arguments_of_super())
+    given: Any = args or f.arguments_of_super()
+    return super(*given)
 
 
 @_function(object.__init__, object.__init_subclass__)
@@ -144,7 +145,7 @@ def _object_ne(f: Calls, x: Any, y: Any) -> Any:
     return found if found is NotImplemented else not f.truth(found)
 
 
-@_function(object.__lt__, object.__le__, object.__gt__, object.__ge__)
+@_function(*(vars(object)[name] for name in ("__lt__", "__le__", "__gt__", "__ge__")))
 def _object_order(f: Calls, x: Any, y: Any) -> Any:
     return NotImplemented
 
@@ -380,10 +381,13 @@ def _filter(f: Calls, function: Any, values: Any) -> Iterator[Any]:
 def _sorted(f: Calls, values: Any, *, key: Any = None, reverse: Any = False) -> list[Any]:
     items = f.iterated(values)
     keys = items if key is None else [f.call(key, (item,)) for item in items]
-    order = functools.cmp_to_key(lambda i, j: -1 if f.truth(f.compare("<", keys[i], keys[j])) else (
-        1 if f.truth(f.compare("<", keys[j], keys[i])) else 0
-    ))  # fmt: skip
-    return [items[i] for i in sorted(range(len(items)), key=order, reverse=f.truth(reverse))]
+
+    def order(i: int, j: int) -> int:
+        if f.truth(f.compare("<", keys[i], keys[j])):
+            return -1
+        return int(f.truth(f.compare("<", keys[j], keys[i])))
+
+    return [items[i] for i in sorted(range(len(items)), key=functools.cmp_to_key(order), reverse=f.truth(reverse))]
 
 
 @_function(functools.reduce)
@@ -515,7 +519,7 @@ def _copy(f: Calls, owner: Any) -> Any:
 
 @_method("__len__", of=(*_DICTS, list, tuple, set, frozenset))
 def _container_len(f: Calls, owner: Any) -> int:
-    base = next(b for b in (dict, list, tuple, set, frozenset) if isinstance(owner, b))
+    base: Any = next(b for b in (dict, list, tuple, set, frozenset) if isinstance(owner, b))
     f.record.check(owner, f"{base.__name__}.__len__({{}}) == {{}}", base.__len__(owner))
     return base.__len__(owner)
 

@@ -31,7 +31,6 @@ class LiftedFloat(float):
 
 
 LIFTED = (LiftedInt, LiftedFloat)
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 # What arithmetic on symbols gives without a guard. ShapeEnv has no symbolic form, or another meaning, for the others.
 _SYMBOLIC: frozenset[Callable[..., Any]] = frozenset((
@@ -88,10 +87,8 @@ def calculate(function: Callable[..., Any], *operands: Any) -> Any:
     """Return `function` of numbers, some of them lifted: as a lifted number where symbols can say it."""
     result = function(*map(_number, operands))
     if function in _SYMBOLIC and type(result) in (int, float) and is_liftable(result):
-        symbol = function(*map(_operand, operands))
-        if isinstance(symbol, _SYMBOLS) and symbol.node.expr.is_number:
-            symbol = None
-        if symbol is not None and _agrees(symbol, result):
+        symbol: Any = function(*map(_operand, operands))
+        if isinstance(symbol, (torch.SymInt, torch.SymFloat)) and _agrees(symbol, result):
             return lifted(result, symbol)
     return function(*map(literal, operands))
 

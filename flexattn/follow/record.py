@@ -11,7 +11,7 @@ import enum
 import marshal
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -337,7 +337,7 @@ def _is_permanent(value: Any) -> bool:
 Guard = Callable[[Any], tuple[tuple[Tensor, ...], tuple[int | float, ...]] | None]
 
 
-def guard_of(record: Record, conditions: list[str]) -> tuple[Guard, str]:
+def guard_of(record: Record, conditions: Sequence[str]) -> tuple[Guard, str]:
     """Return the guard of a finished record and its source; `conditions` are over t (tensors) and n (numbers)."""
     results = [f"t = ({''.join(v + ', ' for v in record.tensor_variables)})"]
     results.append(f"n = ({''.join(v + ', ' for v in record.number_variables)})")
