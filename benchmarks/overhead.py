@@ -1,4 +1,4 @@
-"""What surrounds the kernels: mask building, host time per call, first call, recompiles.
+"""What surrounds the kernels: mask building, host time per call, guards of mods, first call, recompiles.
 
 `python -m benchmarks.overhead --parts masks,host`
 """
@@ -9,6 +9,7 @@ import argparse
 import itertools
 import json
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -45,8 +46,11 @@ from benchmarks.masks import (
 )
 from benchmarks.peers import PEERS, prepare_torch, torch_flex_module
 from benchmarks.works import WORKS, Mods, Work, causal_mask, make_inputs
+from flexattn import memo
+from flexattn.captures import survey
+from flexattn.trace import trace, variant_of
 
-PARTS = ("masks", "host", "first_call", "recompiles")
+PARTS = ("masks", "host", "guard", "first_call", "recompiles")
 KNOWN = ("flexattn", "torch_flex", "torch_flex_eager")
 MOST_LAUNCHES = 100  # between two waits for the device: its queue must never be full
 GPU_LENGTHS = "8192,32768,65536,131072,1048576"  # of masks
@@ -160,6 +164,48 @@ def host(settings: Settings) -> list[Result]:
                 runs[replace(config, direction="forward + backward")] = both
     clock = {"clock": host_sample, "most_launches": MOST_LAUNCHES}
     return [*measure(runs, settings.device, settings.rounds, **clock).values(), *notes]  # type: ignore[arg-type]
+
+
+def guarded_mods(device: torch.device) -> dict[str, tuple[Callable[..., Any], str]]:
+    """Return the mods whose guards are timed, and their kinds."""
+    slopes, scales, table = (torch.randn(n, device=device) for n in ((8,), (8,), (8, 8)))
+    gain, shift = 0.5, 7
+
+    def closure(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score * gain + slopes[h] * scales[h] + table[h, b] + shift
+
+    mods = flexattn.mods
+    documents = mods.document(torch.arange(4096, device=device) // 100)
+    composed = mods.and_masks(mods.causal, mods.or_masks(mods.sliding_window(64), mods.prefix_lm(3)), documents)
+    return {
+        "closure of 3 tensors, 2 numbers": (closure, "score"),
+        "composed masks of flexattn.mods": (composed, "mask"),
+        "causal": (mods.causal, "mask"),
+    }
+
+
+def guards(settings: Settings) -> list[Result]:
+    """Time what tells that a trace still holds: the guard, and the walk over all that a mod reaches, side by side."""
+    calls = 100 if settings.rounds < 10 else 10_000
+    results = []
+    for name, (mod, kind) in guarded_mods(settings.device).items():
+        trace(mod, kind)
+        (known, *_) = memo.find(mod, variant_of(kind, torch.float32))
+        runs: dict[str, Run] = {
+            "guard": lambda guard=known.guard, mod=mod: guard(mod),
+            "walk (0.1.0 before guards)": lambda mod=mod: survey(mod),
+            "guard and values": lambda mod=mod, kind=kind: trace(mod, kind),
+        }
+        taken: dict[str, list[float]] = {what: [] for what in runs}
+        for _ in range(calls):
+            for what, run in runs.items():
+                start = time.perf_counter_ns()
+                run()
+                taken[what].append((time.perf_counter_ns() - start) / 1e6)
+        for what, times in taken.items():
+            medians = [statistics.median(times[i::10]) for i in range(10)]
+            results.append(Result(Config(f"{name}: {what}", "flexattn", "each call"), tuple(medians)))
+    return results
 
 
 def first_call(settings: Settings) -> list[Result]:
@@ -276,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = options.parts.split(",")
     masks = measure_masks(settings.masks) if "masks" in parts else None  # before others build any
     results: list[Result] = []
-    for name, part in (("first_call", first_call), ("host", host)):
+    for name, part in (("first_call", first_call), ("host", host), ("guard", guards)):
         results += part(settings) if name in parts else []
     found = recompiles(settings) if "recompiles" in parts else []
     where = environment(settings.device, options.label)

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from flexattn.aten import Elements, Index, has_row, is_symbol, operator_name
 from flexattn.errors import ModError, UnsupportedError, mod_in_messages
+from flexattn.forks import cached_property
 from flexattn.graph import MASK_INPUTS, SCORE_INPUTS, BoundMod, Builder, Capture, Expr, ModGraph, Number, wide
 from flexattn.interception import DATA_DEPENDENT, IN_PLACE, RANDOM, line_of_node
 from flexattn.narrow import narrowed
@@ -51,6 +52,10 @@ class Traced:
     conditions: tuple[str, ...]  # on tensors t and numbers n, under which the graph holds
     tensor_names: tuple[str, ...]  # of the user, for messages
 
+    @cached_property
+    def _without_numbers(self) -> ModGraph:
+        return narrowed(self.graph, ())
+
     def bind(self, tensors: Sequence[Tensor], numbers: Sequence[int | float], guarded: bool) -> BoundMod:
         """Return the mod with the values of this call; the prologue runs here.
 
@@ -61,7 +66,7 @@ class Traced:
         else:
             captures = tuple(self.prologue(*tensors, *numbers))  # type: ignore[misc]
         values = self.numbers(tensors, numbers) if self.numbers is not None else ()
-        graph = narrowed(self.graph, values)
+        graph = narrowed(self.graph, values) if values else self._without_numbers
         if graph.inputs is MASK_INPUTS:
             captures = tuple([c.detach() if c.requires_grad else c for c in captures])
         return BoundMod(

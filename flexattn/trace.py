@@ -45,13 +45,18 @@ def stats() -> dict[str, int]:
     return dict(_stats)
 
 
+def variant_of(kind: Kind, score_dtype: torch.dtype) -> tuple[object, ...]:
+    """Return what traces of one mod differ in."""
+    return kind, score_dtype, torch.get_default_dtype(), registrations()
+
+
 def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> BoundMod:
     """Return `mod` as a graph, with the captured tensors and numbers of this call.
 
     A gradient is that of the operations recorded; `detach` and `torch.no_grad` stop it. Of a mask_mod no gradient
     flows. A `torch.autograd.Function` in a score_mod is refused, since its own backward would not be used.
     """
-    variant = (kind, score_dtype, torch.get_default_dtype(), registrations())
+    variant = variant_of(kind, score_dtype)
     for known in memo.find(mod, variant):
         found = known.guard(mod)
         if found is not None:
