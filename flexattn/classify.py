@@ -18,7 +18,6 @@ from flexattn.block_mask import BlockMask, BuildCounts, BuiltMask, RunLists, Run
 from flexattn.bound import DTYPES, EMPTY, FULL, INDEX_LIMIT, PARTIAL
 from flexattn.boxes import BlockClasses, classify_by_boxes, undecided
 from flexattn.build import current_stream
-from flexattn.captures import survey
 from flexattn.config import debug, settings
 from flexattn.errors import ArgumentError, DeviceError, ModError, UnsupportedError, message
 from flexattn.graph import BoundMod
@@ -38,6 +37,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def _is_score_mod(mod: Callable[..., Any]) -> bool:
+    """Tell a score_mod by its five required arguments."""
+    parameters = inspect.signature(mod).parameters.values()
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return len(required) == 5
+
+
 def _outside_transforms(make: Callable[P, R]) -> Callable[P, R]:
     """Let torch.func's transforms see nothing of how a mask is made: it has no gradient, and is one for all entries."""
 
@@ -46,7 +54,8 @@ def _outside_transforms(make: Callable[P, R]) -> Callable[P, R]:
         if not is_transforming():
             return make(*args, **kwargs)
         mod: Any = args[0] if args else kwargs.get("mask_mod", kwargs.get("mod_fn"))
-        batched = next((t for t in survey(mod).tensors if is_batched(t)), None)
+        reached = trace(mod, "score" if _is_score_mod(mod) else "mask").reached
+        batched = next((t for t in reached if is_batched(t)), None)
         if batched is not None:
             found = f"a captured tensor of shape {tuple(batched.shape)} that differs between the entries of torch.vmap"
             mend = "Build the mask for all entries before, or exclude pairs with -inf in score_mod."
@@ -277,12 +286,3 @@ def _device(bound: BoundMod, device: torch.device | str | int | None) -> torch.d
 def _where(device: torch.device) -> tuple[object, ...]:
     """Return what tells apart lists that cannot stand for each other: those of another stream may not be there yet."""
     return device, current_stream(device.index) if device.type == "cuda" else 0, torch.is_inference_mode_enabled()
-
-
-def _is_score_mod(mod: Callable[..., Any]) -> bool:
-    """Tell a score_mod by its five required arguments."""
-    parameters = inspect.signature(mod).parameters.values()
-    required = [
-        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    return len(required) == 5
