@@ -25,7 +25,14 @@ from flexattn.captures import Survey, substitute, survey
 from flexattn.config import debug, settings
 from flexattn.errors import FlexAttentionError, ModError, UnsupportedError, mod_in_messages
 from flexattn.graph import MASK_INPUTS, SCORE_INPUTS, BoundMod
-from flexattn.interception import Interception, UnforeseenTensor, explain_failure, explain_operator, refused_functions
+from flexattn.interception import (
+    BEYOND_INT64,
+    Interception,
+    UnforeseenTensor,
+    explain_failure,
+    explain_operator,
+    refused_functions,
+)
 from flexattn.registered import meaning_of, registrations
 from flexattn.scalarize import Kind, Recorded, Traced, scalarize
 from flexattn.transforms import outside
@@ -201,6 +208,8 @@ def _record(
     with fakes:
         scalars = _input_scalars(kind, score_dtype, device)
         captured = [_fake(t, i, environment, sources) for i, t in enumerate(tensors)]
+    if beyond := [n for n in numbers if type(n) is int and not -(2**63) <= n < 2**63]:
+        raise ModError(f"{name} {BEYOND_INT64.format(number=beyond[0])}")
     lifted = [_symbolic_number(n, i, environment, sources) for i, n in enumerate(numbers)]
     replaced, leaves = substitute(mod, {id(t): c for t, c in zip(tensors, captured, strict=True)}, lifted)
     mode = Interception(tensors, captured, scalars, name)

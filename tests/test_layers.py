@@ -17,7 +17,8 @@ PACKAGE = Path(flexattn.__file__).parent
 # Reading order: a module imports only from those before it. A folder is one layer.
 ORDER = (
     "mods", "reference", "errors", "config", "options", "transforms", "ops", "graph", "equal_runs", "index_range",
-    "distances", "places_last", "aten", "bound", "narrow", "registered", "captures", "interception", "scalarize", "trace", "differentiate",
+    "distances", "places_last", "aten", "bound", "narrow", "registered", "captures",
+    "interception", "scalarize", "trace", "differentiate",
     "boxes", "facts", "block_mask", "dropout", "problem", "batch_invariant", "sinks", "target", "triton_versions",
     "kernel_store", "interpreted",
     "build", "builders", "tiles", "tile_choice", "lower", "row_bounds", "scatter", "capture_sums", "lower_bounds",
@@ -90,7 +91,7 @@ def test_public_names() -> None:
     assert flexattn.__all__ == [
         "AuxOutput", "AuxRequest", "BlockMask", "Explanation", "FlexAttentionError", "FlexKernelOptions", "Tuning",
         "and_masks", "create_block_mask", "create_mask", "dropout_mask", "explain", "flex_attention", "mods",
-        "noop_mask", "or_masks", "reference", "tune",
+        "noop_mask", "or_masks", "reference", "register_operator", "tune",
     ]  # fmt: skip
     assert all(hasattr(flexattn, name) for name in flexattn.__all__)
 
