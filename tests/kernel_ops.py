@@ -38,6 +38,27 @@ def rows() -> list[tuple[str, str]]:
     return found
 
 
+# Integers where the width decides: of counts from -3 to 69 and of large numbers.
+WHOLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "shift left": lambda k, n: (1 << k) & n, "shift right": lambda k, n: n >> k, "powers of 3": lambda k, n: 3**k,
+    "powers": lambda k, n: (n % 5) ** (k % 9), "powers of int32": lambda k, n: (n % 5).int() ** (k % 9).int(),
+    "signs": lambda k, n: (-1) ** (k - 5), "int32 shift": lambda k, n: k.int() << (n % 40).int(),
+    "sums": lambda k, n: k * 2**40 + n, "bytes": lambda k, n: ~n.to(torch.uint8) + k.to(torch.uint8),
+}  # fmt: skip
+
+
+def check_whole(name: str) -> None:
+    """Compare an operation of integers, whose result is taken apart so that float32 holds it, with torch's."""
+    k = torch.arange(-3, 70)
+    n = torch.randint(-(2**62), 2**62, k.shape, generator=torch.Generator().manual_seed(0))
+
+    def mod(k: Tensor, n: Tensor) -> Tensor:
+        return (WHOLE[name](k, n).long() % 1_000_003).to(torch.float32)
+
+    got, _ = through_kernel(mod, [k, n], "cpu", exact=True)
+    torch.testing.assert_close(got, mod(k, n), rtol=1e-6, atol=0)
+
+
 def odd_rows() -> list[tuple[str, str]]:
     """Return (operation, "odd") of those on floats: NaN, infinities, a negative zero, huge and tiny numbers."""
     return [(name, "odd") for name, kind in rows() if kind == "float"]
