@@ -121,6 +121,9 @@ class Elements:
         dtype = {"result": result, "common": wide(common_dtype(args)), "bool": torch.bool, "own": None}[row.computes]
         extra = (self, result) if row.computes == "own" else ()
         _check_arguments(row.compute, node, *extra, *args, **kwargs)
+        for value in (*args, *kwargs.values()):
+            if type(value) is int and dtype is not None and not _holds(dtype, value):
+                raise Refused(node, f"of {value} in {dtype}, which does not hold it. Convert the tensor by .long()")
         operands = [self.operand(a, index, dtype, literal=row.literal_divisor and i == 1) for i, a in enumerate(args)]
         named = {k: self.operand(a, index, dtype) for k, a in kwargs.items()}
         return self.cast(row.compute(*extra, *operands, **named), result)
@@ -300,6 +303,14 @@ class Row:
 _ON_BOOLEANS = {"maximum": "or", "minimum": "and"}
 
 
+def _holds(dtype: torch.dtype, value: int) -> bool:
+    """Tell whether torch computes with this number, and not with what is left of it in a narrow integer dtype."""
+    if dtype.is_floating_point or dtype == torch.bool:
+        return True
+    limits = torch.iinfo(dtype)
+    return limits.min <= value <= limits.max
+
+
 def truth(x: Expr) -> Expr:
     return x if x.dtype == torch.bool else x.apply("ne", 0)
 
@@ -458,7 +469,7 @@ ROWS: dict[str, Row] = {
     "remainder": Row(lambda x, y: x.apply("mod", y), literal_divisor=True),
     "fmod": Row(lambda x, y: x.apply("fmod", y), literal_divisor=True),
     "neg": _unary("neg"), "abs": Row(_abs), "pow": Row(power, "own"), "sign": Row(_sign), "sgn": Row(_sign),
-    "reciprocal": Row(lambda x: 1.0 / x), "square": Row(lambda x: x * x), "hypot": Row(_hypot),
+    "reciprocal": Row(lambda x: 1.0 / x), "hypot": Row(_hypot),
     "maximum": _extreme("maximum"), "minimum": _extreme("minimum"),
     "fmax": Row(lambda x, y: where(x.apply("isnan"), y, where(y.apply("isnan"), x, x.apply("maximum", y)))),
     "fmin": Row(lambda x, y: where(x.apply("isnan"), y, where(y.apply("isnan"), x, x.apply("minimum", y)))),
@@ -467,14 +478,13 @@ ROWS: dict[str, Row] = {
     "eq": _compare("eq"), "ne": _compare("ne"), "lt": _compare("lt"), "le": _compare("le"), "gt": _compare("gt"),
     "ge": _compare("ge"),
     "isnan": Row(lambda x: x.apply("isnan"), "common"), "isinf": Row(lambda x: x.apply("isinf"), "common"),
-    "isfinite": Row(lambda x: x.apply("isnan").apply("or", x.apply("isinf")).apply("not"), "common"),
     "isposinf": Row(lambda x: x.apply("eq", math.inf), "common"),
     "isneginf": Row(lambda x: x.apply("eq", -math.inf), "common"),
     "logical_and": _logical("and"), "logical_or": _logical("or"), "logical_xor": _logical("xor"),
     "logical_not": _logical("not"), "bitwise_not": Row(_bitwise_not),
     "bitwise_and": _logical("and", "bitand"), "bitwise_or": _logical("or", "bitor"),
     "bitwise_xor": _logical("xor", "bitxor"),
-    "__and__": _logical("and", "bitand"), "__or__": _logical("or", "bitor"), "__xor__": _logical("xor", "bitxor"),
+
     "bitwise_left_shift": Row(lambda x, y: x.apply("shl", y)), "__lshift__": Row(lambda x, y: x.apply("shl", y)),
     "bitwise_right_shift": Row(lambda x, y: x.apply("shr", y)), "__rshift__": Row(lambda x, y: x.apply("shr", y)),
     "where": Row(_select, "own"), "masked_fill": Row(lambda e, d, x, c, y: _select(e, d, c, y, x), "own"),
@@ -1025,9 +1035,9 @@ REASONS: dict[str, str] = {
 }  # fmt: skip
 
 VIEWS: dict[str, Callable[..., Expr]] = {
-    "alias": _same, "clone": _same, "contiguous": _same, "lift_fresh": _same, "lift_fresh_copy": _same,
+    "alias": _same, "clone": _same, "lift_fresh_copy": _same,
     "expand": _expand, "select": _select_view, "slice": _slice, "unsqueeze": _unsqueeze, "permute": _permute,
-    "transpose": _transpose, "t": _transpose, "view": _view, "_unsafe_view": _view, "reshape": _view,
+    "transpose": _transpose, "t": _transpose, "view": _view, "_unsafe_view": _view,
     "view.dtype": _bitcast, "squeeze": _view, "flip": _flip, "roll": _roll, "cat": _cat, "stack": _stack,
     "constant_pad_nd": _padded, "index": _gathered, "_unsafe_index": _gathered,
     "index_select": _index_select, "gather": _gather, "embedding": _embedding, "arange": _arange,

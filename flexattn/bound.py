@@ -164,6 +164,8 @@ def _bound_operation(node: Node, args: list[Pair], dtypes: list[torch.dtype], sa
     builder = args[0][0].builder
     spec = OPS[node.op]
     unknown = _unknown(builder, node.dtype)
+    if node.op not in _NAN_AWARE and any(map(_may_be_nan, args)):
+        return unknown, False  # as what follows would find, with many operations
     pair = spec.bound(*args) if spec.bound and (node.dtype != torch.bool or node.op in _BOOLEAN_OPS) else None
     if pair is None:
         return _at_points(node, args, dtypes, unknown), False
@@ -269,6 +271,11 @@ def _unknown(builder: Builder, dtype: torch.dtype) -> Pair:
         low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     language = _language(dtype)
     return builder.const(low, language), builder.const(high, language)
+
+
+def _may_be_nan(pair: Pair) -> bool:
+    """Tell whether nothing at all is known of a float before the graph runs."""
+    return pair[0].constant == -_INF and pair[1].constant == _INF
 
 
 def _known(pair: Pair) -> Expr:

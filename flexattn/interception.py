@@ -33,6 +33,7 @@ DATA_DEPENDENT = (
     "all positions: write torch.where(condition, x, y) for `if`, `&`, `|`, `~` for and, or, not; a number must be "
     "captured as a Python number (n = int(t) outside of the mod)."
 )
+BEYOND_INT64 = "uses the number {number}, expected one that int64 holds. Write a smaller one, or a float."
 IN_PLACE = "changes {what} in place. Write x = x + y instead of x += y, and x = torch.where(...) instead of x[...] = y."
 RANDOM = "draws random numbers ({what}). Draw them before the call and capture the tensor."
 
@@ -67,6 +68,9 @@ class Interception(TorchFunctionMode):
         if self._is_paused:
             return func(*args, **(kwargs or {}))
         args, kwargs = self.known(args), self.known(kwargs or {})
+        for number in (*args, *kwargs.values()):
+            if type(number) is int and not -(2**63) <= number < 2**63:
+                raise ModError(f"{self.name} at {user_line()} {BEYOND_INT64.format(number=number)}")
         if func in _READ_VALUE:
             raise ModError(f"{self.name} at {user_line()} {DATA_DEPENDENT}")
         if func in _READ_LAYOUT:

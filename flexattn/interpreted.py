@@ -37,8 +37,8 @@ def _on_blocks(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
         dtype = blocks[0].handle.data.dtype
         arrays = [np.asarray(x.handle.data if isinstance(x, core.tensor) else x, dtype) for x in operands]
         result = function(*(torch.from_numpy(np.array(a)) for a in np.broadcast_arrays(*arrays))).numpy()
-        scalar = blocks[0].type.scalar
-        shapes = [x.shape for x in blocks if x.type.is_block()]
+        scalar = blocks[0].dtype
+        shapes = [x.shape for x in blocks if isinstance(x.type, core.block_type)]
         kind = core.block_type(scalar, list(np.broadcast_shapes(*map(tuple, shapes)))) if shapes else scalar
         return core.tensor(TensorHandle(result, scalar), kind)
 

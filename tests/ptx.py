@@ -389,6 +389,11 @@ def _quotient(x: Values, y: Values) -> Values:
     return np.sign(x) * np.sign(y) * (abs(x) // np.maximum(abs(y), 1))
 
 
+def _shift_left(this: Instruction, x: np.ndarray, n: np.ndarray) -> np.ndarray:
+    """PTX clamps the count to the width, which leaves no bit."""
+    return np.where(n < this.bits, _cut(x << np.minimum(n, np.uint64(63)), this.bits), np.uint64(0))
+
+
 def _shift_right(this: Instruction, value: Values, count: Values) -> Values:
     if not this.signed:
         return np.where(count < this.bits, _cut(value, this.bits) >> np.minimum(count, np.uint64(63)), 0)
@@ -473,7 +478,7 @@ _RULES: dict[str, Callable[..., Values]] = {
     "sqrt": _unary(np.sqrt),
     "and": lambda this, x, y: x & y, "or": lambda this, x, y: x | y, "xor": lambda this, x, y: x ^ y,
     "not": lambda this, x: _cut(~x, 1 if "pred" in this.parts else this.bits),
-    "shl": lambda this, x, n: _cut(x << np.minimum(n, np.uint64(63)), this.bits), "shr": _shift_right,
+    "shl": _shift_left, "shr": _shift_right,
     "popc": lambda this, x: np.bitwise_count(_cut(x, this.bits)), "cvta": lambda this, x: x,
     "bfe": _field, "lop3": _logic, "prmt": _permute, "cvt": _convert, "setp": _compare,
     "selp": lambda this, x, y, which: np.where(which.astype(bool), x, y),

@@ -6,6 +6,7 @@ import ast
 import math
 import operator
 from collections.abc import Callable
+from statistics import NormalDist
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ FLOATS = [-2.5, -1.0, -0.3, 0.0, 0.4, 1.0, 1.7, 3.0]
 DOMAINS = {
     "log": (0.1, 9.0), "log2": (0.1, 9.0), "log10": (0.1, 9.0), "log1p": (-0.9, 9.0), "sqrt": (0.1, 9.0),
     "rsqrt": (0.1, 9.0), "asin": (-0.9, 0.9), "acos": (-0.9, 0.9), "acosh": (1.1, 9.0), "atanh": (-0.9, 0.9),
-    "tan": (-1.4, 1.4), "pow": (0.1, 3.0),
+    "tan": (-1.4, 1.4), "pow": (0.1, 3.0), "erfinv": (-0.9, 0.9), "lgamma": (0.1, 9.0),
 }  # fmt: skip
 NONZERO_SECOND = {"div", "floordiv", "mod", "fmod", "atan2", "copysign"}
 INTEGERS = [-7, -2, -1, 0, 1, 3, 12]
@@ -34,10 +35,12 @@ MEANING: dict[str, Callable[..., object]] = {
     "and": operator.and_, "or": operator.or_, "xor": operator.xor, "not": operator.not_, "bitand": operator.and_,
     "bitor": operator.or_, "bitxor": operator.xor, "bitnot": operator.invert, "shl": operator.lshift,
     "shr": operator.rshift, "detach": lambda x: x, "rsqrt": lambda x: 1 / math.sqrt(x), "round": round,
-    "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
+    "sigmoid": lambda x: 1 / (1 + math.exp(-x)), "erfcx": lambda x: math.exp(x * x) * math.erfc(x),
+    "erfinv": lambda x: NormalDist().inv_cdf((x + 1) / 2) / math.sqrt(2),
     **{name: getattr(math, name) for name in (
         "floor", "ceil", "trunc", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "sin", "cos", "tan",
         "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "copysign",
+        "lgamma",
     )},
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kernel_cases import Setting, check_case
+from kernel_ops import check_whole
 from mask_cases import attended, brute_force, make_mask
 from quick import slow_unless
 
@@ -24,6 +25,12 @@ def test_case(card: str, name: str) -> None:
     options = (("USE_TMA", False),) if card == "sm_90" else ()
     with emulated(card):
         check_case(name, Setting("cpu", torch.float16, options=options))
+
+
+@pytest.mark.parametrize("name", ["shift left", "powers of 3", "sums"])
+def test_integers(name: str) -> None:
+    with emulated("sm_80"):
+        check_whole(name)
 
 
 @pytest.mark.slow

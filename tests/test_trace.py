@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flexattn import flex_attention, mods
+from flexattn import aten, flex_attention, mods
 from flexattn.differentiate import differentiate
 from flexattn.errors import ModError, RetraceWarning, UnsupportedError
 from flexattn.graph import BoundMod
@@ -988,6 +988,44 @@ def test_calls() -> None:
     trace(lambda *args: args[0], "score")
     trace(lambda s, *rest: s, "score")
     trace(lambda s, b, h, q, k, extra=1: s * extra, "score")
+
+
+def test_results_that_are_no_scores() -> None:
+    mine = "score_mod mod, line .*"
+
+    def refused(mod: Callable[..., Any], pattern: str) -> None:
+        mod.__name__ = "mod"
+        refuse(mod, "score", pattern)
+
+    refused(lambda s, b, h, q, k: torch.complex(s, s), "score_mod mod")
+    refused(lambda s, b, h, q, k: s.to(torch.complex64), mine + "dtype torch.complex64, expected a real number")
+    refused(lambda s, b, h, q, k: q >= k, mine + r"dtype torch.bool, expected a real number. It looks like a mask_mod")
+    refused(lambda s, b, h, q, k: True, "score_mod mod: found a result of type bool.* It looks like a mask_mod")
+    refused(lambda s, b, h, q, k: 1j, "score_mod mod: found a result of type complex.*real part")
+    refused(lambda s, b, h, q, k: s.unsqueeze(0), mine + r"shape \[1\]")
+    refused(lambda s, b, h, q, k: s * q.item(), "score_mod mod at .* reads the value of a tensor")
+    refused(lambda s, b, h, q, k: s * torch.rand(()), "score_mod mod at .* draws random numbers")
+    refused(lambda s, b, h, q, k: torch.nonzero(s).sum(), "score_mod mod at .* reads the value of a tensor")
+
+
+def test_messages_name_the_kind_of_mod() -> None:
+    def mod(b, h, q, k):
+        return q + k
+
+    refuse(mod, "mask", "mask_mod mod, line .*: found a result of dtype torch.int64")
+    refuse(lambda b, h, q, k: q, "mask", "^mask_mod, line")
+
+
+def test_arguments_are_never_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a row has no parameter for goes to PyTorch's decomposition, or is refused."""
+    long = values(N, 4)
+    refuse(lambda s, b, h, q, k: s + s.view(torch.int32), "score", "reads the bits of a", UnsupportedError)
+    refuse(
+        lambda s, b, h, q, k: s + long[q].roll(1)[0] + torch.gcd(q, k), "score", "gcd.* as many steps", UnsupportedError
+    )
+    refuse(lambda s, b, h, q, k: s + long[q].scatter(0, q[None], s[None])[1], "score", "torch.where", UnsupportedError)
+    monkeypatch.setitem(aten.ROWS, "round.decimals", aten.ROWS["floor"])
+    refuse(lambda s, b, h, q, k: torch.round(s, decimals=1), "score", "no rule: .*'decimals'", UnsupportedError)
 
 
 def test_unknown_operators_and_long_reductions() -> None:
