@@ -17,26 +17,31 @@ from flexattn.errors import UnsupportedError, message
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+
 # Modes in which tensors have no values, or stand for what a graph records; by name, as some need heavy imports.
 _RECORDING = frozenset(
     ("FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode", "PreDispatchTorchFunctionMode")
 )
 
 
-def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
+def undisturbed(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let a function make its tensors on the CPU where it names no device, whatever the default device is.
 
-    Inside of a mode that records a graph, or whose tensors have no values, it raises UnsupportedError.
+    Inside of a mode that records a graph, or whose tensors have no values, it raises UnsupportedError, with this name.
     """
 
-    @wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
-            return function(*args, **kwargs)
-        with _own_device(function.__name__.lstrip("_")):
-            return function(*args, **kwargs)
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not _function_modes() and not _dispatch_modes():
+                return function(*args, **kwargs)
+            with _own_device(name):
+                return function(*args, **kwargs)
 
-    return called
+        return called
+
+    return decorate
 
 
 def _own_device(name: str) -> AbstractContextManager[object]:

@@ -80,7 +80,7 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
     return traced.bind(tensors, found.numbers, found.tensors, key if followed else None)
 
 
-@undisturbed
+@undisturbed("flexattn")
 def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype, found: Survey) -> tuple[Traced, list[Tensor]]:
     """Trace until every tensor is known and every operator has a row; return the tensors that became inputs."""
     name = mod_name(mod, kind)
