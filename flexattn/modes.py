@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -44,6 +45,19 @@ def undisturbed(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
+def users_device() -> AbstractContextManager[object]:
+    """Return the context in which code of the user runs inside of a call: with the default device around the call."""
+    device = _defaults.device
+    return nullcontext() if device is None or device.type == "meta" else torch.device(device)
+
+
+class _Defaults(threading.local):
+    device: torch.device | None = None  # the default around the outermost call, where that is not the CPU
+
+
+_defaults = _Defaults()
+
+
 def _own_device(name: str) -> AbstractContextManager[object]:
     functions = _get_current_function_mode_stack()
     for mode in (*_get_current_dispatch_mode_stack(), *functions):
@@ -53,5 +67,15 @@ def _own_device(name: str) -> AbstractContextManager[object]:
             mend = "Call it on tensors with values, outside of what is recorded."
             raise UnsupportedError(message(name, found, "a call that computes its result", mend))
     # A default device is a mode too; torch.get_default_device fails inside of torch.func's transforms.
-    defaults = [mode.device.type for mode in functions if isinstance(mode, DeviceContext)]
-    return nullcontext() if set(defaults) <= {"cpu"} else torch.device("cpu")
+    default = next((mode.device for mode in reversed(functions) if isinstance(mode, DeviceContext)), None)
+    return nullcontext() if default is None or default.type == "cpu" else _on_the_cpu(default)
+
+
+@contextmanager
+def _on_the_cpu(default: torch.device) -> Iterator[None]:
+    before, _defaults.device = _defaults.device, default
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        _defaults.device = before

@@ -26,7 +26,7 @@ from flexattn.config import debug, settings
 from flexattn.errors import FlexAttentionError, ModError, UnsupportedError
 from flexattn.graph import MASK_INPUTS, SCORE_INPUTS, BoundMod
 from flexattn.interception import Interception, UnforeseenTensor, explain_failure, line_of_node, refused_functions
-from flexattn.modes import undisturbed
+from flexattn.modes import undisturbed, users_device
 from flexattn.scalarize import Kind, Recorded, Traced, scalarize
 from flexattn.subclasses import check_plain
 from flexattn.transforms import outside
@@ -214,7 +214,7 @@ def _record(
     results: list[Any] = []
 
     def run(scalars: list[Tensor], captured: list[Tensor], lifted: list[Any]) -> list[Any]:
-        with mode:
+        with mode, users_device():
             result = replaced(*scalars)
         results.append(result)
         return [result] if isinstance(result, Tensor) else []

@@ -293,8 +293,8 @@ def test_an_index_outside_of_a_captured_tensor_is_named():
         return ids[q_idx] == ids[kv_idx]
 
     text = (
-        r"mask_mod same_document \(.*test_classify\.py:\d+\): found index 31 in dimension 0 of the captured tensor `ids`, "
-        r"expected -20 to 19, as its size is 20\. Pad `ids` up to the lengths of query and key, or clamp the index"
+        r"mask_mod same_document \(.*test_classify\.py:\d+\): found index 31 in dimension 0 of the captured tensor "
+        r"`ids`, expected -20 to 19, as its size is 20\. Pad `ids` up to the lengths of query and key, or clamp"
     )
     ones = torch.ones(1, 1, 2, 2, dtype=torch.bool)
     for build in (

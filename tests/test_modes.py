@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexattn
 from flexattn.errors import DeviceError, UnsupportedError
+from flexattn.modes import undisturbed, users_device
 
 X = torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
 BIAS = torch.tensor([0.5, -0.25])
@@ -84,6 +85,20 @@ def test_a_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(got, want)
+
+
+def test_mods_run_with_the_default_device_of_the_user() -> None:
+    def default() -> str:
+        with users_device():
+            modes = _get_current_function_mode_stack()
+        return modes[-1].device.type if modes else "none"
+
+    inside = undisturbed("flexattn")(lambda: (default(), undisturbed("flexattn")(default)()))
+    assert inside() == ("none", "none")
+    for name, seen in (("cuda", "cuda"), ("meta", "cpu")):  # tensors that a mod makes must have values
+        with torch.device(name):
+            assert inside() == (seen, seen)
+    assert inside() == ("none", "none")
 
 
 def test_a_backward_under_a_default_device() -> None:
