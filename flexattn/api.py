@@ -71,7 +71,7 @@ class AuxOutput(NamedTuple):
 
 
 @uncompiled
-@undisturbed
+@undisturbed("flex_attention")
 def flex_attention(
     query: Tensor,  # [B, Hq, M, D]
     key: Tensor,  # [B or 1, Hkv, N, D]
@@ -128,7 +128,7 @@ def flex_attention(
 
 
 @uncompiled
-@undisturbed
+@undisturbed("explain")
 def explain(
     query: Tensor | None = None,
     key: Tensor | None = None,
@@ -211,7 +211,7 @@ def explain(
 
 
 @uncompiled
-@undisturbed
+@undisturbed("tune")
 def tune(
     query: Tensor,
     key: Tensor,

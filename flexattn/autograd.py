@@ -201,7 +201,7 @@ class _AttentionGradient(Function):
         return one_by_one(_AttentionGradient, info.batch_size, in_dims, args)
 
 
-@undisturbed
+@undisturbed("backward of flex_attention")
 def _second(
     problem: Problem, directions: Problem, needs: tuple[bool, ...], d_out: Tensor, d_lse: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, ...]]:
@@ -227,7 +227,7 @@ def _along(problem: Problem, directions: Sequence[Tensor | None]) -> Problem:
     return _with_tensors(problem, [x.new_zeros(()).expand(x.shape) if d is None else d for x, d in pairs])
 
 
-@undisturbed
+@undisturbed("backward of flex_attention")
 def _gradients(
     engine: Engine, problem: Problem, needs: tuple[bool, ...], d_out: Tensor, d_lse: Tensor | None, out: Tensor,
     lse: Tensor,

@@ -67,7 +67,7 @@ def _outside_transforms(make: Callable[P, R]) -> Callable[P, R]:
 
 
 @uncompiled
-@undisturbed
+@undisturbed("create_block_mask")
 @_outside_transforms
 def create_block_mask(
     mask_mod: Callable[..., Any],
@@ -131,7 +131,7 @@ def create_block_mask(
 
 
 @uncompiled
-@undisturbed
+@undisturbed("create_mask")
 @_outside_transforms
 def create_mask(
     mod_fn: Callable[..., Any],

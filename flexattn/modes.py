@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -17,26 +18,44 @@ from flexattn.errors import UnsupportedError, message
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+
 # Modes in which tensors have no values, or stand for what a graph records; by name, as some need heavy imports.
 _RECORDING = frozenset(
     ("FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode", "PreDispatchTorchFunctionMode")
 )
 
 
-def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
+def undisturbed(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let a function make its tensors on the CPU where it names no device, whatever the default device is.
 
-    Inside of a mode that records a graph, or whose tensors have no values, it raises UnsupportedError.
+    Inside of a mode that records a graph, or whose tensors have no values, it raises UnsupportedError, with this name.
     """
 
-    @wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
-            return function(*args, **kwargs)
-        with _own_device(function.__name__.lstrip("_")):
-            return function(*args, **kwargs)
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not _function_modes() and not _dispatch_modes():
+                return function(*args, **kwargs)
+            with _own_device(name):
+                return function(*args, **kwargs)
 
-    return called
+        return called
+
+    return decorate
+
+
+def users_device() -> AbstractContextManager[object]:
+    """Return the context in which code of the user runs inside of a call: with the default device around the call."""
+    device = _defaults.device
+    return nullcontext() if device is None or device.type == "meta" else torch.device(device)
+
+
+class _Defaults(threading.local):
+    device: torch.device | None = None  # the default around the outermost call, where that is not the CPU
+
+
+_defaults = _Defaults()
 
 
 def _own_device(name: str) -> AbstractContextManager[object]:
@@ -48,5 +67,15 @@ def _own_device(name: str) -> AbstractContextManager[object]:
             mend = "Call it on tensors with values, outside of what is recorded."
             raise UnsupportedError(message(name, found, "a call that computes its result", mend))
     # A default device is a mode too; torch.get_default_device fails inside of torch.func's transforms.
-    defaults = [mode.device.type for mode in functions if isinstance(mode, DeviceContext)]
-    return nullcontext() if set(defaults) <= {"cpu"} else torch.device("cpu")
+    default = next((mode.device for mode in reversed(functions) if isinstance(mode, DeviceContext)), None)
+    return nullcontext() if default is None or default.type == "cpu" else _on_the_cpu(default)
+
+
+@contextmanager
+def _on_the_cpu(default: torch.device) -> Iterator[None]:
+    before, _defaults.device = _defaults.device, default
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        _defaults.device = before

@@ -21,6 +21,7 @@ from flexattn.follow import IS_KNOWN_VERSION, Follower, Record, Refusal, Unfollo
 from flexattn.forks import temporary
 from flexattn.graph import MASK_INPUTS, SCORE_INPUTS
 from flexattn.interception import Interception, explain_failure, refused_functions
+from flexattn.modes import users_device
 from flexattn.scalarize import Kind, Recorded
 from flexattn.subclasses import check_plain
 
@@ -193,7 +194,7 @@ def _run(
     methods = _module_methods()
 
     def run(scalars: list[Tensor]) -> list[Any]:
-        with inputs.interception, _module_methods_as(methods):
+        with inputs.interception, _module_methods_as(methods), users_device():
             result = mod(*scalars) if setting.natively else follower.mod(*scalars)
             result = inputs.interception.known(symbolic(result))
         results.append(result)

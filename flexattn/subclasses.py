@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from flexattn.errors import UnsupportedError, message
 
 _PLAIN: frozenset[type] = frozenset((Tensor, Parameter))
+_STRIDED = torch.strided
 _DEFAULT_FUNCTIONS = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
 
 # How to get a plain tensor, by the name of a class: most of these modules are not imported until they are used.
@@ -35,7 +36,7 @@ _OTHER_DISPATCH = "Convert it before the call, by the method that its class has 
 
 def is_plain(x: Tensor) -> bool:
     """Tell whether the memory of `x` holds its values in strides, and operations on it are those of torch.Tensor."""
-    return (type(x) in _PLAIN or not _overrides(type(x))) and x.layout is torch.strided and not x.is_nested
+    return (type(x) in _PLAIN or not _overrides(type(x))) and x.layout is _STRIDED and not x.is_nested
 
 
 @lru_cache(256)

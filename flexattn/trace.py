@@ -100,7 +100,7 @@ def _frames_of_ours() -> int:
     return count
 
 
-@undisturbed
+@undisturbed("flexattn")
 def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> tuple[Traced, Record]:
     """Trace until every operator has a row."""
     name = mod_name(mod, kind)

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
 from flexattn import classify, mods
+from flexattn.block_mask import BlockMask
 from flexattn.classify import create_block_mask, create_mask
-from flexattn.errors import ArgumentError, DeviceError, ModError
+from flexattn.errors import ArgumentError, DeviceError, IndexRangeError, ModError
 from flexattn.graph import BoundMod
 from flexattn.mods import causal, noop_mask
 from flexattn.trace import trace
@@ -283,3 +284,25 @@ def test_on_a_gpu():
 def test_torch_built_for_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
     assert create_block_mask(mods.causal, None, None, 64, 64).device.type == "cpu"
+
+
+def test_an_index_outside_of_a_captured_tensor_is_named():
+    ids = torch.zeros(20, dtype=torch.int32)
+
+    def same_document(b, h, q_idx, kv_idx):
+        return ids[q_idx] == ids[kv_idx]
+
+    text = (
+        r"mask_mod same_document \(.*test_classify\.py:\d+\): found index 31 in dimension 0 of the captured tensor "
+        r"`ids`, expected -20 to 19, as its size is 20\. Pad `ids` up to the lengths of query and key, or clamp"
+    )
+    ones = torch.ones(1, 1, 2, 2, dtype=torch.bool)
+    for build in (
+        lambda: create_block_mask(same_document, None, None, 32, 32, device="cpu", BLOCK_SIZE=16),
+        lambda: create_mask(same_document, None, None, 32, 32, device="cpu"),
+        lambda: BlockMask.from_blocks(ones, None, (32, 32), 16, same_document).pairs(),
+    ):
+        with pytest.raises(IndexRangeError, match=text):
+            build()
+    with pytest.raises(IndexRangeError, match=r"found index -21 in dimension 0 of the captured tensor `ids`"):
+        create_mask(lambda b, h, q_idx, kv_idx: ids[-1 - q_idx] == ids[0], None, None, 21, 1, device="cpu")

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexattn
 from flexattn.errors import DeviceError, UnsupportedError
+from flexattn.modes import undisturbed, users_device
 
 X = torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
 BIAS = torch.tensor([0.5, -0.25])
@@ -46,30 +47,32 @@ USES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class _Nothing(TorchFunctionMode):
+class _Function(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
-class _Counts(TorchDispatchMode):
+class _Dispatch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
+SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "default device": lambda: torch.device("meta"),
+    "function mode": _Function,
+    "dispatch mode": _Dispatch,
+    "inference": torch.inference_mode,
+}
+WITH_GRADIENTS = ("gradients", "torch.func")
+
+
 @pytest.mark.parametrize(
-    "surroundings",
-    [lambda: torch.device("meta"), _Nothing, _Counts, torch.inference_mode],
-    ids=["default device", "function mode", "dispatch mode", "inference"],
+    ("around", "use"), [(a, u) for a in SURROUNDINGS for u in USES if a != "inference" or u not in WITH_GRADIENTS]
 )
-def test_modes_around_a_call_change_nothing(
-    surroundings: Callable[[], AbstractContextManager[object]], use: Callable[[Tensor], Tensor]
-) -> None:
-    if surroundings is torch.inference_mode and use in (USES["gradients"], USES["torch.func"]):
-        pytest.skip("inference mode has no gradients")
-    want = use(X)
-    with surroundings():
-        got = use(X)
+def test_modes_around_a_call_change_nothing(around: str, use: str) -> None:
+    want = USES[use](X)
+    with SURROUNDINGS[around]():
+        got = USES[use](X)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
@@ -82,6 +85,20 @@ def test_a_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(got, want)
+
+
+def test_mods_run_with_the_default_device_of_the_user() -> None:
+    def default() -> str:
+        with users_device():
+            modes = _get_current_function_mode_stack()
+        return modes[-1].device.type if modes else "none"
+
+    inside = undisturbed("flexattn")(lambda: (default(), undisturbed("flexattn")(default)()))
+    assert inside() == ("none", "none")
+    for name, seen in (("cuda", "cuda"), ("meta", "cpu")):  # tensors that a mod makes must have values
+        with torch.device(name):
+            assert inside() == (seen, seen)
+    assert inside() == ("none", "none")
 
 
 def test_a_backward_under_a_default_device() -> None:
@@ -100,12 +117,15 @@ class _Model(torch.nn.Module):
 
 RECORDED: dict[str, Callable[[], object]] = {
     "FakeTensorMode": lambda: _under(FakeTensorMode(allow_non_fake_inputs=True), lambda: _Model()(X)),
-    "FakeTensorMode: fake tensors": lambda: _under(FakeTensorMode(), lambda: _Model()(torch.ones(1, 1, 8, 16))),
-    "ProxyTorchDispatchMode": lambda: make_fx(_Model())(X),
-    "PreDispatchTorchFunctionMode": lambda: make_fx(_Model(), pre_dispatch=True)(X),
-    "FakeTensorMode: make_fx": lambda: make_fx(_Model(), tracing_mode="symbolic")(X),
-    "FakeTensorMode: torch.export": lambda: torch.export.export(_Model(), (X,)),
-    "FakeTensorMode: create_block_mask": lambda: _under(
+    "fake tensors": lambda: _under(FakeTensorMode(), lambda: _Model()(torch.ones(1, 1, 8, 16))),
+    "make_fx": lambda: make_fx(_Model())(X),
+    "make_fx before dispatch": lambda: make_fx(_Model(), pre_dispatch=True)(X),
+    "make_fx of fake tensors": lambda: make_fx(_Model(), tracing_mode="symbolic")(X),
+    "torch.export": lambda: torch.export.export(_Model(), (X,)),
+    "BlockMask": lambda: _under(
+        FakeTensorMode(), lambda: flexattn.BlockMask.from_blocks(torch.ones(1, 1, 2, 2).bool(), None, (32, 32), 16)
+    ),
+    "create_block_mask": lambda: _under(
         FakeTensorMode(), lambda: flexattn.create_block_mask(flexattn.mods.causal, None, None, 8, 8, device="cpu")
     ),
 }
@@ -118,8 +138,7 @@ def _under(mode: AbstractContextManager[object], call: Callable[[], object]) -> 
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recorded_call_is_refused(name: str) -> None:
-    mode = name.partition(":")[0]
-    found = rf"^(flex_attention|create_block_mask): found a call inside of ({mode}|FakeTensorMode|Proxy\w+), as"
+    found = r"^(flex_attention|create_block_mask|BlockMask): found a call inside of \w+, as torch.export and make_fx"
     with pytest.raises(UnsupportedError, match=found):
         RECORDED[name]()
 

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flexattn
 from flexattn.errors import UnsupportedError
@@ -132,8 +133,8 @@ def test_masked_tensors_are_refused() -> None:
 
 
 @pytest.fixture
-def _process_group(tmp_path: Any) -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
+def _process_group() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())  # no network is needed
     yield
     dist.destroy_process_group()
 

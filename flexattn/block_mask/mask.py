@@ -21,6 +21,7 @@ from flexattn.block_mask.slices import SlicedMod, as_tensor, offset_of, position
 from flexattn.equal_runs import EqualRuns
 from flexattn.errors import ArgumentError, IndexRangeError, MaskError, UnsupportedError, message
 from flexattn.graph import BoundMod
+from flexattn.modes import undisturbed
 from flexattn.mods.combine import noop_mask
 from flexattn.trace import trace
 from flexattn.uncompiled import uncompiled
@@ -58,6 +59,7 @@ class BlockMask:
     build_counts: BuildCounts | None = None  # what create_block_mask did; None for any other mask
 
     @uncompiled
+    @undisturbed("BlockMask")
     def __init__(
         self,
         seq_lengths: tuple[int, int],
@@ -140,6 +142,7 @@ class BlockMask:
 
     @classmethod
     @uncompiled
+    @undisturbed("BlockMask")
     def from_blocks(
         cls,
         partial: Tensor,
