@@ -16,6 +16,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexattn.errors import IndexRangeError, message
 from flexattn.forks import cached_property
@@ -238,8 +239,17 @@ def _on(device: torch.device, capture: Tensor, literal: bool) -> Tensor:
         return capture
     if not literal or capture.numel() == 0:
         return capture.to(device)
-    data = capture.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return _literal_on(device, data, capture.dtype, capture.shape)
+    placed = _placed.get(capture) if capture.numel() > _LARGE else None
+    if placed is None or placed.device != device:
+        data = capture.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        placed = _literal_on(device, data, capture.dtype, capture.shape)
+        if capture.numel() > _LARGE:
+            _placed[capture] = placed
+    return placed
+
+
+_LARGE = 1024  # elements; a trace has one tensor for a literal as long as this, so looking for its bytes is not needed
+_placed = WeakTensorKeyDictionary()  # by literal: its copy on a GPU
 
 
 @kept(2**26)

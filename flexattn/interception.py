@@ -35,6 +35,8 @@ DATA_DEPENDENT = (
 )
 BEYOND_INT64 = "uses the number {number}, expected one that int64 holds. Write a smaller one, or a float."
 IN_PLACE = "changes {what} in place. Write x = x + y instead of x += y, and x = torch.where(...) instead of x[...] = y."
+CONSTANT = "constant"  # in the meta of a node: the tensor that it stands for, which no call changes
+MOST_SHOWN = 16  # numbers of a literal tensor that are nodes of their own
 RANDOM = "draws random numbers ({what}). Draw them before the call and capture the tensor."
 
 
@@ -190,6 +192,8 @@ def _literal_tensor(data: Any, dtype: Any = None, device: Any = None, **_: Any) 
     if isinstance(data, Tensor):
         return data.clone() if dtype is None else data.to(dtype)
     if isinstance(data, (list, tuple)):
+        if _count(data) > MOST_SHOWN:
+            return _constant(data, dtype, device)
         parts = [_literal_tensor(d, dtype, device) for d in data]
         if not parts:
             return torch.zeros((0,), dtype=dtype, device=device)
@@ -202,6 +206,28 @@ def _literal_tensor(data: Any, dtype: Any = None, device: Any = None, **_: Any) 
         if isinstance(data, (float, torch.SymFloat)):
             dtype = torch.get_default_dtype()
     return torch.full((), data, dtype=dtype, device=device)  # type: ignore[arg-type]
+
+
+def _count(data: Any) -> int:
+    """Return how many numbers a nested list holds, 0 where one of them is no plain number but a symbol or a tensor."""
+    if type(data) not in (list, tuple):
+        return int(type(data) in (int, float, bool))
+    counts = [_count(d) for d in data]
+    return sum(counts) if all(counts) else 0
+
+
+def _constant(data: Any, dtype: Any, device: Any) -> Tensor:
+    """Return a tensor of numbers alone as one node that keeps it: it is made once, whatever the number of calls."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        kept = torch.tensor(data, dtype=dtype, device=device)
+    shown = torch.ops.aten.alias.default(kept)
+    mode = get_proxy_mode()
+    assert mode is not None
+    next(reversed(mode.tracer.graph.nodes)).meta[CONSTANT] = kept
+    return shown
 
 
 def _masked_fill(x: Tensor, mask: Tensor, value: Any) -> Tensor:

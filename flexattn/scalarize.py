@@ -18,12 +18,10 @@ from flexattn.aten import Elements, Index, has_row, is_symbol, operator_name
 from flexattn.errors import ModError, UnsupportedError, mod_in_messages
 from flexattn.forks import cached_property
 from flexattn.graph import MASK_INPUTS, SCORE_INPUTS, BoundMod, Builder, Capture, Expr, ModGraph, Number, wide
-from flexattn.interception import DATA_DEPENDENT, IN_PLACE, RANDOM, line_of_node
+from flexattn.interception import CONSTANT, DATA_DEPENDENT, IN_PLACE, MOST_SHOWN, RANDOM, line_of_node
 from flexattn.narrow import narrowed
 
 Kind = Literal["score", "mask"]
-
-_MOST_CHOICES = 16  # a longer list of literals is loaded, not chosen from
 
 
 @dataclass(frozen=True)
@@ -195,9 +193,11 @@ class _Leaves:
 
 def _is_constant(node: fx.Node) -> bool:
     """Tell whether a node that reads neither inputs nor captures is better computed in the graph than loaded."""
+    if CONSTANT in node.meta:
+        return False
     name = operator_name(node)
     if name in ("stack", "cat"):
-        return math.prod(node.meta["val"].shape) <= _MOST_CHOICES
+        return math.prod(node.meta["val"].shape) <= MOST_SHOWN
     return has_row(node)
 
 
@@ -235,7 +235,7 @@ def _refuse_mutation_and_randomness(recorded: Recorded, name: str) -> None:
         elif _is_view(node) and source in aliases:
             aliases.add(node)
     for node in recorded.graph.nodes:
-        if node.op == "get_attr" and node.users:
+        if node.op == "get_attr" and any(CONSTANT not in user.meta for user in node.users):
             raise UnsupportedError(
                 f"{name}: found a tensor that a library made or keeps, used at {line_of_node(next(iter(node.users)))}, "
                 f"expected tensors that the mod captures. Make it before the call and capture it."
@@ -307,14 +307,21 @@ def _prologue(recorded: Recorded, roots: list[fx.Node]) -> Callable[..., tuple[T
     graph = fx.Graph()
     copies = {n: graph.placeholder(n.name) for n in (*recorded.tensors, *recorded.numbers)}
     needed = _ancestors(roots)
+    constants: dict[str, Tensor] = {}
     for node in recorded.graph.nodes:
-        if node in needed and node not in copies:
+        if node not in needed or node in copies or node.op == "get_attr":
+            continue
+        if CONSTANT in node.meta:
+            name = f"constant_{len(constants)}"
+            constants[name] = node.meta[CONSTANT]
+            copies[node] = graph.get_attr(name)
+        else:
             copies[node] = graph.node_copy(node, lambda n: copies[n])
             copies[node].meta = {}  # the fake tensors in it would keep the whole trace alive
             if node.target in _VIEWS:  # a capture of other strides may have to be copied
                 copies[node].target = torch.ops.aten.reshape.default
     graph.output(tuple(copies[r] for r in roots))
-    return fx.GraphModule({}, graph).forward
+    return fx.GraphModule(constants, graph).forward
 
 
 def _ancestors(roots: list[fx.Node]) -> set[fx.Node]:

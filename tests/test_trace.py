@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flexattn import aten, flex_attention, mods
+from flexattn import aten, flex_attention, graph, mods
 from flexattn.differentiate import differentiate
 from flexattn.errors import ModError, RetraceWarning, UnsupportedError
 from flexattn.graph import BoundMod
@@ -830,6 +830,31 @@ def test_long_literal_lists_are_loaded() -> None:
     bound = check_score(lambda s, b, h, q, k: s + torch.tensor([i * i for i in range(40)])[q + k])
     assert [c.shape for c in bound.captures] == [(40,)]
     check_score(lambda s, b, h, q, k: s + torch.linspace(0, 1, 50, dtype=torch.float64)[q] + torch.arange(100).sum())
+
+
+def test_a_long_list_is_one_tensor_for_all_calls() -> None:
+    """Neither a node for each number, nor a tensor for each call; the list is read again when it changes."""
+    numbers = [i * 7 % 1000 for i in range(5000)]
+    table = [[i / 3 + j for j in range(7)] for i in range(100)]
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        near = torch.tensor(table)[q, k % 7] + torch.tensor([0.5] * 20 + [1, True], dtype=torch.float64).square()[k]
+        return s * torch.as_tensor(numbers)[q * 100 + k] + near - s.new_tensor(numbers).long()[k]
+
+    first = check_score(mod)
+    assert len(first.graph.nodes) < 60
+    assert {c.shape for c in first.captures} == {(5000,), (100, 7), (22,)}
+    assert all(a is b for a, b in zip(first.captures, trace(mod, "score", torch.float64).captures, strict=True))
+    numbers[100 * POINTS[2][1] + POINTS[3][1]] += 1
+    check_score(mod)
+
+
+def test_a_long_list_is_placed_on_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers, there = list(range(5000)), torch.device("meta")
+    mod = lambda s, b, h, q, k: s + torch.tensor(numbers)[q]  # noqa: E731
+    (first,) = trace(mod, "score").on(there).captures
+    monkeypatch.setattr(graph, "_literal_on", None)
+    assert first.device == there and trace(mod, "score").on(there).captures[0] is first
 
 
 @pytest.mark.parametrize(

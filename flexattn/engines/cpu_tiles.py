@@ -310,30 +310,35 @@ def _block_states(
     partial: tuple[np.ndarray, np.ndarray], full: tuple[np.ndarray, np.ndarray], rows: np.ndarray
 ) -> tuple[np.ndarray, int]:
     """Return the states of the blocks of some rows, int8 [rows, key blocks], and which key block is the first there."""
-    listed = [(state, *_runs_of(lists, rows)) for lists, state in ((partial, PARTIAL), (full, FULL))]
-    runs = np.concatenate([x for _, _, x in listed])
-    if not len(runs):
+    listed = [(state, *_runs_of(lists, rows)) for lists, state in ((partial, PARTIAL), (full, FULL)) if len(lists[1])]
+    listed = [(state, owners, runs) for state, owners, runs in listed if len(runs)]
+    if not listed:
         return np.zeros((len(rows), 0), np.int8), 0
-    first, last = int(runs[:, 0].min()), int(runs[:, 1].max())
-    steps = np.zeros((len(rows), last - first + 1), np.int8)
-    for state, owners, its in listed:
-        np.add.at(steps, (owners, its[:, 0] - first), np.int8(state))
-        np.add.at(steps, (owners, its[:, 1] - first), np.int8(-state))
-    return steps.cumsum(1, dtype=np.int8)[:, :-1], first
+    first = min(int(runs[:, 0].min()) for _, _, runs in listed)
+    width = max(int(runs[:, 1].max()) for _, _, runs in listed) - first + 1
+    steps = np.zeros(len(rows) * width, np.int8)
+    for state, owners, runs in listed:
+        place = owners * width - first
+        steps[place + runs[:, 0]] += state  # no two runs of a row start or end at one place
+        steps[place + runs[:, 1]] -= state
+    return steps.reshape(len(rows), width).cumsum(1, dtype=np.int8)[:, :-1], first
 
 
 def _runs_of(lists: tuple[np.ndarray, np.ndarray], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the runs of some rows, and for each the position of its row."""
+    """Return the position of its row for each run of some rows, and the runs."""
     ptr, runs = lists
-    first, count = ptr[rows], ptr[rows + 1] - ptr[rows]
+    first, end = ptr[rows], ptr[rows + 1]
+    count = end - first
     owners = np.repeat(np.arange(len(rows)), count)
-    within = np.arange(len(owners)) - np.repeat(count.cumsum() - count, count)
-    return owners, runs[np.repeat(first, count) + within]
+    place = (end - count.cumsum())[owners]  # of run i in `runs`, less i
+    return owners, runs[place + np.arange(len(owners))]
 
 
 def _key_ranges(blocks: np.ndarray, first_block: int, block_n: int, N: int) -> list[tuple[int, int]]:
     """Turn flags of blocks into ranges of keys inside of the length."""
-    edges = np.flatnonzero(np.diff(blocks, prepend=False, append=False)) + first_block
+    framed = np.zeros(len(blocks) + 2, np.bool_)
+    framed[1:-1] = blocks
+    edges = np.flatnonzero(framed[1:] != framed[:-1]) + first_block
     ranges = ((lo * block_n, min(hi * block_n, N)) for lo, hi in edges.reshape(-1, 2).tolist())
     return [(lo, hi) for lo, hi in ranges if lo < hi]
 
