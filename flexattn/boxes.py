@@ -61,16 +61,6 @@ class BlockClasses:
         """Return the same with the full blocks as partial ones."""
         return replace(self, full=self.full[:0], partial=np.concatenate([self.full, self.partial]))
 
-    def resolve(self, classes: np.ndarray) -> BlockClasses:
-        """Return the same with classes (EMPTY, FULL or PARTIAL, uint8 [n]) for the unknown blocks."""
-        full, partial = (_as_boxes(self.unknown[classes == kind]) for kind in (FULL, PARTIAL))
-        return replace(
-            self,
-            full=np.concatenate([self.full, full]),
-            partial=np.concatenate([self.partial, partial]),
-            unknown=self.unknown[classes == UNKNOWN],
-        )
-
     def dense(self) -> np.ndarray:
         """Return the class of each block, uint8 [B, H, query blocks, key blocks]."""
         B, H, q_blocks, kv_blocks = self.shape
