@@ -222,7 +222,7 @@ def test_small_blocks_are_evaluated_without_a_bound_for_each(monkeypatch):
 
 def test_memory_does_not_grow_with_a_mask_without_structure(monkeypatch):
     """Only what is returned does, and here that is little: all blocks are partial."""
-    for name, size in (("_TOGETHER", 2**9), ("_CHUNK", 2**9), ("_SAMPLED", 2**7), ("MOST_RUNS", 2**11)):
+    for name, size in (("_TOGETHER", 2**10), ("_CHUNK", 2**10), ("_SAMPLED", 2**9), ("MOST_RUNS", 2**11)):
         monkeypatch.setattr(boxes, name, size)
 
     def peak(length: int) -> int:
@@ -234,7 +234,7 @@ def test_memory_does_not_grow_with_a_mask_without_structure(monkeypatch):
         return most
 
     peak(64)
-    assert peak(4096) < 16 * 65_536  # bytes for each block: none stands anywhere by itself
+    assert peak(4096) < 24 * 65_536  # bytes for each block: none stands anywhere by itself
 
 
 @pytest.mark.parametrize(("mod", "size"), [(checkered, 1), (striped, 16), (checkered_by_4, 4)])
