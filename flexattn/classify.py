@@ -16,7 +16,7 @@ from torch import Tensor
 from flexattn import mask_cache
 from flexattn.block_mask import BlockMask, BuildCounts, BuiltMask, RunLists, Runs, run_lists
 from flexattn.bound import DTYPES, EMPTY, FULL, INDEX_LIMIT, PARTIAL
-from flexattn.boxes import BlockClasses, classify_by_boxes, undecided
+from flexattn.boxes import BlockClasses, classify_all, classify_by_boxes
 from flexattn.build import current_stream
 from flexattn.config import debug, settings
 from flexattn.errors import ArgumentError, DeviceError, ModError, UnsupportedError, message
@@ -175,15 +175,18 @@ def classify(
     """
     if device.type == "cuda" and fits(sizes, block_size) and (plan := plan_mask(bound, target_of(device))) is not None:
         return build_lists(plan, bound.on(device), sizes, block_size, device, separate)
+    there = torch.device("cpu") if device.type == "meta" else device  # meta tensors have no values
+    placed = bound.on(there)
+
+    def evaluate(blocks: np.ndarray) -> np.ndarray:
+        return _evaluate_blocks(placed, blocks, sizes, block_size, there)
+
     if {x.dtype for x in (*bound.graph.captures, *bound.graph.nodes)} <= DTYPES:
         here = replace(bound, captures=tuple(c.cpu() for c in bound.captures))
-        classes = classify_by_boxes(here, *sizes, block_size)
+        classes = classify_by_boxes(here, *sizes, block_size, evaluate)
     else:
-        classes = undecided(*sizes, block_size)
-    counts = BuildCounts(classes.boxes, classes.samples, len(classes.unknown))
-    if len(classes.unknown):
-        there = torch.device("cpu") if device.type == "meta" else device  # meta tensors have no values
-        classes = classes.resolve(_evaluate_blocks(bound.on(there), classes.unknown, sizes, block_size, there))
+        classes = classify_all(*sizes, block_size, evaluate)
+    counts = BuildCounts(classes.boxes, classes.samples, classes.evaluated)
     classes = classes if separate else classes.joined()
     by_query, by_key = (_lists(classes, transposed).map(lambda t: t.to(device)) for transposed in (False, True))
     return BuiltMask(by_query, by_key, counts, sum(t.nbytes for lists in (by_query, by_key) for t in lists.tensors))
@@ -198,13 +201,38 @@ def _evaluate_blocks(
     bound: BoundMod, blocks: np.ndarray, sizes: tuple[int, int, int, int], block_size: tuple[int, int],
     device: torch.device,
 ) -> np.ndarray:  # fmt: skip
-    """Return the class of each of some blocks (int [n, 3]: b * H + h, query block, key block), uint8 [n]."""
+    """Return the class of each of some blocks (int [n, 3]: b * H + h, query block, key block), uint8 [n].
+
+    Some rows and columns of each are looked at first: most blocks of a mask without structure are seen to be partial.
+    """
+    # Along an axis that the mod does not read, one place stands for all.
+    q_size, kv_size = (n if bound.graph.reads(x) else 1 for n, x in zip(block_size, ("q_idx", "kv_idx"), strict=True))
+    few, every = (_spread(q_size), _spread(kv_size)), (torch.arange(q_size), torch.arange(kv_size))
+    if q_size * kv_size < 4 * few[0].numel() * few[1].numel():
+        return _evaluate_places(bound, blocks, every, sizes, block_size, device)
+    classes = _evaluate_places(bound, blocks, few, sizes, block_size, device)
+    left = classes != PARTIAL
+    classes[left] = _evaluate_places(bound, blocks[left], every, sizes, block_size, device)
+    return classes
+
+
+def _spread(size: int) -> Tensor:
+    """Return a few offsets in a block: its ends, and others without a period."""
+    inside = (torch.arange(1, 15) * 0.6180339887 % 1 * size).long()
+    return torch.cat([torch.tensor([0, size - 1]), inside]).unique() if size > 16 else torch.arange(size)
+
+
+def _evaluate_places(
+    bound: BoundMod, blocks: np.ndarray, offsets: tuple[Tensor, Tensor], sizes: tuple[int, int, int, int],
+    block_size: tuple[int, int], device: torch.device,
+) -> np.ndarray:  # fmt: skip
+    """Return the classes of blocks as they are at the places with these offsets."""
     places = torch.from_numpy(blocks).to(device)
+    q_offsets, kv_offsets = (x.to(device) for x in offsets)
     b, h = places[:, 0] // sizes[1], places[:, 0] % sizes[1]
     some = torch.zeros(len(blocks), dtype=torch.uint8, device=device)
     every = torch.ones_like(some)
-    # Along an axis that the mod does not read, one place stands for all.
-    q_size, kv_size = (n if bound.graph.reads(x) else 1 for n, x in zip(block_size, ("q_idx", "kv_idx"), strict=True))
+    q_size, kv_size = q_offsets.numel(), kv_offsets.numel()
     most = _PAIRS.get(device.type, _PAIRS_ON_GPU)
     q_step = min(q_size, most)
     kv_step = min(kv_size, max(1, most // q_step))
@@ -215,11 +243,10 @@ def _evaluate_blocks(
             for kv_start in range(0, kv_size, kv_step):
                 q, kv = (
                     # Past the end the last place stands again: that changes neither any nor all of the others.
-                    (places[chunk, axis, None] * block + torch.arange(first, min(first + n, size), device=device))
-                    .clamp(max=length - 1).int()
-                    for axis, block, first, n, size, length in (
-                        (1, block_size[0], q_start, q_step, q_size, sizes[2]),
-                        (2, block_size[1], kv_start, kv_step, kv_size, sizes[3]),
+                    (places[chunk, axis, None] * block + x[first : first + n]).clamp(max=length - 1).int()
+                    for axis, block, x, first, n, length in (
+                        (1, block_size[0], q_offsets, q_start, q_step, sizes[2]),
+                        (2, block_size[1], kv_offsets, kv_start, kv_step, sizes[3]),
                     )
                 )  # fmt: skip
                 live = bound(b[chunk, None, None].int(), h[chunk, None, None].int(), q[:, :, None], kv[:, None])

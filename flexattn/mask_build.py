@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,23 +17,26 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import BuildCounts, BuiltMask, LaterRunLists
+from flexattn.boxes import MOST_RUNS, too_many_runs
 from flexattn.build import build, current_stream
 from flexattn.equal_runs import EqualRuns
 from flexattn.errors import IndexRangeError, message
 from flexattn.graph import BoundMod
 from flexattn.mask_kernels import MaskPlan
 from flexattn.mask_recipe import Recipe, Sizes, Step, TableRecipe, recipe_of
+from flexattn.progress import announce
 from flexattn.target import Target, processors, target_of
 
+_MOST_WORDS = 2**25  # of 32 blocks: the bits of five kinds take 640 MiB
 _PROGRAMS = 16  # for each multiprocessor, that look for blocks to evaluate
 
 
 @functools.lru_cache(256)
 def fits(sizes: Sizes, block_size: tuple[int, int]) -> bool:
-    """Tell whether the kernels can take a mask of this size: it has blocks, and their bits are addressed by int32."""
+    """Tell whether the kernels can take a mask of this size: it has blocks, and not too many."""
     B, H, Q, KV = sizes
     q_blocks, kv_blocks = -(-Q // block_size[0]), -(-KV // block_size[1])
-    return 0 < B * H * max(q_blocks * -(-kv_blocks // 32), kv_blocks * -(-q_blocks // 32)) < 2**29
+    return 0 < B * H * max(q_blocks * -(-kv_blocks // 32), kv_blocks * -(-q_blocks // 32)) <= _MOST_WORDS
 
 
 def build_lists(
@@ -52,10 +56,14 @@ def build_lists(
         running.launch()
         *totals, open_blocks, descends = running.wait()
         if open_blocks:
+            announce(open_blocks, open_blocks * math.prod(block_size))
             running.evaluate(Step(build(plan.evaluate, target), _programs(recipe, device), recipe.evaluated))
             *totals, _, _ = running.wait()
             if outside := running.outside():
                 raise _outside(bound, outside)
+        if max(totals) > MOST_RUNS:
+            q_rows, kv_rows = recipe.rows
+            raise too_many_runs((*sizes[:2], q_rows // recipe.heads, kv_rows // recipe.heads), block_size)
         kept = running.kept
         memory, begin = kept, recipe.kept[2]
         if not recipe.has_room:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import tracemalloc
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
-from flexattn import classify, mods
+from flexattn import boxes, classify, mask_cache, mods, progress
 from flexattn.block_mask import BlockMask
 from flexattn.classify import create_block_mask, create_mask
 from flexattn.errors import ArgumentError, DeviceError, IndexRangeError, ModError
@@ -81,11 +82,12 @@ block = st.one_of(st.integers(1, 80), st.sampled_from([16, 32]))
 @settings(max_examples=120)
 @given(
     random_mods(), batch, heads, length, length, block, block, st.booleans(), st.sampled_from([7, 300, 2**21]),
-    st.sampled_from(["boxes", "no boxes"]),
+    st.sampled_from(["boxes", "no boxes"]), st.sampled_from([2, 30, 2**18]),
 )  # fmt: skip
-def test_equal_to_brute_force_and_to_torch(mod, B, H, Q, KV, q_block, kv_block, separate, pairs, way):
+def test_equal_to_brute_force_and_to_torch(mod, B, H, Q, KV, q_block, kv_block, separate, pairs, way, together):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(classify._PAIRS, "cpu", pairs)
+        patch.setattr(boxes, "_TOGETHER", together)
         if way == "no boxes":
             patch.setattr(classify, "DTYPES", frozenset())
         mask = create(mod, B, H, Q, KV, BLOCK_SIZE=(q_block, kv_block), separate_full_blocks=separate)
@@ -165,6 +167,102 @@ def test_pairs_are_evaluated_in_bounded_chunks(monkeypatch, block):
     create(lambda b, h, q_idx, kv_idx: table[q_idx, kv_idx], None, None, 300, 700, BLOCK_SIZE=block)
     assert max(evaluated) <= 2**12
     assert sum(evaluated) >= 300 * 700
+
+
+# Masks without structure.
+
+
+def hashed(b, h, q_idx, kv_idx):
+    return ((q_idx * 1664525) ^ (kv_idx * 22695477)) % 7 < 3
+
+
+def mixed(b, h, q_idx, kv_idx):
+    return (q_idx * 7919 + kv_idx * 104729) % 1000 % 2 == 0
+
+
+def checkered(b, h, q_idx, kv_idx):
+    return (q_idx + kv_idx) % 2 == 0
+
+
+def checkered_by_4(b, h, q_idx, kv_idx):
+    return (q_idx // 4 + kv_idx // 4) % 2 == 0
+
+
+def striped(b, h, q_idx, kv_idx):
+    return (q_idx // 16) % 2 == 0
+
+
+def evaluated_pairs(monkeypatch, *arguments, **rest) -> int:
+    """Return how many pairs building a mask evaluates."""
+    pairs = []
+
+    def noting(self, *index, call=BoundMod.__call__):
+        pairs.append(torch.broadcast_shapes(*(i.shape for i in index)).numel())
+        return call(self, *index)
+
+    mask_cache.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(BoundMod, "__call__", noting)
+        create(*arguments, **rest)
+    return sum(pairs)
+
+
+def test_partial_blocks_are_seen_by_a_few_of_their_pairs(monkeypatch):
+    assert evaluated_pairs(monkeypatch, hashed, None, None, 1024, 1024) <= 64 * 256
+    rare = lambda b, h, q_idx, kv_idx: (q_idx * 1664525) ^ (kv_idx * 22695477) == 77  # noqa: E731
+    assert evaluated_pairs(monkeypatch, rare, None, None, 1024, 1024) <= 1024 * 1024 + 64 * 256
+
+
+def test_small_blocks_are_evaluated_without_a_bound_for_each(monkeypatch):
+    for size in (1, 2, 8):
+        mask = create(hashed, None, None, 256, 256, BLOCK_SIZE=size)
+        assert mask.build_counts.boxes < 100 and mask.build_counts.samples == 0
+        assert evaluated_pairs(monkeypatch, hashed, None, None, 256, 256, BLOCK_SIZE=size) == 256 * 256
+        assert torch.equal(mask.to_dense().bool()[0, 0], create_mask(hashed, 1, 1, 256, 256, "cpu")[0, 0]) or size > 1
+
+
+def test_memory_does_not_grow_with_a_mask_without_structure(monkeypatch):
+    """Only what is returned does, and here that is little: all blocks are partial."""
+    for name, size in (("_TOGETHER", 2**10), ("_CHUNK", 2**10), ("_SAMPLED", 2**9), ("MOST_RUNS", 2**11)):
+        monkeypatch.setattr(boxes, name, size)
+
+    def peak(length: int) -> int:
+        mask_cache.clear()
+        tracemalloc.start()
+        create(mixed, None, None, length, length, BLOCK_SIZE=16)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    create(mixed, None, None, 64, 64)  # what is imported and traced once
+    assert peak(4096) < 24 * 65_536  # bytes for each block: none stands anywhere by itself
+
+
+@pytest.mark.parametrize(("mod", "size"), [(checkered, 1), (striped, 16), (checkered_by_4, 4)])
+def test_a_mask_of_too_many_runs_names_the_block_size_to_use(monkeypatch, mod, size):
+    monkeypatch.setattr(boxes, "MOST_RUNS", 150)
+    monkeypatch.setattr(boxes, "_TOGETHER", 64)
+    table = create_mask(mod, 1, 1, 512 if size == 16 else 128, 512 if size == 16 else 128, "cpu")[0, 0]
+    noisy = lambda b, h, q_idx, kv_idx: table[q_idx, kv_idx]  # noqa: E731
+    expected = (
+        rf"BLOCK_SIZE: found \({size}, {size}\), with which this mask is more than 150 runs of blocks, .* Use \((\d+), "
+    )
+    with pytest.raises(ArgumentError, match=expected) as refused:
+        create(noisy, None, None, *table.shape, BLOCK_SIZE=size)
+    use = int(re.search(r"Use \((\d+), ", str(refused.value))[1])
+    mask = create(noisy, None, None, *table.shape, BLOCK_SIZE=use)
+    assert sum(mask.counts()) == (len(table) // use) ** 2
+
+
+def test_a_build_that_takes_long_tells_how_far_it_is(monkeypatch, capsys):
+    create(hashed, None, None, 256, 256, BLOCK_SIZE=16)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(progress, "_PATIENCE", 0.0)
+    mask_cache.clear()
+    create(hashed, None, None, 256, 256, BLOCK_SIZE=16)
+    lines = capsys.readouterr().err.splitlines()
+    shape = r"flexattn create_block_mask: \d+% of 256 blocks after \d+ s, \d+ evaluated pair by pair"
+    assert lines and all(re.fullmatch(shape, line) for line in lines)
 
 
 def test_a_large_mask_is_stored_as_runs():

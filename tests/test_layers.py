@@ -19,7 +19,7 @@ ORDER = (
     "mods", "reference", "errors", "arguments", "config", "forks", "tensor_cache", "options", "uncompiled", "modes",
     "subclasses", "transforms", "ops", "graph", "equal_runs", "index_range", "distances", "places_last", "aten",
     "bound", "narrow", "registered", "follow", "captures", "interception", "scalarize", "recording", "memo", "trace",
-    "differentiate", "boxes", "facts", "block_mask", "dropout", "problem", "batch_invariant", "sinks", "target",
+    "differentiate", "progress", "boxes", "facts", "block_mask", "dropout", "problem", "batch_invariant", "sinks", "target",
     "triton_versions", "kernel_store", "interpreted", "cache_size", "build", "builders", "tiles", "tile_choice",
     "lower", "row_bounds", "scatter", "capture_sums", "lower_bounds", "templates", "kernel_plan", "shared_memory",
     "plan", "hopper", "hopper_names", "render", "launch", "engines", "mask_kernels", "mask_recipe", "mask_build",

@@ -1,0 +1,40 @@
+"""progress: a line on stderr, now and then, about work that takes longer than a user expects."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+_PATIENCE = 2.0  # seconds before the first line; each next one takes twice as long
+
+
+_MOST_PAIRS = 2**39  # that a GPU evaluates within about _PATIENCE
+
+
+def announce(blocks: int, pairs: int) -> None:
+    """Tell of blocks that a GPU is about to evaluate, where that takes long."""
+    if pairs > _MOST_PAIRS:
+        text = f"{blocks:,} blocks are evaluated pair by pair, {pairs:,} pairs"
+        print(f"flexattn create_block_mask: {text}", file=sys.stderr, flush=True)
+
+
+class Progress:
+    """How far the blocks of a mask are decided."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self.decided = self.evaluated = 0
+        self.start = time.monotonic()
+        self.next = _PATIENCE
+
+    def advance(self, decided: int, evaluated: int = 0) -> None:
+        """Count blocks, and tell of them if it is time."""
+        self.decided += decided
+        self.evaluated += evaluated
+        passed = time.monotonic() - self.start
+        if passed < self.next:
+            return
+        self.next = 2 * passed
+        done = min(1.0, self.decided / max(self.blocks, 1))
+        text = f"{done:.0%} of {self.blocks:,} blocks after {passed:.0f} s, {self.evaluated:,} evaluated pair by pair"
+        print(f"flexattn create_block_mask: {text}", file=sys.stderr, flush=True)
