@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from flexattn.follow.attributes import BUILTIN_CONTAINERS, MISSING
-from flexattn.follow.libraries import is_library
+from flexattn.follow.libraries import HEAP_TYPE, is_library, is_library_class
 from flexattn.follow.operators import Operators, is_plain
 
-_HEAP_TYPE = 1 << 9
 # Modules of torch whose Python functions are operators; others of torch are followed like the user's own code.
 _OPERATOR_MODULES = (
     "torch", "torch.functional", "torch.nn.functional", "torch._tensor", "torch.special", "torch.linalg", "torch.fft",
@@ -114,7 +113,7 @@ class Calls(Operators):
     def _call_class(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if cls is type and len(args) == 1:
             return self.type_of(args[0])
-        if not cls.__flags__ & _HEAP_TYPE or (is_library(cls.__module__) and not issubclass(cls, torch.nn.Module)):
+        if is_library_class(cls) and not issubclass(cls, torch.nn.Module):
             return self._call_library_class(cls, args, kwargs)
         of_meta = self.class_attribute(type(cls), "__call__")
         if isinstance(of_meta, types.FunctionType):
@@ -142,7 +141,7 @@ class Calls(Operators):
     def _call_library_class(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if issubclass(cls, torch.autograd.Function) or cls.__module__.partition(".")[0] == "torch":
             return self._call_torch(cls, args, kwargs)
-        if not cls.__flags__ & _HEAP_TYPE or issubclass(cls, BaseException):
+        if not cls.__flags__ & HEAP_TYPE or issubclass(cls, BaseException):
             if all(self.is_data(self.deep_contents(a)) for a in (*args, *kwargs.values())) or issubclass(
                 cls, BaseException
             ):
@@ -219,7 +218,7 @@ class Calls(Operators):
         descriptor = cls.__dict__.get(function.__name__)
         if type(descriptor) in (types.MethodDescriptorType, types.WrapperDescriptorType):
             return self.call(descriptor, (owner, *args), kwargs)
-        if isinstance(owner, type) and owner.__module__ == "builtins":  # dict.fromkeys, int.from_bytes...
+        if isinstance(owner, type) and not owner.__flags__ & HEAP_TYPE:  # dict.fromkeys, int.from_bytes...
             return function(*map(self.for_python, args), **kwargs)
         return self.call_unknown(function, args, kwargs)
 
@@ -241,7 +240,7 @@ class Calls(Operators):
         is_data = all(self.is_data(self.deep_contents(a)) for a in (*args, *kwargs.values()))
         if (is_plain(owner) or isinstance(owner, _IMMUTABLE_OWNERS)) and is_data:
             return method(*map(self.for_python, (owner, *args)), **{k: self.for_python(v) for k, v in kwargs.items()})
-        is_new = not self.record.has(owner) and is_library(type(owner).__module__)
+        is_new = not self.record.has(owner) and is_library_class(type(owner))
         if is_new and (type(owner) in BUILTIN_CONTAINERS or is_data or isinstance(owner, types.GeneratorType)):
             return method(owner, *args, **kwargs)
         return self.call_unknown(method, (owner, *args), kwargs)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexattn.follow.attributes import BUILTIN_CONTAINERS, MISSING, Unfollowable
 from flexattn.follow.calls import Calls
-from flexattn.follow.libraries import is_library
+from flexattn.follow.libraries import is_library_class
 from flexattn.follow.lifted import LIFTED, calculate, literal
 from flexattn.follow.operators import BINARY, COMPARE, IN_PLACE, UNARY, is_plain
 
@@ -53,7 +53,7 @@ def _classes(f: Calls, classes: Any) -> list[Any]:
 
 def _is_instance(f: Calls, value: Any, cls: Any) -> bool:
     method = f.class_attribute(type(cls), "__instancecheck__")
-    if isinstance(method, types.FunctionType) and not is_library(type(cls).__module__):
+    if isinstance(method, types.FunctionType) and not is_library_class(type(cls)):
         return f.truth(f.call(method, (cls, value)))
     if isinstance(value, LIFTED):
         return isinstance(value.original, cls)
@@ -62,7 +62,7 @@ def _is_instance(f: Calls, value: Any, cls: Any) -> bool:
 
 def _is_subclass(f: Calls, value: Any, cls: Any) -> bool:
     method = f.class_attribute(type(cls), "__subclasscheck__")
-    if isinstance(method, types.FunctionType) and not is_library(type(cls).__module__):
+    if isinstance(method, types.FunctionType) and not is_library_class(type(cls)):
         return f.truth(f.call(method, (cls, value)))
     return issubclass(value, cls)
 
@@ -141,6 +141,11 @@ def _object_eq(f: Calls, x: Any, y: Any) -> Any:
 def _object_ne(f: Calls, x: Any, y: Any) -> Any:
     found = f.call(f.special(x, "__eq__"), (y,))
     return found if found is NotImplemented else not f.truth(found)
+
+
+@_function(object.__lt__, object.__le__, object.__gt__, object.__ge__)
+def _no_order(f: Calls, x: Any, y: Any) -> Any:
+    return NotImplemented
 
 
 @_function(object.__new__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TEXT = '''
+TEXT = """
 ## global number: width$
 width$ = 5
 
@@ -1134,4 +1134,4 @@ class Other$:
     pass
 cfg$, width$ = Cfg$(), 3
 table$ = {int: 1, float: 2, bool: 3, Cfg$: 4, Other$: 5}
-'''
+"""

@@ -70,6 +70,7 @@ _CLOSED = (
     types.BuiltinFunctionType, types.CodeType, types.FrameType, functools._lru_cache_wrapper, functools.cached_property,
 )  # fmt: skip
 
+
 def _is_of_library(value: Any) -> bool:
     if isinstance(value, types.ModuleType):
         return is_library(value.__name__)
@@ -160,6 +161,8 @@ def _items(owner: dict[Any, Any]) -> Iterator[Place]:
     is_scope = "__builtins__" in owner
     kind = "global" if is_scope else "item"
     for key, old in list(owner.items()):
+        if isinstance(key, weakref.ref):  # C code keeps itself what such a dict holds
+            return
         if is_scope and (str(key).startswith("__") or _is_of_library(old)):
             continue
         yield from _store(
@@ -246,18 +249,25 @@ def _class(owner: type) -> Iterator[Place]:
         return
     skipped = (
         "__dict__", "__weakref__", "__module__", "__doc__", "__slots__", "__annotations__", "__abstractmethods__",
-        "_abc_impl",
+        "_abc_impl", "__slotnames__",
     )  # fmt: skip
     for name, old in list(vars(owner).items()):
         if name in skipped or isinstance(old, types.MemberDescriptorType):
             continue
-        setter, deleter = functools.partial(type.__setattr__, owner, name), functools.partial(type.__delattr__, owner, name)
+        setter, deleter = (
+            functools.partial(type.__setattr__, owner, name),
+            functools.partial(type.__delattr__, owner, name),
+        )
         yield from _store("class attribute", f"{owner.__name__}.{name}", setter, deleter, old)
     for base in owner.__mro__[1:]:
         if base is object or _is_of_library(base):
             continue
         for name, old in list(vars(base).items()):
-            if not name.startswith("__") and name not in vars(owner) and not isinstance(old, types.MemberDescriptorType):
+            if (
+                not name.startswith("__")
+                and name not in vars(owner)
+                and not isinstance(old, types.MemberDescriptorType)
+            ):
                 setter = functools.partial(type.__setattr__, owner, name)
                 deleter = functools.partial(type.__delattr__, owner, name)
                 yield Place("shadow in a class", f"{owner.__name__}.{name}", lambda pool, s=setter, d=deleter, old=old: _set(
@@ -306,7 +316,11 @@ def _other_bases(pool: Pool, owner: type) -> tuple[type, ...]:
 @places_of(object)
 def _instance(owner: Any) -> Iterator[Place]:
     kind = type(owner)
-    if isinstance(owner, (type, types.ModuleType, types.FunctionType)) or _is_of_library(kind) and not hasattr(owner, "__dict__"):
+    if (
+        isinstance(owner, (type, types.ModuleType, types.FunctionType))
+        or _is_of_library(kind)
+        and not hasattr(owner, "__dict__")
+    ):
         return
     held = owner.__dict__ if isinstance(getattr(owner, "__dict__", None), dict) else None
     if held is not None and not isinstance(owner, Tensor):
@@ -355,7 +369,9 @@ def _partial(owner: functools.partial[Any]) -> Iterator[Place]:
 def _tensor(owner: Tensor) -> Iterator[Place]:
     yield Place("tensor in place", "tensor", lambda pool: _in_place(owner))
     yield Place("tensor in place", "tensor", lambda pool: _in_place(owner))
-    yield Place("data of a tensor", "tensor", lambda pool: _set(*_attribute(owner, "data"), owner.data, pool.other(owner).data))
+    yield Place(
+        "data of a tensor", "tensor", lambda pool: _set(*_attribute(owner, "data"), owner.data, pool.other(owner).data)
+    )
     if owner.is_leaf and owner.is_floating_point():
         yield Place("requires_grad", "tensor", lambda pool: _set(
             *_attribute(owner, "requires_grad"), owner.requires_grad, not owner.requires_grad))  # fmt: skip
@@ -376,7 +392,9 @@ def _in_place(owner: Tensor) -> Undo:
 
 @places_of(torch.nn.Module)
 def _module(owner: torch.nn.Module) -> Iterator[Place]:
-    yield Place("forward hook", "hook", lambda pool: owner.register_forward_hook(lambda module, args, out: out + 2).remove)
+    yield Place(
+        "forward hook", "hook", lambda pool: owner.register_forward_hook(lambda module, args, out: out + 2).remove
+    )
     yield Place("forward pre-hook", "hook", lambda pool: owner.register_forward_pre_hook(
         lambda module, args: tuple(a + 1 for a in args)).remove)  # fmt: skip
     yield Place("training", "training", lambda pool: _trained(owner))
@@ -431,7 +449,9 @@ def shadows(values: Iterable[Any]) -> Iterator[Place]:
 
 
 def _other_int(pool: Pool, x: int) -> Any:
-    return pool.draw.choice((x + 1, x + 1, x + 2, x - 1, -x, 0, 1, x + 300, float(x), x + 0.5, 2**40 + x, np.int64(x + 1)))
+    return pool.draw.choice(
+        (x + 1, x + 1, x + 2, x - 1, -x, 0, 1, x + 300, float(x), x + 0.5, 2**40 + x, np.int64(x + 1))
+    )
 
 
 def _other_float(pool: Pool, x: float) -> Any:

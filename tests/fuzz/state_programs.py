@@ -54,8 +54,8 @@ PLACEMENTS: dict[str, tuple[str, str, str]] = {
     "exec": ("main", "scope$ = {{}}\nexec({quoted}, scope$)\nread$ = scope$['read$']", f"read$({ARGUMENTS})"),
     "method": (
         "main",
-        "{source}\n\n\nclass Reader$:\n    def read(self, b, h, q, k):\n        return {expression}\n\n\nreader$ = Reader$()",
-        f"reader$.read({ARGUMENTS})",
+        "{source}\n\n\nclass Holder$:\n    def read(self, b, h, q, k):\n        return {expression}\n\n\nholder$ = Holder$()",
+        f"holder$.read({ARGUMENTS})",
     ),
 }
 FORMS: dict[str, str] = {
@@ -66,7 +66,7 @@ FORMS: dict[str, str] = {
     "module": "class Mod(torch.nn.Module):\n    def forward(self, {arguments}):\n        return {result}\n\n\nmod = Mod()",
     "partial": "def base(zero, {arguments}):\n    return {result}\n\n\nmod = functools.partial(base, 0)",
     "lambda": "mod = lambda {arguments}: {result}",
-    "loop": "mods = []\nfor zero in range(2):\n\n    def mod({arguments}):\n        return {result} + zero\n\n    mods.append(mod)\nmod = mods[0]",
+    "loop": "mods = []\nfor zero in range(2):\n\n    def mod({arguments}):\n        return {result}\n\n    mods.append(mod)\nmod = mods[0]",
 }
 IMPORTS = """
 import abc, builtins, collections, contextlib, contextvars, copy, dataclasses, enum, fractions, functools, itertools
@@ -104,10 +104,10 @@ def _write(kind: str, form: str, way: str, parts: Mapping[int, tuple[str, str]],
         if placement == "imported":
             sources["main"].append(f"from {other} import read_{i} as imported_{i}")
         terms.append(f"{use.format(expression=expression).replace('$', f'_{i}')} * {WEIGHTS[i]}")
-    total = " + ".join(terms) or "0"
+    total = " + ".join((*terms, "zero" if "zero" in FORMS[form] else "0"))
     result = f"score * 0.5 + {total}" if kind == "score" else f"({total} + q * 0.61 - k) % 2 < 1"
     arguments = f"score, {ARGUMENTS}" if kind == "score" else ARGUMENTS
-    sources["main"].append(FORMS[form].format(arguments=arguments, result=result if form != "loop" else f"({result})"))
+    sources["main"].append(FORMS[form].format(arguments=arguments, result=result))
     modules = {
         other: "\n\n\n".join((IMPORTS, *sources["other"])) + "\n",
         f"fuzzed_main_{suffix}": "\n\n\n".join((IMPORTS, *sources["main"])) + "\n",

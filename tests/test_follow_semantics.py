@@ -1,0 +1,74 @@
+"""Followed mods do what Python does, and see what changes: short forms of what the state fuzzer found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flexattn.trace import stats, trace
+
+PLACE = [torch.tensor(n, dtype=torch.int32) for n in (0, 1, 2, 3)]
+
+
+def value(read: Callable[[], Any]) -> float:
+    """Return what a mod adds to the score, traced, and check that Python adds the same."""
+
+    def mod(score, b, h, q, k):
+        return score + read()
+
+    found = trace(mod, "score")(torch.tensor(0.0), *PLACE).item()
+    assert found == float(mod(torch.tensor(0.0), *PLACE))
+    return found
+
+
+def made_by_exec(source: str) -> dict[str, Any]:
+    """Return the globals of a source that runs in no module: its classes say that they are of builtins."""
+    scope: dict[str, Any] = {}
+    exec(source, scope)
+    return scope
+
+
+def test_a_class_made_by_exec_is_the_users_own() -> None:
+    scope = made_by_exec(
+        "class Meta(type):\n"
+        "    def __iter__(cls):\n        return iter(cls.members)\n"
+        "    def __getattr__(cls, name):\n        return len(name)\n"
+        "class Box(metaclass=Meta):\n    members = [3, 4]\n    def __init__(self):\n        self.n = self.width\n    width = 3\n"
+    )
+    box = scope["Box"]
+    assert value(lambda: sum(box) + box().n) == 10
+    box.width, box.members[0] = 5, 6
+    assert value(lambda: sum(box) + box().n) == 15
+
+
+class Low:
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __lt__(self, other: Low) -> bool:
+        return self.n < other.n
+
+    def __add__(self, other: object) -> int:
+        return 10
+
+    def __radd__(self, other: object) -> int:
+        return 20
+
+
+class High(Low):
+    def __add__(self, other: object) -> int:
+        return 30
+
+
+class Higher(Low):
+    def __radd__(self, other: object) -> int:
+        return 40
+
+
+def test_reflected_methods_are_called_where_python_calls_them() -> None:
+    assert value(lambda: max([Low(1), Low(3), Low(2)]).n) == 3  # by __lt__ of the other
+    assert value(lambda: Low(1) + High(1)) == 10  # __radd__ is the same one
+    assert value(lambda: Low(1) + Higher(1)) == 40  # type: ignore[operator]
