@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from flexattn.follow.attributes import BUILTIN_CONTAINERS, MISSING
-from flexattn.follow.libraries import HEAP_TYPE, is_library, is_library_class
+from flexattn.follow.libraries import is_library, is_library_class
 from flexattn.follow.operators import Operators, is_plain
 
+_HEAP_TYPE = 1 << 9
 # Modules of torch whose Python functions are operators; others of torch are followed like the user's own code.
 _OPERATOR_MODULES = (
     "torch", "torch.functional", "torch.nn.functional", "torch._tensor", "torch.special", "torch.linalg", "torch.fft",
@@ -35,6 +36,9 @@ _PURE_OF_TORCH = frozenset((
 ))  # fmt: skip
 # Modules of C whose functions depend on nothing but the data that they are given.
 _PURE_MODULES = frozenset(("math", "cmath", "_operator", "_bisect", "_struct", "itertools", "_functools"))
+_OF_C = (
+    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
+)  # fmt: skip
 _IMMUTABLE_OWNERS = (str, bytes, int, float, complex, bool, range, type(None), torch.Size, torch.dtype, torch.device)
 
 Known = Callable[..., Any]
@@ -113,7 +117,7 @@ class Calls(Operators):
     def _call_class(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if cls is type and len(args) == 1:
             return self.type_of(args[0])
-        if is_library_class(cls) and not issubclass(cls, torch.nn.Module):
+        if not cls.__flags__ & _HEAP_TYPE or (is_library(cls.__module__) and not issubclass(cls, torch.nn.Module)):
             return self._call_library_class(cls, args, kwargs)
         of_meta = self.class_attribute(type(cls), "__call__")
         if isinstance(of_meta, types.FunctionType):
@@ -141,7 +145,7 @@ class Calls(Operators):
     def _call_library_class(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if issubclass(cls, torch.autograd.Function) or cls.__module__.partition(".")[0] == "torch":
             return self._call_torch(cls, args, kwargs)
-        if not cls.__flags__ & HEAP_TYPE or issubclass(cls, BaseException):
+        if not cls.__flags__ & _HEAP_TYPE or issubclass(cls, BaseException):
             if all(self.is_data(self.deep_contents(a)) for a in (*args, *kwargs.values())) or issubclass(
                 cls, BaseException
             ):
@@ -168,6 +172,8 @@ class Calls(Operators):
     def _is_of_torch(self, function: Any) -> bool:
         if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.jit.ScriptFunction)):
             return True
+        if not isinstance(function, _OF_C):  # of others, `__self__` is what the user's own code says
+            return False
         owner = getattr(function, "__self__", None)
         if isinstance(owner, Tensor):
             return True
@@ -218,7 +224,7 @@ class Calls(Operators):
         descriptor = cls.__dict__.get(function.__name__)
         if type(descriptor) in (types.MethodDescriptorType, types.WrapperDescriptorType):
             return self.call(descriptor, (owner, *args), kwargs)
-        if isinstance(owner, type) and not owner.__flags__ & HEAP_TYPE:  # dict.fromkeys, int.from_bytes...
+        if isinstance(owner, type) and not owner.__flags__ & _HEAP_TYPE:  # dict.fromkeys, int.from_bytes...
             return function(*map(self.for_python, args), **kwargs)
         return self.call_unknown(function, args, kwargs)
 

@@ -143,8 +143,8 @@ def _object_ne(f: Calls, x: Any, y: Any) -> Any:
     return found if found is NotImplemented else not f.truth(found)
 
 
-@_function(object.__lt__, object.__le__, object.__gt__, object.__ge__)
-def _no_order(f: Calls, x: Any, y: Any) -> Any:
+@_function(*(vars(object)[name] for name in ("__lt__", "__le__", "__gt__", "__ge__")))
+def _object_order(f: Calls, x: Any, y: Any) -> Any:
     return NotImplemented
 
 
