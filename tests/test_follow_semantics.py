@@ -72,3 +72,26 @@ def test_reflected_methods_are_called_where_python_calls_them() -> None:
     assert value(lambda: max([Low(1), Low(3), Low(2)]).n) == 3  # by __lt__ of the other
     assert value(lambda: Low(1) + High(1)) == 10  # __radd__ is the same one
     assert value(lambda: Low(1) + Higher(1)) == 40  # type: ignore[operator]
+
+
+class Nosy:
+    """Its attributes are made up by its own code."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise TypeError(f"nobody asked for {name}")
+
+    def __call__(self) -> int:
+        return 3
+
+
+def test_calling_an_object_reads_none_of_its_attributes() -> None:
+    nosy = Nosy()
+    assert value(lambda: nosy()) == 3
+
+
+def test_requires_grad_of_a_captured_tensor() -> None:
+    bias = torch.tensor(1.0)
+    read = lambda: 1 if bias.requires_grad else 2  # noqa: E731
+    assert value(read) == 2
+    bias.requires_grad_()
+    assert value(read) == 1

@@ -94,6 +94,9 @@ class Attributes:
     def get_attribute(self, value: Any, name: str) -> Any:
         """Return `value.name`."""
         kind = type(value)
+        if isinstance(value, Tensor) and name == "requires_grad" and self.record.has(value):
+            with torch._C.DisableTorchFunction():  # the tensor of the trace never does; the guard compares it
+                return value.requires_grad
         if isinstance(value, Tensor):
             return self._of_tensor(value, name)
         if isinstance(value, LIFTED):
