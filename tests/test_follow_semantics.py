@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import pytest
 import torch
@@ -78,7 +79,9 @@ class Nosy:
     """Its attributes are made up by its own code."""
 
     def __getattribute__(self, name: str) -> Any:
-        raise TypeError(f"nobody asked for {name}")
+        if name != "__class__":  # which isinstance() reads
+            raise TypeError(f"nobody asked for {name}")
+        return object.__getattribute__(self, name)
 
     def __call__(self) -> int:
         return 3
@@ -95,3 +98,38 @@ def test_requires_grad_of_a_captured_tensor() -> None:
     assert value(read) == 2
     bias.requires_grad_()
     assert value(read) == 1
+
+
+def test_isinstance_after_other_bases() -> None:
+    class Base: ...
+
+    class Other: ...
+
+    class Some(Base): ...
+
+    some = Some()
+    read = lambda: 10 * isinstance(some, Base) + issubclass(type(some), Base)  # noqa: E731
+    assert value(read) == 11
+    Some.__bases__ = (Other,)
+    assert value(read) == 0
+
+
+class Shape(abc.ABC):  # noqa: B024
+    """Abstract; others may be registered."""
+
+
+@runtime_checkable
+class Sized(Protocol):
+    def size(self) -> int: ...
+
+
+def test_isinstance_of_abstract_classes_and_protocols() -> None:
+    class Square: ...
+
+    square = Square()
+    read = lambda: 10 * isinstance(square, Shape) + isinstance(square, Sized)  # noqa: E731
+    assert value(read) == 0
+    Shape.register(Square)
+    assert value(read) == 10
+    square.size = lambda: 3  # type: ignore[attr-defined]
+    assert value(read) == 11

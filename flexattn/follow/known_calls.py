@@ -57,14 +57,28 @@ def _is_instance(f: Calls, value: Any, cls: Any) -> bool:
         return f.truth(f.call(method, (cls, value)))
     if isinstance(value, LIFTED):
         return isinstance(value.original, cls)
-    return isinstance(value, cls)
+    if isinstance(value, Tensor) or method is type.__instancecheck__:
+        f.record.class_place(type(value))
+        return isinstance(value, cls)
+    return _asked_again(f, isinstance, value, cls)
 
 
 def _is_subclass(f: Calls, value: Any, cls: Any) -> bool:
     method = f.class_attribute(type(cls), "__subclasscheck__")
     if isinstance(method, types.FunctionType) and not is_library_class(type(cls)):
         return f.truth(f.call(method, (cls, value)))
-    return issubclass(value, cls)
+    if isinstance(value, type):
+        f.record.class_place(value)
+    return issubclass(value, cls) if method is type.__subclasscheck__ else _asked_again(f, issubclass, value, cls)
+
+
+def _asked_again(f: Calls, ask: Callable[[Any, Any], bool], value: Any, cls: Any) -> bool:
+    """Return what an abstract class or a protocol answers; the guard asks again, since that depends on much."""
+    if not is_plain(value) and type(value) not in BUILTIN_CONTAINERS and not f.record.has(value):
+        f.unguarded(f"it calls {ask.__name__}() of a new object and {cls.__name__}, which has its own rules")
+    found = ask(value, cls)
+    f.record.check(value, f"{ask.__name__}({{}}, {f.record.identity(cls)}) is {{}}", found)
+    return found
 
 
 @_function(getattr)

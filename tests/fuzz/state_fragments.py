@@ -934,7 +934,7 @@ class Cfg$:
         made.width = n + cls.shift
         return made
 
-## weakref: ref$().width
+## weakref: ref$().width + cfg$.width
 class Cfg$:
     def __init__(self):
         self.width = 3

@@ -249,7 +249,7 @@ def _class(owner: type) -> Iterator[Place]:
         return
     skipped = (
         "__dict__", "__weakref__", "__module__", "__doc__", "__slots__", "__annotations__", "__abstractmethods__",
-        "_abc_impl", "__slotnames__",
+        "_abc_impl", "__slotnames__", "__getattribute__", "__parameters__", "__orig_bases__",
     )  # fmt: skip
     for name, old in list(vars(owner).items()):
         if name in skipped or isinstance(old, types.MemberDescriptorType):
