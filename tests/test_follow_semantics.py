@@ -9,7 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import pytest
 import torch
 
-from flexattn.trace import stats, trace
+from flexattn.errors import ModError
+from flexattn.trace import trace
 
 PLACE = [torch.tensor(n, dtype=torch.int32) for n in (0, 1, 2, 3)]
 
@@ -133,3 +134,32 @@ def test_isinstance_of_abstract_classes_and_protocols() -> None:
     assert value(read) == 10
     square.size = lambda: 3  # type: ignore[attr-defined]
     assert value(read) == 11
+
+
+def test_what_a_new_of_the_user_reads() -> None:
+    def made_with(shift: int) -> type:
+        class Made:
+            def __new__(cls, n: int) -> Any:
+                made = super().__new__(cls)
+                made.width = n + shift  # type: ignore[attr-defined]
+                return made
+
+        return Made
+
+    made = made_with(1)
+    read = lambda: made(2).width  # noqa: E731
+    assert value(read) == 3
+    made.__new__.__closure__[1].cell_contents = 5  # type: ignore[index]
+    assert value(read) == 7
+
+
+def test_a_class_without_init_takes_no_arguments() -> None:
+    class Made:
+        def __init__(self, n: int) -> None:
+            self.n = n
+
+    read = lambda: Made(2).n  # noqa: E731
+    assert value(read) == 2
+    del Made.__init__
+    with pytest.raises(ModError, match="takes no arguments"):
+        value(read)

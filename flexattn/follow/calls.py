@@ -127,11 +127,12 @@ class Calls(Operators):
     def make(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a new instance, as type.__call__ does."""
         new = self.class_attribute(cls, "__new__")
-        new = new.__func__ if isinstance(new, staticmethod) else new
+        if isinstance(new, staticmethod):
+            new = self.record.read(new, "{}.__func__", new.__func__, "__new__")
         if isinstance(new, types.FunctionType):
             made = self.call(new, (cls, *args), kwargs)
         elif new is object.__new__:
-            made = object.__new__(cls)
+            made = self.call(new, (cls, *args), kwargs)
         else:
             made = new(cls, *map(self.for_python, args), **{k: self.for_python(v) for k, v in kwargs.items()})
         if isinstance(made, cls):

@@ -141,9 +141,20 @@ def _super(f: Calls, *args: Any) -> Any:
     return super(*args) if args else super(*f.arguments_of_super())
 
 
-@_function(object.__init__, object.__init_subclass__)
+@_function(object.__init_subclass__)
 def _nothing(f: Calls, *args: Any, **kwargs: Any) -> None:
     return None
+
+
+@_function(object.__init__)
+def _object_init(f: Calls, value: Any, *args: Any, **kwargs: Any) -> None:
+    if (args or kwargs) and not (_is_objects(f, type(value), "__init__") and not _is_objects(f, type(value), "__new__")):
+        raise TypeError(f"{type(value).__name__}() takes no arguments")
+
+
+def _is_objects(f: Calls, cls: type, name: str) -> bool:
+    """Tell whether a class has a method from `object`."""
+    return f.class_attribute(cls, name) is object.__dict__[name]
 
 
 @_function(object.__eq__)
@@ -164,6 +175,8 @@ def _object_order(f: Calls, x: Any, y: Any) -> Any:
 
 @_function(object.__new__)
 def _new(f: Calls, cls: type, *args: Any, **kwargs: Any) -> Any:
+    if (args or kwargs) and not (_is_objects(f, cls, "__new__") and not _is_objects(f, cls, "__init__")):
+        raise TypeError(f"{cls.__name__}() takes no arguments")
     return object.__new__(cls)
 
 

@@ -212,9 +212,14 @@ def _elements(owner: Any) -> Iterator[Place]:
             yield Place("order of a list", "[]", lambda pool: _restore(owner, lambda: base.reverse(owner)))
 
 
+def _order(x: Any) -> str:
+    """Return what sorts the members of a set in the same order in every process."""
+    return repr(x) if isinstance(x, int | float | str) else type(x).__name__
+
+
 @places_of(set)
 def _members(owner: set[Any]) -> Iterator[Place]:
-    for x in sorted(owner, key=repr):
+    for x in sorted(owner, key=_order):
         yield Place("member", "{}", lambda pool, x=x: _restore(owner, lambda: owner.discard(x)))
         yield Place("member", "{}", lambda pool, x=x: _restore(owner, lambda: owner.add(pool.other(x))))
 
@@ -485,7 +490,7 @@ def _other_mapping(pool: Pool, x: Any) -> Any:
 
 
 def _other_set(pool: Pool, x: Any) -> Any:
-    return type(x)([*sorted(x, key=repr)[1:], pool.other(next(iter(x), 1))])
+    return type(x)([*sorted(x, key=_order)[1:], pool.other(next(iter(x), 1))])
 
 
 def _other_code(pool: Pool, function: types.FunctionType) -> types.CodeType:
