@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.follow.libraries import is_library
+from flexattn.follow.libraries import HEAP_TYPE, is_library
 from flexattn.follow.lifted import LIFTED, from_symbol, literal
 from flexattn.follow.record import Record
 
 MISSING: Any = object()
-_HEAP_TYPE = 1 << 9
 
 # Types of Python and torch whose attributes are functions of the value.
 _IMMUTABLE: frozenset[type] = frozenset((
@@ -73,7 +72,7 @@ class Attributes:
     def class_attribute(self, cls: type, name: str, mro: Iterable[type] | None = None) -> Any:
         """Return what the class, or the first of its bases that has it, holds under `name`; MISSING where none does."""
         for base in cls.__mro__ if mro is None else mro:
-            if not base.__flags__ & _HEAP_TYPE:
+            if not base.__flags__ & HEAP_TYPE:
                 if name in base.__dict__:
                     return base.__dict__[name]
                 continue
@@ -95,6 +94,9 @@ class Attributes:
     def get_attribute(self, value: Any, name: str) -> Any:
         """Return `value.name`."""
         kind = type(value)
+        if isinstance(value, Tensor) and name == "requires_grad" and self.record.has(value):
+            with torch._C.DisableTorchFunction():  # the tensor of the trace never does; the guard compares it
+                return value.requires_grad
         if isinstance(value, Tensor):
             return self._of_tensor(value, name)
         if isinstance(value, LIFTED):
@@ -151,7 +153,7 @@ class Attributes:
 
     def _is_data(self, descriptor: type) -> bool:
         """Tell whether a class has __set__ or __delete__: its instances come before what an object holds itself."""
-        if descriptor is property or descriptor.__module__ == "builtins":
+        if not descriptor.__flags__ & HEAP_TYPE:
             return hasattr(descriptor, "__set__")
         return any(self.class_attribute(descriptor, n) is not MISSING for n in ("__set__", "__delete__"))
 
@@ -183,7 +185,7 @@ class Attributes:
             return self._cached(found, value, owner, name)
         if kind is _TupleGetter and value is not None:
             return self.record.read(value, f"object.__getattribute__({{}}, {name!r})", found.__get__(value), name)
-        if isinstance(found, Tensor) or not kind.__flags__ & _HEAP_TYPE:
+        if isinstance(found, Tensor) or not kind.__flags__ & HEAP_TYPE:
             return found
         get = self.class_attribute(kind, "__get__")
         return found if get is MISSING else self.call(get, (found, value, owner))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flexattn.follow.attributes import BUILTIN_CONTAINERS, MISSING
-from flexattn.follow.libraries import is_library
+from flexattn.follow.libraries import is_library, is_library_class
 from flexattn.follow.operators import Operators, is_plain
 
 _HEAP_TYPE = 1 << 9
@@ -37,6 +37,9 @@ _PURE_OF_TORCH = frozenset((
 ))  # fmt: skip
 # Modules of C whose functions depend on nothing but the data that they are given.
 _PURE_MODULES = frozenset(("math", "cmath", "_operator", "_bisect", "_struct", "itertools", "_functools"))
+_OF_C = (
+    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
+)  # fmt: skip
 _IMMUTABLE_OWNERS = (str, bytes, int, float, complex, bool, range, type(None), torch.Size, torch.dtype, torch.device)
 
 Known = Callable[..., Any]
@@ -129,11 +132,12 @@ class Calls(Operators):
     def make(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a new instance, as type.__call__ does."""
         new = self.class_attribute(cls, "__new__")
-        new = new.__func__ if isinstance(new, staticmethod) else new
+        if isinstance(new, staticmethod):
+            new = self.record.read(new, "{}.__func__", new.__func__, "__new__")
         if isinstance(new, types.FunctionType):
             made = self.call(new, (cls, *args), kwargs)
         elif new is object.__new__:
-            made = object.__new__(cls)
+            made = self.call(new, (cls, *args), kwargs)
         else:
             made = new(cls, *map(self.for_python, args), **{k: self.for_python(v) for k, v in kwargs.items()})
         if isinstance(made, cls):
@@ -174,6 +178,8 @@ class Calls(Operators):
     def _is_of_torch(self, function: Any) -> bool:
         if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.jit.ScriptFunction)):
             return True
+        if not isinstance(function, _OF_C):  # of others, `__self__` is what the user's own code says
+            return False
         owner = getattr(function, "__self__", None)
         if isinstance(owner, Tensor):
             return True
@@ -225,7 +231,7 @@ class Calls(Operators):
         descriptor = cls.__dict__.get(function.__name__)
         if type(descriptor) in (types.MethodDescriptorType, types.WrapperDescriptorType):
             return self.call(descriptor, (owner, *args), kwargs)
-        if isinstance(owner, type) and owner.__module__ == "builtins":  # dict.fromkeys, int.from_bytes...
+        if isinstance(owner, type) and not owner.__flags__ & _HEAP_TYPE:  # dict.fromkeys, int.from_bytes...
             return function(*map(self.for_python, args), **kwargs)
         return self.call_unknown(function, args, kwargs)
 
@@ -247,7 +253,7 @@ class Calls(Operators):
         is_data = all(self.is_data(self.deep_contents(a)) for a in (*args, *kwargs.values()))
         if (is_plain(owner) or isinstance(owner, _IMMUTABLE_OWNERS)) and is_data:
             return method(*map(self.for_python, (owner, *args)), **{k: self.for_python(v) for k, v in kwargs.items()})
-        is_new = not self.record.has(owner) and is_library(type(owner).__module__)
+        is_new = not self.record.has(owner) and is_library_class(type(owner))
         if is_new and (type(owner) in BUILTIN_CONTAINERS or is_data or isinstance(owner, types.GeneratorType)):
             return method(owner, *args, **kwargs)
         return self.call_unknown(method, (owner, *args), kwargs)

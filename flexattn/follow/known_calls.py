@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flexattn.follow.attributes import BUILTIN_CONTAINERS, MISSING, Unfollowable
 from flexattn.follow.calls import Calls
-from flexattn.follow.libraries import is_library
+from flexattn.follow.libraries import is_library_class
 from flexattn.follow.lifted import LIFTED, calculate, literal
 from flexattn.follow.operators import BINARY, COMPARE, IN_PLACE, UNARY, is_plain
 
@@ -54,18 +54,32 @@ def _classes(f: Calls, classes: Any) -> list[Any]:
 
 def _is_instance(f: Calls, value: Any, cls: Any) -> bool:
     method = f.class_attribute(type(cls), "__instancecheck__")
-    if isinstance(method, types.FunctionType) and not is_library(type(cls).__module__):
+    if isinstance(method, types.FunctionType) and not is_library_class(type(cls)):
         return f.truth(f.call(method, (cls, value)))
     if isinstance(value, LIFTED):
         return isinstance(value.original, cls)
-    return isinstance(value, cls)
+    if isinstance(value, Tensor) or method is type.__instancecheck__:
+        f.record.class_place(type(value))
+        return isinstance(value, cls)
+    return _asked_again(f, isinstance, value, cls)
 
 
 def _is_subclass(f: Calls, value: Any, cls: Any) -> bool:
     method = f.class_attribute(type(cls), "__subclasscheck__")
-    if isinstance(method, types.FunctionType) and not is_library(type(cls).__module__):
+    if isinstance(method, types.FunctionType) and not is_library_class(type(cls)):
         return f.truth(f.call(method, (cls, value)))
-    return issubclass(value, cls)
+    if isinstance(value, type):
+        f.record.class_place(value)
+    return issubclass(value, cls) if method is type.__subclasscheck__ else _asked_again(f, issubclass, value, cls)
+
+
+def _asked_again(f: Calls, ask: Callable[[Any, Any], bool], value: Any, cls: Any) -> bool:
+    """Return what an abstract class or a protocol answers; the guard asks again, since that depends on much."""
+    if not is_plain(value) and type(value) not in BUILTIN_CONTAINERS and not f.record.has(value):
+        f.unguarded(f"it calls {ask.__name__}() of a new object and {cls.__name__}, which has its own rules")
+    found = ask(value, cls)
+    f.record.check(value, f"{ask.__name__}({{}}, {f.record.identity(cls)}) is {{}}", found)
+    return found
 
 
 @_function(getattr)
@@ -129,9 +143,20 @@ def _super(f: Calls, *args: Any) -> Any:
     return super(*given)
 
 
-@_function(object.__init__, object.__init_subclass__)
+@_function(object.__init_subclass__)
 def _nothing(f: Calls, *args: Any, **kwargs: Any) -> None:
     return None
+
+
+@_function(object.__init__)
+def _object_init(f: Calls, value: Any, *args: Any, **kwargs: Any) -> None:
+    if (args or kwargs) and not (_is_objects(f, type(value), "__init__") and not _is_objects(f, type(value), "__new__")):
+        raise TypeError(f"{type(value).__name__}() takes no arguments")
+
+
+def _is_objects(f: Calls, cls: type, name: str) -> bool:
+    """Tell whether a class has a method from `object`."""
+    return f.class_attribute(cls, name) is object.__dict__[name]
 
 
 @_function(object.__eq__)
@@ -152,6 +177,8 @@ def _object_order(f: Calls, x: Any, y: Any) -> Any:
 
 @_function(object.__new__)
 def _new(f: Calls, cls: type, *args: Any, **kwargs: Any) -> Any:
+    if (args or kwargs) and not (_is_objects(f, cls, "__new__") and not _is_objects(f, cls, "__init__")):
+        raise TypeError(f"{cls.__name__}() takes no arguments")
     return object.__new__(cls)
 
 

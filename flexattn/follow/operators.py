@@ -39,6 +39,8 @@ UNARY: dict[str, tuple[Callable[..., Any], str]] = {
     "-": (operator.neg, "__neg__"), "+": (operator.pos, "__pos__"), "~": (operator.invert, "__invert__"),
 }  # fmt: skip
 
+_COMPARISONS = frozenset(method for _, method, _ in COMPARE.values())
+_IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: all types of C that Python itself brings
 _NUMBERS = (bool, int, float, complex)
 _PLAIN: frozenset[type] = frozenset((
     int, float, bool, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice, torch.dtype,
@@ -189,9 +191,14 @@ class Operators(Attributes):
     def _by_methods(self, x: Any, y: Any, method: str, reflected: str) -> Any:
         """Call the methods of the operands in Python's order; NotImplemented where none answers."""
         order = [(x, method, y), (y, reflected, x)]
-        if type(x) is not type(y) and issubclass(type(y), type(x)):
-            order.reverse()
-        for owner, name, other in order[: 1 if type(x) is type(y) and method != reflected else 2]:
+        is_comparison = method in _COMPARISONS
+        if type(x) is type(y) and not is_comparison:
+            order.pop()
+        elif type(x) is not type(y) and issubclass(type(y), type(x)):
+            own = self.class_attribute(type(y), reflected)
+            if is_comparison or own is not self.class_attribute(type(x), reflected):
+                order.reverse()
+        for owner, name, other in order:
             if is_plain(owner) or type(owner) in BUILTIN_CONTAINERS:
                 continue  # Python's own types answer NotImplemented to those that they do not know
             function = self.special(owner, name)
@@ -396,7 +403,7 @@ class Operators(Attributes):
             position += 1
 
     def _is_native_iterator(self, value: Any) -> bool:
-        return type(value).__module__ in ("builtins", "itertools") and hasattr(value, "__next__")
+        return bool(type(value).__flags__ & _IMMUTABLE_TYPE) and hasattr(type(value), "__next__")
 
     def next(self, iterator: Any) -> Any:
         """Return `next(iterator)`; StopIteration at its end."""

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexattn.follow.libraries import is_library
+from flexattn.follow.libraries import HEAP_TYPE, is_library, is_library_class
 from flexattn.follow.lifted import is_liftable, lifted
 
 MOST_LINES = 20_000  # of a guard; a mod that reads more places is traced at each call
@@ -32,7 +32,6 @@ _VALUES: frozenset[type] = frozenset((
 ))  # fmt: skip
 _TORCH_CONSTANTS: frozenset[type] = frozenset((torch.dtype, torch.device, torch.layout, torch.memory_format))
 _CONTAINERS = (dict, list, tuple, set, frozenset)
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: types without it cannot be changed
 
 
 class Symbols(Protocol):
@@ -133,7 +132,7 @@ class Record:
 
     def class_place(self, cls: type) -> None:
         """Give a class whose identity is guarded a place, and guard its order of bases."""
-        if id(cls) in self._places or not cls.__flags__ & _HEAP_TYPE:
+        if id(cls) in self._places or not cls.__flags__ & HEAP_TYPE:
             return
         self._place(cls, self.identity(cls))
         self.check_bases(cls)
@@ -277,7 +276,7 @@ class Record:
         if isinstance(value, (type, types.ModuleType)) or _is_permanent(value):
             variable = self._place(value, text)
             self._line(f"if {variable} is not {self.identity(value)}: return None")
-            if isinstance(value, type) and value.__flags__ & _HEAP_TYPE:
+            if isinstance(value, type) and value.__flags__ & HEAP_TYPE:
                 self.check_bases(value)
             return
         variable = self._place(value, text)
@@ -330,7 +329,7 @@ def _is_permanent(value: Any) -> bool:
     if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, np.ufunc)):
         return True
     if isinstance(value, type):
-        return not value.__flags__ & _HEAP_TYPE or is_library(value.__module__)
+        return is_library_class(value)
     return isinstance(value, types.ModuleType) and is_library(value.__name__)
 
 

@@ -3,6 +3,7 @@
 Cases are drawn from (seed, number) alone. Each runs forward and backward in every engine of the device, and out, lse,
 the largest scores and all gradients are compared with float64 by the rules of the tests. A case that fails is made
 plainer, one field at a time, and printed as a command. On a GPU `--builders 15` compiles the kernels of the next cases.
+`--state` runs programs whose state changes between calls instead.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.harness import environment
+from fuzz import state
 from fuzz.cases import SPACES, Case
 from fuzz.crew import Plan, Result, all_numbers, work
 from fuzz.draw import draw_case
@@ -42,6 +44,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shrink-seconds", type=float, default=60.0, help="for each of these")
     parser.add_argument("--min-count", type=int, default=0, help="fail where a feature was drawn less often")
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--state", action="store_true", help="what mods read changes between calls: see fuzz/state.py")
+    parser.add_argument("--without", default="", metavar="N,N", help="of a program of --state: fragments to leave out")
     return parser.parse_args(argv)
 
 
@@ -91,6 +95,8 @@ def claims(plan: Plan, results: Sequence[Result], min_count: int) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run cases and print what was found; return 1 where anything failed."""
     options = parse(argv)
+    if options.state:
+        return state.main(options)
     plan = plan_of(options)
     if options.device == "interpreter" and (options.replay or options.case is not None):
         os.environ.setdefault("TRITON_INTERPRET", "1")

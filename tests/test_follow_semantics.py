@@ -1,0 +1,165 @@
+"""Followed mods do what Python does, and see what changes: short forms of what the state fuzzer found."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import pytest
+import torch
+
+from flexattn.errors import ModError
+from flexattn.trace import trace
+
+PLACE = [torch.tensor(n, dtype=torch.int32) for n in (0, 1, 2, 3)]
+
+
+def value(read: Callable[[], Any]) -> float:
+    """Return what a mod adds to the score, traced, and check that Python adds the same."""
+
+    def mod(score, b, h, q, k):
+        return score + read()
+
+    found = trace(mod, "score")(torch.tensor(0.0), *PLACE).item()
+    assert found == float(mod(torch.tensor(0.0), *PLACE))
+    return found
+
+
+def made_by_exec(source: str) -> dict[str, Any]:
+    """Return the globals of a source that runs in no module: its classes say that they are of builtins."""
+    scope: dict[str, Any] = {}
+    exec(source, scope)
+    return scope
+
+
+def test_a_class_made_by_exec_is_the_users_own() -> None:
+    scope = made_by_exec(
+        "class Meta(type):\n"
+        "    def __iter__(cls):\n        return iter(cls.members)\n"
+        "    def __getattr__(cls, name):\n        return len(name)\n"
+        "class Box(metaclass=Meta):\n    members = [3, 4]\n    def __init__(self):\n        self.n = self.width\n    width = 3\n"
+    )
+    box = scope["Box"]
+    assert value(lambda: sum(box) + box().n) == 10
+    box.width, box.members[0] = 5, 6
+    assert value(lambda: sum(box) + box().n) == 15
+
+
+class Low:
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __lt__(self, other: Low) -> bool:
+        return self.n < other.n
+
+    def __add__(self, other: object) -> int:
+        return 10
+
+    def __radd__(self, other: object) -> int:
+        return 20
+
+
+class High(Low):
+    def __add__(self, other: object) -> int:
+        return 30
+
+
+class Higher(Low):
+    def __radd__(self, other: object) -> int:
+        return 40
+
+
+def test_reflected_methods_are_called_where_python_calls_them() -> None:
+    assert value(lambda: max([Low(1), Low(3), Low(2)]).n) == 3  # by __lt__ of the other
+    assert value(lambda: Low(1) + High(1)) == 10  # __radd__ is the same one
+    assert value(lambda: Low(1) + Higher(1)) == 40  # type: ignore[operator]
+
+
+class Nosy:
+    """Its attributes are made up by its own code."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name != "__class__":  # which isinstance() reads
+            raise TypeError(f"nobody asked for {name}")
+        return object.__getattribute__(self, name)
+
+    def __call__(self) -> int:
+        return 3
+
+
+def test_calling_an_object_reads_none_of_its_attributes() -> None:
+    nosy = Nosy()
+    assert value(lambda: nosy()) == 3
+
+
+def test_requires_grad_of_a_captured_tensor() -> None:
+    bias = torch.tensor(1.0)
+    read = lambda: 1 if bias.requires_grad else 2  # noqa: E731
+    assert value(read) == 2
+    bias.requires_grad_()
+    assert value(read) == 1
+
+
+def test_isinstance_after_other_bases() -> None:
+    class Base: ...
+
+    class Other: ...
+
+    class Some(Base): ...
+
+    some = Some()
+    read = lambda: 10 * isinstance(some, Base) + issubclass(type(some), Base)  # noqa: E731
+    assert value(read) == 11
+    Some.__bases__ = (Other,)
+    assert value(read) == 0
+
+
+class Shape(abc.ABC):  # noqa: B024
+    """Abstract; others may be registered."""
+
+
+@runtime_checkable
+class Sized(Protocol):
+    def size(self) -> int: ...
+
+
+def test_isinstance_of_abstract_classes_and_protocols() -> None:
+    class Square: ...
+
+    square = Square()
+    read = lambda: 10 * isinstance(square, Shape) + isinstance(square, Sized)  # noqa: E731
+    assert value(read) == 0
+    Shape.register(Square)
+    assert value(read) == 10
+    square.size = lambda: 3  # type: ignore[attr-defined]
+    assert value(read) == 11
+
+
+def test_what_a_new_of_the_user_reads() -> None:
+    def made_with(shift: int) -> type:
+        class Made:
+            def __new__(cls, n: int) -> Any:
+                made = super().__new__(cls)
+                made.width = n + shift  # type: ignore[attr-defined]
+                return made
+
+        return Made
+
+    made = made_with(1)
+    read = lambda: made(2).width  # noqa: E731
+    assert value(read) == 3
+    made.__new__.__closure__[1].cell_contents = 5  # type: ignore[index]
+    assert value(read) == 7
+
+
+def test_a_class_without_init_takes_no_arguments() -> None:
+    class Made:
+        def __init__(self, n: int) -> None:
+            self.n = n
+
+    read = lambda: Made(2).n  # noqa: E731
+    assert value(read) == 2
+    del Made.__init__
+    with pytest.raises(ModError, match="takes no arguments"):
+        value(read)
