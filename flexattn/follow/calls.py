@@ -134,9 +134,7 @@ class Calls(Operators):
         new = self.class_attribute(cls, "__new__")
         if isinstance(new, staticmethod):
             new = self.record.read(new, "{}.__func__", new.__func__, "__new__")
-        if isinstance(new, types.FunctionType):
-            made = self.call(new, (cls, *args), kwargs)
-        elif new is object.__new__:
+        if isinstance(new, types.FunctionType) or new is object.__new__:
             made = self.call(new, (cls, *args), kwargs)
         else:
             made = new(cls, *map(self.for_python, args), **{k: self.for_python(v) for k, v in kwargs.items()})

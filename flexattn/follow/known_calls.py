@@ -150,7 +150,9 @@ def _nothing(f: Calls, *args: Any, **kwargs: Any) -> None:
 
 @_function(object.__init__)
 def _object_init(f: Calls, value: Any, *args: Any, **kwargs: Any) -> None:
-    if (args or kwargs) and not (_is_objects(f, type(value), "__init__") and not _is_objects(f, type(value), "__new__")):
+    if (args or kwargs) and not (
+        _is_objects(f, type(value), "__init__") and not _is_objects(f, type(value), "__new__")
+    ):
         raise TypeError(f"{type(value).__name__}() takes no arguments")
 
 

@@ -321,10 +321,8 @@ def _other_bases(pool: Pool, owner: type) -> tuple[type, ...]:
 @places_of(object)
 def _instance(owner: Any) -> Iterator[Place]:
     kind = type(owner)
-    if (
-        isinstance(owner, (type, types.ModuleType, types.FunctionType))
-        or _is_of_library(kind)
-        and not hasattr(owner, "__dict__")
+    if isinstance(owner, (type, types.ModuleType, types.FunctionType)) or (
+        _is_of_library(kind) and not hasattr(owner, "__dict__")
     ):
         return
     held = owner.__dict__ if isinstance(getattr(owner, "__dict__", None), dict) else None
