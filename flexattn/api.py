@@ -419,10 +419,10 @@ def _engine(problem: Problem) -> Engine:
 def _engine_of_gpu(problem: Problem) -> Engine:
     if problem.query.dtype != torch.float64:
         return triton
-    backend = option(problem.options, "BACKEND") or "AUTO"
-    if backend != "AUTO":
-        found, mend = f"BACKEND={backend!r} with float64 on a GPU", "Leave BACKEND out."
-        raise OptionError(message("kernel_options", found, "AUTO", mend))
+    for name, value in problem.options:
+        if name in ("BACKEND", "fwd_BACKEND", "bwd_BACKEND") and value != "AUTO":
+            found = f"{name}={value!r} with float64 on a GPU"
+            raise OptionError(message("kernel_options", found, "AUTO", f"Leave {name} out."))
     return gpu_float64
 
 

@@ -197,3 +197,5 @@ def test_what_runs() -> None:
     assert explain(q, q, q).engine == "cpu"
     with pytest.raises(OptionError, match="found BACKEND='TRITON' with float64 on a GPU, expected AUTO"):
         explain(q, q, q, kernel_options={"BACKEND": "TRITON"}, target="sm_90")
+    with pytest.raises(OptionError, match="found bwd_BACKEND='HOPPER' with float64 on a GPU, expected AUTO"):
+        explain(q, q, q, kernel_options={"bwd_BACKEND": "HOPPER"}, target="sm_90")
