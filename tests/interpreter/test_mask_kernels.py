@@ -28,13 +28,13 @@ from mask_cases import (
 from mod_grammar import CAPTURES, NUMBERS, booleans, build
 from test_classify import classes
 
-from flexattn import mask_recipe, mods
+from flexattn import boxes, mask_build, mask_recipe, mods
 from flexattn.block_mask import BuildCounts
 from flexattn.build import stats
 from flexattn.classify import classify, create_mask
-from flexattn.errors import IndexRangeError
+from flexattn.errors import ArgumentError, IndexRangeError
 from flexattn.graph import BoundMod
-from flexattn.mask_build import build_lists
+from flexattn.mask_build import build_lists, fits
 from flexattn.mask_kernels import plan_mask
 from flexattn.mask_recipe import recipe_of, sources
 from flexattn.target import INTERPRETER, Target
@@ -291,3 +291,23 @@ def test_runs_of_any_length_are_aligned(n: int) -> None:
     (runs,) = build_lists(plan_of(bound, INTERPRETER), bound, (1, 1, n, n), (4, 4), CPU, True).runs
     assert [x.data_ptr() % 16 for x in (runs.starts, runs.ends)] == [0, 0]
     assert torch.equal(runs.ends, torch.searchsorted(ids, ids, right=True).int())
+
+
+def test_a_mask_of_too_many_runs_names_the_block_size_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = trace(lambda b, h, q_idx, kv_idx: (q_idx // 16 + kv_idx // 16) % 2 == 0, "mask")
+    plan = plan_mask(bound, INTERPRETER)
+    assert plan is not None
+    sizes = (1, 1, 128, 128)
+    assert build_lists(plan, bound, sizes, (16, 16), CPU, True).by_query.full.runs.shape == (32, 2)
+    monkeypatch.setattr(mask_build, "MOST_RUNS", 31)
+    monkeypatch.setattr(boxes, "MOST_RUNS", 31)
+    with pytest.raises(
+        ArgumentError, match=r"BLOCK_SIZE: found \(16, 16\), with which .* 31 runs of blocks, .* \(32, 32\)"
+    ):
+        build_lists(plan, bound, sizes, (16, 16), CPU, True)
+
+
+def test_masks_of_more_blocks_than_a_gpu_has_room_for_are_not_for_the_kernels() -> None:
+    assert fits((1, 1, 2**20, 2**20), (32, 32))
+    assert not fits((1, 1, 2**20, 2**20), (16, 16))
+    assert not fits((1, 1, 0, 2**20), (16, 16))
