@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from flexattn.narrow import narrowed
 
 Kind = Literal["score", "mask"]
 
+_MOST_NUMBERS = 64  # of one mod, whose graphs are kept
 _MOST_CHOICES = 16  # a longer list of literals is loaded, not chosen from
 
 
@@ -49,6 +50,15 @@ class Traced:
     numbers: Callable[[Sequence[Tensor], Sequence[int | float]], tuple[int | float, ...]] | None
     picks: tuple[int, ...] | None  # captures that are leaves as they stand; None: the prologue computes them
     prologue: Callable[..., tuple[Tensor, ...]] | None
+    _graphs: dict[tuple[int | float, ...], ModGraph] = field(default_factory=dict)  # by the values of numbers
+
+    def _narrowed(self, numbers: tuple[int | float, ...]) -> ModGraph:
+        """Return the graph for these numbers; calls repeat the same few."""
+        if (graph := self._graphs.get(numbers)) is None:
+            if len(self._graphs) >= _MOST_NUMBERS:
+                self._graphs.clear()
+            graph = self._graphs[numbers] = narrowed(self.graph, numbers)
+        return graph
 
     def bind(
         self, tensors: Sequence[Tensor], numbers: Sequence[int | float], reached: Sequence[Tensor],
@@ -64,7 +74,7 @@ class Traced:
         else:
             captures = tuple(self.prologue(*tensors, *numbers))  # type: ignore[misc]
         values = self.numbers(tensors, numbers) if self.numbers is not None else ()
-        graph = narrowed(self.graph, values)
+        graph = self._narrowed(values) if values else self.graph
         if graph.inputs is MASK_INPUTS:
             captures = tuple([c.detach() if c.requires_grad else c for c in captures])
         if key is None:
@@ -90,7 +100,7 @@ def scalarize(recorded: Recorded, kind: Kind, name: str, score_dtype: torch.dtyp
     direct = [recorded.tensors.index(r) if r in recorded.tensors else None for r in roots]
     picks = tuple(i for i in direct if i is not None) if None not in direct else None
     return Traced(
-        graph,
+        graph if graph.numbers else narrowed(graph, ()),
         _compiled(" and ".join(f"({g})" for g in _guard_texts(recorded))),
         _compiled(f"({', '.join(number_texts)},)" if number_texts else ""),
         picks,
