@@ -84,7 +84,7 @@ class Interception(TorchFunctionMode):
         result = _REWRITES.get(func, func)(*args, **kwargs)  # type: ignore[misc]
         if not torch.is_grad_enabled() and isinstance(result, Tensor) and result.is_floating_point():
             result = result.detach()
-        self._note_line()
+        self.note_line()
         return result
 
     def known(self, value: Any) -> Any:
@@ -101,7 +101,7 @@ class Interception(TorchFunctionMode):
             return {k: self.known(v) for k, v in value.items()}
         return value
 
-    def _note_line(self) -> None:
+    def note_line(self) -> None:
         from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
         mode = get_proxy_mode()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from flexattn.bound import ranges
+from flexattn.errors import CompileError, message
 from flexattn.graph import ModGraph, Node
 from flexattn.index_range import affine
 from flexattn.ops import OPS
@@ -35,6 +36,8 @@ TRITON_POINTER = {
 # Integers of at most this size are exact in float32, and so are sums of a few lengths below INDEX_LIMIT.
 EXACT_FLOAT32 = 1 << 24
 INDEX_LIMIT = 1 << 22
+
+MOST_OPERATIONS = 20_000  # of a mod: Triton takes minutes for as many
 
 # What `gather` of the prelude loads.
 _GATHERED = (torch.float32, torch.int32, torch.float16, torch.bfloat16, torch.int16)
@@ -210,6 +213,10 @@ class Writer:
         self.split: dict[str, tuple[str, str]] = {}  # of names of a sum with `offset`: the rest and its sign
         self._near: set[int] | None = None  # operands of a node whose far ones are written, or being written
         self.checks: list[tuple[int, str]] = []  # (capture, condition that a load of it is inside), where checked
+        if bounded and len(mod.graph.nodes) > MOST_OPERATIONS:
+            found = f"{len(mod.graph.nodes)} operations in {mod.graph.name} {mod.graph.location}".rstrip()
+            mend = "Put what its loops go over into a captured tensor and index it, or use tensors on a CPU."
+            raise CompileError(message(f"{mod.role}_mod", found, f"at most {MOST_OPERATIONS} for a kernel", mend))
         self.limits: Sequence[tuple[Any, Any]] = (
             ranges(mod.graph) if bounded else ((None, None),) * len(mod.graph.nodes)
         )

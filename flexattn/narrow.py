@@ -26,7 +26,8 @@ def narrowed(graph: ModGraph, numbers: Sequence[int | float]) -> ModGraph:
     for position, low, high in _limits(graph):
         if not low <= numbers[position] <= high:
             raise _does_not_fit(graph, position, numbers[position], low, high)
-    return _narrowed(graph, tuple([_LARGE if type(n) is float else _magnitude(n) for n in numbers]))
+    bits = tuple([_LARGE if type(n) is float else _magnitude(n) for n in numbers])
+    return _narrowed(graph, bits, graph.location)  # which equal graphs may differ in
 
 
 def _magnitude(number: int | float) -> int:
@@ -55,7 +56,7 @@ def _does_not_fit(graph: ModGraph, position: int, value: int | float, low: int, 
 
 
 @lru_cache(512)
-def _narrowed(graph: ModGraph, bits: tuple[int, ...]) -> ModGraph:
+def _narrowed(graph: ModGraph, bits: tuple[int, ...], location: str) -> ModGraph:
     builder = Builder()
     values: list[Expr] = []
     for node, (low, high) in zip(graph.nodes, ranges(graph, bits), strict=True):
@@ -63,7 +64,7 @@ def _narrowed(graph: ModGraph, bits: tuple[int, ...]) -> ModGraph:
         dtype = torch.int32 if fits else node.dtype
         values.append(_copied(builder, graph, node, [values[a] for a in node.args], dtype))
     outputs = [None if o is None else values[o].cast(graph.nodes[o].dtype) for o in graph.outputs]
-    return builder.build(graph.name, graph.inputs, graph.captures, graph.numbers, outputs, location=graph.location)
+    return builder.build(graph.name, graph.inputs, graph.captures, graph.numbers, outputs, location=location)
 
 
 def _copied(builder: Builder, graph: ModGraph, node: Node, args: list[Expr], dtype: torch.dtype) -> Expr:

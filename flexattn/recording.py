@@ -110,6 +110,14 @@ class Inputs:
             self.record.check(tensor, "{0}.shape == {1} and {0}.stride() == {2}", tensor.shape, tensor.stride())
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
+    def scripted(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a scripted function: its operators are recorded, but what torch asks on the way is not the mod's."""
+        args, kwargs = self.interception.known(args), self.interception.known(kwargs)
+        with self.interception.paused():
+            found = function(*args, **kwargs)
+        self.interception.note_line()
+        return found
+
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
         """Let torch compute on real tensors, as it does outside of the trace."""

@@ -389,7 +389,7 @@ def _quotient(x: Values, y: Values) -> Values:
     return np.sign(x) * np.sign(y) * (abs(x) // np.maximum(abs(y), 1))
 
 
-def _shift_left(this: Instruction, x: np.ndarray, n: np.ndarray) -> np.ndarray:
+def _shift_left(this: Instruction, x: Values, n: Values) -> Values:
     """PTX clamps the count to the width, which leaves no bit."""
     return np.where(n < this.bits, _cut(x << np.minimum(n, np.uint64(63)), this.bits), np.uint64(0))
 

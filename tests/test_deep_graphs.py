@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import flexattn.lower
 from flexattn import create_block_mask, explain, flex_attention
 from flexattn.bound import EMPTY, classify_boxes
 from flexattn.bound import bound as bounding
 from flexattn.differentiate import differentiate
+from flexattn.errors import CompileError
 from flexattn.facts import analyze
 from flexattn.graph import SCORE_INPUTS, Builder, Capture, Expr, ModGraph
 from flexattn.lower import CaptureLayout, Dialect, ModPlan, lower, lower_score
@@ -97,7 +99,7 @@ def test_thousands_of_operations(name: str) -> None:
     ast.parse(lower(ModPlan(gradient, "score", layouts, ()), "score_grad", Dialect(ptx=True)))
 
 
-def test_lowered_chains_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lowered_chains_compute_the_same() -> None:
     """Cutting a chain into pieces loses no operation: the statements run as Python give what the graph gives."""
     graph = of_steps(STEPS["both"], 150)
     layouts = (CaptureLayout(dense=True, aligned=False, wide=False),)
@@ -134,3 +136,10 @@ def test_bounds_of_a_deep_mask_exclude_other_documents() -> None:
     boxes = torch.tensor([[0, 0, 0, 0, 0, 63, 320, 383]]).numpy()
     traced = trace(spans, "mask")
     assert classify_boxes(bounding(traced.graph), traced.captures, traced.numbers, boxes)[0] == EMPTY
+
+
+def test_a_mod_that_no_kernel_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flexattn.lower, "MOST_OPERATIONS", 30)
+    layouts = (CaptureLayout(dense=True, aligned=False, wide=False),)
+    with pytest.raises(CompileError, match=r"score_mod: found \d+ operations in deep, expected at most 30"):
+        lower_score(ModPlan(of_steps(STEPS["sum"], 50), "score", layouts, ()), "score_mod", Dialect())

@@ -545,6 +545,18 @@ def test_a_long_list_is_compared_as_a_whole() -> None:
     agrees(mod, "mask")
 
 
+def twice_tanh(x: Tensor) -> Tensor:
+    return torch.tanh(x) * 2
+
+
+def test_scripted_and_compiled_helpers() -> None:
+    scripted = torch.jit.script(twice_tanh)
+    compiled = torch.compile(twice_tanh)
+    agrees(lambda s, b, h, q, k: scripted(s) + TABLE[q])
+    found = trace(lambda s, b, h, q, k: compiled(s), "score").graph
+    assert found.computes == trace(lambda s, b, h, q, k: twice_tanh(s), "score").graph.computes
+
+
 # Tools of the user, memory, other versions of Python.
 
 

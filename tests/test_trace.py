@@ -1048,7 +1048,12 @@ def test_arguments_are_never_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse(
         lambda s, b, h, q, k: s + long[q].roll(1)[0] + torch.gcd(q, k), "score", "gcd.* as many steps", UnsupportedError
     )
-    refuse(lambda s, b, h, q, k: s + long[q].scatter(0, q[None], s[None])[1], "score", "torch.where", UnsupportedError)
+    refuse(
+        lambda s, b, h, q, k: s + long[q].scatter(0, q[None], s[None].double())[1],
+        "score",
+        "torch.where",
+        UnsupportedError,
+    )
     monkeypatch.setitem(aten.ROWS, "round.decimals", aten.ROWS["floor"])
     refuse(lambda s, b, h, q, k: torch.round(s, decimals=1), "score", "no rule: .*'decimals'", UnsupportedError)
 

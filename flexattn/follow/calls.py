@@ -197,7 +197,10 @@ class Calls(Operators):
             with self.record.symbols.outside():
                 return function(*args, **kwargs)
         takes_tensors = self._holds_tensor((getattr(function, "__self__", None), args, kwargs))
-        found = function(*map(self.for_torch, args), **{k: self.for_torch(v) for k, v in kwargs.items()})
+        args, kwargs = tuple(map(self.for_torch, args)), {k: self.for_torch(v) for k, v in kwargs.items()}
+        if isinstance(function, torch.jit.ScriptFunction):
+            return self.from_torch(self.record.symbols.scripted(function, args, kwargs))
+        found = function(*args, **kwargs)
         if not takes_tensors and not self._is_answer_of_torch(function, found):
             name = f"{getattr(function, '__module__', None) or 'torch'}.{getattr(function, '__name__', function)}"
             self.unguarded(f"it calls {name}, whose result may differ between calls")

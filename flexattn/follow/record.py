@@ -43,6 +43,9 @@ class Symbols(Protocol):
     def tensor(self, value: Tensor, position: int, name: str) -> None:
         """Make the tensor an input of the trace."""
 
+    def scripted(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call what torch.jit.script has made."""
+
     def outside(self) -> AbstractContextManager[None]:
         """Return a context in which torch computes as it does outside of the trace."""
         ...
