@@ -16,19 +16,14 @@ from torch import Tensor, fx
 
 from flexattn.aten import Elements, Index, has_row, is_symbol, operator_name
 from flexattn.errors import ModError, UnsupportedError, mod_in_messages
-from flexattn.forks import cached_property
 from flexattn.graph import MASK_INPUTS, SCORE_INPUTS, BoundMod, Builder, Capture, Expr, ModGraph, Number, wide
 from flexattn.interception import CONSTANT, DATA_DEPENDENT, IN_PLACE, MOST_SHOWN, RANDOM, line_of_node
 from flexattn.narrow import narrowed
 
 Kind = Literal["score", "mask"]
 
-<<<<<<< HEAD
-=======
 _MOST_NUMBERS = 64  # of one mod, whose graphs are kept
-_MOST_CHOICES = 16  # a longer list of literals is loaded, not chosen from
 
->>>>>>> ops
 
 @dataclass(frozen=True)
 class Recorded:
@@ -53,10 +48,8 @@ class Traced:
     numbers: Callable[[Sequence[Tensor], Sequence[int | float]], tuple[int | float, ...]] | None
     picks: tuple[int, ...] | None  # captures that are leaves as they stand; None: the prologue computes them
     prologue: Callable[..., tuple[Tensor, ...]] | None
-<<<<<<< HEAD
     conditions: tuple[str, ...]  # on tensors t and numbers n, under which the graph holds
     tensor_names: tuple[str, ...]  # of the user, for messages
-=======
     _graphs: dict[tuple[int | float, ...], ModGraph] = field(default_factory=dict)  # by the values of numbers
 
     def _narrowed(self, numbers: tuple[int | float, ...]) -> ModGraph:
@@ -66,11 +59,6 @@ class Traced:
                 self._graphs.clear()
             graph = self._graphs[numbers] = narrowed(self.graph, numbers)
         return graph
->>>>>>> ops
-
-    @cached_property
-    def _without_numbers(self) -> ModGraph:
-        return narrowed(self.graph, ())
 
     def bind(self, tensors: Sequence[Tensor], numbers: Sequence[int | float], guarded: bool) -> BoundMod:
         """Return the mod with the values of this call; the prologue runs here.
@@ -82,11 +70,7 @@ class Traced:
         else:
             captures = tuple(self.prologue(*tensors, *numbers))  # type: ignore[misc]
         values = self.numbers(tensors, numbers) if self.numbers is not None else ()
-<<<<<<< HEAD
-        graph = narrowed(self.graph, values) if values else self._without_numbers
-=======
         graph = self._narrowed(values) if values else self.graph
->>>>>>> ops
         if graph.inputs is MASK_INPUTS:
             captures = tuple([c.detach() if c.requires_grad else c for c in captures])
         return BoundMod(
@@ -111,20 +95,12 @@ def scalarize(recorded: Recorded, kind: Kind, name: str, score_dtype: torch.dtyp
     direct = [recorded.tensors.index(r) if r in recorded.tensors else None for r in roots]
     picks = tuple(i for i in direct if i is not None) if None not in direct else None
     return Traced(
-<<<<<<< HEAD
-        graph=graph,
+        graph=graph if graph.numbers else narrowed(graph, ()),
         numbers=_compiled(f"({', '.join(number_texts)},)") if number_texts else None,
         picks=picks,
         prologue=None if picks is not None else _prologue(recorded, roots),
         conditions=_conditions(recorded),
         tensor_names=tuple(recorded.names[n] for n in recorded.tensors),
-=======
-        graph if graph.numbers else narrowed(graph, ()),
-        _compiled(" and ".join(f"({g})" for g in _guard_texts(recorded))),
-        _compiled(f"({', '.join(number_texts)},)" if number_texts else ""),
-        picks,
-        None if picks is not None else _prologue(recorded, roots),
->>>>>>> ops
     )
 
 
