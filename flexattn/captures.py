@@ -1,8 +1,9 @@
-"""Captures: everything that a callable reaches (closures, globals, defaults, attributes), as a key and as leaves.
+"""Captures: everything that a callable reaches by name (closures, globals, defaults, attributes), as a key and as leaves.
 
-`survey` reads a callable at every call: the tensors and numbers that it reaches are *leaves*, whose values may change
-without a new trace; all else (code, strings, flags, structure) goes into the key. `substitute` rebuilds the callable
-around other leaves (fake tensors, symbolic numbers). It copies what it changes and never touches the user's objects.
+For moving a mask to another device and for taking it apart as a pytree. `survey` finds the tensors and numbers that a
+callable reaches, its *leaves*; all else (code, strings, flags, structure) goes into the key. `substitute` rebuilds the
+callable around other leaves. It copies what it changes and never touches the user's objects. What a mod reads while it
+runs, and whether a trace still holds, is told by `follow`.
 """
 
 from __future__ import annotations
@@ -82,7 +83,6 @@ class Survey:
     key: list[Any] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)  # each object once
     numbers: list[int | float] = field(default_factory=list)
-    refused: Tensor | None = None  # a tensor that is not plain
     followed: bool = True  # False: something may have been missed, trace at each call
     wanted: dict[int, frozenset[str]] = field(default_factory=dict)  # by id: the names that any code reads of an object
     complete: bool = True  # False: something was met again for names that were not wanted when it was opened
@@ -110,7 +110,6 @@ class Survey:
         if position == len(self.tensors):
             self.tensors.append(value)
             if not is_plain(value):  # it may have no shape either
-                self.refused = value
                 return
             shape = tuple([2 if s > 1 else s for s in value.shape])
             self.key += (value.dtype, value.device, value.requires_grad, shape)
@@ -352,7 +351,6 @@ def _open_instance(value: Any, names: frozenset[str]) -> tuple[Any, list[Slot] |
     return (cls, *attributes), slots + _class_slots(cls, names)
 
 
-@lru_cache(1024)
 def _is_copyable(cls: type) -> bool:
     """Tell whether instances can be made without calling __init__; those of compiled classes keep state elsewhere."""
     if cls is types.SimpleNamespace:
@@ -368,7 +366,6 @@ def _has_slots(cls: type) -> bool:
     return any("__slots__" in vars(base) for base in cls.__mro__) and not _is_library(cls.__module__)
 
 
-@lru_cache(1024)
 def _names_of_methods(cls: type, names: frozenset[str]) -> frozenset[str]:
     """Add to `names` those that the methods among them read in their turn."""
     while True:

@@ -52,8 +52,6 @@ def test_the_number_of_tensors_is_bounded_too():
     assert len(made) == 301
 
 
-# The memo of traces has keys of its own, see test_trace.
-APART = ("flexattn.captures", "flexattn.trace", "flexattn.mask_cache")
 _OPENED = (dict, list, tuple, set, frozenset, types.CellType)
 
 
@@ -61,7 +59,7 @@ def caches() -> dict[str, Any]:
     """Return everything at module level that keeps what functions returned."""
     found: dict[str, Any] = {"launches": launch._launches, "backwards": launch._backwards}
     for name, module in list(sys.modules.items()):
-        if name.startswith("flexattn.") and name not in APART:
+        if name.startswith("flexattn."):
             for attribute, value in vars(module).items():
                 if isinstance(value, functools._lru_cache_wrapper):
                     found[f"{name}.{attribute}"] = value
