@@ -1,4 +1,4 @@
-"""Captures: everything that a callable reaches by name (closures, globals, defaults, attributes), as a key and as leaves.
+"""Captures: everything that a callable reaches by name (closures, globals, attributes...), as a key and as leaves.
 
 For moving a mask to another device and for taking it apart as a pytree. `survey` finds the tensors and numbers that a
 callable reaches, its *leaves*; all else (code, strings, flags, structure) goes into the key. `substitute` rebuilds the
