@@ -38,7 +38,8 @@ def test_a_class_made_by_exec_is_the_users_own() -> None:
         "class Meta(type):\n"
         "    def __iter__(cls):\n        return iter(cls.members)\n"
         "    def __getattr__(cls, name):\n        return len(name)\n"
-        "class Box(metaclass=Meta):\n    members = [3, 4]\n    def __init__(self):\n        self.n = self.width\n    width = 3\n"
+        "class Box(metaclass=Meta):\n    members = [3, 4]\n    width = 3\n"
+        "    def __init__(self):\n        self.n = self.width\n"
     )
     box = scope["Box"]
     assert value(lambda: sum(box) + box().n) == 10
@@ -163,3 +164,16 @@ def test_a_class_without_init_takes_no_arguments() -> None:
     del Made.__init__
     with pytest.raises(ModError, match="takes no arguments"):
         value(read)
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong", "read"),
+    [
+        ("__len__", 2.5, len), ("__len__", -1, len), ("__bool__", 1, bool), ("__int__", 2.5, int), ("__float__", 2, float),
+        ("__repr__", 3, lambda x: len(repr(x))), ("__format__", 3, lambda x: len(f"{x}")),
+    ],
+)  # fmt: skip
+def test_methods_must_return_what_python_takes(method: str, wrong: object, read: Callable[[Any], Any]) -> None:
+    some = type("Some", (), {method: lambda self, *args: wrong})()
+    with pytest.raises(ModError, match="Error"):
+        value(lambda: read(some))

@@ -255,7 +255,7 @@ def _int(f: Calls, *args: Any, **kwargs: Any) -> Any:
         if not is_plain(args[0]) and not isinstance(args[0], Tensor):
             for name in ("__int__", "__index__", "__trunc__"):
                 if (found := f.special(args[0], name)) is not MISSING:
-                    return f.call(found, ())
+                    return f.returned(f.call(found, ()), name, int)
     return int(*map(f.for_python, args), **kwargs)
 
 
@@ -266,7 +266,7 @@ def _float(f: Calls, *args: Any) -> Any:
     if args and not is_plain(args[0]) and not isinstance(args[0], Tensor):
         for name in ("__float__", "__index__"):
             if (found := f.special(args[0], name)) is not MISSING:
-                return float(literal(f.call(found, ())))
+                return float(literal(f.returned(f.call(found, ()), name, float if name == "__float__" else int)))
     return float(*map(f.for_python, args))
 
 

@@ -80,6 +80,8 @@ def _is_of_library(value: Any) -> bool:
 
 
 def _referents(value: Any) -> Iterable[Any]:
+    if isinstance(value, enum.Enum):  # a member does not change
+        return []
     if isinstance(value, Tensor):
         return [value.__dict__]
     if isinstance(value, type):  # never the dict itself: writing there goes past Python's own caches
@@ -273,10 +275,10 @@ def _class(owner: type) -> Iterator[Place]:
                 and name not in vars(owner)
                 and not isinstance(old, types.MemberDescriptorType)
             ):
-                setter = functools.partial(type.__setattr__, owner, name)
-                deleter = functools.partial(type.__delattr__, owner, name)
-                yield Place("shadow in a class", f"{owner.__name__}.{name}", lambda pool, s=setter, d=deleter, old=old: _set(
-                    s, d, MISSING, pool.other(old)))  # fmt: skip
+                setter, deleter = (functools.partial(f, owner, name) for f in (type.__setattr__, type.__delattr__))
+                yield Place(
+                    "shadow in a class", f"{owner.__name__}.{name}", functools.partial(_shadow, setter, deleter, old)
+                )
     yield Place("bases", owner.__name__, lambda pool: _set(
         *_attribute(owner, "__bases__"), owner.__bases__, _other_bases(pool, owner)))  # fmt: skip
     yield Place("name of a class", owner.__name__, lambda pool: _set(
@@ -303,6 +305,10 @@ _NEW_METHODS: dict[str, Any] = {
 }
 
 
+def _shadow(setter: Callable[[Any], None], deleter: Callable[[], None], old: Any, pool: Pool) -> Undo:
+    return _set(setter, deleter, MISSING, pool.other(old))
+
+
 def _new_method(pool: Pool, owner: type) -> Undo:
     name = pool.draw.choice(list(_NEW_METHODS))
     if name in vars(owner):
@@ -321,11 +327,9 @@ def _other_bases(pool: Pool, owner: type) -> tuple[type, ...]:
 @places_of(object)
 def _instance(owner: Any) -> Iterator[Place]:
     kind = type(owner)
-    if (
-        isinstance(owner, (type, types.ModuleType, types.FunctionType))
-        or _is_of_library(kind)
-        and not hasattr(owner, "__dict__")
-    ):
+    if isinstance(owner, (type, types.ModuleType, types.FunctionType, enum.Enum)):
+        return
+    if _is_of_library(kind) and not hasattr(owner, "__dict__"):
         return
     held = owner.__dict__ if isinstance(getattr(owner, "__dict__", None), dict) else None
     if held is not None and not isinstance(owner, Tensor):
