@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import abc
+import contextvars
+import enum
+import operator
+import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 import pytest
@@ -177,3 +182,64 @@ def test_methods_must_return_what_python_takes(method: str, wrong: object, read:
     some = type("Some", (), {method: lambda self, *args: wrong})()
     with pytest.raises(ModError, match="Error"):
         value(lambda: read(some))
+
+
+class Key:
+    """Equal to keys of the same number."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __hash__(self) -> int:
+        return hash(self.n)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and self.n == other.n
+
+
+class Mode(enum.Enum):
+    NEAR = 1
+    FAR = 2
+
+
+def test_lookups_by_objects_with_a_hash_of_their_own() -> None:
+    keys: list[Any] = [Key(3), Mode.NEAR]
+    table: dict[Any, int] = {Key(3): 4, Key(5): 6, Mode.NEAR: 10, Mode.FAR: 20}
+    read = lambda: table[keys[0]] + table[keys[1]]  # noqa: E731
+    assert value(read) == 14
+    keys[0].n = 5
+    assert value(read) == 16
+    keys[:] = Key(3), Mode.FAR
+    assert value(read) == 24
+    table[Key(3)] = 7
+    assert value(read) == 27
+
+
+def test_getters_weak_references_and_context_variables() -> None:
+    class Some:
+        def __init__(self, n: int) -> None:
+            self.n, self.items = n, [n, n + 1]
+
+        def plus(self, m: int) -> int:
+            return self.n + m
+
+    some = Some(1)
+    context: contextvars.ContextVar[int] = contextvars.ContextVar("context", default=1000)
+    got = SimpleNamespace(
+        attribute=operator.attrgetter("n"), item=operator.itemgetter(1), method=operator.methodcaller("plus", 10),
+        some=weakref.ref(some),
+    )  # fmt: skip
+
+    def read() -> Any:
+        found = got.some()
+        return got.attribute(found) + 100 * got.item(found.items) + got.method(found) + context.get()
+
+    assert value(read) == 1 + 200 + 11 + 1000
+    some.n = 2
+    assert value(read) == 2 + 200 + 12 + 1000
+    got.item, got.method = operator.itemgetter(0), operator.methodcaller("plus", 20)
+    context.set(2000)
+    assert value(read) == 2 + 100 + 22 + 2000
+    other = Some(5)
+    got.some = weakref.ref(other)
+    assert value(read) == 5 + 500 + 25 + 2000

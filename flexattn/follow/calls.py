@@ -129,9 +129,7 @@ class Calls(Operators):
         new = self.class_attribute(cls, "__new__")
         if isinstance(new, staticmethod):
             new = self.record.read(new, "{}.__func__", new.__func__, "__new__")
-        if isinstance(new, types.FunctionType):
-            made = self.call(new, (cls, *args), kwargs)
-        elif new is object.__new__:
+        if isinstance(new, types.FunctionType) or new is object.__new__:
             made = self.call(new, (cls, *args), kwargs)
         else:
             made = new(cls, *map(self.for_python, args), **{k: self.for_python(v) for k, v in kwargs.items()})
@@ -161,6 +159,9 @@ class Calls(Operators):
         inner = getattr(value, "_orig_mod", None) if type(value).__name__ == "OptimizedModule" else None
         if inner is not None:
             return self.call(inner, args, kwargs)
+        known = self.known_methods.get((type(value), "__call__"))
+        if known is not None:
+            return known(self, value, *args, **kwargs)
         method = self.special(value, "__call__")
         if method is MISSING:
             raise TypeError(f"{type(value).__name__!r} object is not callable")

@@ -120,7 +120,7 @@ def pool_of(values: Iterable[Any], draw: random.Random) -> Pool:
 
 def places(values: Iterable[Any], sources: str) -> list[Place]:
     """Return all places in the values, and the environment variables that the sources name."""
-    values = list(values)
+    values = [v for v in values if not isinstance(v, enum.Enum)]
     return [p for v in values for kind, find in _PLACES if isinstance(v, kind) for p in find(v)] + [
         *environment(sources), *shadows(values),
     ]  # fmt: skip
@@ -327,9 +327,9 @@ def _other_bases(pool: Pool, owner: type) -> tuple[type, ...]:
 @places_of(object)
 def _instance(owner: Any) -> Iterator[Place]:
     kind = type(owner)
-    if isinstance(owner, (type, types.ModuleType, types.FunctionType, enum.Enum)):
-        return
-    if _is_of_library(kind) and not hasattr(owner, "__dict__"):
+    if isinstance(owner, (type, types.ModuleType, types.FunctionType)) or (
+        _is_of_library(kind) and not hasattr(owner, "__dict__")
+    ):
         return
     held = owner.__dict__ if isinstance(getattr(owner, "__dict__", None), dict) else None
     if held is not None and not isinstance(owner, Tensor):
@@ -349,8 +349,9 @@ def _instance(owner: Any) -> Iterator[Place]:
                     functools.partial(held.__setitem__, name), functools.partial(held.pop, name), MISSING,
                     _as_attribute(pool, owner, name, old)))  # fmt: skip
     if not _is_of_library(kind):
+        setter = functools.partial(object.__setattr__, owner, "__class__")
         yield Place("class", kind.__name__, lambda pool: _set(
-            *_attribute(owner, "__class__"), kind, pool.draw.choice(_siblings(pool, kind))))  # fmt: skip
+            setter, lambda: None, kind, pool.draw.choice(_siblings(pool, kind))))  # fmt: skip
 
 
 def _as_attribute(pool: Pool, owner: Any, name: str, old: Any) -> Any:
