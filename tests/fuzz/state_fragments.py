@@ -1009,8 +1009,8 @@ def depth$(node):
 limit$, step$ = 6, 2
 def count$():
     n = total = 0
-    while (n := n + step$) < limit$:
-        total += n
+    while (n := n + 1) < min(limit$, 30):
+        total += step$
         if total > 20:
             break
     else:
@@ -1053,8 +1053,8 @@ class Count$:
     def __next__(self):
         if self.n <= 0:
             raise StopIteration
-        self.n -= self.step
-        return self.n
+        self.n -= 1
+        return self.n * self.step
 
 ## global of this module: sys.modules[__name__].width$ if False else width$
 width$ = 3
