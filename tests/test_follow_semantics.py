@@ -174,7 +174,8 @@ def test_a_class_without_init_takes_no_arguments() -> None:
 @pytest.mark.parametrize(
     ("method", "wrong", "read"),
     [
-        ("__len__", 2.5, len), ("__len__", -1, len), ("__bool__", 1, bool), ("__int__", 2.5, int), ("__float__", 2, float),
+        ("__len__", 2.5, len), ("__len__", -1, len), ("__bool__", 1, bool), ("__int__", 2.5, int),
+        ("__float__", 2, float),
         ("__repr__", 3, lambda x: len(repr(x))), ("__format__", 3, lambda x: len(f"{x}")),
     ],
 )  # fmt: skip
@@ -243,3 +244,36 @@ def test_getters_weak_references_and_context_variables() -> None:
     other = Some(5)
     got.some = weakref.ref(other)
     assert value(read) == 5 + 500 + 25 + 2000
+
+
+def test_the_bases_of_operands_and_of_exceptions() -> None:
+    class Wide(Low):
+        def __radd__(self, other: object) -> int:
+            return 40
+
+    class Bad(Exception): ...
+
+    class Worse(Bad): ...
+
+    class Other(Exception): ...
+
+    caught = (KeyError, Bad)
+
+    def read() -> int:
+        try:
+            raise Worse
+        except caught:
+            return Low(1) + Wide(1)
+        except Exception:
+            return -1
+
+    assert value(read) == 40
+    Worse.__bases__ = (Other,)
+    assert value(read) == -1
+    Worse.__bases__ = (Bad,)
+    assert value(read) == 40
+    caught = (KeyError, ValueError)
+    assert value(read) == -1
+    caught = Worse  # type: ignore[assignment]
+    Wide.__bases__ = (Key,)
+    assert value(lambda: read()) == 10

@@ -193,7 +193,7 @@ class Operators(Attributes):
         is_comparison = method in _COMPARISONS
         if type(x) is type(y) and not is_comparison:
             order.pop()
-        elif type(x) is not type(y) and issubclass(type(y), type(x)):
+        elif type(x) is not type(y) and self.is_subclass(type(y), type(x)):
             own = self.class_attribute(type(y), reflected)
             if is_comparison or own is not self.class_attribute(type(x), reflected):
                 order.reverse()
@@ -207,6 +207,11 @@ class Operators(Attributes):
             if found is not NotImplemented:
                 return found
         return NotImplemented
+
+    def is_subclass(self, cls: type, base: type) -> bool:
+        """Return whether a class derives from another one, and guard its bases."""
+        self.record.class_place(cls)
+        return base in cls.__mro__
 
     def unary(self, symbol: str, x: Any) -> Any:
         """Return `-x`, `+x` or `~x`."""

@@ -79,6 +79,11 @@ def _is_of_library(value: Any) -> bool:
     return isinstance(value, _CLOSED)
 
 
+def _is_scope(value: dict[Any, Any]) -> bool:
+    """Tell whether a dict has the globals of functions, or of a module."""
+    return "__builtins__" in value or "__loader__" in value
+
+
 def _referents(value: Any) -> Iterable[Any]:
     if isinstance(value, enum.Enum):  # a member does not change
         return []
@@ -103,7 +108,7 @@ def walk(roots: Iterable[Any]) -> list[Any]:
         if id(value) in found or id(value) in stop or _is_of_library(value):
             continue
         found[id(value)] = value
-        if isinstance(value, dict) and "__builtins__" in value:  # globals: not what they import
+        if isinstance(value, dict) and _is_scope(value):  # not what a module imports
             queue.extend(v for k, v in value.items() if not k.startswith("__"))
         else:
             queue.extend(_referents(value))
@@ -160,7 +165,7 @@ def _store(kind: str, where: str, setter: Any, deleter: Any, old: Any) -> Iterat
 
 @places_of(dict)
 def _items(owner: dict[Any, Any]) -> Iterator[Place]:
-    is_scope = "__builtins__" in owner
+    is_scope = _is_scope(owner)
     kind = "global" if is_scope else "item"
     for key, old in list(owner.items()):
         if isinstance(key, weakref.ref):  # C code keeps itself what such a dict holds
