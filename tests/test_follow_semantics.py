@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import abc
+import contextvars
+import enum
+import operator
+import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 import pytest
@@ -38,7 +43,8 @@ def test_a_class_made_by_exec_is_the_users_own() -> None:
         "class Meta(type):\n"
         "    def __iter__(cls):\n        return iter(cls.members)\n"
         "    def __getattr__(cls, name):\n        return len(name)\n"
-        "class Box(metaclass=Meta):\n    members = [3, 4]\n    def __init__(self):\n        self.n = self.width\n    width = 3\n"
+        "class Box(metaclass=Meta):\n    members = [3, 4]\n    width = 3\n"
+        "    def __init__(self):\n        self.n = self.width\n"
     )
     box = scope["Box"]
     assert value(lambda: sum(box) + box().n) == 10
@@ -163,3 +169,111 @@ def test_a_class_without_init_takes_no_arguments() -> None:
     del Made.__init__
     with pytest.raises(ModError, match="takes no arguments"):
         value(read)
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong", "read"),
+    [
+        ("__len__", 2.5, len), ("__len__", -1, len), ("__bool__", 1, bool), ("__int__", 2.5, int),
+        ("__float__", 2, float),
+        ("__repr__", 3, lambda x: len(repr(x))), ("__format__", 3, lambda x: len(f"{x}")),
+    ],
+)  # fmt: skip
+def test_methods_must_return_what_python_takes(method: str, wrong: object, read: Callable[[Any], Any]) -> None:
+    some = type("Some", (), {method: lambda self, *args: wrong})()
+    with pytest.raises(ModError, match="Error"):
+        value(lambda: read(some))
+
+
+class Key:
+    """Equal to keys of the same number."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __hash__(self) -> int:
+        return hash(self.n)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and self.n == other.n
+
+
+class Mode(enum.Enum):
+    NEAR = 1
+    FAR = 2
+
+
+def test_lookups_by_objects_with_a_hash_of_their_own() -> None:
+    keys: list[Any] = [Key(3), Mode.NEAR]
+    table: dict[Any, int] = {Key(3): 4, Key(5): 6, Mode.NEAR: 10, Mode.FAR: 20}
+    read = lambda: table[keys[0]] + table[keys[1]]  # noqa: E731
+    assert value(read) == 14
+    keys[0].n = 5
+    assert value(read) == 16
+    keys[:] = Key(3), Mode.FAR
+    assert value(read) == 24
+    table[Key(3)] = 7
+    assert value(read) == 27
+
+
+def test_getters_weak_references_and_context_variables() -> None:
+    class Some:
+        def __init__(self, n: int) -> None:
+            self.n, self.items = n, [n, n + 1]
+
+        def plus(self, m: int) -> int:
+            return self.n + m
+
+    some = Some(1)
+    context: contextvars.ContextVar[int] = contextvars.ContextVar("context", default=1000)
+    got = SimpleNamespace(
+        attribute=operator.attrgetter("n"), item=operator.itemgetter(1), method=operator.methodcaller("plus", 10),
+        some=weakref.ref(some),
+    )  # fmt: skip
+
+    def read() -> Any:
+        found = got.some()
+        return got.attribute(found) + 100 * got.item(found.items) + got.method(found) + context.get()
+
+    assert value(read) == 1 + 200 + 11 + 1000
+    some.n = 2
+    assert value(read) == 2 + 200 + 12 + 1000
+    got.item, got.method = operator.itemgetter(0), operator.methodcaller("plus", 20)
+    context.set(2000)
+    assert value(read) == 2 + 100 + 22 + 2000
+    other = Some(5)
+    got.some = weakref.ref(other)
+    assert value(read) == 5 + 500 + 25 + 2000
+
+
+def test_the_bases_of_operands_and_of_exceptions() -> None:
+    class Wide(Low):
+        def __radd__(self, other: object) -> int:
+            return 40
+
+    class Bad(Exception): ...
+
+    class Worse(Bad): ...
+
+    class Other(Exception): ...
+
+    caught = (KeyError, Bad)
+
+    def read() -> int:
+        try:
+            raise Worse
+        except caught:
+            return Low(1) + Wide(1)
+        except Exception:
+            return -1
+
+    assert value(read) == 40
+    Worse.__bases__ = (Other,)
+    assert value(read) == -1
+    Worse.__bases__ = (Bad,)
+    assert value(read) == 40
+    caught = (KeyError, ValueError)
+    assert value(read) == -1
+    caught = Worse  # type: ignore[assignment]
+    Wide.__bases__ = (Key,)
+    assert value(lambda: read()) == 10

@@ -164,6 +164,9 @@ class Calls(Operators):
         inner = getattr(value, "_orig_mod", None) if type(value).__name__ == "OptimizedModule" else None
         if inner is not None:
             return self.call(inner, args, kwargs)
+        known = self.known_methods.get((type(value), "__call__"))
+        if known is not None:
+            return known(self, value, *args, **kwargs)
         method = self.special(value, "__call__")
         if method is MISSING:
             raise TypeError(f"{type(value).__name__!r} object is not callable")

@@ -18,10 +18,11 @@ from typing import Any
 from torch import Tensor
 
 from flexattn.errors import FlexAttentionError
-from flexattn.follow.attributes import MISSING, Refusal, Unfollowable
+from flexattn.follow.attributes import BUILTIN_CONTAINERS, MISSING, Refusal, Unfollowable
 from flexattn.follow.bytecode import Instruction, Program, program_of
 from flexattn.follow.calls import Calls, NativeExit
 from flexattn.follow.libraries import is_library
+from flexattn.follow.operators import is_plain
 
 Function = Any  # a Function, of which type checkers make a method where it is an attribute
 MOST_STEPS = 2_000_000  # instructions of one mod
@@ -926,8 +927,12 @@ def _pop_except(f: Frames, frame: Frame, i: Instruction) -> None:
 
 @operation("CHECK_EXC_MATCH")
 def _check_exc_match(f: Frames, frame: Frame, i: Instruction) -> None:
-    classes = frame.pop()
-    frame.push(isinstance(frame.stack[-1], classes))
+    classes = f.deep_contents(frame.pop())
+    classes = classes if isinstance(classes, tuple) else (classes,)
+    if not all(isinstance(c, type) and f.is_subclass(c, BaseException) for c in classes):
+        raise TypeError("catching classes that do not inherit from BaseException is not allowed")
+    kind = type(frame.stack[-1])
+    frame.push(any(f.is_subclass(kind, c) for c in classes))
 
 
 @operation("RERAISE")
@@ -977,13 +982,18 @@ def _get_len(f: Frames, frame: Frame, i: Instruction) -> None:
 
 @operation("MATCH_MAPPING")
 def _match_mapping(f: Frames, frame: Frame, i: Instruction) -> None:
-    frame.push(isinstance(frame.stack[-1], Mapping))
+    frame.push(_is_of(f, frame.stack[-1], Mapping))
 
 
 @operation("MATCH_SEQUENCE")
 def _match_sequence(f: Frames, frame: Frame, i: Instruction) -> None:
     value = frame.stack[-1]
-    frame.push(isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)))
+    frame.push(_is_of(f, value, Sequence) and not isinstance(value, (str, bytes, bytearray)))
+
+
+def _is_of(f: Frames, value: Any, abstract: type) -> bool:
+    known = type(value) in BUILTIN_CONTAINERS or is_plain(value)
+    return isinstance(value, abstract) if known else f.call(isinstance, (value, abstract))
 
 
 @operation("MATCH_KEYS")

@@ -9,7 +9,9 @@ import itertools
 import math
 import operator
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -259,7 +261,7 @@ def _int(f: Calls, *args: Any, **kwargs: Any) -> Any:
         if not is_plain(args[0]) and not isinstance(args[0], Tensor):
             for name in ("__int__", "__index__", "__trunc__"):
                 if (found := f.special(args[0], name)) is not MISSING:
-                    return f.call(found, ())
+                    return f.returned(f.call(found, ()), name, int)
     return int(*map(f.for_python, args), **kwargs)
 
 
@@ -270,7 +272,7 @@ def _float(f: Calls, *args: Any) -> Any:
     if args and not is_plain(args[0]) and not isinstance(args[0], Tensor):
         for name in ("__float__", "__index__"):
             if (found := f.special(args[0], name)) is not MISSING:
-                return float(literal(f.call(found, ())))
+                return float(literal(f.returned(f.call(found, ()), name, float if name == "__float__" else int)))
     return float(*map(f.for_python, args))
 
 
@@ -619,6 +621,31 @@ def _update(f: Calls, owner: dict[Any, Any], *others: Any, **items: Any) -> None
 @_method("join", of=(str,))
 def _join(f: Calls, owner: str, values: Any) -> str:
     return owner.join(f.for_python(f.iterated(values)))
+
+
+@_method("__call__", of=(operator.attrgetter, operator.itemgetter, operator.methodcaller))
+def _getter(f: Calls, owner: Any, value: Any) -> Any:
+    """Do what a getter stands for; its arguments never change."""
+    kind, given = owner.__reduce__()
+    if kind is not type(owner) or not f.is_data(given):  # a method with keywords, or keys that are objects
+        return f.call_unknown(owner, (value,), {})
+    f.record.check(owner, "{}.__reduce__()[1] == {}", given)
+    if kind is operator.methodcaller:
+        return f.call(f.get_attribute(value, given[0]), given[1:])
+    get = f.get_item if kind is operator.itemgetter else lambda x, names: functools.reduce(
+        f.get_attribute, names.split("."), x)  # fmt: skip
+    found = tuple([get(value, name) for name in given])
+    return found if len(found) > 1 else found[0]
+
+
+@_method("__call__", of=(weakref.ReferenceType,))
+def _referent(f: Calls, owner: Any) -> Any:
+    return f.record.read(owner, "{}()", owner())
+
+
+@_method("get", of=(ContextVar,))
+def _context_variable(f: Calls, owner: Any, *default: Any) -> Any:
+    return f.record.read(owner, "{}.get()", owner.get()) if not default else f.call_unknown(owner.get, default, {})
 
 
 for _name in ("__next__", "send", "throw", "close"):

@@ -194,7 +194,7 @@ class Operators(Attributes):
         is_comparison = method in _COMPARISONS
         if type(x) is type(y) and not is_comparison:
             order.pop()
-        elif type(x) is not type(y) and issubclass(type(y), type(x)):
+        elif type(x) is not type(y) and self.is_subclass(type(y), type(x)):
             own = self.class_attribute(type(y), reflected)
             if is_comparison or own is not self.class_attribute(type(x), reflected):
                 order.reverse()
@@ -208,6 +208,11 @@ class Operators(Attributes):
             if found is not NotImplemented:
                 return found
         return NotImplemented
+
+    def is_subclass(self, cls: type, base: type) -> bool:
+        """Return whether a class derives from another one, and guard its bases."""
+        self.record.class_place(cls)
+        return base in cls.__mro__
 
     def unary(self, symbol: str, x: Any) -> Any:
         """Return `-x`, `+x` or `~x`."""
@@ -276,11 +281,10 @@ class Operators(Attributes):
         if type(value) in BUILTIN_CONTAINERS:
             self.record.check(value, "bool({}) is {}", bool(value))
             return bool(value)
-        for name in ("__bool__", "__len__"):
-            found = self.special(value, name)
-            if found is not MISSING:
-                return bool(literal(self.call(found, ())))
-        return True
+        method = self.special(value, "__bool__")
+        if method is not MISSING:
+            return self.returned(self.call(method, ()), "__bool__", bool)
+        return self.special(value, "__len__") is MISSING or self.truth(self.length(value))
 
     def length(self, value: Any) -> int:
         """Return `len(value)`."""
@@ -294,7 +298,16 @@ class Operators(Attributes):
         found = self.special(value, "__len__")
         if found is MISSING:
             raise TypeError(f"object of type {type(value).__name__!r} has no len()")
-        return self.call(found, ())
+        length = self.returned(self.call(found, ()), "__len__", int)
+        if self.compare("<", length, 0):
+            raise ValueError("__len__() should return >= 0")
+        return length
+
+    def returned(self, value: Any, method: str, kind: type) -> Any:
+        """Return what a method has returned; TypeError where Python does not take that."""
+        if not isinstance(value, kind):
+            raise TypeError(f"{method} returned {type(value).__name__}, expected {kind.__name__}")
+        return value
 
     def get_item(self, value: Any, key: Any) -> Any:
         """Return `value[key]`."""
@@ -329,6 +342,8 @@ class Operators(Attributes):
         return self.record.read_item(value, template, key, dict.__getitem__(value, key))
 
     def _check_key(self, key: Any) -> None:
+        if self.record.has(key):  # the guard looks up what it finds in the place of the key
+            return
         if not self.is_data(key) and not isinstance(key, type):
             cls = type(key)
             if self.class_attribute(cls, "__hash__") is not object.__hash__:
@@ -511,10 +526,10 @@ class Operators(Attributes):
             ("__repr__",) if conversion is repr else ("__str__", "__repr__") if conversion is str or not spec else ()
         )
         if conversion is None and isinstance(self.class_attribute(type(value), "__format__"), types.FunctionType):
-            return self.call(self.special(value, "__format__"), (spec,))
+            return self.returned(self.call(self.special(value, "__format__"), (spec,)), "__format__", str)
         for name in names:
             method = self.class_attribute(type(value), name)
             if isinstance(method, types.FunctionType):
-                return format(self.call(method, (value,)), spec)
+                return format(self.returned(self.call(method, (value,)), name, str), spec)
         self.unguarded(f"it writes an object of {type(value).__name__} as text")
         return format(conversion(value) if conversion is not None else value, spec)

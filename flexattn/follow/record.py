@@ -160,10 +160,11 @@ class Record:
         return True
 
     def text_of(self, value: Any) -> str:
-        """Return how the guard writes a constant."""
+        """Return how the guard writes a constant, or an object that it has read before."""
         if value is None or type(value) in (bool, int, str):
             return repr(value)
-        return self.constant(value)
+        place = self._places.get(id(value))
+        return self.constant(value) if place is None else place[1]
 
     def constant(self, value: Any) -> str:
         """Return the name of a constant of the guard."""

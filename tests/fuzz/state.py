@@ -65,6 +65,10 @@ class Difference(Exception):
     """Python and flexattn do not agree."""
 
 
+class Hangs(BaseException):
+    """A program does not end. Nobody catches it on the way."""
+
+
 # One program.
 
 
@@ -309,7 +313,7 @@ def run_program(seed: int, number: int, without: frozenset[int] = frozenset()) -
                 Run(made, modules, random.Random(f"steps {seed} {number}"), outcome).all_steps()
         except Difference as difference:
             outcome.failure = str(difference)
-        except Exception as error:
+        except (Exception, Hangs) as error:
             outcome.failure = f"{type(error).__name__}: {error}"
         finally:
             torch.nn.modules.module._global_forward_hooks.clear()
@@ -321,7 +325,7 @@ def run_program(seed: int, number: int, without: frozenset[int] = frozenset()) -
 @contextlib.contextmanager
 def _limited(seconds: int) -> Iterator[None]:
     def stop(*_: Any) -> None:
-        raise TimeoutError(f"it runs for more than {seconds} s")
+        raise Hangs(f"it runs for more than {seconds} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)

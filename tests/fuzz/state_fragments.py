@@ -629,7 +629,7 @@ def twice$():
     yield from count$()
     yield shift$
 
-## comprehensions: sum([x * factor$ for x in sizes$ if x > low$]) + len({x: y for x, y in enumerate(sizes$)}) + max({x + 1 for x in sizes$})
+## comprehensions: sum([x * factor$ for x in sizes$ if x > low$]) + max({x + 1 for x in {y: 1 for y in sizes$}})
 sizes$, factor$, low$ = [1, 2, 3], 2, 1
 
 ## computed name: getattr(cfg$, "wid" + end$) + getattr(cfg$, "nothing", 4) + hasattr(cfg$, "height")
@@ -643,7 +643,7 @@ class Cfg$:
         self.width = 3
 cfg$ = Cfg$()
 
-## isinstance: (1 if isinstance(width$, int) else 2) + (3 if type(slope$) is float else 5) + (7 if isinstance(cfg$, Base$) else 9)
+## isinstance: isinstance(width$, int) + 2 * (type(slope$) is float) + 4 * isinstance(cfg$, (Base$, str))
 width$, slope$ = 3, 0.5
 class Base$:
     pass
@@ -698,7 +698,7 @@ def pick$(width, cfg, pair, conf):
 name$, width$, slope$ = "near", 2, 0.5
 table$ = {"near_2": 3, "near_3": 4, "far_2": 5}
 
-## text: len("%s %d" % (name$, width$)) + len("{} {x}".format(width$, x=name$)) + int(number$) + len(name$.upper() + number$) + len(name$.split("e"))
+## text: len("%s %d" % (name$, width$)) + len("{} {x}".format(width$, x=name$)) + int(number$)
 name$, width$, number$ = "near", 2, "12"
 
 ## lookup by a number: table$[width$] + names$[name$]
@@ -728,7 +728,9 @@ def read$third():
     finally:
         conf$.get("b")
 
-## environment: float(os.environ.get("FUZZED_WIDTH$", "3")) + len(os.getenv("FUZZED_NAME$", "near")) + ("FUZZED_FLAG$" in os.environ)
+## environment: float(os.environ.get("FUZZED_WIDTH$", "3")) + len(os.getenv("FUZZED_NAME$", "near"))
+
+## is in the environment: 3 if "FUZZED_FLAG$" in os.environ else 4
 
 ## environment with KeyError: read$env()
 def read$env():
@@ -949,7 +951,7 @@ class Cfg$:
 cfg$, sizes$ = Cfg$(), [1, 2, 3]
 width$, second$, called$ = operator.attrgetter("width"), operator.itemgetter(1), operator.methodcaller("size", 2)
 
-## builtins: len(sizes$) + abs(low$) + max(sizes$) + min(sizes$) + sum(sizes$) + round(slope$) + int(slope$) + pow(2, width$)
+## builtins: len(sizes$) + abs(low$) + max(sizes$) + sum(sizes$) + round(slope$) + int(slope$) + pow(2, width$)
 sizes$, low$, slope$, width$ = [1, 2, 3], -4, 2.75, 3
 
 ## tensor: bias$ * 2 + 0 * q
@@ -967,7 +969,7 @@ conf$, rows$, cfg$ = {"bias": torch.tensor(2.0)}, [torch.ones(1), torch.zeros(2)
 ## dtype of a tensor: 1 if table$.dtype == torch.float32 else 2 if table$.is_floating_point() else 3
 table$ = torch.tensor([1.0, 2.0])
 
-## shape of a tensor: table$.numel() + table$.dim() + table$.shape[-1] + (1 if table$.requires_grad else 2) + table$.size(0)
+## shape of a tensor: table$.numel() + table$.dim() + table$.shape[-1] + table$.size(0) - table$.requires_grad
 table$ = torch.ones(2, 3)
 
 ## attribute of a tensor: table$.width + table$[0]
@@ -1007,8 +1009,8 @@ def depth$(node):
 limit$, step$ = 6, 2
 def count$():
     n = total = 0
-    while (n := n + step$) < limit$:
-        total += n
+    while (n := n + 1) < min(limit$, 30):
+        total += step$
         if total > 20:
             break
     else:
@@ -1031,7 +1033,7 @@ dtype$ = torch.float32
 ## Fraction: float(part$) + part$.numerator
 part$ = fractions.Fraction(1, 4)
 
-## itertools: sum(itertools.chain(sizes$, more$)) + list(itertools.accumulate(sizes$))[-1] + sum(itertools.islice(sizes$, 1))
+## itertools: sum(itertools.chain(sizes$, more$)) + list(itertools.accumulate(sizes$))[-1]
 sizes$, more$ = [1, 2], (3,)
 
 ## contextvar: var$.get()
@@ -1051,8 +1053,8 @@ class Count$:
     def __next__(self):
         if self.n <= 0:
             raise StopIteration
-        self.n -= self.step
-        return self.n
+        self.n -= 1
+        return self.n * self.step
 
 ## global of this module: sys.modules[__name__].width$ if False else width$
 width$ = 3
@@ -1123,6 +1125,9 @@ class Cfg$:
     width: int = 3
     step: int = 1
 cfg$ = Cfg$()
+
+## methods of str: len(name$.upper() + number$) + len(name$.split("e"))
+name$, number$ = "near", "12"
 
 ## regex: len(re.sub("[ae]", "", name$))
 name$ = "near"

@@ -79,7 +79,14 @@ def _is_of_library(value: Any) -> bool:
     return isinstance(value, _CLOSED)
 
 
+def _is_scope(value: dict[Any, Any]) -> bool:
+    """Tell whether a dict has the globals of functions, or of a module."""
+    return "__builtins__" in value or "__loader__" in value
+
+
 def _referents(value: Any) -> Iterable[Any]:
+    if isinstance(value, enum.Enum):  # a member does not change
+        return []
     if isinstance(value, Tensor):
         return [value.__dict__]
     if isinstance(value, type):  # never the dict itself: writing there goes past Python's own caches
@@ -101,7 +108,7 @@ def walk(roots: Iterable[Any]) -> list[Any]:
         if id(value) in found or id(value) in stop or _is_of_library(value):
             continue
         found[id(value)] = value
-        if isinstance(value, dict) and "__builtins__" in value:  # globals: not what they import
+        if isinstance(value, dict) and _is_scope(value):  # not what a module imports
             queue.extend(v for k, v in value.items() if not k.startswith("__"))
         else:
             queue.extend(_referents(value))
@@ -118,7 +125,7 @@ def pool_of(values: Iterable[Any], draw: random.Random) -> Pool:
 
 def places(values: Iterable[Any], sources: str) -> list[Place]:
     """Return all places in the values, and the environment variables that the sources name."""
-    values = list(values)
+    values = [v for v in values if not isinstance(v, enum.Enum)]
     return [p for v in values for kind, find in _PLACES if isinstance(v, kind) for p in find(v)] + [
         *environment(sources), *shadows(values),
     ]  # fmt: skip
@@ -158,7 +165,7 @@ def _store(kind: str, where: str, setter: Any, deleter: Any, old: Any) -> Iterat
 
 @places_of(dict)
 def _items(owner: dict[Any, Any]) -> Iterator[Place]:
-    is_scope = "__builtins__" in owner
+    is_scope = _is_scope(owner)
     kind = "global" if is_scope else "item"
     for key, old in list(owner.items()):
         if isinstance(key, weakref.ref):  # C code keeps itself what such a dict holds
@@ -273,10 +280,10 @@ def _class(owner: type) -> Iterator[Place]:
                 and name not in vars(owner)
                 and not isinstance(old, types.MemberDescriptorType)
             ):
-                setter = functools.partial(type.__setattr__, owner, name)
-                deleter = functools.partial(type.__delattr__, owner, name)
-                yield Place("shadow in a class", f"{owner.__name__}.{name}", lambda pool, s=setter, d=deleter, old=old: _set(
-                    s, d, MISSING, pool.other(old)))  # fmt: skip
+                setter, deleter = (functools.partial(f, owner, name) for f in (type.__setattr__, type.__delattr__))
+                yield Place(
+                    "shadow in a class", f"{owner.__name__}.{name}", functools.partial(_shadow, setter, deleter, old)
+                )
     yield Place("bases", owner.__name__, lambda pool: _set(
         *_attribute(owner, "__bases__"), owner.__bases__, _other_bases(pool, owner)))  # fmt: skip
     yield Place("name of a class", owner.__name__, lambda pool: _set(
@@ -301,6 +308,10 @@ _NEW_METHODS: dict[str, Any] = {
     "__missing__": lambda self, key: 13,
     "__init__": lambda self, *args, **kwargs: None,
 }
+
+
+def _shadow(setter: Callable[[Any], None], deleter: Callable[[], None], old: Any, pool: Pool) -> Undo:
+    return _set(setter, deleter, MISSING, pool.other(old))
 
 
 def _new_method(pool: Pool, owner: type) -> Undo:
@@ -343,8 +354,9 @@ def _instance(owner: Any) -> Iterator[Place]:
                     functools.partial(held.__setitem__, name), functools.partial(held.pop, name), MISSING,
                     _as_attribute(pool, owner, name, old)))  # fmt: skip
     if not _is_of_library(kind):
+        setter = functools.partial(object.__setattr__, owner, "__class__")
         yield Place("class", kind.__name__, lambda pool: _set(
-            *_attribute(owner, "__class__"), kind, pool.draw.choice(_siblings(pool, kind))))  # fmt: skip
+            setter, lambda: None, kind, pool.draw.choice(_siblings(pool, kind))))  # fmt: skip
 
 
 def _as_attribute(pool: Pool, owner: Any, name: str, old: Any) -> Any:

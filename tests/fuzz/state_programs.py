@@ -54,19 +54,59 @@ PLACEMENTS: dict[str, tuple[str, str, str]] = {
     "exec": ("main", "scope$ = {{}}\nexec({quoted}, scope$)\nread$ = scope$['read$']", f"read$({ARGUMENTS})"),
     "method": (
         "main",
-        "{source}\n\n\nclass Holder$:\n    def read(self, b, h, q, k):\n        return {expression}\n\n\nholder$ = Holder$()",
+        "{source}\n\n\nclass Holder$:\n    def read(self, b, h, q, k):\n        return {expression}\n\n\n"
+        "holder$ = Holder$()",
         f"holder$.read({ARGUMENTS})",
     ),
 }
 FORMS: dict[str, str] = {
     "function": "def mod({arguments}):\n    return {result}",
-    "closure": "def make(zero):\n    def mod({arguments}):\n        return {result}\n\n    return mod\n\n\nmod = make(0)",
-    "method": "class Mod:\n    def run(self, {arguments}):\n        return {result}\n\n\nmod = Mod().run",
-    "object": "class Mod:\n    def __call__(self, {arguments}):\n        return {result}\n\n\nmod = Mod()",
-    "module": "class Mod(torch.nn.Module):\n    def forward(self, {arguments}):\n        return {result}\n\n\nmod = Mod()",
-    "partial": "def base(zero, {arguments}):\n    return {result}\n\n\nmod = functools.partial(base, 0)",
     "lambda": "mod = lambda {arguments}: {result}",
-    "loop": "mods = []\nfor zero in range(2):\n\n    def mod({arguments}):\n        return {result}\n\n    mods.append(mod)\nmod = mods[0]",
+    "closure": """
+def make(zero):
+    def mod({arguments}):
+        return {result}
+
+    return mod
+
+
+mod = make(0)""",
+    "loop": """
+mods = []
+for zero in range(2):
+
+    def mod({arguments}):
+        return {result}
+
+    mods.append(mod)
+mod = mods[0]""",
+    "method": """
+class Mod:
+    def run(self, {arguments}):
+        return {result}
+
+
+mod = Mod().run""",
+    "object": """
+class Mod:
+    def __call__(self, {arguments}):
+        return {result}
+
+
+mod = Mod()""",
+    "module": """
+class Mod(torch.nn.Module):
+    def forward(self, {arguments}):
+        return {result}
+
+
+mod = Mod()""",
+    "partial": """
+def base(zero, {arguments}):
+    return {result}
+
+
+mod = functools.partial(base, 0)""",
 }
 IMPORTS = """
 import abc, builtins, collections, contextlib, contextvars, copy, dataclasses, enum, fractions, functools, itertools
