@@ -34,7 +34,7 @@ _GENERIC = tuple(
     cls.__getattribute__
     for cls in (
         object, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, BaseException,
-        types.SimpleNamespace, collections.OrderedDict, collections.defaultdict, collections.deque,
+        types.SimpleNamespace, types.ModuleType, collections.OrderedDict, collections.defaultdict, collections.deque,
     )
 )  # fmt: skip
 _FUNCTION_FIELDS = {
@@ -101,7 +101,7 @@ class Attributes:
             return getattr(literal(value), name)
         if kind in _IMMUTABLE or kind in BUILTIN_CONTAINERS:
             return getattr(value, name)
-        if isinstance(value, types.ModuleType):
+        if isinstance(value, types.ModuleType) and (kind is types.ModuleType or is_library(value.__name__)):
             return self._of_module(value, name)
         if isinstance(value, types.FunctionType):
             return self._of_function(value, name)
@@ -158,7 +158,7 @@ class Attributes:
     def _bind(self, found: Any, value: Any, owner: type, name: str) -> Any:
         """Return what an attribute of a class gives for its instance `value`, or for the class itself (None)."""
         kind = type(found)
-        if kind is types.FunctionType:
+        if kind in (types.FunctionType, functools._lru_cache_wrapper):
             return found if value is None else types.MethodType(found, value)
         if kind is staticmethod:
             return self.record.read(found, "{}.__func__", found.__func__, name)
@@ -229,7 +229,10 @@ class Attributes:
         scope = module.__dict__
         if is_library(module.__name__):
             found = getattr(module, name)
-            if isinstance(found, (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)):
+            if isinstance(found, types.ModuleType) or (
+                isinstance(found, (types.FunctionType, types.BuiltinFunctionType, type))
+                and is_library(found.__module__)
+            ):
                 self.record.permanent(found)
                 return found
             if type(found) in (torch.dtype, torch.layout, torch.memory_format):
