@@ -198,6 +198,7 @@ def _run(
     inputs = Inputs(setting, kind, name)
     record = inputs.record = Record(mod, inputs)
     follower = Follower(record)
+    follower.passed_on = (*follower.passed_on, Restart)
     results: list[Any] = []
     methods = _module_methods()
 

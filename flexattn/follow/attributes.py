@@ -33,7 +33,7 @@ _GENERIC = tuple(
     cls.__getattribute__
     for cls in (
         object, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, BaseException,
-        types.SimpleNamespace, collections.OrderedDict, collections.defaultdict, collections.deque,
+        types.SimpleNamespace, types.ModuleType, collections.OrderedDict, collections.defaultdict, collections.deque,
     )
 )  # fmt: skip
 _FUNCTION_FIELDS = {
@@ -103,7 +103,7 @@ class Attributes:
             return getattr(literal(value), name)
         if kind in _IMMUTABLE or kind in BUILTIN_CONTAINERS:
             return getattr(value, name)
-        if isinstance(value, types.ModuleType):
+        if isinstance(value, types.ModuleType) and (kind is types.ModuleType or is_library(value.__name__)):
             return self._of_module(value, name)
         if isinstance(value, types.FunctionType):
             return self._of_function(value, name)
@@ -160,7 +160,7 @@ class Attributes:
     def _bind(self, found: Any, value: Any, owner: type, name: str) -> Any:
         """Return what an attribute of a class gives for its instance `value`, or for the class itself (None)."""
         kind = type(found)
-        if kind is types.FunctionType:
+        if kind in (types.FunctionType, functools._lru_cache_wrapper):
             return found if value is None else types.MethodType(found, value)
         if kind is staticmethod:
             return self.record.read(found, "{}.__func__", found.__func__, name)
@@ -231,7 +231,10 @@ class Attributes:
         scope = module.__dict__
         if is_library(module.__name__):
             found = getattr(module, name)
-            if isinstance(found, (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)):
+            if isinstance(found, types.ModuleType) or (
+                isinstance(found, (types.FunctionType, types.BuiltinFunctionType, type))
+                and is_library(found.__module__)
+            ):
                 self.record.permanent(found)
                 return found
             if type(found) in (torch.dtype, torch.layout, torch.memory_format):
@@ -275,7 +278,7 @@ class Attributes:
             return function if name == "__func__" else owner
         return self.get_attribute(function, name)
 
-    def _of_class(self, cls: type, name: str) -> Any:
+    def _of_class(self, cls: Any, name: str) -> Any:
         """Return `cls.name` by type.__getattribute__."""
         if name in ("__name__", "__qualname__", "__module__", "__mro__", "__bases__", "__doc__"):
             return self.record.read(cls, f"{{}}.{name}", getattr(cls, name), name)

@@ -40,6 +40,10 @@ _PURE_MODULES = frozenset(("math", "cmath", "_operator", "_bisect", "_struct", "
 _OF_C = (
     types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
 )  # fmt: skip
+_OPAQUE_LIBRARIES = frozenset(("numpy", "random", "secrets", "uuid", "tempfile"))  # which are not followed
+_STORES = frozenset(
+    ("append", "appendleft", "pop", "__setitem__")
+)  # methods of containers that keep or return an argument
 _IMMUTABLE_OWNERS = (str, bytes, int, float, complex, bool, range, type(None), torch.Size, torch.dtype, torch.device)
 
 Known = Callable[..., Any]
@@ -105,11 +109,13 @@ class Calls(Operators):
 
     def _call_function(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         original = function.__dict__.get("_torchdynamo_orig_callable")
-        if original is not None and not is_library(function.__module__):  # made by torch.compile
-            return self.call(original, args, kwargs)
-        if function.__module__ in _OPERATOR_MODULES and not any(isinstance(a, types.FunctionType) for a in args):
+        module = function.__globals__.get("__name__") or ""  # its __module__ may be that of a function that it wraps
+        if original is not None and module.partition(".")[0] == "torch":  # made by torch.compile
+            place = "{}.__dict__['_torchdynamo_orig_callable']"
+            return self.call(self.record.read(function, place, original), args, kwargs)
+        if module in _OPERATOR_MODULES and not any(isinstance(a, types.FunctionType) for a in args):
             return self._call_torch(function, args, kwargs)
-        if (function.__module__ or "").startswith(("numpy", "random", "secrets", "uuid", "tempfile")):
+        if module.partition(".")[0] in _OPAQUE_LIBRARIES:
             return self.call_unknown(function, args, kwargs)
         return self.run(function, args, kwargs)
 
@@ -163,7 +169,7 @@ class Calls(Operators):
     def _call_object(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inner = getattr(value, "_orig_mod", None) if type(value).__name__ == "OptimizedModule" else None
         if inner is not None:
-            return self.call(inner, args, kwargs)
+            return self.call(self.record.read(value, "{}._orig_mod", inner), args, kwargs)
         known = self.known_methods.get((type(value), "__call__"))
         if known is not None:
             return known(self, value, *args, **kwargs)
@@ -231,6 +237,9 @@ class Calls(Operators):
         owner = function.__self__
         if owner is None or isinstance(owner, types.ModuleType):
             return self._call_module_function(function, args, kwargs)
+        if self.record.has(function):
+            self.record.check(function, "{}.__name__ == {}", function.__name__)
+            owner = self.record.read(function, "{}.__self__", owner, literal=True)
         cls = getattr(function, "__objclass__", type(owner))
         descriptor = cls.__dict__.get(function.__name__)
         if type(descriptor) in (types.MethodDescriptorType, types.WrapperDescriptorType):
@@ -259,7 +268,11 @@ class Calls(Operators):
             return method(*map(self.for_python, (owner, *args)), **{k: self.for_python(v) for k, v in kwargs.items()})
         is_new = not self.record.has(owner) and is_library_class(type(owner))
         if is_new and (type(owner) in BUILTIN_CONTAINERS or is_data or isinstance(owner, types.GeneratorType)):
-            return method(owner, *args, **kwargs)
+            if isinstance(owner, (set, frozenset)):
+                for item in args:
+                    self._check_key(item)
+            given = self.for_native if method.__name__ in _STORES else self.for_python
+            return method(owner, *map(given, args), **{k: given(v) for k, v in kwargs.items()})
         return self.call_unknown(method, (owner, *args), kwargs)
 
     def call_unknown(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -275,5 +288,5 @@ class Calls(Operators):
             if all(is_plain(a) for a in given):
                 return function(*map(self.for_python, given), **{k: self.for_python(v) for k, v in kwargs.items()})
         self.unguarded(f"it calls {name}, which may give something else each time")
-        found = function(*map(self.for_python, args), **{k: self.for_python(v) for k, v in kwargs.items()})
+        found = function(*map(self.for_native, args), **{k: self.for_native(v) for k, v in kwargs.items()})
         return self.record.drawn(found) if type(found) in (int, float) else found

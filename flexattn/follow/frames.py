@@ -77,6 +77,7 @@ class Frames(Calls):
     """Runs functions of Python."""
 
     passed_on: tuple[type[BaseException], ...] = (Unfollowable, FlexAttentionError)  # exceptions that no mod can catch
+    given_up: BaseException | None = None  # the first of them
 
     def __init__(self, record: Any) -> None:
         super().__init__(record)
@@ -105,8 +106,6 @@ class Frames(Calls):
             error = None
             try:
                 sent = yield left.value
-            except GeneratorExit:
-                raise
             except BaseException as thrown:
                 error = thrown
             else:
@@ -115,7 +114,7 @@ class Frames(Calls):
     def _execute(self, frame: Frame, error: BaseException | None = None) -> Left:
         """Run a frame until it returns or yields; `error` is raised in it first."""
         if len(self.frames) >= MOST_FRAMES:
-            raise RecursionError("maximum recursion depth exceeded in a mod")
+            raise Unfollowable("it calls functions in each other too deeply")
         self.frames.append(frame)
         try:
             while True:
@@ -127,12 +126,14 @@ class Frames(Calls):
                     frame.line = instruction.line
                     frame.position += 1
                     self._count_step()
-                    left = OPERATIONS[instruction.opname](self, frame, instruction)
+                    left = OPERATIONS.get(instruction.opname, _unknown)(self, frame, instruction)
                 except Refusal as refusal:
                     refusal.line = refusal.line or f"{frame.function.__code__.co_filename}:{frame.line}"
-                    raise
-                except self.passed_on:
-                    raise
+                    self._give_up(frame, instruction, refusal)
+                except self.passed_on as stopped:
+                    self._give_up(frame, instruction, stopped)
+                except RecursionError:
+                    self._give_up(frame, instruction, Unfollowable("it calls functions in each other too deeply"))
                 except BaseException as raised:
                     self._handle(frame, instruction, raised)
                 else:
@@ -145,6 +146,13 @@ class Frames(Calls):
         self._steps += 1
         if self._steps > MOST_STEPS:
             raise Unfollowable(f"it runs more than {MOST_STEPS:,} instructions")
+
+    def _give_up(self, frame: Frame, instruction: Instruction, error: BaseException) -> None:
+        """Leave a frame with an error that is not the mod's: `finally` and `with` run, `except` does not."""
+        self.given_up = self.given_up or error
+        if frame.program.handler_at(instruction.offset) is None:
+            raise error
+        self._handle(frame, instruction, error)
 
     def _handle(self, frame: Frame, instruction: Instruction, error: BaseException) -> None:
         """Go to the handler of an exception, or raise it out of the frame."""
@@ -239,7 +247,11 @@ class Frames(Calls):
         found = found if isinstance(found, dict) else vars(found)
         if name not in found:
             raise NameError(f"name {name!r} is not defined", name=name)
-        return found[name]
+        value = found[name]
+        if isinstance(value, (types.BuiltinFunctionType, type)) and value.__module__ in ("builtins", "_io"):
+            return value
+        self.record.permanent(found)  # a name that the user has put there
+        return self.record.read_item(found, "{}[{}]", name, value, name)
 
     def cell_value(self, frame: Frame, name: str) -> Any:
         """Return the value of a variable that functions share."""
@@ -315,6 +327,11 @@ def _push_callable(frame: Frame, function: Any) -> None:
     frame.push(*((function, _NULL) if _CALLABLE_FIRST else (_NULL, function)))
 
 
+def _unknown(f: Frames, frame: Frame, i: Instruction) -> None:
+    what = {"LOAD_BUILD_CLASS": "it defines a class"}.get(i.opname, f"it uses the instruction {i.opname} of Python")
+    raise Unfollowable(what)
+
+
 @operation("NOP", "RESUME", "PRECALL")
 def _nop(f: Frames, frame: Frame, i: Instruction) -> None: ...
 
@@ -351,7 +368,13 @@ def _return_const(f: Frames, frame: Frame, i: Instruction) -> Left:
 
 @operation("LOAD_CONST")
 def _load_const(f: Frames, frame: Frame, i: Instruction) -> None:
-    frame.push(i.argval)
+    frame.push(_unshared(i.argval))
+
+
+def _unshared(value: Any) -> Any:
+    """Return a constant that is no object of the user: the compiler makes equal tuples of a file one object."""
+    kind = type(value)
+    return kind([_unshared(v) for v in value]) if kind in (tuple, frozenset) else value
 
 
 @operation("LOAD_ASSERTION_ERROR")
@@ -434,6 +457,14 @@ def _store_deref(f: Frames, frame: Frame, i: Instruction) -> None:
     if f.record.has(cell):
         f.unguarded(f"it changes the captured variable {i.argval!r}")
     cell.cell_contents = f.kept_by(cell, frame.pop())
+
+
+@operation("DELETE_DEREF")
+def _delete_deref(f: Frames, frame: Frame, i: Instruction) -> None:
+    cell = frame.names[i.argval]
+    if f.record.has(cell):
+        f.unguarded(f"it deletes the captured variable {i.argval!r}")
+    del cell.cell_contents
 
 
 @operation("LOAD_GLOBAL")
@@ -918,6 +949,8 @@ def _push_exc_info(f: Frames, frame: Frame, i: Instruction) -> None:
     error = frame.pop()
     frame.push(frame.handled, error)
     frame.handled = error
+    if f.given_up is not None and frame.program.instructions[frame.position].opname == "POP_TOP":  # `except:`
+        raise error
 
 
 @operation("POP_EXCEPT")
@@ -931,8 +964,9 @@ def _check_exc_match(f: Frames, frame: Frame, i: Instruction) -> None:
     classes = classes if isinstance(classes, tuple) else (classes,)
     if not all(isinstance(c, type) and f.is_subclass(c, BaseException) for c in classes):
         raise TypeError("catching classes that do not inherit from BaseException is not allowed")
-    kind = type(frame.stack[-1])
-    frame.push(any(f.is_subclass(kind, c) for c in classes))
+    error = frame.stack[-1]
+    is_the_mods = not isinstance(error, (Refusal, *f.passed_on))
+    frame.push(is_the_mods and any(f.is_subclass(type(error), c) for c in classes))
 
 
 @operation("RERAISE")
@@ -955,7 +989,8 @@ def _before_with(f: Frames, frame: Frame, i: Instruction) -> None:
 @operation("WITH_EXCEPT_START")
 def _with_except_start(f: Frames, frame: Frame, i: Instruction) -> None:
     error = frame.stack[-1]
-    frame.push(f.call(frame.stack[-4], (type(error), error, error.__traceback__)))
+    found = f.call(frame.stack[-4], (type(error), error, error.__traceback__))
+    frame.push(found if f.given_up is None else None)
 
 
 @operation("CALL_INTRINSIC_1")
@@ -1033,6 +1068,8 @@ class Follower(Frames):
             return self.call(self.record.start(), inputs)
         finally:
             running.pop()
+            if self.given_up is not None:  # though a `finally` raised something else, or returned
+                raise self.given_up
 
 
 class _Running(threading.local):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import builtins
 import collections
 import functools
@@ -339,7 +340,12 @@ def _any(f: Calls, values: Any) -> bool:
 
 @_function(iter)
 def _iter(f: Calls, value: Any, *sentinel: Any) -> Any:
-    return iter(lambda: f.call(value, ()), sentinel[0]) if sentinel else f.iterate(value)
+    return _until(f, value, sentinel[0]) if sentinel else f.iterate(value)
+
+
+def _until(f: Calls, function: Any, sentinel: Any) -> Iterator[Any]:
+    while not f.truth(f.compare("==", item := f.call(function, ()), sentinel)):
+        yield item
 
 
 @_function(next)
@@ -352,8 +358,10 @@ def _next(f: Calls, iterator: Any, *default: Any) -> Any:
         return default[0]
 
 
-for _cls in (list, tuple, set, frozenset):
+for _cls in (list, tuple):
     _FUNCTIONS[_cls] = lambda f, *args, _cls=_cls: _cls(f.iterated(args[0])) if args else _cls()
+for _cls in (set, frozenset):
+    _FUNCTIONS[_cls] = lambda f, *args, _cls=_cls: _cls(map(literal, f.iterated(args[0]))) if args else _cls()
 
 
 @_function(dict)
@@ -364,8 +372,10 @@ def _dict(f: Calls, *args: Any, **kwargs: Any) -> Any:
     if type(source) is dict:
         return {**f.contents(source), **kwargs}
     if hasattr(source, "keys"):
-        return {k: f.get_item(source, k) for k in f.items(f.call(f.get_attribute(source, "keys"), ()))} | kwargs
-    return dict([f.iterated(pair) for pair in f.items(source)], **kwargs)
+        keys = f.items(f.call(f.get_attribute(source, "keys"), ()))
+        return {literal(k): f.get_item(source, k) for k in keys} | kwargs
+    pairs = [f.iterated(pair) for pair in f.items(source)]
+    return dict([(f.for_python(key), *rest) for key, *rest in pairs], **kwargs)
 
 
 @_function(range)
@@ -457,6 +467,9 @@ for _tool in (itertools.combinations, itertools.permutations, itertools.combinat
     _FUNCTIONS[_tool] = lambda f, values, *r, _tool=_tool: _tool(f.items(values), *map(literal, r))
 
 
+for _tool in (bisect.insort_left, bisect.insort_right):
+    _FUNCTIONS[_tool] = lambda f, *args, _tool=_tool, **kwargs: f.call_unknown(_tool, args, kwargs)
+
 # The operator module.
 
 for _symbol, (_apply, _, _) in BINARY.items():
@@ -467,6 +480,8 @@ for _symbol, (_apply, _, _) in COMPARE.items():
 for _symbol, (_apply, _) in UNARY.items():
     _FUNCTIONS[_apply] = lambda f, x, _symbol=_symbol: f.unary(_symbol, x)
 _FUNCTIONS[operator.getitem] = lambda f, x, key: f.get_item(x, key)
+_FUNCTIONS[operator.setitem] = lambda f, x, key, value: f.set_item(x, key, value)
+_FUNCTIONS[operator.delitem] = lambda f, x, key: f.delete_item(x, key)
 _FUNCTIONS[operator.contains] = lambda f, x, item: f.contains(x, item)
 _FUNCTIONS[operator.truth] = lambda f, x: f.truth(x)
 _FUNCTIONS[operator.not_] = lambda f, x: not f.truth(x)
@@ -524,9 +539,14 @@ def _dict_contains(f: Calls, owner: dict[Any, Any], key: Any) -> bool:
     return found
 
 
-@_method("keys", "__iter__", of=_DICTS)
+@_method("__iter__", of=_DICTS)
+def _dict_iter(f: Calls, owner: dict[Any, Any]) -> Any:
+    return iter(f.keys(owner))
+
+
+@_method("keys", of=_DICTS)
 def _dict_keys(f: Calls, owner: dict[Any, Any]) -> Any:
-    return iter(f.keys(owner)) if f.record.has(owner) else owner.keys()
+    return dict.fromkeys(f.keys(owner)).keys() if f.record.has(owner) else owner.keys()
 
 
 @_method("items", of=_DICTS)
@@ -534,6 +554,13 @@ def _dict_items(f: Calls, owner: dict[Any, Any]) -> Any:
     if not f.record.has(owner):
         return owner.items()
     return {k: f.item_of_dict(owner, k, _template(owner, dict)) for k in f.keys(owner)}.items()
+
+
+@_method("__contains__", of=(type({}.items()),))
+def _has_pair(f: Calls, owner: Any, pair: Any) -> bool:
+    key, value = f.iterated(pair)
+    held = dict(owner)
+    return f.contains(held, key) and f.truth(f.compare("==", f.get_item(held, key), value))
 
 
 @_method("values", of=_DICTS)
@@ -603,6 +630,28 @@ def _append(f: Calls, owner: list[Any], value: Any) -> None:
     list.append(owner, f.kept_by(owner, value))
 
 
+@_method("sort", of=(list,))
+def _sort(f: Calls, owner: list[Any], *, key: Any = None, reverse: Any = False) -> None:
+    f._changes(owner, "items")
+    owner[:] = f.kept_by(owner, _sorted(f, owner, key=key, reverse=reverse))
+
+
+@_method("insert", of=(list,))
+def _insert(f: Calls, owner: list[Any], position: Any, value: Any) -> None:
+    f._changes(owner, "items")
+    owner.insert(f.for_python(position), f.kept_by(owner, value))
+
+
+@_method("remove", of=(list,))
+def _remove(f: Calls, owner: list[Any], value: Any) -> None:
+    f._changes(owner, "items")
+    for i, item in enumerate(owner):
+        if item is value or f.truth(f.compare("==", item, value)):
+            del owner[i]
+            return
+    raise ValueError("list.remove(x): x not in list")
+
+
 @_method("setdefault", of=_DICTS)
 def _setdefault(f: Calls, owner: dict[Any, Any], key: Any, default: Any = None) -> Any:
     if not f.contains(owner, key):
@@ -634,8 +683,8 @@ def _getter(f: Calls, owner: Any, value: Any) -> Any:
         return f.call(f.get_attribute(value, given[0]), given[1:])
     get = f.get_item if kind is operator.itemgetter else lambda x, names: functools.reduce(
         f.get_attribute, names.split("."), x)  # fmt: skip
-    found = tuple([get(value, name) for name in given])
-    return found if len(found) > 1 else found[0]
+    found = [get(value, name) for name in given]
+    return tuple(found) if len(found) > 1 else found[0]
 
 
 @_method("__call__", of=(weakref.ReferenceType,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import operator
 import types
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ UNARY: dict[str, tuple[Callable[..., Any], str]] = {
 _COMPARISONS = frozenset(method for _, method, _ in COMPARE.values())
 _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: all types of C that Python itself brings
 _NUMBERS = (bool, int, float, complex)
+_HASHES_OF_IDENTITY = (object.__hash__, enum.Enum.__hash__)  # objects of these are equal where they are one
 _PLAIN: frozenset[type] = frozenset((
     int, float, bool, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice, torch.dtype,
     torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo,
@@ -69,6 +71,7 @@ class Operators(Attributes):
         if kind in (set, frozenset):
             if all(map(is_plain, value)):
                 self.record.check(value, "{} == {}", kind(value))
+                self._check_types(value, "sorted(map(repr, {})) == {}", sorted(map(repr, value)))
             elif value:
                 self.unguarded("it reads a set of objects")
             return kind(value)
@@ -88,9 +91,15 @@ class Operators(Attributes):
         if self.record.has(value):
             if all(is_plain(k) for k in keys):
                 self.record.check(value, "list({}) == {}", keys)
+                self._check_types(value, "list(map(type, {})) == {}", list(map(type, keys)))
             else:
                 self.unguarded("it reads the keys of a dict that are objects")
         return keys
+
+    def _check_types(self, value: Any, template: str, found: list[Any]) -> None:
+        """Guard the types of equal keys: 1, 1.0 and True are one key."""
+        if not all(type(key) in (str, bytes, type(None)) for key in value):
+            self.record.check(value, template, found)
 
     def deep_contents(self, value: Any) -> Any:
         """Return a value with all containers in it replaced by their contents."""
@@ -107,6 +116,19 @@ class Operators(Attributes):
     def for_python(self, value: Any) -> Any:
         """Return a value for C code of Python: containers read, numbers literal."""
         return self._converted(self.deep_contents(value), literal)
+
+    def for_native(self, value: Any) -> Any:
+        """Return a value for code that may change it: the container itself, with literal numbers in it."""
+        if self.record.has(value):
+            return value
+        match value:
+            case list():
+                value[:] = map(self.for_native, value)
+            case dict():
+                value.update({key: self.for_native(item) for key, item in value.items()})
+            case _:
+                return literal(value)
+        return value
 
     def for_torch(self, value: Any) -> Any:
         """Return a value for a torch function: containers read, numbers symbolic."""
@@ -346,14 +368,19 @@ class Operators(Attributes):
             return
         if not self.is_data(key) and not isinstance(key, type):
             cls = type(key)
-            if self.class_attribute(cls, "__hash__") is not object.__hash__:
+            if self.class_attribute(cls, "__hash__") not in _HASHES_OF_IDENTITY:
                 self.unguarded(f"it looks up an object of {cls.__name__} in a dict by its own __hash__")
 
     def _item_of_sequence(self, value: Any, key: Any, template: str) -> Any:
         if isinstance(key, slice):
             return self.contents(value)[key]
+        if isinstance(key, np.integer):
+            key = int(key)
         if not isinstance(key, int):
-            return value[key]  # a TypeError
+            index = self.special(key, "__index__")
+            if index is MISSING:
+                return value[key]  # a TypeError
+            key = self.for_python(self.call(index, ()))
         if not -len(value) <= key < len(value):
             self.record.check(value, "len({}) == {}", len(value))
         return self.record.read_item(value, template, key, list.__getitem__(value, key) if type(value) is list else

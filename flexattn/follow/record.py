@@ -126,6 +126,12 @@ class Record:
         if place is not None:
             self._line(f"if not ({template.format(place[1], *map(self.text_of, values))}): return None")
 
+    def check_kind(self, owner: object, template: str, cls: type, found: bool) -> None:
+        """Guard what isinstance or issubclass says; `template` has {} for the owner and {} for the class."""
+        place = self._places.get(id(owner))
+        if place is not None:
+            self._line(f"if {template.format(place[1], self.identity(cls))} is not {found}: return None")
+
     def check_same(self, x: object, y: object, same: bool) -> None:
         """Guard whether two objects are one."""
         places = [self._places.get(id(o)) for o in (x, y)]
@@ -152,19 +158,18 @@ class Record:
         place = self._places.get(id(owner))
         if place is None:
             return True
-        try:
-            found = marshal.dumps(value, 2)
-        except ValueError:
+        if not _is_marshalled(value):
             return False
+        found = marshal.dumps(value, 2)
         self._line(f"if {self.constant(marshal.dumps)}({place[1]}, 2) != {self.constant(found)}: return None")
         return True
 
     def text_of(self, value: Any) -> str:
-        """Return how the guard writes a constant, or an object that it has read before."""
+        """Return how the guard writes a constant, or an object that it has read."""
         if value is None or type(value) in (bool, int, str):
             return repr(value)
         place = self._places.get(id(value))
-        return self.constant(value) if place is None else place[1]
+        return place[1] if place is not None and not isinstance(value, _CONTAINERS) else self.constant(value)
 
     def constant(self, value: Any) -> str:
         """Return the name of a constant of the guard."""
@@ -319,6 +324,16 @@ class Record:
         self._line(f"{''.join(s + ', ' for s in sizes) or '() '}= {variable}.shape")
         if tests and not self.reason:
             self.lines.append(f"if not ({' and '.join(tests)}): return None")
+
+
+def _is_marshalled(value: Any) -> bool:
+    """Tell whether marshal writes types and values; of an array it writes bytes alone."""
+    kind = type(value)
+    if kind in (list, tuple):
+        return all(map(_is_marshalled, value))
+    if kind is dict:
+        return all(map(_is_marshalled, value)) and all(map(_is_marshalled, value.values()))
+    return value is None or kind in (bool, int, float, complex, str, bytes)
 
 
 def _name_of(key: Any) -> str:
