@@ -19,6 +19,7 @@ from flexattn.errors import FlexAttentionError
 PAGE = Path(__file__).parent.parent / "docs" / "differences.md"
 X = torch.randn(2, 2, 128, 16, generator=torch.Generator().manual_seed(0))
 TABLE = torch.linspace(-1.0, 1.0, 128)
+BYTES = torch.arange(128, dtype=torch.uint8)
 Call = Callable[[Any], object]  # of flexattn, or of PyTorch's module
 
 
@@ -105,7 +106,9 @@ CASES: dict[str, Call] = {
     ),
     "a sum over more than 64": attend(lambda s, b, h, i, j: s + (TABLE * s).sum()),
     "complex numbers": attend(lambda s, b, h, i, j: s + TABLE.to(torch.complex64)[j].real),
-    "operators without": attend(lambda s, b, h, i, j: s + torch.stack([s, s * 0]).argmax(0)),
+    "operators without": attend(lambda s, b, h, i, j: s + torch.gcd(i, j)),
+    "the bits of": attend(lambda s, b, h, i, j: s + (TABLE[i].view(torch.int32) & 1)),
+    "a number that the dtype": masked(lambda b, h, i, j: BYTES[i] != -1),
 }
 
 
