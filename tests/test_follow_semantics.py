@@ -277,3 +277,11 @@ def test_the_bases_of_operands_and_of_exceptions() -> None:
     caught = Worse  # type: ignore[assignment]
     Wide.__bases__ = (Key,)
     assert value(lambda: read()) == 10
+
+
+def test_sets_that_are_compared_whole() -> None:
+    members = frozenset((3, 5))
+    read = lambda: sum(x * 2 for x in members)  # noqa: E731
+    assert value(read) == 16
+    members = frozenset((4, 5))
+    assert value(read) == 18

@@ -155,10 +155,10 @@ class Record:
         return True
 
     def text_of(self, value: Any) -> str:
-        """Return how the guard writes a constant, or an object that it has read before."""
+        """Return how the guard writes a constant; an object of the user is what stands in its place then."""
         if value is None or type(value) in (bool, int, str):
             return repr(value)
-        place = self._places.get(id(value))
+        place = self._places.get(id(value)) if type(value).__flags__ & HEAP_TYPE else None
         return self.constant(value) if place is None else place[1]
 
     def constant(self, value: Any) -> str:
