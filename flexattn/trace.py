@@ -9,9 +9,11 @@ same places again. One that holds gives the tensors and numbers of this call; wh
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +33,8 @@ from flexattn.scalarize import Kind, Traced, scalarize
 from flexattn.transforms import outside
 
 Mod = Callable[..., Any]
+
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools._lru_cache_wrapper, torch.jit.ScriptFunction)
 
 _lock = threading.RLock()
 _stats = {"traces": 0, "hits": 0}
@@ -125,21 +129,25 @@ def _decomposition(target: Any) -> Callable[..., Any] | None:
 
 def mod_name(mod: Mod, kind: Kind) -> str:
     """Return the name of the user's function, as an identifier."""
-    inner: Any = mod
-    while hasattr(inner, "func"):
-        inner = inner.func
-    name = getattr(inner, "__name__", type(inner).__name__)
+    inner = _function_of(mod)
+    name = (inner if isinstance(inner, (*_FUNCTIONS, type)) else type(inner)).__name__
     return name if name.isidentifier() else f"{kind}_mod"
+
+
+def _function_of(mod: Mod) -> Any:
+    """Return what partials call in the end. Of other objects no attribute is read: they may make up any."""
+    inner: Any = mod
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    return inner.__func__ if isinstance(inner, types.MethodType) else inner
 
 
 def location_of(mod: Mod) -> str:
     """Return file:line of the code of a mod, or an empty string for what is not written in Python."""
-    inner: Any = mod
-    while hasattr(inner, "func"):
-        inner = inner.func
-    inner = getattr(inner, "__func__", inner)
+    inner = _function_of(mod)
     inner = type(inner).forward if isinstance(inner, torch.nn.Module) else inner
-    code = getattr(inner, "__code__", None) or getattr(getattr(type(inner), "__call__", None), "__code__", None)  # noqa: B004
+    inner = inner if isinstance(inner, types.FunctionType) else getattr(type(inner), "__call__", None)  # noqa: B004
+    code = getattr(inner, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 
 

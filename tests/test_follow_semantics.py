@@ -285,3 +285,19 @@ def test_sets_that_are_compared_whole() -> None:
     assert value(read) == 16
     members = frozenset((4, 5))
     assert value(read) == 18
+
+
+class Anything:
+    """It has every attribute."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score + 1
+
+
+def test_a_mod_that_makes_up_attributes() -> None:
+    assert trace(Anything(), "score")(torch.tensor(0.0), *PLACE).item() == 1
