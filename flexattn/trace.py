@@ -13,7 +13,6 @@ import functools
 import inspect
 import sys
 import threading
-import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -33,8 +32,6 @@ from flexattn.scalarize import Kind, Traced, scalarize
 from flexattn.transforms import outside
 
 Mod = Callable[..., Any]
-
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools._lru_cache_wrapper, torch.jit.ScriptFunction)
 
 _lock = threading.RLock()
 _stats = {"traces": 0, "hits": 0}
@@ -130,7 +127,8 @@ def _decomposition(target: Any) -> Callable[..., Any] | None:
 def mod_name(mod: Mod, kind: Kind) -> str:
     """Return the name of the user's function, as an identifier."""
     inner = _function_of(mod)
-    name = (inner if isinstance(inner, (*_FUNCTIONS, type)) else type(inner)).__name__
+    has_name = inspect.isroutine(inner) or isinstance(inner, (type, functools._lru_cache_wrapper, torch.jit.ScriptFunction))
+    name = inner.__name__ if has_name else type(inner).__name__
     return name if name.isidentifier() else f"{kind}_mod"
 
 
@@ -139,14 +137,14 @@ def _function_of(mod: Mod) -> Any:
     inner: Any = mod
     while isinstance(inner, functools.partial):
         inner = inner.func
-    return inner.__func__ if isinstance(inner, types.MethodType) else inner
+    return inner.__func__ if inspect.ismethod(inner) else inner
 
 
 def location_of(mod: Mod) -> str:
     """Return file:line of the code of a mod, or an empty string for what is not written in Python."""
     inner = _function_of(mod)
     inner = type(inner).forward if isinstance(inner, torch.nn.Module) else inner
-    inner = inner if isinstance(inner, types.FunctionType) else getattr(type(inner), "__call__", None)  # noqa: B004
+    inner = inner if inspect.isfunction(inner) else getattr(type(inner), "__call__", None)  # noqa: B004
     code = getattr(inner, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 
