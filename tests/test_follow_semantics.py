@@ -301,3 +301,24 @@ class Anything:
 
 def test_a_mod_that_makes_up_attributes() -> None:
     assert trace(Anything(), "score")(torch.tensor(0.0), *PLACE).item() == 1
+
+
+def test_the_arguments_of_class_patterns() -> None:
+    class Some:
+        __match_args__: Any = ("width",)
+        width, step = 3, 5
+
+    some, more = Some(), High(2)
+
+    def read() -> int:
+        match some, more, 7:
+            case Some(found), High(n=n), int(number):
+                return found + n + number
+        return 0
+
+    assert value(read) == 12
+    Some.__match_args__ = ("step",)
+    assert value(read) == 14
+    Some.__match_args__ = (3,)
+    with pytest.raises(ModError, match="tuple of strings"):
+        value(read)
