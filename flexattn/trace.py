@@ -128,7 +128,7 @@ def mod_name(mod: Mod, kind: Kind) -> str:
     """Return the name of the user's function, as an identifier."""
     inner = _function_of(mod)
     has_name = inspect.isroutine(inner) or isinstance(inner, (type, functools._lru_cache_wrapper, torch.jit.ScriptFunction))
-    name = inner.__name__ if has_name else type(inner).__name__
+    name: Any = (inner if has_name else type(inner)).__name__
     return name if name.isidentifier() else f"{kind}_mod"
 
 
