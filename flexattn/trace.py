@@ -127,8 +127,9 @@ def _decomposition(target: Any) -> Callable[..., Any] | None:
 def mod_name(mod: Mod, kind: Kind) -> str:
     """Return the name of the user's function, as an identifier."""
     inner = _function_of(mod)
-    has_name = inspect.isroutine(inner) or isinstance(inner, (type, functools._lru_cache_wrapper, torch.jit.ScriptFunction))
-    name: Any = (inner if has_name else type(inner)).__name__
+    named = (type, functools._lru_cache_wrapper, torch.jit.ScriptFunction)
+    has_name = inspect.isroutine(inner) or isinstance(inner, named)
+    name: Any = getattr(inner if has_name else type(inner), "__name__")  # noqa: B009
     return name if name.isidentifier() else f"{kind}_mod"
 
 

@@ -7,6 +7,7 @@ import contextvars
 import enum
 import operator
 import weakref
+from collections import namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
@@ -14,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import pytest
 import torch
 
-from flexattn.errors import ModError
+from flexattn.errors import ModError, RetraceWarning
 from flexattn.trace import trace
 
 PLACE = [torch.tensor(n, dtype=torch.int32) for n in (0, 1, 2, 3)]
@@ -322,3 +323,14 @@ def test_the_arguments_of_class_patterns() -> None:
     Some.__match_args__ = (3,)
     with pytest.raises(ModError, match="tuple of strings"):
         value(read)
+
+
+def test_a_key_that_is_a_namedtuple_is_no_constant() -> None:
+    Place = namedtuple("Place", "x y")
+    table = {Place(1, 2): 4, Place(1, 3): 5}
+    place = Place(1, 2)
+    read = lambda: table[place]  # noqa: E731
+    with pytest.warns(RetraceWarning, match="__hash__"):
+        assert value(read) == 4
+    place = Place(1, 3)
+    assert value(read) == 5

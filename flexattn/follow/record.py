@@ -155,11 +155,11 @@ class Record:
         return True
 
     def text_of(self, value: Any) -> str:
-        """Return how the guard writes a constant; an object of the user is what stands in its place then."""
+        """Return how the guard writes a constant, or an object that it has read."""
         if value is None or type(value) in (bool, int, str):
             return repr(value)
-        place = self._places.get(id(value)) if type(value).__flags__ & HEAP_TYPE else None
-        return self.constant(value) if place is None else place[1]
+        place = self._places.get(id(value))
+        return place[1] if place is not None and not isinstance(value, _CONTAINERS) else self.constant(value)
 
     def constant(self, value: Any) -> str:
         """Return the name of a constant of the guard."""
