@@ -65,5 +65,5 @@ def _root(mod: Any) -> object:
     """Return the code that a mod runs first, or its class."""
     while type(mod) is functools.partial:
         mod = mod.func
-    mod = getattr(mod, "__func__", mod)
+    mod = mod.__func__ if type(mod) is types.MethodType else mod
     return mod.__code__ if type(mod) is types.FunctionType else type(mod)

@@ -9,6 +9,7 @@ same places again. One that holds gives the tensors and numbers of this call; wh
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import warnings
@@ -135,21 +136,27 @@ def _decomposition(target: Any) -> Callable[..., Any] | None:
 
 def mod_name(mod: Mod, kind: Kind) -> str:
     """Return the name of the user's function, as an identifier."""
-    inner: Any = mod
-    while hasattr(inner, "func"):
-        inner = inner.func
-    name = getattr(inner, "__name__", type(inner).__name__)
+    inner = _function_of(mod)
+    named = (type, functools._lru_cache_wrapper, torch.jit.ScriptFunction)
+    has_name = inspect.isroutine(inner) or isinstance(inner, named)
+    name: Any = getattr(inner if has_name else type(inner), "__name__")  # noqa: B009
     return name if name.isidentifier() else f"{kind}_mod"
+
+
+def _function_of(mod: Mod) -> Any:
+    """Return what partials call in the end. Of other objects no attribute is read: they may make up any."""
+    inner: Any = mod
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    return inner.__func__ if inspect.ismethod(inner) else inner
 
 
 def location_of(mod: Mod) -> str:
     """Return file:line of the code of a mod, or an empty string for what is not written in Python."""
-    inner: Any = mod
-    while hasattr(inner, "func"):
-        inner = inner.func
-    inner = getattr(inner, "__func__", inner)
+    inner = _function_of(mod)
     inner = type(inner).forward if isinstance(inner, torch.nn.Module) else inner
-    code = getattr(inner, "__code__", None) or getattr(getattr(type(inner), "__call__", None), "__code__", None)  # noqa: B004
+    inner = inner if inspect.isfunction(inner) else getattr(type(inner), "__call__", None)  # noqa: B004
+    code = getattr(inner, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 
 

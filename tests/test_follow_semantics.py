@@ -7,6 +7,7 @@ import contextvars
 import enum
 import operator
 import weakref
+from collections import namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
@@ -14,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import pytest
 import torch
 
-from flexattn.errors import ModError
+from flexattn.errors import ModError, RetraceWarning
 from flexattn.trace import trace
 
 PLACE = [torch.tensor(n, dtype=torch.int32) for n in (0, 1, 2, 3)]
@@ -277,3 +278,59 @@ def test_the_bases_of_operands_and_of_exceptions() -> None:
     caught = Worse  # type: ignore[assignment]
     Wide.__bases__ = (Key,)
     assert value(lambda: read()) == 10
+
+
+def test_sets_that_are_compared_whole() -> None:
+    members = frozenset((3, 5))
+    read = lambda: sum(x * 2 for x in members)  # noqa: E731
+    assert value(read) == 16
+    members = frozenset((4, 5))
+    assert value(read) == 18
+
+
+class Anything:
+    """It has every attribute."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score + 1
+
+
+def test_a_mod_that_makes_up_attributes() -> None:
+    assert trace(Anything(), "score")(torch.tensor(0.0), *PLACE).item() == 1
+
+
+def test_the_arguments_of_class_patterns() -> None:
+    class Some:
+        __match_args__: Any = ("width",)
+        width, step = 3, 5
+
+    some, more = Some(), High(2)
+
+    def read() -> int:
+        match some, more, 7:
+            case Some(found), High(n=n), int(number):
+                return found + n + number
+        return 0
+
+    assert value(read) == 12
+    Some.__match_args__ = ("step",)
+    assert value(read) == 14
+    Some.__match_args__ = (3,)
+    with pytest.raises(ModError, match="tuple of strings"):
+        value(read)
+
+
+def test_a_key_that_is_a_namedtuple_is_no_constant() -> None:
+    Place = namedtuple("Place", "x y")
+    table = {Place(1, 2): 4, Place(1, 3): 5}
+    place = Place(1, 2)
+    read = lambda: table[place]  # noqa: E731
+    with pytest.warns(RetraceWarning, match="__hash__"):
+        assert value(read) == 4
+    place = Place(1, 3)
+    assert value(read) == 5

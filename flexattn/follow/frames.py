@@ -1047,14 +1047,28 @@ def _match_class(f: Frames, frame: Frame, i: Instruction) -> None:
     if not f.call(isinstance, (subject, cls)):
         frame.push(None)
         return
-    if i.arg == 1 and cls in _ITSELF:
-        first, positional = (subject,), ()
-    else:
-        first, positional = (), f.get_attribute(cls, "__match_args__")[: i.arg] if i.arg else ()
+    positional = _match_args(f, cls, i.arg) if i.arg else ()
+    first = (subject,) if i.arg and not positional else ()
     try:
         frame.push((*first, *(f.get_attribute(subject, n) for n in (*positional, *names))))
     except AttributeError:
         frame.push(None)
+
+
+def _match_args(f: Frames, cls: type, count: int) -> tuple[str, ...]:
+    """Return the attributes that positional patterns name; none where the one pattern is for the subject itself."""
+    try:
+        names = f.get_attribute(cls, "__match_args__")
+    except AttributeError:
+        if count == 1 and any(base in _ITSELF for base in cls.__mro__):
+            return ()
+        names = ()
+    names = f.contents(names)
+    if type(names) is not tuple or not all(isinstance(n, str) for n in names[:count]):
+        raise TypeError(f"{cls.__name__}.__match_args__ must be a tuple of strings")
+    if len(names) < count:
+        raise TypeError(f"{cls.__name__}() accepts {len(names)} positional sub-patterns ({count} given)")
+    return names[:count]
 
 
 class Follower(Frames):

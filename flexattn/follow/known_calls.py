@@ -675,7 +675,7 @@ def _join(f: Calls, owner: str, values: Any) -> str:
 @_method("__call__", of=(operator.attrgetter, operator.itemgetter, operator.methodcaller))
 def _getter(f: Calls, owner: Any, value: Any) -> Any:
     """Do what a getter stands for; its arguments never change."""
-    kind, given = owner.__reduce__()
+    kind, given = owner.__reduce__()[:2]
     if kind is not type(owner) or not f.is_data(given):  # a method with keywords, or keys that are objects
         return f.call_unknown(owner, (value,), {})
     f.record.check(owner, "{}.__reduce__()[1] == {}", given)
@@ -683,8 +683,8 @@ def _getter(f: Calls, owner: Any, value: Any) -> Any:
         return f.call(f.get_attribute(value, given[0]), given[1:])
     get = f.get_item if kind is operator.itemgetter else lambda x, names: functools.reduce(
         f.get_attribute, names.split("."), x)  # fmt: skip
-    found = [get(value, name) for name in given]
-    return tuple(found) if len(found) > 1 else found[0]
+    first, *others = [get(value, name) for name in given]
+    return (first, *others) if others else first
 
 
 @_method("__call__", of=(weakref.ReferenceType,))

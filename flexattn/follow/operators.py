@@ -364,7 +364,7 @@ class Operators(Attributes):
         return self.record.read_item(value, template, key, dict.__getitem__(value, key))
 
     def _check_key(self, key: Any) -> None:
-        if self.record.has(key):  # the guard looks up what it finds in the place of the key
+        if self.record.has(key) and not isinstance(key, tuple | frozenset):  # the guard looks up what it finds there
             return
         if not self.is_data(key) and not isinstance(key, type):
             cls = type(key)
