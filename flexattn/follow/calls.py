@@ -38,9 +38,7 @@ _PURE_OF_TORCH = frozenset((
 # Modules of C whose functions depend on nothing but the data that they are given.
 _PURE_MODULES = frozenset(("math", "cmath", "_operator", "_bisect", "_struct", "itertools", "_functools"))
 _OPAQUE_LIBRARIES = frozenset(("numpy", "random", "secrets", "uuid", "tempfile"))  # which are not followed
-_STORES = frozenset(
-    ("append", "appendleft", "pop", "__setitem__")
-)  # methods of containers that keep or return an argument
+_STORES = frozenset(("append", "appendleft", "pop", "__setitem__"))  # methods that keep or return an argument
 _IMMUTABLE_OWNERS = (str, bytes, int, float, complex, bool, range, type(None), torch.Size, torch.dtype, torch.device)
 
 Known = Callable[..., Any]
