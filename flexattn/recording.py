@@ -7,6 +7,7 @@ captured number as a symbolic one, so that the graph holds for other values and 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from flexattn.forks import temporary
 from flexattn.graph import MASK_INPUTS, SCORE_INPUTS
 from flexattn.interception import Interception, explain_failure, refused_functions
 from flexattn.modes import users_device
-from flexattn.scalarize import Kind, Recorded
+from flexattn.scalarize import Kind, Recorded, python_text
 from flexattn.subclasses import check_plain
 
 Mod = Callable[..., Any]
@@ -99,6 +100,20 @@ class Inputs:
             self.tensors.append(_placeholder(f"tensor_{position}", fake))
             self.tensor_names.append(name)
             self.interception.replace(value, fake)
+
+    def text(self, symbol: Any) -> str:
+        """Return how the guard computes a symbol from its variables."""
+        record = self.record
+        assert record is not None
+        if record.reason:  # there will be no guard
+            return "0"
+        variables = {"t": record.tensor_variables, "n": record.number_variables}
+        text = python_text(symbol.node.expr, self.sources)
+        return re.sub(r"\b([tn])\[(\d+)\]", lambda found: f"({variables[found[1]][int(found[2])]})", text)
+
+    def name_of(self, symbol: Any) -> str:
+        """Return the user's name of a number that a symbol is computed from."""
+        return next((self.symbol_names[str(s)] for s in sorted(symbol.node.expr.free_symbols, key=str)), "number")
 
     def _fake(self, tensor: Tensor, position: int) -> Tensor:
         from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing

@@ -179,7 +179,7 @@ class _Leaves:
             value = float(expression) if isinstance(symbol, torch.SymFloat) else int(expression)
             return self.builder.const(value, torch.float64 if isinstance(value, float) else torch.int64)
         dtype = torch.float64 if isinstance(symbol, torch.SymFloat) else torch.int64
-        text = _python_text(expression, self.recorded.sources)
+        text = python_text(expression, self.recorded.sources)
         text = f"float({text})" if dtype == torch.float64 else text
         if text not in self.number_texts:
             self.number_texts.append(text)
@@ -286,7 +286,7 @@ def _without_unused(graph: ModGraph, leaves: _Leaves) -> tuple[ModGraph, list[fx
     return kept, [leaves.roots[i] for i in loads], [leaves.number_texts[i] for i in used]  # type: ignore[index]
 
 
-def _python_text(expression: Any, sources: dict[str, str]) -> str:
+def python_text(expression: Any, sources: dict[str, str]) -> str:
     """Return a sympy expression over symbols as Python over t and n."""
     from torch.utils._sympy.printers import PythonPrinter
 
@@ -298,7 +298,7 @@ def _python_text(expression: Any, sources: dict[str, str]) -> str:
 
 
 def _conditions(recorded: Recorded) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(_python_text(g.expr, recorded.sources) for g in recorded.environment.guards))
+    return tuple(dict.fromkeys(python_text(g.expr, recorded.sources) for g in recorded.environment.guards))
 
 
 def _compiled(text: str) -> Callable[..., Any]:

@@ -60,7 +60,7 @@ def test_python_is_run_as_by_python(case: tuple[Callable[..., Any], Any]) -> Non
     wanted = function(argument)
     inputs = Inputs(Setting(torch.device("cpu")), "score", "test")
     inputs.number = lambda value, position, name: _symbol(inputs, value, position)  # type: ignore[method-assign]
-    record = Record(function, inputs)
+    record = inputs.record = Record(function, inputs)
     found = Follower(record).call(record.start(), (argument,))
     assert repr(found) == repr(wanted)
     if not record.reason:
@@ -75,6 +75,7 @@ def _symbol(inputs: Inputs, value: int | float, position: int) -> Any:
 
     source = ConstantSource(f"n{position}")
     symbol = inputs.environment.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
+    inputs.sources[str(symbol)], inputs.symbol_names[str(symbol)] = f"n[{position}]", "number"
     make = inputs.environment.create_symfloatnode if isinstance(value, float) else inputs.environment.create_symintnode
     return make(symbol, hint=value, source=source)
 

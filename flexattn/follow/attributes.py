@@ -231,10 +231,8 @@ class Attributes:
         scope = module.__dict__
         if is_library(module.__name__):
             found = getattr(module, name)
-            if isinstance(found, types.ModuleType) or (
-                isinstance(found, (types.FunctionType, types.BuiltinFunctionType, type))
-                and is_library(found.__module__)
-            ):
+            code = (types.FunctionType, types.BuiltinFunctionType, type)
+            if isinstance(found, types.ModuleType) or (isinstance(found, code) and is_library(found.__module__)):
                 self.record.permanent(found)
                 return found
             if type(found) in (torch.dtype, torch.layout, torch.memory_format):

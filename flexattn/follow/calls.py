@@ -41,9 +41,7 @@ _OF_C = (
     types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
 )  # fmt: skip
 _OPAQUE_LIBRARIES = frozenset(("numpy", "random", "secrets", "uuid", "tempfile"))  # which are not followed
-_STORES = frozenset(
-    ("append", "appendleft", "pop", "__setitem__")
-)  # methods of containers that keep or return an argument
+_STORES = frozenset(("append", "appendleft", "pop", "__setitem__"))  # methods that keep or return an argument
 _IMMUTABLE_OWNERS = (str, bytes, int, float, complex, bool, range, type(None), torch.Size, torch.dtype, torch.device)
 
 Known = Callable[..., Any]

@@ -21,7 +21,7 @@ from torch import Tensor
 from flexattn.follow.attributes import BUILTIN_CONTAINERS, MISSING, Unfollowable
 from flexattn.follow.calls import Calls
 from flexattn.follow.libraries import is_library_class
-from flexattn.follow.lifted import LIFTED, calculate, literal
+from flexattn.follow.lifted import LIFTED, is_python_int, literal
 from flexattn.follow.operators import BINARY, COMPARE, IN_PLACE, UNARY, is_plain
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {}
@@ -218,7 +218,9 @@ def _len(f: Calls, value: Any) -> int:
 @_function(abs)
 def _abs(f: Calls, value: Any) -> Any:
     if isinstance(value, LIFTED):
-        return value if f.compare(">=", value, 0) else calculate(operator.neg, value)
+        if not is_python_int(value):
+            return f.calculate(abs, value)
+        return value if f.compare(">=", value, 0) else f.calculate(operator.neg, value)
     return _by_method(f, value, abs, "__abs__")
 
 
@@ -257,7 +259,7 @@ def _bool(f: Calls, value: Any = False) -> bool:
 @_function(int)
 def _int(f: Calls, *args: Any, **kwargs: Any) -> Any:
     if len(args) == 1 and not kwargs:
-        if isinstance(args[0], LIFTED) and isinstance(args[0], int):
+        if isinstance(args[0], LIFTED) and is_python_int(args[0]):
             return args[0]
         if not is_plain(args[0]) and not isinstance(args[0], Tensor):
             for name in ("__int__", "__index__", "__trunc__"):
@@ -269,7 +271,7 @@ def _int(f: Calls, *args: Any, **kwargs: Any) -> Any:
 @_function(float)
 def _float(f: Calls, *args: Any) -> Any:
     if args and isinstance(args[0], LIFTED):
-        return args[0] if isinstance(args[0], float) else calculate(operator.truediv, args[0], 1)
+        return args[0] if type(args[0].original) is float else f.calculate(float, args[0])
     if args and not is_plain(args[0]) and not isinstance(args[0], Tensor):
         for name in ("__float__", "__index__"):
             if (found := f.special(args[0], name)) is not MISSING:

@@ -1,7 +1,9 @@
 """Lifted numbers: Python ints and floats of the user that become runtime arguments of kernels.
 
-A lifted number is a number with a symbol of torch beside it. Arithmetic on lifted numbers gives lifted numbers. What
-depends on the value itself (a comparison, a format, a call of C code) leaves a guard in the ShapeEnv of the symbol.
+A lifted number is a number with a symbol of torch beside it. Arithmetic on lifted numbers gives lifted numbers: that on
+ints is exact, and their symbols do it; that on floats and numbers of numpy is done again by the guard, since symbols
+round differently. What depends on the value itself (a comparison, a format, a call of C code) leaves a guard in the
+ShapeEnv of the symbol.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ class LiftedInt(int):
 
     symbol: Symbol
     original: Any  # what the user holds: an int, or a number of numpy
+    text: str  # the variable of the guard that has `original`; empty where only the symbol tells
 
 
 class LiftedFloat(float):
@@ -28,26 +31,31 @@ class LiftedFloat(float):
 
     symbol: Symbol
     original: Any
+    text: str
 
 
 LIFTED = (LiftedInt, LiftedFloat)
 
-# What arithmetic on symbols gives without a guard. ShapeEnv has no symbolic form, or another meaning, for the others.
+# Arithmetic on ints that symbols do. ShapeEnv has no symbolic form, or another meaning, for the others.
 _SYMBOLIC: frozenset[Callable[..., Any]] = frozenset((
-    operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.neg,
+    operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg,
 ))  # fmt: skip
 
 
 def is_liftable(value: Any) -> bool:
-    """Tell whether a number can be a runtime argument: an int of 64 bits or a finite float."""
-    return -(2**63) <= value < 2**63 if isinstance(value, int) else math.isfinite(value)
+    """Tell whether a number can be a runtime argument: an int of 64 bits or a finite float.
+
+    A zero that is a float stays a literal: a guard on the value of a symbol does not see its sign.
+    """
+    return -(2**63) <= value < 2**63 if isinstance(value, int) else math.isfinite(value) and value != 0
 
 
-def lifted(value: int | float, symbol: Symbol, original: Any = None) -> Any:
+def lifted(value: int | float, symbol: Symbol, original: Any = None, text: str = "") -> Any:
     """Return `value` with its symbol."""
     number = LiftedFloat(value) if isinstance(value, float) else LiftedInt(value)
     number.symbol = symbol
     number.original = value if original is None else original
+    number.text = text
     return number
 
 
@@ -83,27 +91,28 @@ def _number(value: Any) -> Any:
     return int(value) if isinstance(value, LiftedInt) else float(value) if isinstance(value, LiftedFloat) else value
 
 
+def is_python_int(value: Any) -> bool:
+    """Tell whether a number is an int of Python, not one of numpy."""
+    return type(value.original if isinstance(value, LIFTED) else value) in (int, bool)
+
+
 def calculate(function: Callable[..., Any], *operands: Any) -> Any:
-    """Return `function` of numbers, some of them lifted: as a lifted number where symbols can say it."""
+    """Return `function` of ints, some of them lifted: as a lifted int where symbols can say it."""
     result = function(*map(_number, operands))
-    if function in _SYMBOLIC and type(result) in (int, float) and is_liftable(result):
+    if function in _SYMBOLIC and is_liftable(result):
+        if function in (operator.floordiv, operator.mod):
+            compare(operator.ne, operands[1], 0)  # what symbols simplify may hide a division by zero
         symbol: Any = function(*map(_operand, operands))
-        if isinstance(symbol, (torch.SymInt, torch.SymFloat)) and _agrees(symbol, result):
+        if isinstance(symbol, torch.SymInt) and symbol.node.hint == result:
             return lifted(result, symbol)
     return function(*map(literal, operands))
-
-
-def _agrees(symbol: Any, result: int | float) -> bool:
-    """Tell whether torch computes the number that Python does: rounding of quotients and powers may differ."""
-    try:
-        return type(result)(symbol.node.hint) == result
-    except Exception:
-        return False
 
 
 def compare(function: Callable[..., bool], x: Any, y: Any) -> bool:
     """Return a comparison of numbers, some of them lifted, and guard its outcome."""
     wanted = function(_number(x), _number(y))
+    if not isinstance(x, LIFTED) and not isinstance(y, LIFTED):
+        return wanted
     found = function(_operand(x), _operand(y))
     if bool(found) is wanted:
         return wanted

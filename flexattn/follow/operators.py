@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexattn.follow.attributes import BUILTIN_CONTAINERS, MISSING, Attributes, Refusal
-from flexattn.follow.lifted import LIFTED, calculate, compare, literal, symbolic
+from flexattn.follow.lifted import LIFTED, calculate, compare, is_python_int, literal, symbolic
 from flexattn.follow.record import MOST_LIFTED
 
 # Symbol in the source: function, method, reflected method.
@@ -48,6 +48,12 @@ _PLAIN: frozenset[type] = frozenset((
     int, float, bool, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice, torch.dtype,
     torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo,
 ))  # fmt: skip
+# How a guard computes a number again.
+_TEMPLATES: dict[Callable[..., Any], str] = {
+    **{function: f"({{}}) {symbol} ({{}})" for symbol, (function, _, _) in BINARY.items()},
+    **{function: f"{symbol}({{}})" for symbol, (function, _) in UNARY.items()},
+    abs: "abs({})", float: "float({})",
+}  # fmt: skip
 
 
 def is_plain(value: Any) -> bool:
@@ -191,7 +197,7 @@ class Operators(Attributes):
             return MISSING
         if isinstance(x, LIFTED) or isinstance(y, LIFTED):
             if isinstance(x, _NUMBERS) and isinstance(y, _NUMBERS) and self._is_exact(x) and self._is_exact(y):
-                return calculate(function, x, y)
+                return self.calculate(function, x, y)
             if is_plain(x) and is_plain(y):
                 return function(literal(x), literal(y))
         if is_plain(x) and is_plain(y):
@@ -203,6 +209,16 @@ class Operators(Attributes):
             x, y = self.contents(x), self.contents(y)
             return function(*(literal(v) if isinstance(v, LIFTED) else v for v in (x, y)))
         return MISSING
+
+    def calculate(self, function: Callable[..., Any], *operands: Any) -> Any:
+        """Return `function` of numbers, some of them lifted."""
+        template = _TEMPLATES.get(function)
+        if all(map(is_python_int, operands)) and function is not operator.truediv and function is not float:
+            return calculate(function, *operands)
+        result = function(*(o.original if isinstance(o, LIFTED) else o for o in operands))
+        if template is None or not (type(result) is float or isinstance(result, np.generic)):
+            return function(*map(literal, operands))
+        return self.record.computed(template, operands, result)
 
     def _is_exact(self, value: Any) -> bool:
         return isinstance(value, LIFTED) or type(value) in _NUMBERS
@@ -240,7 +256,7 @@ class Operators(Attributes):
         """Return `-x`, `+x` or `~x`."""
         function, method = UNARY[symbol]
         if isinstance(x, LIFTED):
-            return calculate(function, x)
+            return self.calculate(function, x)
         if is_plain(x) or isinstance(x, Tensor):
             return self.from_torch(function(x))
         found = self.special(x, method)

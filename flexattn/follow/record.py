@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import marshal
+import math
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flexattn.follow.libraries import HEAP_TYPE, is_library, is_library_class
-from flexattn.follow.lifted import is_liftable, lifted
+from flexattn.follow.lifted import LIFTED, is_liftable, lifted
 
 MOST_LINES = 20_000  # of a guard; a mod that reads more places is traced at each call
 MOST_LIFTED = 64  # numbers of longer containers stay literals: nobody wants a kernel with more arguments
@@ -45,6 +46,14 @@ class Symbols(Protocol):
 
     def scripted(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call what torch.jit.script has made."""
+
+    def text(self, symbol: Any) -> str:
+        """Return how the guard computes a symbol from its variables."""
+        ...
+
+    def name_of(self, symbol: Any) -> str:
+        """Return the user's name of a number that a symbol is computed from."""
+        ...
 
     def outside(self) -> AbstractContextManager[None]:
         """Return a context in which torch computes as it does outside of the trace."""
@@ -82,6 +91,17 @@ class Record:
     def drawn(self, value: int | float) -> Any:
         """Return a number that is another one at each call, lifted, so that no kernel is compiled for it."""
         return self._new_number("", value, value, "drawn") if is_liftable(value) else value
+
+    def computed(self, template: str, operands: Sequence[Any], value: Any) -> Any:
+        """Return the number that `template` gives for other numbers, lifted; the guard computes it again."""
+        texts = [self._text_of_number(o) for o in operands]
+        name = next((self.symbols.name_of(o.symbol) for o in operands if isinstance(o, LIFTED)), "number")
+        return self._at(template.format(*texts), value, name, literal=False)
+
+    def _text_of_number(self, value: Any) -> str:
+        if isinstance(value, LIFTED):
+            return value.text or self.symbols.text(value.symbol)
+        return self.text_of(value)
 
     def has(self, owner: object) -> bool:
         """Tell whether an object existed before the mod ran."""
@@ -267,15 +287,15 @@ class Record:
         self._line(f"if type({variable}) is not {self.constant(type(value))}: return None")
         number = value.item()
         if not is_liftable(number):
-            self._line(f"if {variable} != {self.constant(value)}: return None")
-            return number
-        return self._new_number(f"{variable}.item()", number, value, name)
+            self._line(f"if {variable}.tobytes() != {self.constant(value.tobytes())}: return None")
+            return value
+        return self._new_number(f"{variable}.item()", number, value, name, variable)
 
-    def _new_number(self, variable: str, value: int | float, original: Any, name: str) -> Any:
+    def _new_number(self, variable: str, value: int | float, original: Any, name: str, text: str = "") -> Any:
         symbol = self.symbols.number(value, len(self.numbers), name)
         self.numbers.append(value)
         self.number_variables.append(variable)
-        return lifted(value, symbol, original)
+        return lifted(value, symbol, original, text or variable)
 
     def _object(self, text: str, value: Any, name: str) -> None:
         """Guard the kind of an object; what is read of it later is guarded then."""
@@ -362,6 +382,6 @@ def guard_of(record: Record, conditions: Sequence[str]) -> tuple[Guard, str]:
     conditions = [f"if not ({c}): return None" for c in conditions]
     body = "\n        ".join((*record.lines, *results, *conditions, "return t, n"))
     source = f"def guard(mod):\n    try:\n        {body}\n    except Exception:\n        return None\n"
-    scope: dict[str, Any] = dict(record.constants)
+    scope: dict[str, Any] = {**record.constants, "math": math}  # which printed symbols may call
     exec(compile(source, "<guard of a mod>", "exec"), scope)
     return scope["guard"], source
