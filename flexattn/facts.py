@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from flexattn.bound import never_wraps, nonnegative, ranges
+from flexattn.forks import cached_property
 from flexattn.graph import Builder, Expr, ModGraph
 
 _ORDER = ("score", "b", "h", "q_idx", "kv_idx", "grad")

@@ -213,6 +213,7 @@ class BoundMod:
     reached: tuple[Tensor, ...] = field(default=(), compare=False)  # the user's tensors, which captures come from
     reached_names: tuple[str, ...] = field(default=(), compare=False)
     source: tuple[object, tuple[int | float, ...]] | None = field(default=None, compare=False)  # see `origin`
+    prologue: tuple[str, tuple[int | float, ...]] = field(default=("", ()), compare=False)  # its text and its numbers
 
     @property
     def origin(self) -> object:

@@ -48,6 +48,8 @@ class Traced:
     numbers: Callable[[Sequence[Tensor], Sequence[int | float]], tuple[int | float, ...]] | None
     picks: tuple[int, ...] | None  # captures that are leaves as they stand; None: the prologue computes them
     prologue: Callable[..., tuple[Tensor, ...]] | None
+    prologue_text: str  # what it computes
+    prologue_numbers: tuple[int, ...]  # that it reads
     conditions: tuple[str, ...]  # on tensors t and numbers n, under which the graph holds
     tensor_names: tuple[str, ...]  # of the user, for messages
     _graphs: dict[tuple[int | float, ...], ModGraph] = field(default_factory=dict)  # by the values of numbers
@@ -74,8 +76,9 @@ class Traced:
         if graph.inputs is MASK_INPUTS:
             captures = tuple([c.detach() if c.requires_grad else c for c in captures])
         return BoundMod(
-            graph, captures, values, tuple(tensors), self.tensor_names, (self, tuple(numbers)) if guarded else None
-        )
+            graph, captures, values, tuple(tensors), self.tensor_names, (self, tuple(numbers)) if guarded else None,
+            (self.prologue_text, tuple([numbers[i] for i in self.prologue_numbers])),
+        )  # fmt: skip
 
 
 def scalarize(recorded: Recorded, kind: Kind, name: str, score_dtype: torch.dtype, location: str) -> Traced:
@@ -94,11 +97,15 @@ def scalarize(recorded: Recorded, kind: Kind, name: str, score_dtype: torch.dtyp
     graph, roots, number_texts = _without_unused(graph, leaves)
     direct = [recorded.tensors.index(r) if r in recorded.tensors else None for r in roots]
     picks = tuple(i for i in direct if i is not None) if None not in direct else None
+    prologue = _prologue(recorded, roots) if picks is None else None
+    needed = _ancestors(roots) if picks is None else set()
     return Traced(
         graph=graph if graph.numbers else narrowed(graph, ()),
         numbers=_compiled(f"({', '.join(number_texts)},)") if number_texts else None,
         picks=picks,
-        prologue=None if picks is not None else _prologue(recorded, roots),
+        prologue=prologue.forward if prologue is not None else None,
+        prologue_text=_text_of(prologue) if prologue is not None else "",
+        prologue_numbers=tuple(i for i, n in enumerate(recorded.numbers) if n in needed),
         conditions=_conditions(recorded),
         tensor_names=tuple(recorded.names[n] for n in recorded.tensors),
     )
@@ -308,7 +315,7 @@ def _compiled(text: str) -> Callable[..., Any]:
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
-def _prologue(recorded: Recorded, roots: list[fx.Node]) -> Callable[..., tuple[Tensor, ...]]:
+def _prologue(recorded: Recorded, roots: list[fx.Node]) -> fx.GraphModule:
     """Return a function of all leaves that computes the captures of the graph."""
     graph = fx.Graph()
     copies = {n: graph.placeholder(n.name) for n in (*recorded.tensors, *recorded.numbers)}
@@ -327,7 +334,12 @@ def _prologue(recorded: Recorded, roots: list[fx.Node]) -> Callable[..., tuple[T
             if node.target in _VIEWS:  # a capture of other strides may have to be copied
                 copies[node].target = torch.ops.aten.reshape.default
     graph.output(tuple(copies[r] for r in roots))
-    return fx.GraphModule(constants, graph).forward
+    return fx.GraphModule(constants, graph)
+
+
+def _text_of(prologue: fx.GraphModule) -> str:
+    """Return what is equal for prologues that compute the same."""
+    return prologue.code + "".join(f"{t.dtype} {t.tolist()}\n" for t in prologue.buffers())
 
 
 def _ancestors(roots: list[fx.Node]) -> set[fx.Node]:

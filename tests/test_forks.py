@@ -26,6 +26,7 @@ ALLOWED = {
     "builders.py": {"ThreadPoolExecutor"},  # of one call, no child uses it
     "engines/cpu_threads.py": {"ThreadPoolExecutor", "Barrier"},  # forgotten in a child
     "captures.py": {"cached_property"},  # asks what the user has
+    "follow/attributes.py": {"cached_property"},  # the same
 }
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")

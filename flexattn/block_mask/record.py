@@ -49,11 +49,12 @@ class CaptureRecord(NamedTuple):
     numbers: tuple[int | float, ...]
     reached: tuple[AnyOf, ...]  # those of the user, from which a prologue may compute captures at each call
     runs: tuple[EqualRuns, ...]  # of the captures
+    prologue: tuple[str, tuple[int | float, ...]]  # of the graph, which computes captures: its text and its numbers
 
     @staticmethod
     def of(mod: Mod, bound: BoundMod, runs: tuple[EqualRuns, ...]) -> CaptureRecord:
         captures, reached = (tuple([(seen(t),) for t in ts]) for ts in (bound.captures, bound.reached))
-        return CaptureRecord(mod, bound.graph, captures, bound.numbers, reached, runs)
+        return CaptureRecord(mod, bound.graph, captures, bound.numbers, reached, runs, bound.prologue)
 
     def deepcopied(self, memo: dict[int, Any]) -> CaptureRecord:
         """Return the record of a deep copy of the mask, whose mod may hold copies of the same values."""
@@ -73,6 +74,10 @@ class CaptureRecord(NamedTuple):
                 raise _changed(f"mask_mod's captured number {number.name!r}", f"was {before} and is {now}")
         if bound.graph is not self.graph and bound.graph.computes != self.graph.computes:
             raise _changed("what mask_mod computes", "is something else")
+        if bound.prologue[0] != self.prologue[0]:
+            raise _changed("what mask_mod computes from the tensors that it captures", "is something else")
+        if repr(bound.prologue[1]) != repr(self.prologue[1]):  # tells 0.0 from -0.0
+            raise _changed("a number that mask_mod combines with a captured tensor", "is another one")
         if all(_is_any(before, now) for before, now in zip(self.captures, bound.captures, strict=True)):
             return
         if len(bound.reached) != len(self.reached):

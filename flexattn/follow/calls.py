@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flexattn.follow.attributes import BUILTIN_CONTAINERS, MISSING
-from flexattn.follow.libraries import is_library, is_library_class
+from flexattn.follow.libraries import is_library, is_library_class, is_ours
 from flexattn.follow.operators import Operators, is_plain
 
 _HEAP_TYPE = 1 << 9
@@ -35,6 +35,7 @@ _PURE_OF_TORCH = frozenset((
     "has_torch_function_variadic", "_get_tracing_state", "is_compiling", "is_dynamo_compiling", "is_scripting",
     "is_tracing", "typename",
 ))  # fmt: skip
+_OUR_MODS = ("flexattn.mods", "flexattn.block_mask.slices")
 # Modules of C whose functions depend on nothing but the data that they are given.
 _PURE_MODULES = frozenset(("math", "cmath", "_operator", "_bisect", "_struct", "itertools", "_functools"))
 _OF_C = (
@@ -111,6 +112,8 @@ class Calls(Operators):
         if original is not None and module.partition(".")[0] == "torch":  # made by torch.compile
             place = "{}.__dict__['_torchdynamo_orig_callable']"
             return self.call(self.record.read(function, place, original), args, kwargs)
+        if is_ours(module) and not module.startswith(_OUR_MODS):  # a call inside of a mod: it says what is wrong
+            return function(*args, **kwargs)
         if module in _OPERATOR_MODULES and not any(isinstance(a, types.FunctionType) for a in args):
             return self._call_torch(function, args, kwargs)
         if module.partition(".")[0] in _OPAQUE_LIBRARIES:
