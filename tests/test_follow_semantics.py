@@ -334,3 +334,16 @@ def test_a_key_that_is_a_namedtuple_is_no_constant() -> None:
         assert value(read) == 4
     place = Place(1, 3)
     assert value(read) == 5
+
+
+def test_a_str_that_is_no_function() -> None:
+    class Some:
+        def __repr__(self) -> str:
+            return "some"
+
+    some = Some()
+    read = lambda: len(str(some))  # noqa: E731
+    assert value(read) == 4
+    Some.__str__ = 3  # type: ignore[assignment]
+    with pytest.raises(ModError, match="not callable"):
+        value(read)

@@ -685,8 +685,8 @@ def _getter(f: Calls, owner: Any, value: Any) -> Any:
         return f.call(f.get_attribute(value, given[0]), given[1:])
     get = f.get_item if kind is operator.itemgetter else lambda x, names: functools.reduce(
         f.get_attribute, names.split("."), x)  # fmt: skip
-    first, *others = [get(value, name) for name in given]
-    return (first, *others) if others else first
+    found = [get(value, name) for name in given]
+    return tuple(found) if len(found) > 1 else found[0]
 
 
 @_method("__call__", of=(weakref.ReferenceType,))

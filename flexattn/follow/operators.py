@@ -574,5 +574,7 @@ class Operators(Attributes):
             method = self.class_attribute(type(value), name)
             if isinstance(method, types.FunctionType):
                 return format(self.returned(self.call(method, (value,)), name, str), spec)
+            if method is not object.__str__:  # which calls __repr__
+                break
         self.unguarded(f"it writes an object of {type(value).__name__} as text")
         return format(conversion(value) if conversion is not None else value, spec)

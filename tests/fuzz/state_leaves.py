@@ -167,13 +167,13 @@ def _store(kind: str, where: str, setter: Any, deleter: Any, old: Any) -> Iterat
 def _items(owner: dict[Any, Any]) -> Iterator[Place]:
     is_scope = _is_scope(owner)
     kind = "global" if is_scope else "item"
-    for key, old in list(owner.items()):
+    for key, old in list(dict.items(owner)):
         if isinstance(key, weakref.ref):  # C code keeps itself what such a dict holds
             return
         if is_scope and (str(key).startswith("__") or _is_of_library(old)):
             continue
         yield from _store(
-            kind, f"[{key!r}]", functools.partial(dict.__setitem__, owner, key),
+            kind, f"[{key!r}]", functools.partial(_dict_of(owner).__setitem__, owner, key),
             functools.partial(_delete_item, owner, key), old,
         )  # fmt: skip
     if not is_scope and owner:
@@ -182,14 +182,19 @@ def _items(owner: dict[Any, Any]) -> Iterator[Place]:
         yield Place("order of a dict", "{}", lambda pool: _restore(owner, lambda: owner.update({key: owner.pop(key)})))
 
 
+def _dict_of(owner: dict[Any, Any]) -> Any:
+    """Return whose methods change a dict: of a class of the user, not the user's own."""
+    return collections.OrderedDict if isinstance(owner, collections.OrderedDict) else dict
+
+
 def _delete_item(owner: dict[Any, Any], key: Any) -> None:
-    dict.pop(owner, key)
+    _dict_of(owner).pop(owner, key)
 
 
 def _new_item(owner: dict[Any, Any], key: Any, value: Any) -> Undo:
     if key in owner:
         raise ValueError
-    dict.__setitem__(owner, key, value)
+    _dict_of(owner).__setitem__(owner, key, value)
     return functools.partial(_delete_item, owner, key)
 
 
