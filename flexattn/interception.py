@@ -77,7 +77,7 @@ class Interception(TorchFunctionMode):
             raise ModError(f"{self.name} at {user_line()} {DATA_DEPENDENT}")
         if func in _READ_LAYOUT:
             self.ask_for_layouts()
-        if func is Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
+        if func == Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
             return self.requires_grad.get(id(args[0]), False)
         if func is torch.nn.functional.scaled_dot_product_attention:
             raise UnsupportedError(f"{self.name} at {user_line()} calls attention inside of a mod. Call it outside.")

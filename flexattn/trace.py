@@ -138,7 +138,7 @@ def mod_name(mod: Mod, kind: Kind) -> str:
     """Return the name of the user's function, as an identifier."""
     inner = _function_of(mod)
     named = (type, functools._lru_cache_wrapper, torch.jit.ScriptFunction)
-    has_name = inspect.isroutine(inner) or isinstance(inner, named)
+    has_name = inspect.isroutine(inner) or isinstance(inner, named) or is_ours(type(inner).__module__)
     name: Any = getattr(inner if has_name else type(inner), "__name__")  # noqa: B009
     return name if name.isidentifier() else f"{kind}_mod"
 

@@ -4,6 +4,7 @@
 that the mod makes, functions of C that are not known, randomness, clocks) is noted in `record.reason`.
 """
 
+from flexattn.follow import instructions as instructions
 from flexattn.follow import known_calls as known_calls
 from flexattn.follow.attributes import Refusal as Refusal
 from flexattn.follow.attributes import Unfollowable as Unfollowable

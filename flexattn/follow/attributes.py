@@ -115,7 +115,7 @@ class Attributes:
             return self._of_super(value, name)
         lookup = self.class_attribute(kind, "__getattribute__")
         try:
-            if lookup is type.__getattribute__:
+            if isinstance(value, type) and lookup is type.__getattribute__:
                 return self._of_class(value, name)
             if lookup in _GENERIC:
                 return self.of_instance(value, name)

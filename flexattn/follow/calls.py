@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flexattn.follow.attributes import BUILTIN_CONTAINERS, MISSING
 from flexattn.follow.libraries import is_library, is_library_class, is_ours
+from flexattn.follow.lifted import literal
 from flexattn.follow.operators import Operators, is_plain
 
 _HEAP_TYPE = 1 << 9
@@ -26,6 +27,7 @@ _OPERATOR_MODULES = (
     "torch._jit_internal", "torch.overrides", "torch._ops", "torch._C", "torch._VF", "torch.types", "torch._utils",
     "torch._linalg_utils", "torch._lowrank", "torch.amp.autocast_mode", "torch.autograd.grad_mode",
     "torch.autograd.function", "torch.autograd.functional", "torch._tensor_str", "torch.masked",
+    "torch._functorch.predispatch",
 )  # fmt: skip
 # Functions of torch that depend on nothing but their arguments, or on what the trace itself sets.
 _PURE_OF_TORCH = frozenset((
@@ -267,6 +269,9 @@ class Calls(Operators):
         is_data = all(self.is_data(self.deep_contents(a)) for a in (*args, *kwargs.values()))
         if (is_plain(owner) or isinstance(owner, _IMMUTABLE_OWNERS)) and is_data:
             return method(*map(self.for_python, (owner, *args)), **{k: self.for_python(v) for k, v in kwargs.items()})
+        derived = (int, float, str, bytes)  # whose values a guard has seen, as it has that of an enum
+        if isinstance(owner, derived) and all(is_plain(a) or isinstance(a, derived) for a in args) and not kwargs:
+            return method(owner, *map(literal, args))
         is_new = not self.record.has(owner) and is_library_class(type(owner))
         if is_new and (type(owner) in BUILTIN_CONTAINERS or is_data or isinstance(owner, types.GeneratorType)):
             if isinstance(owner, (set, frozenset)):

@@ -52,6 +52,8 @@ def _issubclass(f: Calls, cls: Any, classes: Any) -> bool:
 def _classes(f: Calls, classes: Any) -> list[Any]:
     if type(classes) is tuple:
         return [c for part in f.contents(classes) for c in _classes(f, part)]
+    if type(classes) is types.UnionType and not f.record.has(classes):
+        return list(classes.__args__)
     return [classes]
 
 
@@ -114,6 +116,11 @@ def _setattr(f: Calls, value: Any, name: str, new: Any) -> None:
 @_function(object.__getattribute__, type.__getattribute__, types.ModuleType.__getattribute__)
 def _getattribute(f: Calls, value: Any, name: str) -> Any:
     return f._of_class(value, name) if isinstance(value, type) else f.of_instance(value, name)
+
+
+@_function(type.__or__)
+def _union(f: Calls, x: Any, y: Any) -> Any:
+    return x | y
 
 
 @_function(callable)

@@ -43,7 +43,8 @@ UNARY: dict[str, tuple[Callable[..., Any], str]] = {
 _COMPARISONS = frozenset(method for _, method, _ in COMPARE.values())
 _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: all types of C that Python itself brings
 _NUMBERS = (bool, int, float, complex)
-_HASHES_OF_IDENTITY = (object.__hash__, enum.Enum.__hash__)  # objects of these are equal where they are one
+# Of objects whose identity, or whose value of a builtin type, a guard has seen.
+_HASHES = (object.__hash__, enum.Enum.__hash__, str.__hash__, bytes.__hash__, int.__hash__, float.__hash__)
 _PLAIN: frozenset[type] = frozenset((
     int, float, bool, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice, torch.dtype,
     torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo,
@@ -384,7 +385,7 @@ class Operators(Attributes):
             return
         if not self.is_data(key) and not isinstance(key, type):
             cls = type(key)
-            if self.class_attribute(cls, "__hash__") not in _HASHES_OF_IDENTITY:
+            if self.class_attribute(cls, "__hash__") not in _HASHES:
                 self.unguarded(f"it looks up an object of {cls.__name__} in a dict by its own __hash__")
 
     def _item_of_sequence(self, value: Any, key: Any, template: str) -> Any:

@@ -272,7 +272,7 @@ class Record:
 
     def _differs(self, variable: str, value: Any) -> str:
         if type(value) is float and (value != value or value == 0):  # nan, and 0.0 beside -0.0
-            return f"repr({variable}) != {value!r}"
+            return f"repr({variable}) != {repr(value)!r}"
         return f"{variable} != {self.text_of(value) if type(value) is not float else self.constant(value)}"
 
     def _lift(self, text: str, value: int | float, original: Any, name: str) -> Any:
