@@ -116,7 +116,7 @@ class Attributes:
         lookup = self.class_attribute(kind, "__getattribute__")
         try:
             if isinstance(value, type) and lookup is type.__getattribute__:
-                return self._of_class(value, name)
+                return self.of_class(value, name)
             if lookup in _GENERIC:
                 return self.of_instance(value, name)
             if isinstance(lookup, types.FunctionType):
@@ -278,7 +278,7 @@ class Attributes:
             return function if name == "__func__" else owner
         return self.get_attribute(function, name)
 
-    def _of_class(self, cls: Any, name: str) -> Any:
+    def of_class(self, cls: Any, name: str) -> Any:
         """Return `cls.name` by type.__getattribute__."""
         if name in ("__name__", "__qualname__", "__module__", "__mro__", "__bases__", "__doc__"):
             return self.record.read(cls, f"{{}}.{name}", getattr(cls, name), name)

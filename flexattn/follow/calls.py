@@ -276,7 +276,7 @@ class Calls(Operators):
         if is_new and (type(owner) in BUILTIN_CONTAINERS or is_data or isinstance(owner, types.GeneratorType)):
             if isinstance(owner, (set, frozenset)):
                 for item in args:
-                    self._check_key(item)
+                    self.check_key(item)
             given = self.for_native if method.__name__ in _STORES else self.for_python
             return method(owner, *map(given, args), **{k: given(v) for k, v in kwargs.items()})
         return self.call_unknown(method, (owner, *args), kwargs)

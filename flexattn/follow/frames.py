@@ -90,7 +90,7 @@ class Frames(Calls):
         super().__init__(record)
         self.frames: list[Frame] = []
         self._steps = 0
-        self._made_in: dict[int, tuple[Any, Function]] = {}  # functions that the mod made: where
+        self.made_in: dict[int, tuple[Any, Function]] = {}  # functions that the mod made: where
 
     def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function of Python."""
@@ -231,8 +231,8 @@ class Frames(Calls):
 
     def owner_of(self, function: Function) -> Function:
         """Return the function, or where the mod made it while it ran, the function of the user that made it."""
-        while not self.record.has(function) and id(function) in self._made_in:
-            function = self._made_in[id(function)][1]
+        while not self.record.has(function) and id(function) in self.made_in:
+            function = self.made_in[id(function)][1]
         return function
 
     def global_scope(self, frame: Frame) -> dict[str, Any]:
@@ -278,7 +278,7 @@ class Frames(Calls):
         cells = tuple(frame.names[n] for n in code.co_freevars)
         made = types.FunctionType(code, frame.function.__globals__, code.co_name, None, cells or None)
         made.__module__ = frame.function.__module__
-        self._made_in[id(made)] = (made, frame.function)
+        self.made_in[id(made)] = (made, frame.function)
         return made
 
     def arguments_of_super(self) -> tuple[type, Any]:

@@ -496,7 +496,7 @@ def _make_function(f: Frames, frame: Frame, i: Instruction) -> None:
         made.__annotations__ = dict(zip(annotations[::2], annotations[1::2], strict=True))
     made.__module__ = frame.function.__module__
     made.__qualname__ = code.co_qualname
-    f._made_in[id(made)] = (made, frame.function)
+    f.made_in[id(made)] = (made, frame.function)
     frame.push(made)
 
 

@@ -108,14 +108,14 @@ def _hasattr(f: Calls, value: Any, name: Any) -> bool:
 
 @_function(setattr, object.__setattr__, type.__setattr__)
 def _setattr(f: Calls, value: Any, name: str, new: Any) -> None:
-    f._changes(value, f"the attribute {name!r}")
+    f.changes(value, f"the attribute {name!r}")
     new = f.kept_by(value, new)
     object.__setattr__(value, name, new) if not isinstance(value, type) else setattr(value, name, new)
 
 
 @_function(object.__getattribute__, type.__getattribute__, types.ModuleType.__getattribute__)
 def _getattribute(f: Calls, value: Any, name: str) -> Any:
-    return f._of_class(value, name) if isinstance(value, type) else f.of_instance(value, name)
+    return f.of_class(value, name) if isinstance(value, type) else f.of_instance(value, name)
 
 
 @_function(type.__or__)
@@ -542,7 +542,7 @@ def _dict_get(f: Calls, owner: dict[Any, Any], key: Any, default: Any = None) ->
 @_method("__contains__", of=_DICTS)
 def _dict_contains(f: Calls, owner: dict[Any, Any], key: Any) -> bool:
     key = f.for_python(key)
-    f._check_key(key)
+    f.check_key(key)
     found = dict.__contains__(owner, key)
     f.record.check(owner, "dict.__contains__({}, {}) is {}", key, found)
     return found
@@ -629,31 +629,31 @@ _METHODS[list, "count"] = _METHODS[tuple, "count"] = lambda f, owner, item: f.fo
 
 @_method("extend", of=(list,))
 def _extend(f: Calls, owner: list[Any], values: Any) -> None:
-    f._changes(owner, "items")
+    f.changes(owner, "items")
     owner.extend(f.kept_by(owner, f.iterated(values)))
 
 
 @_method("append", of=(list,))
 def _append(f: Calls, owner: list[Any], value: Any) -> None:
-    f._changes(owner, "items")
+    f.changes(owner, "items")
     list.append(owner, f.kept_by(owner, value))
 
 
 @_method("sort", of=(list,))
 def _sort(f: Calls, owner: list[Any], *, key: Any = None, reverse: Any = False) -> None:
-    f._changes(owner, "items")
+    f.changes(owner, "items")
     owner[:] = f.kept_by(owner, _sorted(f, owner, key=key, reverse=reverse))
 
 
 @_method("insert", of=(list,))
 def _insert(f: Calls, owner: list[Any], position: Any, value: Any) -> None:
-    f._changes(owner, "items")
+    f.changes(owner, "items")
     owner.insert(f.for_python(position), f.kept_by(owner, value))
 
 
 @_method("remove", of=(list,))
 def _remove(f: Calls, owner: list[Any], value: Any) -> None:
-    f._changes(owner, "items")
+    f.changes(owner, "items")
     for i, item in enumerate(owner):
         if item is value or f.truth(f.compare("==", item, value)):
             del owner[i]
@@ -664,13 +664,13 @@ def _remove(f: Calls, owner: list[Any], value: Any) -> None:
 @_method("setdefault", of=_DICTS)
 def _setdefault(f: Calls, owner: dict[Any, Any], key: Any, default: Any = None) -> Any:
     if not f.contains(owner, key):
-        f._changes(owner, "an item")
+        f.changes(owner, "an item")
     return owner.setdefault(f.for_python(key), f.kept_by(owner, default))
 
 
 @_method("update", of=_DICTS)
 def _update(f: Calls, owner: dict[Any, Any], *others: Any, **items: Any) -> None:
-    f._changes(owner, "items")
+    f.changes(owner, "items")
     for other in others:
         owner.update(f.kept_by(owner, _dict(f, other)))
     owner.update(f.kept_by(owner, items))

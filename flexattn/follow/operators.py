@@ -179,7 +179,7 @@ class Operators(Attributes):
         if isinstance(x, Tensor):
             return IN_PLACE[symbol](x, self.for_torch(y))
         if kind in (list, dict, set):
-            self._changes(x, "the contents")
+            self.changes(x, "the contents")
             y = self.iterated(y) if kind is list and symbol == "+" else self.deep_contents(y)
             return IN_PLACE[symbol](x, self.kept_by(x, y))
         if not is_plain(x) and kind not in BUILTIN_CONTAINERS:
@@ -374,13 +374,13 @@ class Operators(Attributes):
     def item_of_dict(self, value: dict[Any, Any], key: Any, template: str = "{}[{}]") -> Any:
         """Return an item of a dict by dict.__getitem__; KeyError where it has none."""
         key = self.for_python(key)
-        self._check_key(key)
+        self.check_key(key)
         if not dict.__contains__(value, key):
             self.record.check(value, "not dict.__contains__({}, {})", key)
             raise KeyError(key)
         return self.record.read_item(value, template, key, dict.__getitem__(value, key))
 
-    def _check_key(self, key: Any) -> None:
+    def check_key(self, key: Any) -> None:
         if self.record.has(key) and not isinstance(key, tuple | frozenset):  # the guard looks up what it finds there
             return
         if not self.is_data(key) and not isinstance(key, type):
@@ -412,7 +412,7 @@ class Operators(Attributes):
             return self.for_python(item) in container
         if kind is dict:
             item = self.for_python(item)
-            self._check_key(item)
+            self.check_key(item)
             found = item in container
             self.record.check(container, "({1} in {0}) is {2}", item, found)
             return found
@@ -491,7 +491,7 @@ class Operators(Attributes):
 
     # Changes.
 
-    def _changes(self, value: Any, what: str, may_end: bool = False) -> None:
+    def changes(self, value: Any, what: str, may_end: bool = False) -> None:
         if self.record.has(value):
             self.unguarded(f"it changes {what} of a captured object of {type(value).__name__}", may_end)
 
@@ -514,7 +514,7 @@ class Operators(Attributes):
     def set_attribute(self, value: Any, name: str, new: Any) -> None:
         """Do `value.name = new`."""
         own = getattr(value, "__dict__", {})
-        self._changes(value, f"the attribute {name!r}", may_end=own.get(name) is None)
+        self.changes(value, f"the attribute {name!r}", may_end=own.get(name) is None)
         new = self.kept_by(value, new)
         method = self.class_attribute(type(value), "__setattr__")
         if isinstance(method, types.FunctionType):
@@ -528,7 +528,7 @@ class Operators(Attributes):
 
     def delete_attribute(self, value: Any, name: str) -> None:
         """Do `del value.name`."""
-        self._changes(value, f"the attribute {name!r}")
+        self.changes(value, f"the attribute {name!r}")
         delattr(value, name)
 
     def set_item(self, value: Any, key: Any, new: Any) -> None:
@@ -536,7 +536,7 @@ class Operators(Attributes):
         if isinstance(value, Tensor):
             value[self.for_torch(key)] = self.for_torch(new)
             return
-        self._changes(value, "an item", may_end=type(value) is dict and self.for_python(key) not in value)
+        self.changes(value, "an item", may_end=type(value) is dict and self.for_python(key) not in value)
         new = self.kept_by(value, new)
         if type(value) in BUILTIN_CONTAINERS:
             value[self.for_python(key)] = new
@@ -545,7 +545,7 @@ class Operators(Attributes):
 
     def delete_item(self, value: Any, key: Any) -> None:
         """Do `del value[key]`."""
-        self._changes(value, "an item")
+        self.changes(value, "an item")
         if type(value) in BUILTIN_CONTAINERS:
             del value[self.for_python(key)]
             return

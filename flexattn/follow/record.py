@@ -146,12 +146,6 @@ class Record:
         if place is not None:
             self._line(f"if not ({template.format(place[1], *map(self.text_of, values))}): return None")
 
-    def check_kind(self, owner: object, template: str, cls: type, found: bool) -> None:
-        """Guard what isinstance or issubclass says; `template` has {} for the owner and {} for the class."""
-        place = self._places.get(id(owner))
-        if place is not None:
-            self._line(f"if {template.format(place[1], self.identity(cls))} is not {found}: return None")
-
     def check_same(self, x: object, y: object, same: bool) -> None:
         """Guard whether two objects are one."""
         places = [self._places.get(id(o)) for o in (x, y)]
