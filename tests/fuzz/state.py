@@ -107,12 +107,12 @@ def by_python(mod: Any, kind: str) -> Any:
 
 
 def _result(value: Any) -> Tensor:
-    """Return what a mod returned as a number."""
+    """Return what a mod returned as a number of the dtype of scores, which its result is rounded to."""
     if not isinstance(value, (bool, int, float, Tensor)) or (
         isinstance(value, Tensor) and (value.dim() or value.is_complex())
     ):
         raise TypeError("this is no result of a mod")
-    return torch.as_tensor(value).detach().double()
+    return torch.as_tensor(value).detach().float().double()
 
 
 def by_trace(mod: Any, kind: Any) -> Tensor:
