@@ -123,6 +123,14 @@ def pool_of(values: Iterable[Any], draw: random.Random) -> Pool:
     return Pool(draw, found)
 
 
+def _shown(value: Any) -> str:
+    """Return the repr of an object of the program, which a change may have broken."""
+    try:
+        return repr(value)
+    except Exception:
+        return object.__repr__(value)
+
+
 def places(values: Iterable[Any], sources: str) -> list[Place]:
     """Return all places in the values, and the environment variables that the sources name."""
     values = [v for v in values if not isinstance(v, enum.Enum)]
@@ -173,7 +181,7 @@ def _items(owner: dict[Any, Any]) -> Iterator[Place]:
         if is_scope and (str(key).startswith("__") or _is_of_library(old)):
             continue
         yield from _store(
-            kind, f"[{key!r}]", functools.partial(_dict_of(owner).__setitem__, owner, key),
+            kind, f"[{_shown(key)}]", functools.partial(_dict_of(owner).__setitem__, owner, key),
             functools.partial(_delete_item, owner, key), old,
         )  # fmt: skip
     if not is_scope and owner:
