@@ -226,7 +226,7 @@ def _constant(data: Any, dtype: Any, device: Any) -> Tensor:
     shown = torch.ops.aten.alias.default(kept)
     mode = get_proxy_mode()
     assert mode is not None
-    next(reversed(mode.tracer.graph.nodes)).meta[CONSTANT] = kept
+    next(iter(reversed(mode.tracer.graph.nodes))).meta[CONSTANT] = kept
     return shown
 
 

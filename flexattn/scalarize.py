@@ -25,6 +25,9 @@ Kind = Literal["score", "mask"]
 _MOST_NUMBERS = 64  # of one mod, whose graphs are kept
 
 
+_NUMBERS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}  # what the user calls them
+
+
 @dataclass(frozen=True)
 class Recorded:
     """What a run left: the FX graph, its inputs, what it returned, and the name of every symbol's source."""
@@ -139,7 +142,8 @@ def _output(elements: Elements, result: Any, kind: Kind, name: str, dtype: torch
         return elements.scalar(result, dtype)
     wanted = "a bool tensor" if kind == "mask" else "a scalar tensor"
     mend = _BOOL_SCORE if boolean else _COMPLEX_SCORE if isinstance(result, complex) else "Return one."
-    raise ModError(f"{name}: found a result of type {type(result).__name__}, expected {wanted}. {mend}")
+    found = _NUMBERS.get(type(result), type(result)).__name__
+    raise ModError(f"{name}: found a result of type {found}, expected {wanted}. {mend}")
 
 
 _BOOL_SCORE = "It looks like a mask_mod: pass it as block_mask=create_block_mask(mask_mod, ...)."
