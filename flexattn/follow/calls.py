@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from flexattn.follow.attributes import BUILTIN_CONTAINERS, MISSING
-from flexattn.follow.libraries import is_library, is_library_class, is_ours
+from flexattn.follow.libraries import HEAP_TYPE, is_library, is_library_class, is_ours
 from flexattn.follow.lifted import literal
 from flexattn.follow.operators import Operators, is_plain
 
-_HEAP_TYPE = 1 << 9
 # Modules of torch whose Python functions are operators; others of torch are followed like the user's own code.
 _OPERATOR_MODULES = (
     "torch", "torch.functional", "torch.nn.functional", "torch._tensor", "torch.special", "torch.linalg", "torch.fft",
@@ -51,7 +50,7 @@ Known = Callable[..., Any]
 
 
 def _is_heap_type(cls: type) -> bool:
-    return bool(cls.__flags__ & _HEAP_TYPE)
+    return bool(cls.__flags__ & HEAP_TYPE)
 
 
 class NativeExit:
@@ -247,7 +246,7 @@ class Calls(Operators):
         descriptor = cls.__dict__.get(function.__name__)
         if type(descriptor) in (types.MethodDescriptorType, types.WrapperDescriptorType):
             return self.call(descriptor, (owner, *args), kwargs)
-        if isinstance(owner, type) and not owner.__flags__ & _HEAP_TYPE:  # dict.fromkeys, int.from_bytes...
+        if isinstance(owner, type) and not owner.__flags__ & HEAP_TYPE:  # dict.fromkeys, int.from_bytes...
             return function(*map(self.for_python, args), **kwargs)
         return self.call_unknown(function, args, kwargs)
 
