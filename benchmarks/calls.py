@@ -30,7 +30,7 @@ from torch import Tensor
 import flexattn
 from benchmarks.harness import environment, table, write_json
 from flexattn import reference
-from flexattn.build import digest, stats
+from flexattn.runtime.build import digest, stats
 
 SETTLED = 100  # calls, after which nothing new may be built
 LAYOUTS = ("contiguous", "transposed", "unaligned")

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from flexattn.tuning import sample
+from flexattn.tuning.search import sample
 
 Run = Callable[[], object]
 Clock = Callable[[Run, int, torch.device], float]  # (what to run, how many times, where) -> milliseconds of one

@@ -49,12 +49,12 @@ import torch
 from torch import Tensor
 
 import flexattn
-import flexattn.build
-import flexattn.trace
+import flexattn.runtime.build
+import flexattn.trace.trace
 from benchmarks.harness import Config, Result, one_line, synchronize, table
 from benchmarks.peers import torch_flex_module
 from benchmarks.works import Mod, Mods, Work, document_lengths, make_inputs
-from flexattn import mask_cache
+from flexattn.mask_build import cache as mask_cache
 from flexattn.mods import natten_2d
 
 OURS = "flexattn"
@@ -274,7 +274,7 @@ def anatomy(build: Build, mods: Sequence[Mod], length: int, device: torch.device
     tally, host, python, mask = _Tally(), [], [], None
     hits = mask_cache.stats()["hits"]
     with contextlib.ExitStack() as patches:
-        for kernel in flexattn.build.Kernel.__subclasses__():
+        for kernel in flexattn.runtime.build.Kernel.__subclasses__():
             patches.enter_context(patch.object(kernel, "launch", tally.launching(kernel.launch)))
         for owner, name in WAITS:
             patches.enter_context(patch.object(owner, name, tally.waiting(getattr(owner, name))))
@@ -545,7 +545,7 @@ class Churn:
 
 def kernels_made() -> int:
     """Return how many kernels this process has compiled or read from the disk."""
-    counts = flexattn.build.stats()
+    counts = flexattn.runtime.build.stats()
     return counts["compiles"] + counts["disk_hits"]
 
 
@@ -554,7 +554,7 @@ def churn(settings: MaskSettings, kind: str) -> Churn:
     builds, length = settings.churn
     device, build = settings.device, mask_builders([OURS], settings.device)[OURS]
     mask_cache.clear()
-    counters = (kernels_made, lambda: flexattn.trace.stats()["traces"], lambda: mask_cache.stats()["hits"])
+    counters = (kernels_made, lambda: flexattn.trace.trace.stats()["traces"], lambda: mask_cache.stats()["hits"])
     taken, before = [], []
     try:
         for n in range(builds + 1):

@@ -21,9 +21,9 @@ import flexattn
 from benchmarks.harness import environment, one_line, write_json
 from benchmarks.works import WORKS, Inputs, Mod, Mods, Work, make_inputs
 from flexattn import AuxRequest, BlockMask, create_block_mask, flex_attention
-from flexattn.builders import build_apart
+from flexattn.machine.target import target_of
 from flexattn.reference import attention
-from flexattn.target import target_of
+from flexattn.runtime.compile_processes import build_apart
 
 NAMES, EVERYONE = ("out", "lse", "dq", "dk", "dv"), ("flexattn", "dense", "sdpa")
 OF = {"causal": "causal_d128", "softcap": "softcap", "alibi": "alibi", "documents": "documents_16k"}

@@ -46,9 +46,9 @@ from benchmarks.masks import (
 )
 from benchmarks.peers import PEERS, prepare_torch, torch_flex_module
 from benchmarks.works import WORKS, Mods, Work, causal_mask, make_inputs
-from flexattn import memo
-from flexattn.captures import survey
-from flexattn.trace import trace, variant_of
+from flexattn.block_mask.captures import survey
+from flexattn.trace import memo
+from flexattn.trace.trace import trace, variant_of
 
 PARTS = ("masks", "host", "guard", "first_call", "recompiles")
 KNOWN = ("flexattn", "torch_flex", "torch_flex_eager")

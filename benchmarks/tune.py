@@ -21,10 +21,10 @@ import flexattn
 from benchmarks.attention import DTYPES
 from benchmarks.harness import environment, one_line, table, write_json
 from benchmarks.works import WORKS, Work, make_inputs
-from flexattn.tile_choice import MEASURED, with_measured
-from flexattn.trials import KernelTuning, Trial, Tuning
-from flexattn.triton_versions import is_interpreting
-from flexattn.tuning import TUNED
+from flexattn.compile.tile_choice import MEASURED, with_measured
+from flexattn.machine.triton_versions import is_interpreting
+from flexattn.tuning.report import KernelTuning, Trial, Tuning
+from flexattn.tuning.search import TUNED
 
 # The work whose mods stand for a kind of score_mod; rows that are not aligned are those of wider tensors.
 KINDS = {

@@ -14,17 +14,17 @@ from flexattn.api import explain as explain
 from flexattn.api import flex_attention as flex_attention
 from flexattn.api import tune as tune
 from flexattn.block_mask import BlockMask as BlockMask
-from flexattn.classify import create_block_mask as create_block_mask
-from flexattn.classify import create_mask as create_mask
-from flexattn.dropout import dropout_mask as dropout_mask
+from flexattn.call.dropout import dropout_mask as dropout_mask
 from flexattn.errors import FlexAttentionError as FlexAttentionError
 from flexattn.explain import Explanation as Explanation
+from flexattn.mask_build.create import create_block_mask as create_block_mask
+from flexattn.mask_build.create import create_mask as create_mask
 from flexattn.mods import and_masks as and_masks
 from flexattn.mods import noop_mask as noop_mask
 from flexattn.mods import or_masks as or_masks
 from flexattn.options import FlexKernelOptions as FlexKernelOptions
-from flexattn.registered import register_operator as register_operator
-from flexattn.trials import Tuning as Tuning
+from flexattn.trace.registered import register_operator as register_operator
+from flexattn.tuning.report import Tuning as Tuning
 
 __all__ = [
     "AuxOutput",

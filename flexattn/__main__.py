@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flexattn.cache_size import report
-from flexattn.config import settings
-from flexattn.kernel_store import open_store
+from flexattn.machine.cache_size import report
+from flexattn.machine.kernel_store import open_store
+from flexattn.process.config import settings
 
 
 def main() -> None:

@@ -13,37 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
-from flexattn.autograd import Engine, attention
-from flexattn.batch_invariant import in_one_class
 from flexattn.block_mask import BlockMask, from_torch
-from flexattn.bound import bound as bounds_of
-from flexattn.build import KernelSource
-from flexattn.classify import create_block_mask
-from flexattn.differentiate import differentiate
-from flexattn.distances import by_distance
-from flexattn.dropout import check_dropout
-from flexattn.engines import cpu, empty, gpu_float64, triton
-from flexattn.errors import ArgumentError, DtypeError, MaskError, OptionError, UnsupportedError, message
-from flexattn.explain import Explanation, target_named
-from flexattn.facts import analyze
-from flexattn.graph import BoundMod, ModGraph, Node
-from flexattn.mask_kernels import plan_mask
-from flexattn.mask_recipe import sources
-from flexattn.modes import undisturbed
-from flexattn.options import option, tile_options, validate_options
-from flexattn.places_last import places_last
-from flexattn.plan import tile_origin
-from flexattn.problem import Problem
-from flexattn.render import render
-from flexattn.sinks import check_sink
-from flexattn.target import Target, target_of
-from flexattn.trace import trace
-from flexattn.transforms import is_transforming
-from flexattn.trials import Tuning
-from flexattn.triton_versions import is_interpreting
-from flexattn.tuning import TUNED, Effort, tune_problem
-from flexattn.uncompiled import uncompiled
-from flexattn.validate import (
+from flexattn.call.batch_invariant import in_one_class
+from flexattn.call.dropout import check_dropout
+from flexattn.call.problem import Problem
+from flexattn.call.sinks import check_sink
+from flexattn.call.validate import (
     DEVICES,
     DTYPES,
     check_block_mask,
@@ -52,6 +27,31 @@ from flexattn.validate import (
     check_tensors,
     place_captures,
 )
+from flexattn.compile.kernel_source import KernelSource
+from flexattn.compile.plan import tile_origin
+from flexattn.compile.render import render
+from flexattn.engines import cpu, empty, gpu_float64, triton
+from flexattn.engines.autograd import Engine, attention
+from flexattn.errors import ArgumentError, DtypeError, MaskError, OptionError, UnsupportedError, message
+from flexattn.explain import Explanation, target_named
+from flexattn.graph.bound import bound as bounds_of
+from flexattn.graph.capture_axes import places_last
+from flexattn.graph.differentiate import differentiate
+from flexattn.graph.facts import analyze
+from flexattn.graph.mod_graph import BoundMod, ModGraph, Node
+from flexattn.graph.tables_by_distance import by_distance
+from flexattn.machine.target import Target, target_of
+from flexattn.machine.triton_versions import is_interpreting
+from flexattn.mask_build.create import create_block_mask
+from flexattn.mask_build.kernels import plan_mask
+from flexattn.mask_build.launch_plan import sources
+from flexattn.options import option, tile_options, validate_options
+from flexattn.torch_state.modes import undisturbed
+from flexattn.torch_state.transforms import is_transforming
+from flexattn.torch_state.uncompiled import uncompiled
+from flexattn.trace.trace import trace
+from flexattn.tuning.report import Tuning
+from flexattn.tuning.search import TUNED, Effort, tune_problem
 
 Mod = Callable[..., object]
 

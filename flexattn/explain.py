@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexattn.block_mask import BlockMask
+from flexattn.compile.kernel_plan import KernelPlan
+from flexattn.compile.render import KernelSource
 from flexattn.errors import ArgumentError, message
-from flexattn.facts import ModFacts
-from flexattn.graph import ModGraph
-from flexattn.kernel_plan import KernelPlan
-from flexattn.render import KernelSource
-from flexattn.target import Target, named
+from flexattn.graph.facts import ModFacts
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.machine.target import Target, named
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from triton._C.libtriton import ir, passes
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 
-from flexattn import build
-from flexattn.build import KernelSource
-from flexattn.target import Target
+from flexattn.compile.kernel_source import KernelSource
+from flexattn.machine.target import Target
+from flexattn.runtime import build
 
 
 def allocated(source: KernelSource, target: Target) -> int:

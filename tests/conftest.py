@@ -14,7 +14,8 @@ import hypothesis
 import pytest
 import torch
 
-from flexattn import config, tile_choice
+from flexattn.compile import tile_choice
+from flexattn.process import config
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Tools that a GPU machine without a network may lack; a test file that imports a missing one is left out, by name.

@@ -11,12 +11,14 @@ import numpy as np
 import ptx
 from torch import Tensor
 
-from flexattn import api, launch
-from flexattn.build import Kernel, KernelSource, build
+from flexattn import api
+from flexattn.compile.kernel_plan import KernelPlan
+from flexattn.compile.kernel_source import KernelSource
+from flexattn.compile.render import render
+from flexattn.compile.shared_memory import fit
 from flexattn.explain import target_named
-from flexattn.kernel_plan import KernelPlan
-from flexattn.render import render
-from flexattn.shared_memory import fit
+from flexattn.runtime import launch
+from flexattn.runtime.build import Kernel, build
 
 
 class Emulated:

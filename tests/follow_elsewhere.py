@@ -1,4 +1,4 @@
-"""Run the functions of follow_corpus by `flexattn.follow` in a Python that has no torch: stand-ins are enough."""
+"""Run the functions of follow_corpus by `flexattn.trace.follow` in a Python that has no torch: stand-ins are enough."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def main() -> int:
     install()
     from follow_corpus import CASES
 
-    from flexattn.follow import IS_KNOWN_VERSION, Follower, Record, guard_of
+    from flexattn.trace.follow import IS_KNOWN_VERSION, Follower, Record, guard_of
 
     class Literal(Record):
         """Numbers stay literals: there are no symbols."""

@@ -222,7 +222,7 @@ def tiles_change_nothing(at: Setting) -> None:
 
 def lengths_and_values_share_kernels(at: Setting) -> None:
     """New lengths, batches, values, numbers and scales compile nothing."""
-    from flexattn.build import stats
+    from flexattn.runtime.build import stats
 
     def one(M: int, N: int, B: int, factor: float, scale: float) -> None:
         q, k, v = inputs(at, Sizes(B, 2, 1, M, N))

@@ -10,7 +10,7 @@ from test_ops import DOMAINS, FLOATS, INTEGERS
 from torch import Tensor
 
 from flexattn import AuxRequest, flex_attention
-from flexattn.ops import OPS
+from flexattn.graph.operators import OPS
 
 _INTEGER_ONLY = ("bitand", "bitor", "bitxor", "bitnot", "shl", "shr")
 _BOOLEAN = ("and", "or", "xor", "not")

@@ -21,8 +21,9 @@ from kernel_checks import CHECKS
 from kernel_ops import check_row, rows
 
 import flexattn
-from flexattn import api, build, launch
-from flexattn.target import Target
+from flexattn import api
+from flexattn.machine.target import Target
+from flexattn.runtime import build, launch
 
 SIZE = {"size": 7, "block": 4}
 EXACT = (("EXACT", True),)

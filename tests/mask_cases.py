@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexattn import create_block_mask, flex_attention, mask_kernels, mods
+from flexattn import create_block_mask, flex_attention, mods
 from flexattn.block_mask import RunLists
-from flexattn.build import KernelSource
-from flexattn.graph import BoundMod
-from flexattn.lower_bounds import BoundsText
-from flexattn.mask_kernels import MaskPlan, plan_mask
+from flexattn.compile.kernel_source import KernelSource
+from flexattn.compile.lower_bounds import BoundsText
+from flexattn.graph.mod_graph import BoundMod
+from flexattn.machine.target import Target
+from flexattn.mask_build import kernels as mask_kernels
+from flexattn.mask_build.kernels import MaskPlan, plan_mask
 from flexattn.mods import and_masks
-from flexattn.target import Target
 
 Mod = Callable[..., Any]  # (b, h, q_idx, kv_idx) -> bool
 BATCHES, HEADS = 2, 3

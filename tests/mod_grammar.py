@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from hypothesis import strategies as st
 
-from flexattn.graph import MASK_INPUTS, BoundMod, Builder, Capture, Expr, Number
+from flexattn.graph.mod_graph import MASK_INPUTS, BoundMod, Builder, Capture, Expr, Number
 
 Write = Callable[..., Expr]  # write(builder, b, h, q_idx, kv_idx)
 COMPARE = ("eq", "ge", "gt", "le", "lt", "ne")

@@ -13,9 +13,10 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flexattn import triton_versions
-from flexattn.build import Kernel, KernelSource, build
-from flexattn.target import Target
+from flexattn.compile.kernel_source import KernelSource
+from flexattn.machine import triton_versions
+from flexattn.machine.target import Target
+from flexattn.runtime.build import Kernel, build
 
 SM90 = Target("cuda", 90, 32)
 INSTRUCTIONS = {

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
 import flexattn
-from flexattn import AuxOutput, AuxRequest, api, config, create_block_mask, explain, flex_attention, reference
+from flexattn import AuxOutput, AuxRequest, api, create_block_mask, explain, flex_attention, reference
 from flexattn.block_mask import BuildCounts
-from flexattn.bound import bound
+from flexattn.graph.bound import bound
 from flexattn.mods import document_causal
+from flexattn.process import config
 
 
 def inputs(

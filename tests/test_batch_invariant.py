@@ -193,9 +193,9 @@ def test_hopper_has_the_pair_of_kernels_and_nothing_is_fused() -> None:
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_no_descriptors_and_no_tuned_tiles(target: str, machine: object) -> None:
     pytest.importorskip("triton")
-    from flexattn.plan import tile_key
-    from flexattn.tile_choice import remember
-    from flexattn.tiles import Tile, TileRow
+    from flexattn.compile.plan import tile_key
+    from flexattn.compile.tile_choice import remember
+    from flexattn.compile.tiles import Tile, TileRow
 
     options = {**ON, "BACKEND": "TRITON"}
     plan, _, _ = plans(options, target)["forward"]

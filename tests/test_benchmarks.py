@@ -237,7 +237,7 @@ def test_each_mask_of_a_kind_is_another() -> None:
 
 
 def test_what_a_build_consists_of() -> None:
-    class Launched(flexattn.build.Kernel):
+    class Launched(flexattn.runtime.build.Kernel):
         def __init__(self) -> None:
             self.programs: list[int] = []
 

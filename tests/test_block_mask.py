@@ -19,13 +19,12 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 from torch.utils import _pytree as pytree
 
-from flexattn import classify, memo, mods
+from flexattn import mods
 from flexattn.block_mask import BlockMask, RunLists, Runs, from_torch, picture, plot
 from flexattn.block_mask import mask as mask_module
 from flexattn.block_mask import pairs as pairs_module
+from flexattn.block_mask.captures import survey
 from flexattn.block_mask.runs import LaterRunLists, runs_of
-from flexattn.captures import survey
-from flexattn.classify import create_block_mask, create_mask
 from flexattn.errors import (
     ArgumentError,
     DeviceError,
@@ -35,8 +34,11 @@ from flexattn.errors import (
     MutationError,
     UnsupportedError,
 )
+from flexattn.mask_build import create as classify
+from flexattn.mask_build.create import create_block_mask, create_mask
 from flexattn.mods import causal, noop_mask
-from flexattn.trace import trace
+from flexattn.trace import memo
+from flexattn.trace.trace import trace
 
 create = functools.partial(create_block_mask, device="cpu")
 PARTIAL_FIELDS = ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices")

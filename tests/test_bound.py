@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mod_grammar import CAPTURES, COMPARE, NUMBERS, booleans, build, floats, integers, on_grid
 
-from flexattn import boxes as boxes_module
-from flexattn.bound import BOX_INPUTS, FULL, INDEX_LIMIT, Bounds, bound, classify_boxes, nonnegative, ranges
-from flexattn.boxes import classify_by_boxes
-from flexattn.graph import SCORE_INPUTS, BoundMod
-from flexattn.ops import OPS
+from flexattn.graph.bound import BOX_INPUTS, FULL, INDEX_LIMIT, Bounds, bound, classify_boxes, nonnegative, ranges
+from flexattn.graph.mod_graph import SCORE_INPUTS, BoundMod
+from flexattn.graph.operators import OPS
+from flexattn.mask_build import boxes as boxes_module
+from flexattn.mask_build.boxes import classify_by_boxes
 
 torch.set_num_threads(1)
 EMPTY, PARTIAL, UNKNOWN = 0, 3, 2

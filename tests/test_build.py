@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexattn import build as build_module
-from flexattn import config
-from flexattn.build import KernelSource, OutOfResources, build, clear_memory, digest, stats
+from flexattn.compile.kernel_source import KernelSource
 from flexattn.errors import ArgumentError, CompileError
-from flexattn.kernel_store import KernelStore, open_store
-from flexattn.target import INTERPRETER, Target, target_of
+from flexattn.machine.kernel_store import KernelStore, open_store
+from flexattn.machine.target import INTERPRETER, Target, target_of
+from flexattn.process import config
+from flexattn.runtime import build as build_module
+from flexattn.runtime.build import OutOfResources, build, clear_memory, digest, stats
 
 pytest.importorskip("triton")
 
@@ -63,7 +64,7 @@ import json, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_build import PRODUCT, SM90
-from flexattn.build import build, stats
+from flexattn.runtime.build import build, stats
 kernel = build(PRODUCT, SM90)
 print(json.dumps(stats() | {{"triton": "triton.compiler.code_generator" in sys.modules}}))
 """
@@ -334,7 +335,7 @@ def test_folder_that_others_can_rename_is_not_used(tmp_path: Path, monkeypatch, 
     shared = tmp_path / "shared"
     (shared / "cache").mkdir(parents=True, mode=0o700)
     (shared / "cache").chmod(0o700)
-    monkeypatch.setattr("flexattn.kernel_store._is_own_group", lambda gid: False)
+    monkeypatch.setattr("flexattn.machine.kernel_store._is_own_group", lambda gid: False)
     shared.chmod(others)
     with pytest.warns(RuntimeWarning, match=f"{shared} belongs to another user, or others can write there"):
         assert open_store(shared / "cache") is None
@@ -507,8 +508,8 @@ import sys
 sys.path.insert(0, {tests!r})
 import torch
 from test_build import PRODUCT
-from flexattn.build import build, stats
-from flexattn.target import INTERPRETER
+from flexattn.runtime.build import build, stats
+from flexattn.machine.target import INTERPRETER
 a, b, c = torch.randn(64, 128).half(), torch.randn(128, 64).half(), torch.zeros(64, 80)
 kernel = build(PRODUCT, INTERPRETER)
 kernel.load()
@@ -533,7 +534,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 from triton.runtime.driver import driver
 from test_build import PRODUCT, SM90
-from flexattn import build as build_module, triton_versions
+from flexattn.runtime import build as build_module
+from flexattn.machine import triton_versions
 
 torch.cuda.is_available = lambda: True
 kernel = build_module.build(PRODUCT, SM90)

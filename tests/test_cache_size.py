@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from flexattn import cache_size
-from flexattn.cache_size import items, prune, report
-from flexattn.kernel_store import KernelStore, open_store
+from flexattn.machine import cache_size
+from flexattn.machine.cache_size import items, prune, report
+from flexattn.machine.kernel_store import KernelStore, open_store
 
 
 @pytest.fixture
@@ -92,8 +92,8 @@ def test_new_kernels_make_room(store: KernelStore):
 PRUNER = """
 import sys
 from pathlib import Path
-from flexattn.cache_size import prune
-from flexattn.kernel_store import KernelStore
+from flexattn.machine.cache_size import prune
+from flexattn.machine.kernel_store import KernelStore
 store = KernelStore(Path(sys.argv[1]))
 print("ready", flush=True)
 for limit in range(60_000, 0, -100):

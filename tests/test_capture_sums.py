@@ -12,12 +12,12 @@ from kernel_cases import deterministic
 from torch import Tensor
 
 from flexattn import explain
-from flexattn.capture_sums import SUM_BITS, CaptureSums, _scale, _sum_factor, has_known_bounds, largest_of_rows
-from flexattn.differentiate import differentiate
-from flexattn.graph import BoundMod
-from flexattn.kernel_plan import KernelPlan
-from flexattn.problem import Problem
-from flexattn.trace import trace
+from flexattn.call.problem import Problem
+from flexattn.compile.capture_sums import SUM_BITS, CaptureSums, _scale, _sum_factor, has_known_bounds, largest_of_rows
+from flexattn.compile.kernel_plan import KernelPlan
+from flexattn.graph.differentiate import differentiate
+from flexattn.graph.mod_graph import BoundMod
+from flexattn.trace.trace import trace
 
 B, H, M, N = 2, 4, 96, 160
 T = torch.zeros(M + N, requires_grad=True)

@@ -14,13 +14,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
-from flexattn import boxes, classify, mask_cache, mods, progress
+from flexattn import mods
 from flexattn.block_mask import BlockMask
-from flexattn.classify import create_block_mask, create_mask
 from flexattn.errors import ArgumentError, DeviceError, IndexRangeError, ModError
-from flexattn.graph import BoundMod
+from flexattn.graph.mod_graph import BoundMod
+from flexattn.mask_build import boxes
+from flexattn.mask_build import cache as mask_cache
+from flexattn.mask_build import create as classify
+from flexattn.mask_build.create import create_block_mask, create_mask
 from flexattn.mods import causal, noop_mask
-from flexattn.trace import trace
+from flexattn.process import progress
+from flexattn.trace.trace import trace
 
 Mod = Callable[..., Tensor]
 FIELDS = (

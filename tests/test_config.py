@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from flexattn import config
-from flexattn.config import Settings, read_settings
 from flexattn.errors import ArgumentError
-from flexattn.kernel_store import open_store
+from flexattn.machine.kernel_store import open_store
+from flexattn.process import config
+from flexattn.process.config import Settings, read_settings
 
 
 def test_defaults(monkeypatch):

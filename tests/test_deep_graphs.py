@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-import flexattn.lower
+import flexattn.compile.lower
 from flexattn import create_block_mask, explain, flex_attention
-from flexattn.bound import EMPTY, classify_boxes
-from flexattn.bound import bound as bounding
-from flexattn.differentiate import differentiate
+from flexattn.compile.lower import CaptureLayout, Dialect, ModPlan, lower, lower_score
+from flexattn.compile.render import render
 from flexattn.errors import CompileError
-from flexattn.facts import analyze
-from flexattn.graph import SCORE_INPUTS, Builder, Capture, Expr, ModGraph
-from flexattn.lower import CaptureLayout, Dialect, ModPlan, lower, lower_score
-from flexattn.render import render
-from flexattn.trace import trace
+from flexattn.graph.bound import EMPTY, classify_boxes
+from flexattn.graph.bound import bound as bounding
+from flexattn.graph.differentiate import differentiate
+from flexattn.graph.facts import analyze
+from flexattn.graph.mod_graph import SCORE_INPUTS, Builder, Capture, Expr, ModGraph
+from flexattn.trace.trace import trace
 
 SPANS = 300
 
@@ -139,7 +139,7 @@ def test_bounds_of_a_deep_mask_exclude_other_documents() -> None:
 
 
 def test_a_mod_that_no_kernel_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flexattn.lower, "MOST_OPERATIONS", 30)
+    monkeypatch.setattr(flexattn.compile.lower, "MOST_OPERATIONS", 30)
     layouts = (CaptureLayout(dense=True, aligned=False, wide=False),)
     with pytest.raises(CompileError, match=r"score_mod: found \d+ operations in deep, expected at most 30"):
         lower_score(ModPlan(of_steps(STEPS["sum"], 50), "score", layouts, ()), "score_mod", Dialect())

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.differentiate import differentiate
-from flexattn.graph import GRAD_INPUTS, ModGraph
-from flexattn.trace import trace
+from flexattn.graph.differentiate import differentiate
+from flexattn.graph.mod_graph import GRAD_INPUTS, ModGraph
+from flexattn.trace.trace import trace
 
 TABLE = torch.rand(8)
 OTHER = torch.rand(8, 8)

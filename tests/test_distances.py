@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from flexattn import create_block_mask, explain, flex_attention, mods
-from flexattn.distances import by_distance
+from flexattn.graph.tables_by_distance import by_distance
 from flexattn.reference import attention
-from flexattn.trace import trace
+from flexattn.trace.trace import trace
 
 M, N, H = 37, 50, 4
 Mod = Callable[..., Any]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flexattn import AuxRequest, create_block_mask, dropout_mask, explain, flex_attention, mods
-from flexattn.dropout import Dropout, _philox
+from flexattn.call.dropout import Dropout, _philox
 from flexattn.engines import cpu_tiles
 from flexattn.errors import ArgumentError, DtypeError
 from flexattn.reference import attention

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexattn import mods
-from flexattn.equal_runs import EqualRuns, captures_compared, with_runs
-from flexattn.trace import trace
+from flexattn.graph.equal_runs import EqualRuns, captures_compared, with_runs
+from flexattn.trace.trace import trace
 
 IDS = torch.tensor([0, 0, 0, 1, 1, 4, 4, 4, 4, 7])
 PER_BATCH = torch.stack((IDS, IDS // 2))

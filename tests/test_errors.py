@@ -15,9 +15,9 @@ from torch.nn.attention import flex_attention as upstream
 
 import flexattn
 from flexattn import AuxRequest, create_block_mask, errors, explain, flex_attention
+from flexattn.call.validate import place_captures
 from flexattn.errors import FlexAttentionError
-from flexattn.trace import trace
-from flexattn.validate import place_captures
+from flexattn.trace.trace import trace
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", grad: bool = False) -> Tensor:

@@ -24,11 +24,12 @@ import torch
 from follow_corpus import CASES
 from torch import Tensor
 
-from flexattn import create_block_mask, flex_attention, memo
+from flexattn import create_block_mask, flex_attention
 from flexattn.errors import ModError, MutationError, RetraceWarning
-from flexattn.follow import Follower, Record, guard_of
-from flexattn.recording import Inputs, Setting
-from flexattn.trace import stats, trace, variant_of
+from flexattn.trace import memo
+from flexattn.trace.follow import Follower, Record, guard_of
+from flexattn.trace.recording import Inputs, Setting
+from flexattn.trace.trace import stats, trace, variant_of
 
 POINTS = [(0, 0, 0, 0), (1, 2, 7, 3), (0, 1, 3, 7), (1, 0, 6, 6)]
 TABLE = torch.arange(20, dtype=torch.float64) / 7

@@ -28,7 +28,7 @@ from test_follow import _parameters, eager, traced
 from torch import Tensor
 
 from flexattn.errors import ModError, RetraceWarning
-from flexattn.trace import stats, trace
+from flexattn.trace.trace import stats, trace
 
 Mod = Callable[..., Any]
 Case = Callable[[], Iterator[Mod]]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from flexattn.errors import ModError, RetraceWarning
-from flexattn.trace import trace
+from flexattn.trace.trace import trace
 
 PLACE = [torch.tensor(n, dtype=torch.int32) for n in (0, 1, 2, 3)]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import flexattn
-from flexattn.forks import cached_property
+from flexattn.process.forks import cached_property
 
 PACKAGE = Path(flexattn.__file__).parent
 # What makes or holds a lock, and the modules that may use it all the same.
@@ -21,12 +21,12 @@ LOCKS = {
 }  # fmt: skip
 HOLDERS = {"threading", "queue", "multiprocessing", "concurrent.futures", "functools", "fcntl"}
 ALLOWED = {
-    "forks.py": {"RLock"},
-    "kernel_store.py": {"flock"},  # its handle is closed in a child
-    "builders.py": {"ThreadPoolExecutor"},  # of one call, no child uses it
+    "process/forks.py": {"RLock"},
+    "machine/kernel_store.py": {"flock"},  # its handle is closed in a child
+    "runtime/compile_processes.py": {"ThreadPoolExecutor"},  # of one call, no child uses it
     "engines/cpu_threads.py": {"ThreadPoolExecutor", "Barrier"},  # forgotten in a child
-    "captures.py": {"cached_property"},  # asks what the user has
-    "follow/attributes.py": {"cached_property"},  # the same
+    "block_mask/captures.py": {"cached_property"},  # asks what the user has
+    "trace/follow/attributes.py": {"cached_property"},  # the same
 }
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
@@ -46,7 +46,7 @@ def made_locks(tree: ast.AST) -> set[str]:
 @pytest.mark.parametrize("module", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_locks_are_made_in_one_module(module: Path):
     allowed = ALLOWED.get(str(module.relative_to(PACKAGE)), set())
-    assert made_locks(ast.parse(module.read_text())) <= allowed, "make it with flexattn.forks"
+    assert made_locks(ast.parse(module.read_text())) <= allowed, "make it with flexattn.process.forks"
 
 
 def run(script: str, *arguments: str) -> str:
@@ -99,7 +99,7 @@ print(changed)
 
 @needs_fork
 def test_a_child_finds_what_its_only_thread_holds_and_changed():
-    assert run(FORKED, str(PACKAGE)) == "['ours']\n[]\n[]\n"
+    assert run(FORKED, str(PACKAGE / "process")) == "['ours']\n[]\n[]\n"
 
 
 # Two threads trace and build masks all the time while children are forked that do the same.
@@ -149,7 +149,7 @@ def test_children_forked_while_threads_trace_go_on():
 HELD = """
 import fcntl, os, signal, sys, threading, time
 from pathlib import Path
-from flexattn.kernel_store import KernelStore
+from flexattn.machine.kernel_store import KernelStore
 
 store = KernelStore(Path(sys.argv[1]))
 

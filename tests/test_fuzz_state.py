@@ -11,7 +11,7 @@ from fuzz import state
 from fuzz.__main__ import parse
 from fuzz.state_programs import FRAGMENTS, program
 
-from flexattn.follow.record import Record
+from flexattn.trace.follow.record import Record
 
 
 def test_programs_agree_with_python() -> None:

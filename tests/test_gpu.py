@@ -32,9 +32,9 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
 from flexattn import AuxRequest, BlockMask, create_block_mask, flex_attention, mods
-from flexattn.build import stats
+from flexattn.machine.target import target_of
 from flexattn.reference import attention
-from flexattn.target import target_of
+from flexattn.runtime.build import stats
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu

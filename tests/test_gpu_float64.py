@@ -13,11 +13,11 @@ from torch import Tensor
 
 from flexattn import AuxRequest, api, create_block_mask, explain, flex_attention, tune
 from flexattn.block_mask import BlockMask
+from flexattn.call.problem import Problem
 from flexattn.engines import cpu, gpu_float64
+from flexattn.engines.second_order import tangents
 from flexattn.errors import OptionError, UnsupportedError
-from flexattn.graph import BoundMod
-from flexattn.problem import Problem
-from flexattn.second_order import tangents
+from flexattn.graph.mod_graph import BoundMod
 
 M, N = 37, 45
 

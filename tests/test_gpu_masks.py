@@ -29,17 +29,18 @@ from mod_grammar import CAPTURES, NUMBERS, booleans, build
 from test_classify import classes
 from torch import Tensor
 
-from flexattn import BlockMask, create_block_mask, flex_attention, mask_cache, mods
+from flexattn import BlockMask, create_block_mask, flex_attention, mods
 from flexattn.block_mask import RunLists
-from flexattn.build import stats as build_stats
-from flexattn.classify import classify
 from flexattn.errors import IndexRangeError
-from flexattn.graph import BoundMod
-from flexattn.mask_build import build_lists
-from flexattn.mask_kernels import plan_mask
-from flexattn.target import target_of
-from flexattn.trace import stats as trace_stats
-from flexattn.trace import trace
+from flexattn.graph.mod_graph import BoundMod
+from flexattn.machine.target import target_of
+from flexattn.mask_build import cache as mask_cache
+from flexattn.mask_build.create import classify
+from flexattn.mask_build.kernels import plan_mask
+from flexattn.mask_build.on_gpu import build_lists
+from flexattn.runtime.build import stats as build_stats
+from flexattn.trace.trace import stats as trace_stats
+from flexattn.trace.trace import trace
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu

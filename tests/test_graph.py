@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from expecttest import assert_expected_inline
 
-from flexattn.graph import MASK_INPUTS, SCORE_INPUTS, BoundMod, Builder, Capture, Expr, ModGraph, Number, wide
+from flexattn.graph.mod_graph import MASK_INPUTS, SCORE_INPUTS, BoundMod, Builder, Capture, Expr, ModGraph, Number, wide
 
 
 def softcap(cap: float = 20.0, name: str = "softcap") -> ModGraph:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from flexattn.graph import ModGraph
-from flexattn.index_range import Affine, affine, index_ranges, shift_invariant
-from flexattn.trace import trace
+from flexattn.graph.index_range import Affine, affine, index_ranges, shift_invariant
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.trace.trace import trace
 
 M, N = 7, 11
 TABLE = torch.zeros(64)

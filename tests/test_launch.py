@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexattn.launch import _descriptor
+from flexattn.runtime.launch import _descriptor
 
 
 def test_a_descriptor_that_is_not_checked_again_says_the_same() -> None:

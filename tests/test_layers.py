@@ -16,15 +16,8 @@ import flexattn
 PACKAGE = Path(flexattn.__file__).parent
 # Reading order: a module imports only from those before it. A folder is one layer.
 ORDER = (
-    "mods", "reference", "errors", "arguments", "config", "forks", "tensor_cache", "options", "uncompiled", "modes",
-    "subclasses", "transforms", "ops", "graph", "equal_runs", "index_range", "distances", "places_last", "aten",
-    "bound", "narrow", "registered", "follow", "captures", "interception", "scalarize", "recording", "memo", "trace",
-    "differentiate", "progress", "boxes", "facts", "block_mask", "dropout", "problem", "batch_invariant", "sinks",
-    "target", "triton_versions", "kernel_store", "interpreted", "cache_size", "build", "builders", "tiles",
-    "tile_choice", "lower", "row_bounds", "scatter", "capture_sums", "lower_bounds", "templates", "kernel_plan",
-    "shared_memory", "plan", "hopper", "hopper_names", "render", "launch", "engines", "mask_kernels", "mask_recipe",
-    "mask_build", "mask_cache", "classify", "validate", "explain", "second_order", "autograd", "trials", "tuning",
-    "api", "__init__", "__main__",
+    "errors", "options", "reference", "mods", "process", "torch_state", "machine", "graph", "trace", "block_mask",
+    "call", "compile", "runtime", "mask_build", "engines", "tuning", "explain", "api", "__init__", "__main__",
 )  # fmt: skip
 LEAVES = ("mods", "reference")
 HEAVY = ("sympy", "triton", "torch._dynamo", "torch.fx.experimental.symbolic_shapes")

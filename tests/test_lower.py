@@ -11,12 +11,12 @@ import torch
 from expecttest import TestCase
 
 from flexattn import mods
-from flexattn.differentiate import differentiate
-from flexattn.graph import GRAD_INPUTS, Builder, Capture, ModGraph, Node, Number
-from flexattn.lower import CaptureLayout, Dialect, ModPlan, lower, lower_score
-from flexattn.ops import OPS
-from flexattn.scatter import SUMS, lower_scatter, lower_sizes, scatter_arguments, size_names
-from flexattn.trace import trace
+from flexattn.compile.lower import CaptureLayout, Dialect, ModPlan, lower, lower_score
+from flexattn.compile.scatter import SUMS, lower_scatter, lower_sizes, scatter_arguments, size_names
+from flexattn.graph.differentiate import differentiate
+from flexattn.graph.mod_graph import GRAD_INPUTS, Builder, Capture, ModGraph, Node, Number
+from flexattn.graph.operators import OPS
+from flexattn.trace.trace import trace
 
 GPU = Dialect(ptx=True)
 

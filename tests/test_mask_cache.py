@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from flexattn import create_block_mask, mask_cache
+from flexattn import create_block_mask
 from flexattn.block_mask import BlockMask
+from flexattn.mask_build import cache as mask_cache
 
 
 @pytest.fixture(autouse=True)

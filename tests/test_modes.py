@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexattn
 from flexattn.errors import DeviceError, UnsupportedError
-from flexattn.modes import undisturbed, users_device
+from flexattn.torch_state.modes import undisturbed, users_device
 
 X = torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
 BIAS = torch.tensor([0.5, -0.25])

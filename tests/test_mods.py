@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from flexattn import flex_attention, mods
-from flexattn.classify import create_block_mask, create_mask
-from flexattn.trace import stats as trace_stats
-from flexattn.trace import trace
+from flexattn.mask_build.create import create_block_mask, create_mask
+from flexattn.trace.trace import stats as trace_stats
+from flexattn.trace.trace import trace
 
 S = 24
 IDS = torch.tensor([0] * 5 + [1] * 7 + [2] * 12)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from flexattn import create_block_mask, flex_attention, mods
-from flexattn.bound import bound, classify_boxes
 from flexattn.errors import FlexAttentionError, ModError
-from flexattn.graph import ModGraph
-from flexattn.trace import trace
+from flexattn.graph.bound import bound, classify_boxes
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.trace.trace import trace
 
 N = 96
 BITS = torch.randint(-(2**62), 2**62, (N,), generator=torch.Generator().manual_seed(0))

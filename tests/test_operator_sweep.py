@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from kernel_ops import check_row, odd_rows, rows
 from torch import Tensor
 
-from flexattn import aten
-from flexattn.trace import trace
+from flexattn.trace import aten
+from flexattn.trace.trace import trace
 
 PLACES = ((0, 0, 0, 0), (1, 2, 10, 12), (0, 1, 7, 3), (1, 0, 3, 7), (1, 1, 5, 5), (0, 2, 10, 0))
 POINTS = [torch.tensor(column) for column in zip(*PLACES, strict=True)]

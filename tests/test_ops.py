@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexattn.differentiate import differentiate
-from flexattn.graph import SCORE_INPUTS, Builder, Capture, Expr, ModGraph
-from flexattn.ops import OPS, identity_of, where
+from flexattn.graph.differentiate import differentiate
+from flexattn.graph.mod_graph import SCORE_INPUTS, Builder, Capture, Expr, ModGraph
+from flexattn.graph.operators import OPS, identity_of, where
 
 FLOATS = [-2.5, -1.0, -0.3, 0.0, 0.4, 1.0, 1.7, 3.0]
 DOMAINS = {

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 TEMPLATES = sorted(p.name for p in (ROOT / "templates").iterdir() if p.is_file())
 PIP_OPTIONS = ("--quiet", "--disable-pip-version-check", "--no-index", "--no-deps", "--no-build-isolation")
-ASK = "from flexattn.templates import templates_folder; print(templates_folder())"
+ASK = "from flexattn.compile.templates import templates_folder; print(templates_folder())"
 
 
 def install(tmp_path: Path, *what: str) -> Path:
@@ -51,7 +51,7 @@ def test_wheel_holds_package_and_templates_only(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {n.split("/")[0] for n in names if "dist-info" not in n} == {"flexattn"}
     assert sorted(n.split("/")[-1] for n in names if n.startswith("flexattn/templates/")) == TEMPLATES
-    assert "flexattn/tiles.json" in names
+    assert "flexattn/compile/tiles.json" in names
     assert not any(n.endswith(".pyc") for n in names)
 
 

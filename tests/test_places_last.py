@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from flexattn import explain, mods
-from flexattn.distances import by_distance
-from flexattn.places_last import places_last
-from flexattn.trace import trace
+from flexattn.graph.capture_axes import places_last
+from flexattn.graph.tables_by_distance import by_distance
+from flexattn.trace.trace import trace
 
 M, N, H = 5, 7, 4
 CELLS = (torch.arange(M)[:, None] * 3 + torch.arange(N)) % 11

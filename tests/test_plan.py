@@ -10,13 +10,13 @@ import torch
 from expecttest import TestCase
 
 from flexattn import create_block_mask, explain, mods
-from flexattn.build import digest
+from flexattn.compile.kernel_plan import KERNELS, KernelPlan, split_head_dim
+from flexattn.compile.render import render
+from flexattn.compile.shared_memory import fit, shared_bytes, smaller_tiles, units
+from flexattn.compile.tiles import Tile
 from flexattn.errors import CompileError
-from flexattn.kernel_plan import KERNELS, KernelPlan, split_head_dim
-from flexattn.render import render
-from flexattn.shared_memory import fit, shared_bytes, smaller_tiles, units
-from flexattn.target import Target
-from flexattn.tiles import Tile
+from flexattn.machine.target import Target
+from flexattn.runtime.build import digest
 
 pytest.importorskip("triton")
 

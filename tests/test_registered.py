@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import flexattn
-from flexattn import registered
 from flexattn.errors import DtypeError, UnsupportedError
-from flexattn.trace import trace
+from flexattn.trace import registered
+from flexattn.trace.trace import trace
 
 
 @torch.library.custom_op("flexattn_tests::tanh_approx", mutates_args=())

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from flexattn import create_block_mask, explain, mods
-from flexattn.kernel_plan import CAPTURES, KernelPlan
-from flexattn.render import render
-from flexattn.templates import templates_folder
+from flexattn.compile.kernel_plan import CAPTURES, KernelPlan
+from flexattn.compile.render import render
+from flexattn.compile.templates import templates_folder
 
 pytest.importorskip("triton")
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from flexattn import mods
-from flexattn.graph import BoundMod
-from flexattn.lower import Dialect, ModPlan
-from flexattn.plan import number_type
-from flexattn.row_bounds import lower_row_bounds
-from flexattn.trace import trace
+from flexattn.compile.lower import Dialect, ModPlan
+from flexattn.compile.plan import number_type
+from flexattn.compile.row_bounds import lower_row_bounds
+from flexattn.graph.mod_graph import BoundMod
+from flexattn.trace.trace import trace
 
 
 def of(x: Any) -> Tensor:

@@ -15,9 +15,10 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flexattn import AuxRequest, BlockMask, create_block_mask, dropout_mask, flex_attention, reference, second_order
+from flexattn import AuxRequest, BlockMask, create_block_mask, dropout_mask, flex_attention, reference
+from flexattn.call.problem import Problem
+from flexattn.engines import second_order
 from flexattn.errors import UnsupportedError
-from flexattn.problem import Problem
 
 M, N = 5, 6
 SIZES = {"B": 2, "Hq": 2, "Hkv": 2, "D": 3, "Dv": 2}

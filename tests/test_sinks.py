@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flexattn import AuxRequest, create_block_mask, flex_attention, mods
+from flexattn.call.sinks import weight_of_keys
 from flexattn.errors import ArgumentError, DtypeError
 from flexattn.reference import attention
-from flexattn.sinks import weight_of_keys
 
 
 def inputs(M: int = 33, N: int = 40, dtype: torch.dtype = torch.float64) -> list[Tensor]:

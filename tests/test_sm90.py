@@ -11,13 +11,14 @@ import torch
 from mask_cases import make_mask, plan_of
 
 from flexattn import create_block_mask, explain, mods
-from flexattn.build import KernelSource, build
-from flexattn.equal_runs import EqualRuns
-from flexattn.kernel_plan import KernelPlan
-from flexattn.mask_kernels import levels_source, list_sources, small_lists_source, table_source
-from flexattn.shared_memory import shared_bytes
-from flexattn.target import Target
-from flexattn.trace import trace
+from flexattn.compile.kernel_plan import KernelPlan
+from flexattn.compile.kernel_source import KernelSource
+from flexattn.compile.shared_memory import shared_bytes
+from flexattn.graph.equal_runs import EqualRuns
+from flexattn.machine.target import Target
+from flexattn.mask_build.kernels import levels_source, list_sources, small_lists_source, table_source
+from flexattn.runtime.build import build
+from flexattn.trace.trace import trace
 
 pytest.importorskip("triton")
 

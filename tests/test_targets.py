@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from flexattn import create_block_mask, explain, mods
-from flexattn.build import KernelSource, build
+from flexattn.compile.kernel_plan import KernelPlan, split_head_dim
+from flexattn.compile.kernel_source import KernelSource
+from flexattn.compile.render import render
+from flexattn.compile.shared_memory import fit, shared_bytes, units
+from flexattn.compile.tile_choice import choose
+from flexattn.compile.tiles import TileKey
 from flexattn.errors import ArgumentError, CompileError, OptionError
 from flexattn.explain import target_named
-from flexattn.kernel_plan import KernelPlan, split_head_dim
-from flexattn.render import render
-from flexattn.shared_memory import fit, shared_bytes, units
-from flexattn.target import Target
-from flexattn.tile_choice import choose
-from flexattn.tiles import TileKey
+from flexattn.machine.target import Target
+from flexattn.runtime.build import build
 
 pytest.importorskip("triton")
 

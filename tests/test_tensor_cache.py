@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import flexattn
-from flexattn import create_block_mask, flex_attention, launch
-from flexattn.build import build
-from flexattn.tensor_cache import kept
+from flexattn import create_block_mask, flex_attention
+from flexattn.process.tensor_cache import kept
+from flexattn.runtime import launch
+from flexattn.runtime.build import build
 
 
 def test_tensors_that_were_used_last_are_kept():

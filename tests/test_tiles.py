@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import flexattn
-from flexattn import mods, tile_choice
+from flexattn import mods
+from flexattn.compile import tile_choice
+from flexattn.compile.tile_choice import MEASURED, choose, measured_rows, remember, with_measured
+from flexattn.compile.tiles import KINDS, Tile, TileKey, TileRow, read_rows, rows_text
 from flexattn.errors import ArgumentError
-from flexattn.target import INTERPRETER, Target
-from flexattn.tile_choice import MEASURED, choose, measured_rows, remember, with_measured
-from flexattn.tiles import KINDS, Tile, TileKey, TileRow, read_rows, rows_text
+from flexattn.machine.target import INTERPRETER, Target
 
 SM80, SM90, GFX = Target("cuda", 80, 32), Target("cuda", 90, 32), Target("hip", "gfx942", 64)
 KEY = TileKey("forward", "bfloat16", 64, 64, "none", True)

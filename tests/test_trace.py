@@ -20,11 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flexattn import aten, flex_attention, graph, mods
-from flexattn.differentiate import differentiate
+from flexattn import flex_attention, mods
 from flexattn.errors import ModError, RetraceWarning, UnsupportedError
-from flexattn.graph import BoundMod
-from flexattn.trace import stats, trace
+from flexattn.graph import mod_graph as graph
+from flexattn.graph.differentiate import differentiate
+from flexattn.graph.mod_graph import BoundMod
+from flexattn.trace import aten
+from flexattn.trace.trace import stats, trace
 
 torch.set_num_threads(1)
 

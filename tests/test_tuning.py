@@ -9,20 +9,22 @@ import pytest
 import torch
 
 import flexattn
-from flexattn import api, mods, tuning
-from flexattn.build import KernelSource, digest
-from flexattn.builders import build_apart
-from flexattn.config import settings
+from flexattn import api, mods
+from flexattn.compile.kernel_source import KernelSource
+from flexattn.compile.render import render
+from flexattn.compile.shared_memory import shared_bytes
+from flexattn.compile.tiles import Tile, TileKey
 from flexattn.engines import triton
 from flexattn.errors import ArgumentError, OptionError, UnsupportedError
-from flexattn.kernel_store import open_store
-from flexattn.launch import plan_launch
-from flexattn.render import render
-from flexattn.shared_memory import shared_bytes
-from flexattn.target import Target
-from flexattn.tiles import Tile, TileKey
-from flexattn.trials import KernelTuning, Trial, Tuning
-from flexattn.tuning import TUNED, candidates
+from flexattn.machine.kernel_store import open_store
+from flexattn.machine.target import Target
+from flexattn.process.config import settings
+from flexattn.runtime.build import digest
+from flexattn.runtime.compile_processes import build_apart
+from flexattn.runtime.launch import plan_launch
+from flexattn.tuning import search as tuning
+from flexattn.tuning.report import KernelTuning, Trial, Tuning
+from flexattn.tuning.search import TUNED, candidates
 
 pytest.importorskip("triton")
 
@@ -32,7 +34,7 @@ SM90 = Target("cuda", 90, 32)
 def calls(monkeypatch, D: int = 64, spread: int = 0, grad: bool = True, dtype: torch.dtype = torch.bfloat16, **options):
     """Return the kernels of a masked call on sm_90, none of which is run."""
     monkeypatch.setattr(tuning, "target_of", lambda device: SM90)
-    monkeypatch.setattr("flexattn.launch.target_of", lambda device: SM90)
+    monkeypatch.setattr("flexattn.runtime.launch.target_of", lambda device: SM90)
     q, k, v = (torch.zeros(1, 2, 256, D + spread, dtype=dtype)[..., :D].requires_grad_(grad) for _ in range(3))
     mask = flexattn.create_block_mask(mods.causal, None, None, 256, 256, device="cpu")
     problem = api._pose(q, k, v, mods.softcap(20.0), mask, None, False, {"BACKEND": "TRITON", **options}, False)

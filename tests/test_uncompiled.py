@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flexattn
 from flexattn import BlockMask
-from flexattn.uncompiled import uncompiled
+from flexattn.torch_state.uncompiled import uncompiled
 
 # Dynamo reads .grad of what goes on after a break; it hides the warning from users, but not from "error".
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor")

@@ -18,13 +18,13 @@ from flexattn.block_mask.pairs import Pairs, count_useful
 from flexattn.block_mask.record import BuildCounts, CaptureRecord, Shell, lift, move
 from flexattn.block_mask.runs import RunLists, Runs, run_lists_of
 from flexattn.block_mask.slices import SlicedMod, as_tensor, offset_of, positions, sliced_length
-from flexattn.equal_runs import EqualRuns
 from flexattn.errors import ArgumentError, IndexRangeError, MaskError, UnsupportedError, message
-from flexattn.graph import BoundMod
-from flexattn.modes import undisturbed
+from flexattn.graph.equal_runs import EqualRuns
+from flexattn.graph.mod_graph import BoundMod
 from flexattn.mods.combine import noop_mask
-from flexattn.trace import trace
-from flexattn.uncompiled import uncompiled
+from flexattn.torch_state.modes import undisturbed
+from flexattn.torch_state.uncompiled import uncompiled
+from flexattn.trace.trace import trace
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Lists = tuple[Tensor, Tensor]

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.block_mask.captures import substitute, survey
 from flexattn.block_mask.runs import RunLists
-from flexattn.captures import substitute, survey
-from flexattn.equal_runs import EqualRuns
 from flexattn.errors import MutationError
-from flexattn.graph import BoundMod, ModGraph
+from flexattn.graph.equal_runs import EqualRuns
+from flexattn.graph.mod_graph import BoundMod, ModGraph
 
 Mod = Callable[..., Any]
 Seen = tuple["weakref.ref[Tensor]", int | None]  # a tensor and its version

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.transforms import outside
+from flexattn.torch_state.transforms import outside
 
 
 @dataclass(frozen=True)

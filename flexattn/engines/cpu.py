@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from flexattn.call.problem import Needs, Problem
+from flexattn.call.sinks import sink_gradient
 from flexattn.engines.cpu_mods import CaptureGradients
 from flexattn.engines.cpu_scores import Scores, computing_dtype
 from flexattn.engines.cpu_threads import Queue, in_threads
 from flexattn.engines.cpu_tiles import Share, Strip, Tile, fixed_strips, shares, strips
-from flexattn.problem import Needs, Problem
-from flexattn.sinks import sink_gradient
 
 _LOG2E = math.log2(math.e)
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flexattn.graph import ModGraph, Node
-from flexattn.ops import OPS
-from flexattn.problem import Problem
+from flexattn.call.problem import Problem
+from flexattn.graph.mod_graph import ModGraph, Node
+from flexattn.graph.operators import OPS
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexattn.call.problem import Problem
 from flexattn.engines.cpu_mods import TileGraph
 from flexattn.engines.cpu_tiles import Strip, Tile
-from flexattn.problem import Problem
 
 
 def computing_dtype(query: Tensor) -> torch.dtype:

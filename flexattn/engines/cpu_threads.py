@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from flexattn.forks import Lock, in_child
+from flexattn.process.forks import Lock, in_child
 
 T = TypeVar("T")
 

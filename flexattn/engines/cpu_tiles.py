@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import Runs
-from flexattn.problem import Problem
+from flexattn.call.problem import Problem
 
 PARTIAL, FULL = 1, 2
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexattn.problem import Needs, Problem
-from flexattn.sinks import sink_gradient
+from flexattn.call.problem import Needs, Problem
+from flexattn.call.sinks import sink_gradient
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:

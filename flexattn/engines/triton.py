@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexattn.capture_sums import CaptureSums, largest_of_rows, sums_integers
-from flexattn.kernel_plan import SIZES, KernelPlan, pieces_of
-from flexattn.launch import TENSORS, Tensors, backward_kernels, capture_argument, padded_rows, plan_launch, run
-from flexattn.plan import has_descriptor, is_aligned
-from flexattn.problem import Needs, Problem
-from flexattn.sinks import sink_gradient, weight_of_keys
-from flexattn.target import Target
+from flexattn.call.problem import Needs, Problem
+from flexattn.call.sinks import sink_gradient, weight_of_keys
+from flexattn.compile.capture_sums import CaptureSums, largest_of_rows, sums_integers
+from flexattn.compile.kernel_plan import SIZES, KernelPlan, pieces_of
+from flexattn.compile.plan import has_descriptor, is_aligned
+from flexattn.machine.target import Target
+from flexattn.runtime.launch import TENSORS, Tensors, backward_kernels, capture_argument, padded_rows, plan_launch, run
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...], Tensor | None]
 Run = Callable[[str, Problem, Tensors, Tensors], None]  # as launch.run, or what keeps such calls

@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention as upstream
 from flexattn import AuxRequest, BlockMask, create_block_mask, dropout_mask, flex_attention
 from flexattn.engines import cpu_tiles
 from flexattn.reference import attention, over_all_pairs
-from flexattn.trace import trace
+from flexattn.trace.trace import trace
 from fuzz.cases import INPUTS, Case
 from fuzz.masks import Mod, dense, make_mask_mod
 from fuzz.place import Place, make_place

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from mod_grammar import CAPTURES, COMPARE, NUMBERS, Write, booleans, build, floats
 from torch import Tensor
 
-from flexattn.graph import MASK_INPUTS, ModGraph, Node
-from flexattn.ops import OPS
+from flexattn.graph.mod_graph import MASK_INPUTS, ModGraph, Node
+from flexattn.graph.operators import OPS
 
 # A last bit more or less in these, and whether a comparison holds changes: machines compute them differently.
 INEXACT = {"div", "exp", "floordiv", "log", "mod", "rsqrt", "sigmoid", "sin", "sqrt", "tanh"}
@@ -25,7 +25,7 @@ PLACE = {"q_idx", "kv_idx"}
 
 @dataclass(frozen=True)
 class Term:
-    """Stands for flexattn.graph.Expr where a mod is run, not built."""
+    """Stands for flexattn.graph.mod_graph.Expr where a mod is run, not built."""
 
     value: Tensor
 
@@ -43,7 +43,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Runner:
-    """Stands for flexattn.graph.Builder: `like` is any tensor of the device."""
+    """Stands for flexattn.graph.mod_graph.Builder: `like` is any tensor of the device."""
 
     like: Tensor
     captures: tuple[Tensor, ...]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import flexattn
-from flexattn import launch
+from flexattn.runtime import launch
 from fuzz.cases import SPACES, Case, Space
 from fuzz.compare import ours, pose
 from fuzz.draw import draw_case

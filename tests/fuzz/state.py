@@ -31,9 +31,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn import AuxRequest, create_block_mask, flex_attention, memo
+from flexattn import AuxRequest, create_block_mask, flex_attention
 from flexattn.errors import FlexAttentionError, MutationError, RetraceWarning
-from flexattn.trace import trace
+from flexattn.trace import memo
+from flexattn.trace.trace import trace
 from fuzz import state_leaves
 from fuzz.state_programs import FORMS, FRAGMENTS, PLACEMENTS, WAYS, Program, program
 

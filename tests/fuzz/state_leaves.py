@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexattn.follow.libraries import is_library
+from flexattn.trace.follow.libraries import is_library
 
 Undo = Callable[[], None]
 MISSING: Any = object()

@@ -12,8 +12,9 @@ from kernel_checks import run
 from quick import slow_unless
 from torch import Tensor
 
-from flexattn import BlockMask, launch
-from flexattn.kernel_plan import KernelPlan
+from flexattn import BlockMask
+from flexattn.compile.kernel_plan import KernelPlan
+from flexattn.runtime import launch
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of masked places

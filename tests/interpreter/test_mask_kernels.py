@@ -28,17 +28,20 @@ from mask_cases import (
 from mod_grammar import CAPTURES, NUMBERS, booleans, build
 from test_classify import classes
 
-from flexattn import boxes, mask_build, mask_recipe, mods
+from flexattn import mods
 from flexattn.block_mask import BuildCounts
-from flexattn.build import stats
-from flexattn.classify import classify, create_mask
 from flexattn.errors import ArgumentError, IndexRangeError
-from flexattn.graph import BoundMod
-from flexattn.mask_build import build_lists, fits
-from flexattn.mask_kernels import plan_mask
-from flexattn.mask_recipe import recipe_of, sources
-from flexattn.target import INTERPRETER, Target
-from flexattn.trace import trace
+from flexattn.graph.mod_graph import BoundMod
+from flexattn.machine.target import INTERPRETER, Target
+from flexattn.mask_build import boxes
+from flexattn.mask_build import launch_plan as mask_recipe
+from flexattn.mask_build import on_gpu as mask_build
+from flexattn.mask_build.create import classify, create_mask
+from flexattn.mask_build.kernels import plan_mask
+from flexattn.mask_build.launch_plan import recipe_of, sources
+from flexattn.mask_build.on_gpu import build_lists, fits
+from flexattn.runtime.build import stats
+from flexattn.trace.trace import trace
 
 pytest.importorskip("triton")
 # numpy tells of masked places and of rows that hold nothing but NaN.

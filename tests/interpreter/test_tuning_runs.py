@@ -8,9 +8,12 @@ import pytest
 import torch
 
 import flexattn
-from flexattn import launch, mods, trials, tuning
+from flexattn import mods
+from flexattn.compile.tiles import Tile
 from flexattn.errors import ArgumentError
-from flexattn.tiles import Tile
+from flexattn.runtime import launch
+from flexattn.tuning import report as trials
+from flexattn.tuning import search as tuning
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of masked places

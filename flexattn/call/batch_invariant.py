@@ -1,0 +1,164 @@
+"""batch_invariant: a problem in the form whose rows are computed the same whatever stands beside them.
+
+Which blocks are full, and in which order lists name them, depends on what other rows attend to; so does the size of a
+block that a person chose. Here each row of blocks has one list, ascending, of partial blocks of whole tiles: kernels
+then visit keys in ascending order, by one loop body. A visited key that a row does not attend to changes no bit of it:
+its weight is 0, and the factor of what was summed before is exactly 1 where the maximum stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from flexattn.block_mask import BlockMask, LaterRunLists, RunLists, Runs, run_lists_of
+from flexattn.call.problem import Problem
+from flexattn.graph.mod_graph import MASK_INPUTS, BoundMod, Builder, Capture, Expr, ModGraph
+from flexattn.mods.combine import noop_mask
+from flexattn.options import LARGEST_TILE
+from flexattn.torch_state.transforms import outside
+
+_EACH_PLACE = frozenset(("q_idx", "kv_idx"))
+
+
+def in_one_class(problem: Problem) -> Problem:
+    """Return the problem with one ascending list of partial blocks for each row of blocks, its mask the same."""
+    M, N = problem.query.size(2), problem.key.size(2)
+    if problem.query.numel() == 0 or N == 0:
+        return problem
+    mask = problem.block_mask
+    if mask is None:
+        return replace(problem, block_mask=_everything(M, N, problem.query.device))
+    known = _known.get(mask)
+    if known is None or known.kv_runs is not mask.kv_runs or known.q_runs is not mask.q_runs:
+        known = _known[mask] = _OneClass(mask.kv_runs, mask.q_runs, _of_whole_tiles(mask))
+    bound = problem.mask
+    if not mask.is_built and (len(mask.kv_runs.full.runs) or _grows(mask)):
+        bound = _as_listed(bound, mask)
+    return replace(problem, block_mask=known.mask, mask=bound)
+
+
+@dataclass(frozen=True)
+class _OneClass:
+    kv_runs: RunLists  # what it was made from
+    q_runs: RunLists | None
+    mask: BlockMask
+
+
+_known: weakref.WeakKeyDictionary[BlockMask, _OneClass] = weakref.WeakKeyDictionary()
+
+
+@lru_cache(64)
+def _everything(M: int, N: int, device: torch.device) -> BlockMask:
+    """Return the mask of all pairs."""
+    rows, columns = -(-M // LARGEST_TILE), -(-N // LARGEST_TILE)
+    with _kept():
+        blocks = torch.ones(1, 1, rows, columns, dtype=torch.bool, device=device)
+        lists = [run_lists_of(x, torch.zeros_like(x)) for x in (blocks, blocks.mT)]
+    return _mask_of(lists[0], lists[1], (1, 1), (M, N), (LARGEST_TILE, LARGEST_TILE))
+
+
+@contextlib.contextmanager
+def _kept() -> Iterator[None]:
+    """Make tensors that last for longer than the modes that this call runs in."""
+    with torch.inference_mode(False), torch.no_grad(), outside():
+        yield
+
+
+def _mask_of(
+    kv_runs: RunLists, q_runs: RunLists | None, heads: tuple[int, int], lengths: tuple[int, int], size: tuple[int, int]
+) -> BlockMask:
+    # Its mod is never asked: a problem has its own.
+    return BlockMask.from_runs(
+        kv_runs, q_runs, *heads, lengths, size, noop_mask, separate_full_blocks=False, full_overhangs=False
+    )
+
+
+def _grows(mask: BlockMask) -> bool:
+    """Tell whether blocks of the mask are no whole tiles."""
+    return any(size % LARGEST_TILE for size in mask.BLOCK_SIZE)
+
+
+def _of_whole_tiles(mask: BlockMask) -> BlockMask:
+    heads, q_runs, (block_m, block_n) = (mask.B, mask.H), mask.q_runs, mask.BLOCK_SIZE
+    if not _grows(mask):
+        later = None if q_runs is None else LaterRunLists(lambda: _merged(q_runs).tensors)
+        return _mask_of(_merged(mask.kv_runs), later, heads, mask.seq_lengths, mask.BLOCK_SIZE)
+    size = math.lcm(block_m, LARGEST_TILE), math.lcm(block_n, LARGEST_TILE)
+    with _kept():
+        partial, full = _dense(mask)
+        live = _joined(_joined(partial | full, size[1] // block_n).mT, size[0] // block_m).mT
+        lists = [run_lists_of(x, torch.zeros_like(x)) for x in (live, live.mT)]
+    return _mask_of(lists[0], None if q_runs is None else lists[1], heads, mask.seq_lengths, size)
+
+
+def _dense(mask: BlockMask) -> tuple[Tensor, Tensor]:
+    """Return the partial and the full blocks, bool [B, H, query blocks, key blocks]."""
+    rows, columns = (-(-n // size) for n, size in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True))
+    lists = mask.kv_runs
+    partial, full = (runs.dense(columns).view(mask.B, mask.H, rows, columns) for runs in (lists.partial, lists.full))
+    return partial, full
+
+
+def _joined(blocks: Tensor, factor: int) -> Tensor:
+    """Return whether any of each `factor` blocks along the last axis is there."""
+    columns = -(-blocks.size(-1) // factor)
+    padded = torch.nn.functional.pad(blocks, (0, columns * factor - blocks.size(-1)))
+    return padded.unflatten(-1, (columns, factor)).any(-1)
+
+
+def _merged(lists: RunLists) -> RunLists:
+    """Return the lists with full blocks among the partial ones. Runs that touch stay apart: joining them would wait."""
+    partial, full = lists.partial, lists.full
+    with _kept():
+        runs = torch.cat((partial.runs, full.runs))
+        place = torch.cat((partial.owners(), full.owners())) << 32 | runs[:, 0]
+        row_ptr = partial.row_ptr + full.row_ptr
+        nothing = Runs(torch.zeros_like(row_ptr), runs[:0])
+        return RunLists(Runs(row_ptr, runs[place.argsort()]), nothing, lists.order)
+
+
+def _as_listed(bound: BoundMod | None, mask: BlockMask) -> BoundMod:
+    """Return the mask that lists from outside and their mod mean together, which have the last word over the mod."""
+    partial, full = _dense(mask)
+    graph = _listed(None if bound is None else bound.graph, mask.BLOCK_SIZE, (mask.B > 1, mask.H > 1))
+    captures, numbers = ((), ()) if bound is None else (bound.captures, bound.numbers)
+    return BoundMod(graph, (*captures, partial, full), numbers)
+
+
+@lru_cache(512)
+def _listed(graph: ModGraph | None, size: tuple[int, int], own: tuple[bool, bool]) -> ModGraph:
+    """Return full[b, h, block] | partial[b, h, block] & mod, of two further captures."""
+    captures = () if graph is None else graph.captures
+    builder = Builder()
+    b, h, q_idx, kv_idx = (builder.input(name, torch.int32) for name in MASK_INPUTS)
+    zero = builder.const(0, torch.int32)
+    index = [
+        b if own[0] else zero, h if own[1] else zero, q_idx.apply("floordiv", size[0]),
+        kv_idx.apply("floordiv", size[1]),
+    ]  # fmt: skip
+    partial, full = (builder.load(len(captures) + i, torch.bool, index) for i in range(2))
+    live = partial if graph is None else partial.apply("and", _asked_where(builder, graph, partial))
+    name, location, numbers = ("lists", "", ()) if graph is None else (graph.name, graph.location, graph.numbers)
+    added = (Capture("partial_blocks", torch.bool, 4), Capture("full_blocks", torch.bool, 4))
+    return builder.build(name, MASK_INPUTS, (*captures, *added), numbers, [live.apply("or", full)], location=location)
+
+
+def _asked_where(builder: Builder, graph: ModGraph, partial: Expr) -> Expr:
+    """Append the graph, which reads a captured tensor for a place only where `partial`: elsewhere it may have none."""
+    copied: list[Expr] = []
+    for node, dependence in zip(graph.nodes, graph.dependence, strict=True):
+        args = [copied[a] for a in node.args]
+        if node.op == "load" and dependence >= _EACH_PLACE:
+            args = [partial.apply("where", a, builder.const(0, a.dtype)) for a in args]
+        copied.append(builder.add(node.op, tuple(a.index for a in args), node.dtype, node.value))
+    output = graph.outputs[0]
+    assert output is not None
+    return copied[output]

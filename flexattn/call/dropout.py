@@ -1,0 +1,120 @@
+"""dropout: which weights are dropped, a function of a seed and of the place alone, whatever computes it.
+
+Philox4x32-7 (Salmon et al., SC 2011; no fewer rounds pass BigCrush), keyed by the seed, with the counter
+(kv_idx // 32 * 8 + kv_idx % 8, q_idx // 16 * 8 + q_idx % 8, b * Hq + h, 0), gives four words: one for each of four keys
+that lie 8 apart, and of its halves one for each of two queries that do. Tensor cores leave such places of a product,
+and of its transpose, in one thread, which makes just the numbers that it needs. A weight is dropped where its number is
+below p * 65536.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexattn.call.arguments import as_float
+from flexattn.errors import ArgumentError, message
+from flexattn.torch_state.transforms import outside
+from flexattn.torch_state.uncompiled import uncompiled
+
+STEPS = 65536  # numbers that may come up
+KEYS, QUERIES, APART = 32, 16, 8  # of the counters of a group; how far those of one counter lie apart
+ROUNDS = 7
+_FACTORS = 0xD2511F53, 0xCD9E8D57
+_KEYS = 0x9E3779B9, 0xBB67AE85
+_WORD = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, eq=False)
+class Dropout:
+    """How often weights are dropped, and what decides which: one int64 on the device of the query."""
+
+    drop_below: int  # of STEPS
+    seed: Tensor  # [1]
+
+    @property
+    def keep_scale(self) -> float:
+        """What kept weights are multiplied by, so that their expectation is as it was; 0 where none is kept."""
+        return STEPS / (STEPS - self.drop_below) if self.drop_below < STEPS else 0.0
+
+    def keep(self, batch_head: Tensor, q_idx: Tensor, keys: Sequence[tuple[int, int]]) -> Tensor:
+        """Return bool [..., keys]: which weights stay, for half-open ranges of keys.
+
+        `batch_head` (b * Hq + h) and `q_idx` are of integers and broadcast to [..., 1].
+        """
+        return torch.cat([self._keep(batch_head.long(), q_idx.long(), *span) for span in keys], -1)
+
+    def _keep(self, batch_head: Tensor, q_idx: Tensor, first: int, end: int) -> Tensor:
+        groups = torch.arange(first // KEYS, -(-end // KEYS), device=q_idx.device)
+        counters = (groups[:, None] * APART + torch.arange(APART, device=q_idx.device)).flatten()
+        queries = q_idx // QUERIES * APART + q_idx % APART
+        words = torch.stack(_philox(self.seed.to(q_idx.device), counters, queries, batch_head), -1)
+        numbers = words >> (q_idx // APART % 2 * 16)[..., None] & 0xFFFF  # [..., counters, 4]
+        numbers = numbers.unflatten(-2, (-1, APART)).mT.flatten(-3)  # [..., keys]
+        start = first % KEYS
+        return numbers[..., start : start + end - first] >= self.drop_below
+
+
+def _philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> tuple[Tensor, ...]:
+    """Return four words of 32 bits, in int64: products wrap around as those of unsigned numbers do."""
+    c0, c1, c2 = torch.broadcast_tensors(c0, c1, c2)
+    c3 = torch.zeros_like(c0)
+    k0, k1 = seed & _WORD, seed >> 32 & _WORD
+    for _ in range(ROUNDS):
+        even, odd = c0 * _FACTORS[0], c2 * _FACTORS[1]
+        c0, c1 = odd >> 32 & _WORD ^ c1 ^ k0, odd & _WORD
+        c2, c3 = even >> 32 & _WORD ^ c3 ^ k1, even & _WORD
+        k0, k1 = k0 + _KEYS[0] & _WORD, k1 + _KEYS[1] & _WORD
+    return c0, c1, c2, c3
+
+
+def check_dropout(dropout_p: object, device: torch.device, seeded: bool = True) -> Dropout | None:
+    """Return a dropout with a seed from torch's generator of the device; None, and nothing drawn, where p is 0.
+
+    Where it is not `seeded`, since nothing will run, nothing is drawn either.
+    """
+    p = as_float("dropout_p", dropout_p, "a number", "Pass a Python float such as 0.1.")
+    if not 0.0 <= p <= 1.0:
+        mend = "It is the part of weights that is dropped."
+        raise ArgumentError(message("dropout_p", p, "a number from 0 to 1", mend))
+    if p == 0.0:
+        return None
+    with outside():
+        seed = torch.empty(1, dtype=torch.int64, device=device)
+        seed = seed.random_() if seeded else seed.zero_()
+    return Dropout(max(1, round(p * STEPS)), seed)
+
+
+@uncompiled
+def dropout_mask(
+    dropout_p: float, shape: Sequence[int], device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return what flex_attention multiplies its weights by, dense, and move torch's generator as it does.
+
+    Args:
+        dropout_p: the part that is dropped, in steps of 1 / 65536.
+        shape: (B, Hq, M, N) of the weights.
+        device: that of the query.
+        dtype: of the result.
+
+    Returns:
+        [B, Hq, M, N]: 0 or 1 / (1 - p).
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> dropout_mask(0.5, (1, 1, 2, 4)).unique().tolist()
+        [0.0, 2.0]
+    """
+    B, H, M, N = shape
+    chosen = torch.device(device or torch.get_default_device())
+    dropout = check_dropout(dropout_p, chosen)
+    if dropout is None:
+        return torch.ones(B, H, M, N, device=chosen, dtype=dtype)
+    found = torch.empty(B, H, M, N, device=chosen, dtype=dtype)
+    rows = torch.arange(M, device=chosen)[:, None]
+    for i in range(B * H):
+        found[i // H, i % H] = dropout.keep(torch.full_like(rows, i), rows, [(0, N)]).to(dtype) * dropout.keep_scale
+    return found

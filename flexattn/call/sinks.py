@@ -1,0 +1,64 @@
+"""sinks: one more term of each softmax's sum, which takes weight and has no value (Xiao et al., arXiv:2309.17453)."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from flexattn.call.arguments import as_float
+from flexattn.errors import ArgumentError, DeviceError, DtypeError, message
+from flexattn.torch_state.subclasses import check_plain
+from flexattn.torch_state.transforms import outside
+
+
+def check_sink(sink: object, query: Tensor) -> Tensor | None:
+    """Return the sink as a tensor [B or 1, Hq or 1], float32 (float64 for float64), through which gradients pass."""
+    if sink is None:
+        return None
+    wide = torch.promote_types(query.dtype, torch.float32)
+    if not isinstance(sink, Tensor):
+        return _constant(_number(sink), query.device, wide)
+    check_plain("sink", sink)
+    B, Hq = query.shape[:2]
+    if not sink.is_floating_point():
+        raise DtypeError(message("sink", sink.dtype, "a floating dtype", "Convert it: sink.float()."))
+    if sink.device != query.device:
+        raise DeviceError(
+            message("sink", sink.device, f"that of query, {query.device}", "Move it: sink.to(query.device).")
+        )
+    if sink.shape not in ((Hq,), (1, Hq), (B, Hq)):
+        mend = "Give one number for each query head, or for each batch and query head."
+        raise ArgumentError(message("sink", f"shape {list(sink.shape)}", f"[{Hq}] or [{B}, {Hq}]", mend))
+    return sink.to(wide).view(-1, Hq)
+
+
+def _number(sink: object) -> float:
+    number = as_float("sink", sink, "a tensor or a number", "Pass sink=0.0 for softmax off by one.")
+    if math.isnan(number) or number == math.inf:
+        raise ArgumentError(message("sink", number, "a number below infinity", "Pass None for no sink."))
+    return number
+
+
+@lru_cache(64)
+def _constant(number: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False), outside():
+        return torch.full((1, 1), number, device=device, dtype=dtype)
+
+
+def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Return the gradient of a sink, a key of value 0, from lse and d_lse - rowsum(out * d_out), both [B, Hq, M]."""
+    weight = torch.where(lse == -math.inf, 0.0, torch.exp(sink[..., None] - lse))
+    return (weight * delta).sum(-1).sum_to_size(sink.shape).to(sink.dtype)
+
+
+def weight_of_keys(sink: Tensor, lse: Tensor) -> Tensor:
+    """Return a bound of what the weights of a row sum to where the sink takes the rest, float32, 0-d: 1 at most.
+
+    It is near where most weight is the sink's, up to how lse [B, Hq, M] is rounded: 2**-15 where that is 30.
+    """
+    rounding = 2.0**-20 * (1 + lse.abs())
+    weights = rounding - torch.expm1(sink[..., None] - lse)
+    return weights.nan_to_num(1.0).clamp(max=1.0).amax().float()

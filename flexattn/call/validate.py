@@ -1,0 +1,162 @@
+"""Checks of the arguments of flex_attention, so that a wrong call fails here, by name, and not inside a kernel."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flexattn.block_mask import BlockMask
+from flexattn.call.arguments import as_float
+from flexattn.errors import ArgumentError, DeviceError, DtypeError, MaskError, UnsupportedError, message
+from flexattn.graph.bound import INDEX_LIMIT
+from flexattn.graph.mod_graph import BoundMod, short_dtype
+from flexattn.torch_state.subclasses import check_plain, is_plain
+
+DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+DEVICES = frozenset({"cpu", "cuda"})
+
+
+def check_tensors(query: object, key: object, value: object, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Check kinds, ranks, sizes, dtypes and devices of query, key and value; return them."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise DtypeError(message(name, f"a {type(x).__name__}", "a torch.Tensor", "Pass a tensor."))
+    assert isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
+    named = (("query", query), ("key", key), ("value", value))
+    for name, x in named:
+        if not is_plain(x):
+            check_plain(name, x)
+        if x.dim() != 4:
+            raise _rank(name, x)
+    if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
+        raise _dtypes(query, key, value)
+    device = query.device
+    if device != key.device or device != value.device:
+        found = f"query on {device}, key on {key.device}, value on {value.device}"
+        raise DeviceError(message("query, key, value", found, "one device", f"Move them with .to({str(device)!r})."))
+    if device.type not in DEVICES:
+        mend = "Move query, key and value to one of these devices."
+        raise DeviceError(message("query", f"device {device}", " or ".join(sorted(DEVICES)), mend))
+    _check_sizes(query.shape, key.shape, value.shape, enable_gqa)
+    return query, key, value
+
+
+def _rank(name: str, x: Tensor) -> UnsupportedError:
+    mend = f"Add the missing dimension with {name}.unsqueeze(0)." if x.dim() == 3 else "Reshape it."
+    return UnsupportedError(message(name, f"shape {tuple(x.shape)}", "4 dimensions (batch, heads, length, dim)", mend))
+
+
+def _dtypes(query: Tensor, key: Tensor, value: Tensor) -> Exception:
+    names = [short_dtype(x.dtype) for x in (query, key, value)]
+    found = "query {}, key {}, value {}".format(*names)
+    if any(name.startswith("float8") for name in names):
+        mend = "Cast to bfloat16; 8-bit keys and values are not there yet."
+        return UnsupportedError(message("query, key, value", found, "one dtype of f16, bf16, f32, f64", mend))
+    wanted = query.dtype if query.dtype in DTYPES else torch.bfloat16
+    cast = ", ".join(
+        f"{n}.to({wanted})" for n, x in (("query", query), ("key", key), ("value", value)) if x.dtype != wanted
+    )
+    return DtypeError(message("query, key, value", found, "one dtype of f16, bf16, f32, f64", f"Cast: {cast}."))
+
+
+def _check_sizes(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: bool) -> None:
+    (B, Hq, _, D), (Bkv, Hkv, N, _) = q, k
+    if k[3] != D:
+        mend = "Both are multiplied with each other: project them to one size."
+        raise ArgumentError(message("key", f"head dim {k[3]}", f"that of query, {D}", mend))
+    for name, length in (("query", q[2]), ("key", N)):
+        if length > INDEX_LIMIT:
+            mend = "Cut it into shorter ones, and merge the results by their lse."
+            raise ArgumentError(message(name, f"length {length}", f"at most {INDEX_LIMIT}", mend))
+    if D == 0 or v[3] == 0:
+        name = "query" if D == 0 else "value"
+        raise ArgumentError(message(name, "head dim 0", "at least 1", "Pass at least one channel."))
+    if v[2] != N:
+        mend = "Each key needs one value: slice both alike."
+        raise ArgumentError(message("value", f"length {v[2]}", f"that of key, {N}", mend))
+    if v[1] != Hkv:
+        mend = "Give key and value the same heads."
+        raise ArgumentError(message("value", f"{v[1]} heads", f"those of key, {Hkv}", mend))
+    if v[0] != Bkv:
+        mend = f"Expand it: value.expand({Bkv}, -1, -1, -1)." if v[0] == 1 else "Give both the same batch."
+        raise ArgumentError(message("value", f"batch {v[0]}", f"that of key, {Bkv}", mend))
+    if Bkv != B and Bkv != 1:
+        mend = "Repeat keys and values, or pass batch 1 to share them."
+        raise ArgumentError(message("key", f"batch {Bkv}", f"that of query, {B}, or 1", mend))
+    if Hq != Hkv:
+        _check_groups(Hq, Hkv, enable_gqa)
+
+
+def _check_groups(Hq: int, Hkv: int, enable_gqa: bool) -> None:
+    divides = Hkv != 0 and Hq % Hkv == 0
+    if not divides:
+        mend = f"Query heads share key heads in groups: {Hq} must be a multiple of {Hkv}."
+        raise ArgumentError(message("key", f"{Hkv} heads", f"a divisor of the heads of query, {Hq}", mend))
+    if not enable_gqa:
+        mend = "Pass enable_gqa=True to let groups of query heads share a key head."
+        raise ArgumentError(message("key", f"{Hkv} heads", f"those of query, {Hq}", mend))
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """Return the scale as a float, 1 / sqrt(head_dim) where none was given."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    mend = "Pass a Python float; multiply a learnable scale into query or into the score in score_mod."
+    number = as_float("scale", scale, "a number", mend)
+    if not math.isfinite(number):
+        mend = "Pass None for 1 / sqrt(head dim)."
+        raise ArgumentError(message("scale", number, "a finite number", mend))
+    return number
+
+
+def check_block_mask(block_mask: BlockMask, query: Tensor, key: Tensor, backward: bool) -> None:
+    """Check that the mask was made for these inputs, and that it can serve a backward where one may follow."""
+    B, H, M, N = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
+    if block_mask.seq_lengths != (M, N):
+        raise MaskError(_lengths(block_mask.seq_lengths, (M, N)))
+    if block_mask.B not in (1, B):
+        mend = f"Build it with create_block_mask(mask_mod, B={B}, ...), or B=None to share one mask."
+        raise MaskError(message("block_mask", f"batch {block_mask.B}", f"that of query, {B}, or 1", mend))
+    if block_mask.H not in (1, H):
+        mend = f"Build it with create_block_mask(mask_mod, ..., H={H}), or H=None to share one mask."
+        raise MaskError(message("block_mask", f"{block_mask.H} heads", f"those of query, {H}, or 1", mend))
+    if block_mask.device != query.device:
+        mend = f"Move it with block_mask.to({str(query.device)!r})."
+        raise MaskError(message("block_mask", f"device {block_mask.device}", f"that of query, {query.device}", mend))
+    if backward and block_mask.q_runs is None:
+        mend = "Build it with compute_q_blocks=True, or call under torch.no_grad()."
+        raise MaskError(message("block_mask", "no q_indices", "both directions, as a backward may follow", mend))
+
+
+def check_mask_reads(block_mask: BlockMask, bound: BoundMod, query: Tensor, by_hand: bool) -> None:
+    """Refuse one batch (head) of blocks for several where they differ. Lists made `by_hand` may serve all of them."""
+    if by_hand:
+        return
+    for name, have, wanted, what, argument in (
+        ("b", block_mask.B, query.shape[0], "batch", "B"),
+        ("h", block_mask.H, query.shape[1], "heads", "H"),
+    ):
+        if have == 1 and wanted > 1 and bound.graph.reads(name):
+            found = f"{what} 1 with the mask_mod {bound.graph.name}, which reads {name}"
+            mend = f"Build it with create_block_mask(mask_mod, {'B=..., ' * (name == 'h')}{argument}={wanted}, ...)."
+            raise MaskError(message("block_mask", found, f"that of query, {wanted}", mend))
+
+
+def _lengths(found: tuple[int, int], wanted: tuple[int, int]) -> str:
+    mend = f"Build it with create_block_mask(mask_mod, B, H, Q_LEN={wanted[0]}, KV_LEN={wanted[1]})"
+    longer = found[0] >= wanted[0] and found[1] >= wanted[1]
+    crop = f", or crop it with block_mask._adjust{wanted} where the mod allows" if longer else ""
+    return message("block_mask", f"lengths {found}", f"those of query and key, {wanted}", mend + crop + ".")
+
+
+def place_captures(bound: BoundMod, device: torch.device, argument: str) -> BoundMod:
+    """Return the mod with its captured tensors on `device`: scalars of the CPU are moved, all others must be there."""
+    placed = bound.on(device)
+    for capture, described in zip(placed.captures, bound.graph.captures, strict=True):
+        if capture.device != device:
+            mend = f"Move it with .to({str(device)!r}) outside of the mod."
+            found = f"the captured tensor {described.name} on {capture.device}"
+            raise DeviceError(message(argument, found, f"the device of query, {device}", mend))
+    return placed

@@ -1,0 +1,183 @@
+"""capture_sums: what gradients of captured tensors are summed in: floats, or integers.
+
+A sum of floats depends on its order, and atomic additions have none. Where deterministic algorithms are asked for, each
+contribution is cut to a multiple of a step and added as an int64. The step is a power of two, found for each call on
+the device: large enough that no sum of a cell overflows, and at most 2**-57 of the bound of such a sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from flexattn.call.problem import Problem
+from flexattn.compile.scatter import scatter_captures
+from flexattn.graph.index_range import index_ranges
+from flexattn.graph.mod_graph import ModGraph, Node
+
+# Sums stay below 2**SUM_BITS steps. 4 bits are left, since the weights of a row sum to 1 only up to rounding.
+SUM_BITS = 59
+_LARGEST_SCALE = 126  # as a power of two: 1 / scale is still a normal float32
+_LARGEST_SIZE = 2.0**120  # of what a row contributes; beyond it there is no gradient, as beyond float32
+_LARGEST_FACTOR = 2.0**24
+
+_PLACES = ("b", "h", "q_idx", "kv_idx")
+# The largest size of a result whose operands have these sizes.
+_SIZES: dict[str, Callable[..., float]] = {
+    "neg": lambda x: x, "abs": lambda x: x, "cast": lambda x: x, "detach": lambda x: x,
+    "add": lambda x, y: x + y, "sub": lambda x, y: x + y, "mul": lambda x, y: x * y,
+    "maximum": max, "minimum": max, "where": max,
+}  # fmt: skip
+_AT_MOST_ONE = frozenset(("tanh", "sin", "cos", "erf"))
+
+
+def sums_integers(problem: Problem) -> bool:
+    """Tell whether captured tensors receive gradients in a sum whose order must not matter."""
+    return torch.are_deterministic_algorithms_enabled() and _has_sums(problem)
+
+
+def _has_sums(problem: Problem) -> bool:
+    """Tell whether some cell of a captured tensor may receive more than one contribution."""
+    graph = problem.score_grad
+    if graph is None or not graph.sites:
+        return False
+    used = [graph.nodes[site].value for site in graph.sites]
+    places = (*problem.query.shape[:3], problem.key.size(2))
+    return len(used) > len(set(used)) or any(
+        math.prod(_unnamed(graph, graph.nodes[site], places)) > 1 for site in graph.sites
+    )
+
+
+def has_known_bounds(problem: Problem) -> bool:
+    """Tell whether each use of a captured tensor receives at most a known multiple of the gradient of its score."""
+    return None not in _factors_of(problem)
+
+
+@dataclass(frozen=True)
+class CaptureSums:
+    """The buffers of captured tensors that learn, by their positions; as many of all else, in that order."""
+
+    buffers: dict[int, Tensor]  # float32 or int64, shaped as the captured tensors
+    sizes: tuple[Tensor, ...] = ()  # int64 sums: float32 bits of the largest size of a row's contributions, int32
+    lost: tuple[Tensor, ...] = ()  # int32, not 0 where a contribution was no number
+
+    @staticmethod
+    def of(problem: Problem, integers: bool) -> CaptureSums:
+        """Return empty sums for the captured tensors of a problem."""
+        if problem.score is None or problem.score_grad is None:
+            return CaptureSums({})
+        captures, learned = problem.score.captures, scatter_captures(problem.score_grad)
+        dtype, device = torch.int64 if integers else torch.float32, problem.query.device
+        buffers = {i: torch.zeros(captures[i].shape, dtype=dtype, device=device) for i in learned}
+        if not integers:
+            return CaptureSums(buffers)
+        sizes, lost = torch.zeros((2, len(learned)), dtype=torch.int32, device=device).unbind()
+        return CaptureSums(buffers, sizes.unbind(), lost.unbind())
+
+    def scales(self, problem: Problem, largest: Tensor | None) -> tuple[Tensor, ...]:
+        """Return steps per unit of each buffer, for rows that contribute at most `largest` (None: as measured)."""
+        sizes = tuple(s.view(torch.float32) for s in self.sizes) if largest is None else (largest,) * len(self.sizes)
+        return tuple(
+            _scale(size, _sum_factor(problem, i, largest is None)) for i, size in zip(self.buffers, sizes, strict=False)
+        )
+
+    def gradients(self, problem: Problem, scales: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        """Return the gradient of each captured tensor in its dtype; NaN where a contribution was no number."""
+        captures = () if problem.score is None else problem.score.captures
+        sums = dict(self.buffers)
+        for i, lost, scale in zip(self.buffers, self.lost, scales, strict=False):
+            sums[i] = self.buffers[i] / torch.where(lost == 0, scale, math.nan)
+        return tuple(sums[i].to(c.dtype) if i in sums else None for i, c in enumerate(captures))
+
+
+def largest_of_rows(d_out: Tensor, value: Tensor, delta: Tensor, kept: float = 1.0) -> Tensor:
+    """Return the most that the sizes of the gradients of a row's scores sum to, float32, 0-d.
+
+    They are weight * (kept * d_out . value + delta), `kept` where dropout does not make it 0, and the weights of a row
+    sum to at most 1. What is not finite counts nothing: all that it contributes is not finite either. Norms of rows
+    would bound a product of Dv terms closer, but want float64, lest they overflow: 0.56 ms of 4.4 (T5's buckets,
+    8x32x2048, H200).
+    """
+    of_rows, of_keys, of_delta = (_largest(x) for x in (d_out, value, delta))
+    return (kept * value.size(-1) * of_rows * of_keys + of_delta).float()
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    """Return the largest size of what is finite, float64, 0-d."""
+    return torch.linalg.vector_norm(tensor.nan_to_num(0.0, 0.0, 0.0), math.inf).double()
+
+
+def _scale(size: Tensor, factor: float) -> Tensor:
+    """Return a power of two such that sums of at most size * factor are below 2**SUM_BITS; 0 where there is none."""
+    _, exponent = torch.frexp(size)  # size < 2**exponent
+    power = (SUM_BITS - math.frexp(factor)[1] - exponent).clamp(max=_LARGEST_SCALE)
+    scale = ((power + 127) << 23).view(torch.float32)
+    return torch.where(size < _LARGEST_SIZE, scale, 0.0)
+
+
+def _sum_factor(problem: Problem, capture: int, measured: bool) -> float:
+    """Return how often what one row contributes may come together in a cell of a captured tensor."""
+    assert problem.score_grad is not None
+    graph = problem.score_grad
+    factors = (1.0,) * len(graph.sites) if measured else _factors_of(problem)
+    total = 0.0
+    for site, factor in zip(graph.sites, factors, strict=True):
+        if graph.nodes[site].value == capture:
+            assert factor is not None
+            total += factor * math.prod(_unnamed(graph, graph.nodes[site], problem.query.shape[:3]))
+    return max(1.0, total)
+
+
+def _unnamed(graph: ModGraph, site: Node, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return those sizes (of b, h, q_idx, kv_idx) that are not an index of the site: a cell is reached from all."""
+    named = {graph.nodes[a].value for a in site.args if graph.nodes[a].op == "input"}
+    return tuple(size for name, size in zip(_PLACES, sizes, strict=False) if name not in named)
+
+
+def _factors_of(problem: Problem) -> tuple[float | None, ...]:
+    assert problem.score is not None and problem.score_grad is not None
+    B, H, M, _ = problem.query.shape
+    return _factors(problem.score_grad, problem.score.numbers, (B, H, M, problem.key.size(2)))
+
+
+@lru_cache(512)
+def _factors(
+    graph: ModGraph, numbers: tuple[int | float, ...], extents: tuple[int, int, int, int]
+) -> tuple[float | None, ...]:
+    """Return for each site the most that it receives of a gradient of 1, None where that is not known."""
+    ranges = index_ranges(graph, numbers, extents)
+    sizes: list[float | None] = []
+    for node, between in zip(graph.nodes, ranges, strict=True):
+        size = float(max(map(abs, between))) if between else _size(graph, node, [sizes[a] for a in node.args], numbers)
+        sizes.append(size if size is not None and size <= _LARGEST_FACTOR else None)
+    return tuple(None if o is None else sizes[o] for o in graph.outputs[1:])
+
+
+def _size(graph: ModGraph, node: Node, args: list[float | None], numbers: tuple[int | float, ...]) -> float | None:
+    """Return the largest size of a node where its operands have these sizes and `grad` that of 1."""
+    match node.op:
+        case "input":
+            return 1.0 if node.value == "grad" else None
+        case "const" | "number":
+            return abs(float(numbers[int(str(node.value))] if node.op == "number" else node.value))  # type: ignore[arg-type]
+        case "div" if args[0] is not None and args[1] and _is_number(graph, node.args[1]):
+            return args[0] / args[1]
+        case "cast" if graph.nodes[node.args[0]].dtype == torch.bool:
+            return 1.0
+        case "where":
+            args = args[1:]
+    if node.op in _AT_MOST_ONE:
+        return 1.0
+    if node.op not in _SIZES or None in args:
+        return None
+    return _SIZES[node.op](*args)
+
+
+def _is_number(graph: ModGraph, position: int) -> bool:
+    node = graph.nodes[position]
+    return node.op in ("const", "number") or (node.op == "cast" and _is_number(graph, node.args[0]))

@@ -1,0 +1,162 @@
+"""hopper: which plans run as Gluon kernels on sm_90, warp-specialised, and why the others do not."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flexattn.call.problem import Problem
+from flexattn.compile.kernel_plan import KernelPlan
+from flexattn.compile.lower import Dialect, lower, lower_score
+from flexattn.compile.plan import gathers, has_descriptor
+from flexattn.compile.row_bounds import lower_row_bounds
+from flexattn.compile.tiles import Tile
+from flexattn.machine.triton_versions import has_gluon
+from flexattn.options import option
+
+ROWS = 64  # queries of one consumer warpgroup of the forward, keys of one of the backward
+
+# By widths: the tile, whose BLOCK_M is ROWS for each consumer; registers of a consumer are what is left of 65,536.
+TILES: dict[tuple[int, int], Tile] = {
+    (64, 64): Tile(128, 128, 4, 3),
+    (128, 128): Tile(128, 128, 4, 2),
+    (192, 128): Tile(128, 128, 4, 2),
+    (256, 256): Tile(128, 64, 4, 2),
+}
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+# The same for the backward. Fewer registers, and ptxas serialises the products.
+BACKWARD_TILES: dict[tuple[int, int], Tile] = {
+    (64, 64): Tile(64, 128, 4, 3),
+    (128, 128): Tile(64, 128, 4, 2),
+}
+WIDE_TILES: dict[tuple[int, int], Tile] = {(192, 128): Tile(64, 64, 4, 2), (256, 256): Tile(64, 64, 4, 2)}
+KEYS_REGISTERS, QUERIES_REGISTERS = 208, 64
+# The same for dq alone. With 128 keys at a time ptxas serialises the products of D 128, and at D 64 what mods read for
+# each key spills: 0.5 to 5 KB.
+DQ_TILES: dict[tuple[int, int], Tile] = {
+    (64, 64): Tile(128, 64, 4, 4),
+    (128, 128): Tile(128, 64, 4, 3),
+}
+
+# What lowered mods may name of `tl`: the rest Gluon does not have.
+_GLUON_NAMES = frozenset((
+    "abs", "cast", "ceil", "cos", "div_rn", "erf", "exp", "exp2", "float16", "float32", "bfloat16", "floor", "fma",
+    "inline_asm_elementwise", "int1", "int16", "int32", "int64", "int8", "load", "log", "log2", "maximum", "minimum",
+    "rsqrt", "sin", "sqrt", "sqrt_rn", "uint8", "where", "zeros_like", "PropagateNan",
+))  # fmt: skip
+
+
+def hopper_forward(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -> KernelPlan | str:
+    """Return the Gluon form of a forward's plan, or the reason why there is none."""
+    reason = _refusal(plan, problem, tensors, "fwd", ("BLOCK_M", "BLOCK_N"))
+    if reason is None and problem.scale <= 0:
+        reason = "the scale is not positive"
+    return reason or _refusal_of_tables(plan) or _with_tile(plan, "hopper_forward", TILES)
+
+
+def hopper_backward(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -> KernelPlan | str:
+    """Return the plan of one kernel for dq, dk and dv, from that of dK and dV, or the reason why there is none."""
+    reason = _refusal_of_backward(plan, problem, tensors) or _refusal_of_dq(problem)
+    if reason is None and torch.are_deterministic_algorithms_enabled():
+        reason = "deterministic algorithms are asked for: it adds to dq in any order"
+    if reason is None and problem.batch_invariant:
+        reason = "BATCH_INVARIANT is asked for: it adds to dq in any order"
+    if plan.widths in WIDE_TILES:
+        return reason or _with_tile(plan, "hopper_backward_wide", WIDE_TILES)
+    return reason or _with_tile(plan, "hopper_backward", BACKWARD_TILES)
+
+
+def hopper_dq(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -> KernelPlan | str:
+    """Return the Gluon form of the plan of dQ, or the reason why there is none."""
+    reason = _refusal_of_backward(plan, problem, tensors) or _refusal_of_dq(problem) or _refusal_of_tables(plan)
+    return reason or _with_tile(plan, "hopper_dq", DQ_TILES)
+
+
+def hopper_dkdv(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -> KernelPlan | str:
+    """Return the Gluon form of the plan of dK and dV, or the reason why there is none."""
+    reason = _refusal_of_backward(plan, problem, tensors) or _refusal_of_tables(plan)
+    return reason or _with_tile(plan, "hopper_dkdv", BACKWARD_TILES)
+
+
+def _refusal_of_backward(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -> str | None:
+    return _refusal(plan, problem, tensors, "bwd", ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"))
+
+
+def _refusal_of_dq(problem: Problem) -> str | None:
+    captured = problem.score_grad is not None and problem.score_grad.sites
+    return "score_mod's captured tensors receive gradients" if captured else None
+
+
+def _refusal_of_tables(plan: KernelPlan) -> str | None:
+    """Refuse tables read at each place: but for the fused backward, Triton's kernels are as fast (docs/kernels.md)."""
+    reads = plan.score is not None and gathers(plan.score.graph)
+    return "the score_mod reads a table at each place" if reads else None
+
+
+def _refusal(
+    plan: KernelPlan, problem: Problem, tensors: list[Tensor], phase: Literal["fwd", "bwd"], tiles: tuple[str, ...]
+) -> str | None:
+    """Return why no Gluon kernel computes a plan; None where one may."""
+    target, lengths = plan.target, (problem.query.size(2), problem.key.size(2))
+    asked = [n for n in (*tiles, "num_warps", "num_stages") if option(problem.options, n, phase) is not None]
+    reasons = (
+        (option(problem.options, "BACKEND", phase) == "TRITON", "BACKEND is TRITON"),
+        (target.backend != "cuda" or int(target.arch) != 90, f"{target} is not sm_90"),
+        (plan.dtype not in (torch.float16, torch.bfloat16), f"{plan.dtype} is no half precision"),
+        (plan.exact, "EXACT is asked for"),
+        (plan.has_dropout, "weights are dropped"),
+        (not has_gluon(), "this release of Triton is not known to compile it"),
+        (bool(asked), f"{', '.join(asked)} chooses a tile of the Triton engine"),
+        (option(problem.options, "USE_TMA", phase) is False, "USE_TMA is False"),
+        (not plan.aligned or not all(map(has_descriptor, tensors)), "TMA cannot address the tensors' rows"),
+        (plan.full_overhangs, "full blocks of these lists may reach past the keys"),
+        (not plan.float_index or max(lengths) >= 1 << 30, "the sequences are too long"),
+    )
+    return next((reason for refused, reason in reasons if refused), None)
+
+
+def _with_tile(plan: KernelPlan, kernel: str, tiles: dict[tuple[int, int], Tile]) -> KernelPlan | str:
+    tile = tiles.get(plan.widths)
+    if tile is None:
+        return f"no tile for D {plan.D}, Dv {plan.Dv}"
+    if plan.blocks and (plan.blocks[0] % tile.BLOCK_M or plan.blocks[1] % tile.BLOCK_N):
+        return f"blocks of {plan.blocks[0]} x {plan.blocks[1]} are no whole tiles of {tile.BLOCK_M} x {tile.BLOCK_N}"
+    plan = replace(plan, kernel=kernel, tile=tile, tma=True)
+    missing = _missing(plan)
+    return f"Gluon has no {', '.join(missing)}" if missing else plan
+
+
+def hopper_mods(plan: KernelPlan) -> list[str]:
+    """Return the lowered mods of a plan as Gluon functions."""
+    return [as_gluon(text) for text in _lowered(plan)]
+
+
+def as_gluon(text: str) -> str:
+    """Return functions in the subset that Triton and Gluon share as Gluon's."""
+    text = text.replace("@triton.jit", "@gluon.jit")
+    return re.sub(r"\btl\.(?!PropagateNan|broadcast_to)", "gl.", text)
+
+
+def _lowered(plan: KernelPlan) -> list[str]:
+    dialect = Dialect(float_index=plan.float_index, columns="q_idx" if plan.transposed else "kv_idx")
+    found = []
+    if plan.mask is not None:
+        # Weights of queries past the end are 0 as they are, but the derivative there may be anything.
+        limited = not plan.transposed or plan.scales_gradient
+        found.append(
+            lower_row_bounds(plan.mask, "mask_mod", dialect.of_masks(ptx=True), limited=limited, rows=plan.transposed)
+        )
+    if plan.score is not None:
+        found.append(lower_score(plan.score, "score_mod", dialect))
+    if plan.grad is not None and plan.scales_gradient:
+        found.append(lower(plan.grad, "score_grad", dialect))
+    return found
+
+
+def _missing(plan: KernelPlan) -> list[str]:
+    names = {name for text in _lowered(plan) for name in re.findall(r"\btl\.(\w+)", text)}
+    return sorted(names - _GLUON_NAMES)

@@ -1,0 +1,600 @@
+"""lower: ModGraph -> the text of `@triton.jit` functions that the templates call.
+
+A lowered mod is `mod(score, b, h, q_idx, kv_idx, live, <captures>, <numbers>)` on scalars b and h, rows `[BLOCK_M, 1]`
+and columns `[1, BLOCK_N]` (or transposed): an operation that depends on rows alone stays a column of BLOCK_M values,
+and what depends on neither is computed once. `live` is None, or tells for each place whether it may be read and
+written: loads that vary with both rows and columns are guarded by it, all others by the bounds of the captured tensor,
+so that nothing is read where the lengths, the lists or the mask exclude the place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from flexattn.errors import CompileError, message
+from flexattn.graph.bound import ranges
+from flexattn.graph.index_range import affine
+from flexattn.graph.mod_graph import ModGraph, Node
+from flexattn.graph.operators import OPS
+
+TRITON_DTYPE = {
+    torch.float64: "float64", torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16",
+    torch.int64: "int64", torch.int32: "int32", torch.int16: "int16", torch.int8: "int8", torch.uint8: "uint8",
+    torch.bool: "int1",
+}  # fmt: skip
+TRITON_POINTER = {
+    torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
+    torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
+    torch.bool: "*i1",
+}  # fmt: skip
+
+# Integers of at most this size are exact in float32, and so are sums of a few lengths below INDEX_LIMIT.
+EXACT_FLOAT32 = 1 << 24
+INDEX_LIMIT = 1 << 22
+
+MOST_OPERATIONS = 20_000  # of a mod: Triton takes minutes for as many
+
+# What `gather` of the prelude loads.
+_GATHERED = (torch.float32, torch.int32, torch.float16, torch.bfloat16, torch.int16)
+
+# Triton's own float64 operations are rounded right, and tl.div_rn and tl.sqrt_rn are of float32 alone.
+_DOUBLE_TEXT = {"div": "{0} / {1}", "sqrt": "tl.sqrt({0})", "sigmoid": "(1.0 / (1.0 + libdevice.exp(-{0})))"}
+
+
+@dataclass(frozen=True)
+class CaptureLayout:
+    """What generated code assumes of a captured tensor's memory; sizes and strides themselves are runtime values."""
+
+    dense: bool  # the last stride is 1
+    aligned: bool  # dense, and the other strides and the pointer are multiples of 16 bytes: loads are vectorised
+    wide: bool  # offsets may pass 2**31: addresses are int64
+
+
+@dataclass(frozen=True)
+class ModPlan:
+    """A graph with everything of its runtime arguments that changes the generated text."""
+
+    graph: ModGraph
+    role: str  # "score" or "mask": the prefix of its arguments
+    layouts: tuple[CaptureLayout, ...]
+    numbers: tuple[str, ...]  # Triton types of the lifted numbers: i32, i64 or fp32
+    # For the lengths of the call: nodes that are never negative, and loads that are inside of their tensor at any place
+    # of any tile. Without that knowledge an index is wrapped as PyTorch does, and a load guarded.
+    nonnegative: tuple[int, ...] = ()
+    inside: tuple[int, ...] = ()
+
+    def arguments(self) -> tuple[tuple[str, str], ...]:
+        """Return (name, Triton type) of each runtime argument, in order."""
+        found: list[tuple[str, str]] = []
+        for i, (capture, layout) in enumerate(zip(self.graph.captures, self.layouts, strict=True)):
+            name, width = self.capture_name(i), "i64" if layout.wide else "i32"
+            found.append((f"{name}_ptr", TRITON_POINTER[capture.dtype]))
+            strides = capture.ndim - 1 if layout.dense else capture.ndim
+            found += [(f"{name}_stride{d}", width) for d in range(max(strides, 0))]
+            found += [(f"{name}_size{d}", "i32") for d in range(capture.ndim)]
+        found += [(self.number_name(i), kind) for i, kind in enumerate(self.numbers)]
+        return tuple(found)
+
+    # No two arguments have the same name, whatever the user's names are: the part after the last underscore is the
+    # position in a number's name, and a word (ptr, stride0, size0) in the names of a captured tensor's arguments, where
+    # what stands before that word ends with the position.
+    def capture_name(self, position: int) -> str:
+        return f"{self.role}_{_identifier(self.graph.captures[position].name)}_{position}"
+
+    def number_name(self, position: int) -> str:
+        return f"{self.role}_{_identifier(self.graph.numbers[position].name)}_{position}"
+
+    def argument_names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.arguments())
+
+
+def layout_unit(dtype: torch.dtype) -> int:
+    """Return the elements in 16 bytes: strides of aligned captures come in this unit, so that loads are vectorised."""
+    return max(1, 16 // dtype.itemsize)
+
+
+def _kind(node: Node) -> str:
+    """Return which functions of the prelude are for a node."""
+    return "int" if not node.dtype.is_floating_point else "double" if node.dtype == torch.float64 else "float"
+
+
+def _identifier(name: str) -> str:
+    return "".join(c if c.isalnum() and c.isascii() else "_" for c in name)
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How the target wants operations written."""
+
+    exact: bool = False  # accurate functions instead of the hardware's approximations
+    ptx: bool = False  # NVIDIA's instructions may be written inline
+    float_index: bool = True  # lengths are below INDEX_LIMIT: index differences are formed in float32
+    # This index (q_idx or kv_idx) also comes as the sum of `near`, which in each thread has few values (so there is
+    # little to convert to float32), and `offset`, which is a constant of the instruction.
+    columns: str = ""
+    as_written: bool = False  # no product is joined with a sum; NVIDIA only
+    checked: bool = False  # a mask also gives the captures that it was asked to read outside of, as bits
+
+    def of_masks(self, ptx: bool) -> Dialect:
+        """Masks are computed as by the kernels that classify blocks: near a threshold all must agree on a place."""
+        return replace(self, exact=True, as_written=ptx)
+
+
+def lower(mod: ModPlan, function: str, dialect: Dialect) -> str:
+    """Return the text of a mask_mod, or of a gradient d(score)."""
+    early = _early(mod, dialect)
+    writer = Writer(mod, dialect, early)
+    output = mod.graph.outputs[0]
+    result = writer.value(output) if output is not None else "tl.zeros_like(grad)"
+    if output is not None and mod.role == "score" and not mod.graph.dependence[output] & {"grad", "score"}:
+        result = f"tl.broadcast_to({result}, score.shape)"
+    if dialect.checked:
+        outside = [f"tl.where({inside}, 0, {1 << (n % 31)})" for n, inside in writer.checks]
+        result = f"{result}, {' | '.join(['q_idx * 0', *outside])}"
+    return writer.function(function, [*_parameters(mod, dialect), *(["early"] if early else [])], [f"return {result}"])
+
+
+def lower_score(mod: ModPlan, function: str, dialect: Dialect) -> str:
+    """Return the text of a score_mod that takes q k^T and the scale apart, and gives the new score times log2(e).
+
+    Scale and log2(e) join the other factors that are the same for all places, so that a chain of products costs one.
+    In an exact dialect the new score is given as it is.
+    """
+    early = _early(mod, dialect)
+    writer = Writer(mod, dialect, early)
+    output = mod.graph.outputs[0]
+    assert output is not None
+    result = writer.product(output, None if dialect.exact else "LOG2E")
+    if "score" not in mod.graph.dependence[output]:
+        shape = "tl.broadcast_to" if writer.varies(output) else "tl.full"
+        result = (
+            f"{shape}({result}, score.shape)"
+            if writer.varies(output)
+            else f"{shape}(score.shape, {result}, tl.float32)"
+        )
+    return writer.function(function, [*_parameters(mod, dialect), *(["early"] if early else [])], [f"return {result}"])
+
+
+def _early(mod: ModPlan, dialect: Dialect) -> tuple[int, ...]:
+    """Return what is given to a lowered mod loaded: Hopper's kernels overlap loads with the other warpgroup's work."""
+    return () if dialect.columns else early_loads(mod)
+
+
+def early_loads(mod: ModPlan) -> tuple[int, ...]:
+    """Return the loads of each place that can start before the score is known: they need neither it nor a guard.
+
+    A mask is asked after the score is known, and not in every tile: its loads stay where they are.
+    """
+    if mod.role == "mask":
+        return ()
+    graph = mod.graph
+    return tuple(
+        i
+        for i in mod.inside
+        if {"q_idx", "kv_idx"} <= graph.dependence[i] and not graph.dependence[i] & {"score", "grad"}
+    )
+
+
+def lower_early_loads(mod: ModPlan, function: str, dialect: Dialect, streamed: str) -> str:
+    """Return the text of a function of (b, h, q_idx, kv_idx, far) that gives the early loads as a tuple.
+
+    `far` are the indices that the loop streams (`streamed`: q_idx or kv_idx) as int64, which addresses are made of.
+    """
+    writer = Writer(mod, dialect, streamed=streamed)
+    values = [writer.value(i) for i in early_loads(mod)]
+    return writer.function(function, ["b", "h", "q_idx", "kv_idx", "far"], [f"return ({', '.join(values)},)"])
+
+
+def mod_parameters(graph: ModGraph) -> list[str]:
+    """Return the parameters of a lowered mod: the score comes unscaled, with its scale."""
+    return [p for name in graph.inputs for p in ((name, "sm_scale") if name == "score" else (name,))]
+
+
+def _parameters(mod: ModPlan, dialect: Dialect) -> list[str]:
+    return [*mod_parameters(mod.graph), *(["near", "offset"] if dialect.columns else []), "live"]
+
+
+class Writer:
+    """Writes the nodes of a graph as Triton statements, each when it is first needed."""
+
+    def __init__(
+        self, mod: ModPlan, dialect: Dialect, early: tuple[int, ...] = (), streamed: str | None = None,
+        bounded: bool = True,
+    ) -> None:  # fmt: skip
+        self.mod, self.graph, self.dialect, self.streamed = mod, mod.graph, dialect, streamed
+        self.lines: list[str] = []
+        self.names = {node: f"early[{i}]" for i, node in enumerate(early)}  # of nodes already written
+        self.float_names: dict[int, str] = {}
+        self.split: dict[str, tuple[str, str]] = {}  # of names of a sum with `offset`: the rest and its sign
+        self._near: set[int] | None = None  # operands of a node whose far ones are written, or being written
+        self.checks: list[tuple[int, str]] = []  # (capture, condition that a load of it is inside), where checked
+        if bounded and len(mod.graph.nodes) > MOST_OPERATIONS:
+            found = f"{len(mod.graph.nodes)} operations in {mod.graph.name} {mod.graph.location}".rstrip()
+            mend = "Put what its loops go over into a captured tensor and index it, or use tensors on a CPU."
+            raise CompileError(message(f"{mod.role}_mod", found, f"at most {MOST_OPERATIONS} for a kernel", mend))
+        self.limits: Sequence[tuple[Any, Any]] = (
+            ranges(mod.graph) if bounded else ((None, None),) * len(mod.graph.nodes)
+        )
+        self.nonnegative = [
+            i in mod.nonnegative or (low is not None and low >= 0 and mod.graph.nodes[i].dtype != torch.bool)
+            for i, (low, _) in enumerate(self.limits)
+        ]
+
+    def function(self, name: str, inputs: list[str], body: list[str], extra: list[str] | None = None) -> str:
+        parameters = ", ".join([*inputs, *self.mod.argument_names(), *(extra or [])])
+        text = "\n".join(f"    {line}" for line in [*self.lines, *body])
+        return f"@triton.jit\ndef {name}({parameters}):\n{text}\n"
+
+    def varies(self, position: int) -> bool:
+        """Tell whether a node is a block (and not a scalar)."""
+        return bool(self.graph.dependence[position] & {"q_idx", "kv_idx", "score", "grad"})
+
+    def value(self, position: int) -> str:
+        if position not in self.names:
+            self._write_far_operands(position)
+            self.names[position] = self._write(self.graph.nodes[position], position)
+        return self.names[position]
+
+    def _write_far_operands(self, position: int) -> None:
+        """Write those operands of operands that are many operations away, the innermost first.
+
+        Each operation writes its operands by calls, and Python's stack is too short for a chain of hundreds.
+        """
+        if self._near is not None and position in self._near:
+            return
+        stops = _stops(self.graph)
+        if not stops:
+            return
+        needed = _operands_of(self.graph, position)
+        outer, self._near = self._near, needed | {position}
+        for stop in stops:
+            if stop in needed and stop not in self.names:
+                self.names[stop] = self._write(self.graph.nodes[stop], stop)
+        self._near = outer
+
+    def assign(self, text: str) -> str:
+        name = f"t{len(self.lines)}"
+        self.lines.append(f"{name} = {text}")
+        return name
+
+    def _write(self, node: Node, position: int) -> str:
+        match node.op:
+            case "input" if node.value == "score":
+                return self.assign("score * sm_scale")
+            case "input":
+                return str(node.value)
+            case "number":
+                return self.mod.number_name(int(str(node.value)))
+            case "const":
+                return literal(node.value)
+            case "load":
+                return self._load(node, position)
+            case "cast":
+                return self._cast(node)
+            case "mul" | "div" if node.dtype.is_floating_point and not self.dialect.exact and self.varies(position):
+                return self.product(position)
+            case "mul" if self._must_round(node, position):
+                return self.assign(f"product_{_kind(node)}({self.value(node.args[0])}, {self.value(node.args[1])})")
+            case "floordiv" | "mod" | "fmod":
+                return self._integer_division(node)
+            case "shl" | "shr" if not self._is_shift(node):
+                return self._call(node, f"shift_{'left' if node.op == 'shl' else 'right'}_int", 8 * node.dtype.itemsize)
+            case "pow" if not node.dtype.is_floating_point:
+                return self._call(node, "power_int", int(self.limits[node.args[1]][1]).bit_length())
+        return self.assign(self._text(node).format(*(self.value(a) for a in node.args)))
+
+    def _call(self, node: Node, function: str, *constants: int) -> str:
+        return self.assign(f"{function}({', '.join([*map(self.value, node.args), *map(str, constants)])})")
+
+    def _is_shift(self, node: Node) -> bool:
+        """Tell whether the hardware shifts by this count: torch's result is defined for all others, too."""
+        low, high = self.limits[node.args[1]]
+        return low is None or (low >= 0 and high < 8 * node.dtype.itemsize)  # bounding graphs take care themselves
+
+    def _must_round(self, node: Node, position: int) -> bool:
+        """Tell whether the compiler could join a product with a sum, which would then be rounded once."""
+        fuses = self.dialect.as_written and node.dtype in (torch.float32, torch.float64)
+        return fuses and position in _summands(self.graph)
+
+    def _text(self, node: Node) -> str:
+        op, spec = node.op, OPS[node.op]
+        if node.dtype == torch.float64 and op in _DOUBLE_TEXT:
+            return _DOUBLE_TEXT[op]
+        return spec.exact_triton if self.dialect.exact and spec.exact_triton else spec.triton
+
+    def _cast(self, node: Node) -> str:
+        source = self.graph.nodes[node.args[0]]
+        if node.dtype == torch.float32 and not source.dtype.is_floating_point and self._float_range(node.args[0]):
+            return self._float_value(node.args[0])
+        if source.op == "const":
+            return literal(source.value)
+        if node.dtype == torch.bool:
+            return self.assign(f"{self.value(node.args[0])} != 0")
+        value = self.value(node.args[0])
+        if source.op == "number" or _is_literal(value):
+            # A lifted number has the type that holds its value: the conversion states the type that torch computes in.
+            # A constant that was converted before is still written as a literal, which has no method.
+            return self.assign(f"tl.cast({value}, tl.{TRITON_DTYPE[node.dtype]})")
+        return self.assign(f"{value}.to(tl.{TRITON_DTYPE[node.dtype]})")
+
+    def product(self, position: int, factor: str | None = None) -> str:
+        """Write a chain of products and quotients, times `factor`: all that is the same for all places as one factor.
+
+        A division by such a value becomes a product with its reciprocal, and equal values above and below cancel:
+        one or two roundings differ from what is written, none in an exact dialect.
+        """
+        self._write_far_operands(position)
+        if self.dialect.exact:
+            return self.value(position) if factor is None else self.assign(f"{self.value(position)} * {factor}")
+        if factor is not None and (x := self._sum(position, factor)):
+            return x
+        varying, above, below = self._factors(position)
+        for node in [n for n in above if n in below]:
+            above.remove(node)
+            below.remove(node)
+        uniform = [factor] if factor else []
+        uniform += [n if isinstance(n, str) else self.value(n) for n in above]
+        scalar = " * ".join(uniform)
+        if below:
+            scalar = f"{scalar or '1.0'} / ({' * '.join(n if isinstance(n, str) else self.value(n) for n in below)})"
+        if scalar:
+            scalar = scalar if scalar.isidentifier() else self.assign(scalar)
+            if len(varying) == 1 and varying[0] in self.split:
+                rest, sign = self.split[varying[0]]
+                return self.assign(f"{self.assign(f'{rest} * {scalar}')} {sign} offset.to(tl.float32) * {scalar}")
+            varying = [*varying, scalar]
+        return varying[0] if len(varying) == 1 else self.assign(" * ".join(varying))
+
+    def _sum(self, position: int, factor: str) -> str | None:
+        """Write a sum times `factor` as the sum of its parts times it, where one of them has a factor to join it."""
+        node = self.graph.nodes[position]
+        if node.op not in ("add", "sub") or position in self.names or not node.dtype.is_floating_point:
+            return None
+        if not any(above or below for _, above, below in map(self._factors, node.args)):
+            return None
+        x, y = (self.product(a, factor) for a in node.args)
+        return self.assign(f"{x} {'+' if node.op == 'add' else '-'} {y}")
+
+    def _factors(self, position: int) -> tuple[list[str], list[int | str], list[int | str]]:
+        """Return (texts that vary over places, nodes above, nodes below the line) of a chain of products."""
+        node = self.graph.nodes[position]
+        if not self.varies(position):
+            return [], [position], []
+        if node.op == "input" and node.value == "score" and position not in self.names:
+            return ["score"], ["sm_scale"], []
+        used_once = _uses(self.graph)[position] <= 1
+        if node.op == "mul" and node.dtype.is_floating_point and used_once and position not in self.names:
+            parts = [self._factors(a) for a in node.args]
+            return parts[0][0] + parts[1][0], parts[0][1] + parts[1][1], parts[0][2] + parts[1][2]
+        if node.op == "div" and used_once and position not in self.names:
+            x, y = node.args
+            varying, above, below = self._factors(x)
+            if not self.varies(y):
+                return varying, above, [*below, y]
+        return [self._plain(position)], [], []
+
+    def _plain(self, position: int) -> str:
+        """Return the value of a node that is no chain of products."""
+        node = self.graph.nodes[position]
+        if position not in self.names and node.op in ("mul", "div"):
+            x, y = (self.value(a) for a in node.args)
+            self.names[position] = self.assign(f"{x} {'*' if node.op == 'mul' else '/'} {y}")
+        return self.value(position)
+
+    def _integer_division(self, node: Node) -> str:
+        x, y = (self.value(a) for a in node.args)
+        whole = not node.dtype.is_floating_point
+        if whole and all(self.nonnegative[a] for a in node.args):
+            # Triton divides integers as C does, which is Python's way where neither is negative.
+            return self.assign(f"{x} // {y}" if node.op == "floordiv" else f"{x} % {y}")
+        if whole and node.op == "fmod":
+            return self.assign(f"{x} % {y}")
+        name = {"floordiv": "floor_div", "mod": "floor_mod", "fmod": "trunc_mod"}[node.op]
+        return self.assign(f"{name}_{_kind(node)}({x}, {y})")
+
+    def _load(self, node: Node, position: int) -> str:
+        capture_position = int(str(node.value))
+        name, capture = self.mod.capture_name(capture_position), self.graph.captures[capture_position]
+        index = [self.wrapped(a, f"{name}_size{d}") for d, a in enumerate(node.args)]
+        reads = frozenset().union(*(self.graph.dependence[a] for a in node.args))
+        each_place = {"q_idx", "kv_idx"} <= reads or bool(reads & {"score", "grad"})
+        address = self.address(node, index, name)
+        scattered = bool(node.args) and "q_idx" in self.graph.dependence[node.args[-1]]
+        if not node.args or position in self.mod.inside:
+            guard = "None"
+        elif each_place and not self.dialect.checked:
+            guard = "live"
+        else:
+            guard = " & ".join(f"({i} >= 0) & ({i} < {name}_size{d})" for d, i in enumerate(index))
+            if self.dialect.checked:
+                guard = self.assign(guard)
+                self.checks.append((capture_position, guard))
+        if (
+            self.dialect.ptx
+            and each_place
+            and scattered
+            and capture.dtype in _GATHERED
+            and not reads & {"score", "grad"}
+        ):
+            address = self._far_address(node, name) or address
+            return self.assign(f"gather{8 * capture.dtype.itemsize}({address}, {guard})")
+        text = f"tl.load({address})" if guard == "None" else f"tl.load({address}, mask={guard}, other=0)"
+        return self._loaded(text, capture.dtype, guard == "live")
+
+    def _loaded(self, text: str, dtype: torch.dtype, guarded_by_live: bool = False) -> str:
+        if guarded_by_live:
+            # Without a guard Triton refuses `other`; live is None at compile time where all places are live.
+            name = f"t{len(self.lines)}"
+            bare = text.replace(", mask=live, other=0", "")
+            self.lines.append(f"if live is None:\n        {name} = {bare}\n    else:\n        {name} = {text}")
+        else:
+            name = self.assign(text)
+        return self.assign(f"{name} != 0") if dtype == torch.bool else name
+
+    def wrapped(self, position: int, size: str) -> str:
+        """Return an index expression with PyTorch's wrap-around, which provably non-negative ones do not need."""
+        value = self.value(position)
+        node = self.graph.nodes[position]
+        if node.op == "const":
+            return value if int(str(node.value)) >= 0 else self.assign(f"{value} + {size}")
+        if self.nonnegative[position]:
+            return value
+        return self.assign(f"tl.where({value} < 0, {value} + {size}, {value})")
+
+    def address(self, node: Node, index: list[str], name: str) -> str:
+        position = int(str(node.value))  # of the capture
+        layout, ndim = self.mod.layouts[position], self.graph.captures[position].ndim
+        unit = f" * {layout_unit(self.graph.captures[position].dtype)}" if layout.aligned else ""
+        terms = [
+            i if layout.dense and d == ndim - 1 else f"{self._wide(i) if layout.wide else i} * ({name}_stride{d}{unit})"
+            for d, i in enumerate(index)
+        ]
+        return " + ".join([f"{name}_ptr", *(f"({t})" for t in terms)])
+
+    def _far_address(self, node: Node, name: str) -> str | None:
+        """Return the address of a load whose indices are sums, formed in int64 with the streamed indices first.
+
+        Then the places of a thread differ by constants, which the instruction holds: of 4 instructions for each score
+        1 is left, and equal addresses are loaded once (for q_idx - kv_idx 18 of 32; 517 instructions become 395).
+        """
+        sums = [affine(self.graph, a) for a in node.args]
+        layout = self.mod.layouts[int(str(node.value))]
+        if self.streamed is None or not layout.dense:
+            return None
+        uniform, far, own = [f"{name}_ptr"], [], []
+        transposed = self.streamed == "q_idx"
+        unit = f" * {layout_unit(self.graph.captures[int(str(node.value))].dtype)}" if layout.aligned else ""
+        for d, form in enumerate(sums):
+            if form is None:
+                return None
+            stride = "" if d == len(sums) - 1 else f" * ({name}_stride{d}{unit})"
+            uniform += [f"{_times(sign, self._wide(self.value(n)))}{stride}" for sign, n in form.rest]
+            of_far, of_own = (form.q, form.kv) if transposed else (form.kv, form.q)
+            far += [f"{_times(of_far, 'far')}{stride}"] if of_far else []
+            own += [f"{_times(of_own, self._wide('kv_idx' if transposed else 'q_idx'))}{stride}"] if of_own else []
+        return " + ".join([*uniform, *far, *own])
+
+    def _wide(self, index: str) -> str:
+        return f"tl.cast({index}, tl.int64)"
+
+    # Index arithmetic in float32: an int-to-float conversion for each score runs at a quarter of the rate of an add.
+
+    def _float_range(self, position: int) -> int | None:
+        """Return a bound of the magnitude if the node can be computed in float32 exactly from rows and columns."""
+        if not self.dialect.float_index:
+            return None
+        return _magnitudes(self.graph)[position]
+
+    def _float_value(self, position: int) -> str:
+        if position not in self.float_names:
+            node = self.graph.nodes[position]
+            if node.op == "const":
+                return repr(float(str(node.value)))
+            if node.op == "input" and node.value == self.dialect.columns:
+                return self._with_offset(position, self.assign("near.to(tl.float32)"), "+")
+            if node.op == "input":
+                text = f"{node.value}.to(tl.float32)"
+            elif node.op in ("add", "sub") and (split := self._split_sum(node)):
+                return self._with_offset(position, *split)
+            else:
+                text = self._text(node).format(*(self._float_value(a) for a in node.args))
+            self.float_names[position] = self.assign(text)
+        return self.float_names[position]
+
+    def _split_sum(self, node: Node) -> tuple[str, str] | None:
+        """Return a sum of which one part is split as (what has few values, the sign of `offset`)."""
+        x, y = (self._float_value(a) for a in node.args)
+        sign = "+" if node.op == "add" else "-"
+        if x in self.split and y not in self.split:
+            return self.assign(f"{self.split[x][0]} {sign} {y}"), self.split[x][1]
+        if y in self.split and x not in self.split:
+            rest, of_offset = self.split[y]
+            return self.assign(f"{x} {sign} {rest}"), "+" if sign == of_offset else "-"
+        return None
+
+    def _with_offset(self, position: int, rest: str, sign: str) -> str:
+        name = self.assign(f"{rest} {sign} offset.to(tl.float32)")
+        self.float_names[position] = name
+        self.split[name] = rest, sign
+        return name
+
+
+_MOST_NESTED = 40  # operations that write each other by calls
+_MOST_SUMMED = 16  # integers that are added in float32, one inside of the other
+
+
+@lru_cache(64)
+def _stops(graph: ModGraph) -> tuple[int, ...]:
+    """Return nodes, ascending, such that no more than _MOST_NESTED operations lie between two of them or a leaf."""
+    height: list[int] = []
+    found: list[int] = []
+    for i, node in enumerate(graph.nodes):
+        height.append(1 + max((height[a] for a in node.args), default=-1))
+        if height[i] == _MOST_NESTED:
+            found.append(i)
+            height[i] = 0
+    return tuple(found)
+
+
+def _operands_of(graph: ModGraph, position: int) -> set[int]:
+    """Return all nodes that a node is computed from."""
+    found: set[int] = set()
+    stack = [position]
+    while stack:
+        new = set(graph.nodes[stack.pop()].args) - found
+        found |= new
+        stack += new
+    return found
+
+
+@lru_cache(64)
+def _uses(graph: ModGraph) -> tuple[int, ...]:
+    """For each node, how many others read it."""
+    counts = [0] * len(graph.nodes)
+    for node in graph.nodes:
+        for a in set(node.args):
+            counts[a] += 1
+    return tuple(counts)
+
+
+@lru_cache(64)
+def _summands(graph: ModGraph) -> frozenset[int]:
+    return frozenset(a for node in graph.nodes if node.op in ("add", "sub", "neg") for a in node.args)
+
+
+@lru_cache(64)
+def _magnitudes(graph: ModGraph) -> tuple[int | None, ...]:
+    """For each node, a bound of its magnitude if it is a short sum of indices that float32 holds."""
+    found: list[tuple[int, int] | None] = []  # (bound, operations)
+    for node in graph.nodes:
+        parts = [found[a] for a in node.args]
+        known = [p for p in parts if p is not None]
+        size = None
+        match node.op:
+            case "input" if node.value in ("q_idx", "kv_idx"):
+                size = INDEX_LIMIT, 0
+            case "const" if node.dtype != torch.bool and not node.dtype.is_floating_point:
+                size = abs(int(str(node.value))), 0
+            case "add" | "sub" | "neg" | "abs" | "maximum" | "minimum" if len(known) == len(parts):
+                size = sum(b for b, _ in known), 1 + max(n for _, n in known)
+        found.append(size if size is not None and size[0] <= EXACT_FLOAT32 and size[1] <= _MOST_SUMMED else None)
+    return tuple(None if f is None else f[0] for f in found)
+
+
+def _times(factor: int, text: str) -> str:
+    return {1: text, -1: f"(-{text})"}.get(factor, f"{factor} * {text}")
+
+
+def _is_literal(text: str) -> bool:
+    return text[0] in "-0123456789" or text in ("True", "False") or text.startswith('float("')
+
+
+def literal(value: object) -> str:
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return f'float("{value}")'
+    return repr(value)

@@ -1,0 +1,194 @@
+"""lower_bounds: a mask's bounding graph -> the text of a Triton function over boxes that are blocks.
+
+The function is `bounds(b, h, q_block, kv_block, q_lo, q_hi, kv_lo, kv_hi, <captures>, <numbers>, <tables>)`, on rows
+`[n, 1]` of query blocks and columns `[1, n]` of key blocks, and gives (surely true, maybe true) of each pair of them.
+What a captured tensor holds over a range of indices comes from a table of minima and maxima, made beforehand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flexattn.compile.lower import TRITON_DTYPE, TRITON_POINTER, Dialect, ModPlan, Writer, literal
+from flexattn.graph.bound import bound
+from flexattn.graph.mod_graph import Builder, ModGraph, Node
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """Minima and maxima of a captured tensor along one axis, [2, levels, other axes, entries].
+
+    `own` "q" (or "kv"): the index is q_idx itself, so an entry is one block of queries, and one level is all. Otherwise
+    level k holds the minimum of 2**k entries from each place on, so that two overlapping ones cover any range.
+    """
+
+    capture: int
+    axis: int
+    own: str | None
+
+    def arguments(self, position: int, dtype: torch.dtype) -> tuple[tuple[str, str], ...]:
+        """Return (name, Triton type) of each runtime argument."""
+        name = f"table{position}"
+        found = [
+            (f"{name}_ptr", TRITON_POINTER[table_dtype(dtype)]),
+            (f"{name}_rows", "i32"),
+            (f"{name}_entries", "i32"),
+        ]
+        return tuple(found if self.own else [*found, (f"{name}_levels", "i32"), (f"{name}_shift", "i32")])
+
+
+def table_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a table: that in which the values of the captured tensor are bounded."""
+    if dtype == torch.float64:
+        return dtype
+    return torch.float32 if dtype.is_floating_point else torch.int64
+
+
+@dataclass(frozen=True)
+class BoundsText:
+    """A lowered bounding graph: the function and the tables that it reads."""
+
+    text: str
+    tables: tuple[TableSpec, ...]
+
+    def arguments(self, graph: ModGraph) -> tuple[tuple[str, str], ...]:
+        """Return (name, Triton type) of the arguments that are tables'."""
+        return tuple(a for i, t in enumerate(self.tables) for a in t.arguments(i, graph.captures[t.capture].dtype))
+
+
+def lower_bounds(mod: ModPlan, dialect: Dialect) -> BoundsText:
+    """Return the function `bounds` of a mask."""
+    graph = _of_one_head(bound(mod.graph))
+    writer = _BoxWriter(ModPlan(graph, mod.role, mod.layouts, mod.numbers), dialect)
+    sure, maybe = (writer.value(o) for o in graph.outputs if o is not None)
+    tables = tuple(writer.tables)
+    lowered = BoundsText("", tables)
+    inputs = ["b", "h", "q_block", "kv_block", "q_lo", "q_hi", "kv_lo", "kv_hi"]
+    extra = [name for name, _ in lowered.arguments(mod.graph)]
+    return BoundsText(writer.function("bounds", inputs, [f"return {sure}, {maybe}"], extra), tables)
+
+
+def _of_one_head(graph: ModGraph) -> ModGraph:
+    """Return the bounding graph for boxes of one batch and one head: both ends are the same node."""
+    builder = Builder()
+    same = {f"{name}_{end}": builder.input(name, torch.int64) for name in ("b", "h") for end in ("lo", "hi")}
+    nodes = builder.copy(graph, same)
+    inputs = ("b", "h", "q_lo", "q_hi", "kv_lo", "kv_hi")
+    outputs = [None if o is None else nodes[o] for o in graph.outputs]
+    return builder.build(graph.name, inputs, graph.captures, graph.numbers, outputs, location=graph.location)
+
+
+class _BoxWriter(Writer):
+    def __init__(self, mod: ModPlan, dialect: Dialect) -> None:
+        super().__init__(mod, dialect, bounded=False)
+        self.tables: list[TableSpec] = []
+        self._ranges: dict[tuple[object, tuple[int, ...]], tuple[str, str]] = {}
+
+    def _write(self, node: Node, position: int) -> str:
+        match node.op:
+            case "range_min" | "range_max":
+                key = (node.value, node.args)
+                if key not in self._ranges:
+                    self._ranges[key] = self._range(node)
+                return self._ranges[key][node.op == "range_max"]
+            case "number":
+                name = self.mod.number_name(int(str(node.value)))
+                return self.assign(f"tl.cast({name}, tl.{TRITON_DTYPE[node.dtype]})")
+            case "load":
+                loaded = super()._write(node, position)
+                return (
+                    loaded
+                    if node.dtype == torch.bool
+                    else self.assign(f"tl.cast({loaded}, tl.{TRITON_DTYPE[node.dtype]})")
+                )
+        return super()._write(node, position)
+
+    def _range(self, node: Node) -> tuple[str, str]:
+        """Write the least and the greatest element over a box of indices; the whole range of the dtype if not known."""
+        capture = self.graph.captures[int(str(node.value))]
+        name = self.mod.capture_name(int(str(node.value)))
+        least, most = _limits(capture.dtype)
+        pairs = list(zip(node.args[::2], node.args[1::2], strict=True))
+        ranged = [axis for axis, (low, high) in enumerate(pairs) if low != high]
+        if len(ranged) > 1:
+            return ("False", "True") if capture.dtype == torch.bool else (literal(least), literal(most))
+        inside, index = [], []
+        for axis, (low, high) in enumerate(pairs):
+            ok, place = self._place(low, high, f"{name}_size{axis}")
+            inside.append(ok)
+            index.append(place)
+        known = self.assign(" & ".join(inside))
+        if not ranged:
+            element = self._element(node, [low for low, _ in index], known)
+            found = element, element
+        else:
+            found = self._from_table(node, ranged[0], index, known)
+        low, high = (
+            self.assign(f"tl.where({known}, {x}, {literal(end)})") for x, end in zip(found, (least, most), strict=True)
+        )
+        return (self.assign(f"{low} != 0"), self.assign(f"{high} != 0")) if capture.dtype == torch.bool else (low, high)
+
+    def _place(self, low: int, high: int, size: str) -> tuple[str, tuple[str, str]]:
+        """Write whether a range of indices is inside of an axis, and the range after PyTorch's wrap-around."""
+        first, last = self.value(low), self.value(high)
+        if self._own(low, high):
+            return f"({last} < {size})", (first, last)
+        if low == high:
+            value = self.assign(f"tl.where({first} < 0, {first} + {size}, {first})")
+            return f"({value} >= 0) & ({value} < {size})", (value, value)
+        ok = f"({first} >= -{size}) & ({last} < {size})"
+        mixed = self.assign(f"({first} < 0) & ({last} >= 0)")
+        first = self.assign(f"tl.where({mixed}, 0, tl.where({first} < 0, {first} + {size}, {first}))")
+        last = self.assign(f"tl.where({mixed}, {size} - 1, tl.where({last} < 0, {last} + {size}, {last}))")
+        return ok, (first, last)
+
+    def _own(self, low: int, high: int) -> str | None:
+        """Return "q" (or "kv") where a range is that of the block itself."""
+        first, last = (self.graph.nodes[x].value if self.graph.nodes[x].op == "input" else None for x in (low, high))
+        return "q" if (first, last) == ("q_lo", "q_hi") else "kv" if (first, last) == ("kv_lo", "kv_hi") else None
+
+    def _element(self, node: Node, index: list[str], known: str) -> str:
+        address = self.address(node, index, self.mod.capture_name(int(str(node.value))))
+        dtype = TRITON_DTYPE[table_dtype(self.graph.captures[int(str(node.value))].dtype)]
+        return self.assign(f"tl.load({address}, mask={known}, other=0).to(tl.{dtype})")
+
+    def _from_table(self, node: Node, axis: int, index: list[tuple[str, str]], known: str) -> tuple[str, str]:
+        capture = int(str(node.value))
+        own = self._own(*node.args[2 * axis : 2 * axis + 2])
+        spec = TableSpec(capture, axis, own)
+        if spec not in self.tables:
+            self.tables.append(spec)
+        table = f"table{self.tables.index(spec)}"
+        row = "0"
+        for d, (place, _) in enumerate(index):
+            if d != axis:
+                row = place if row == "0" else f"({row} * {self.mod.capture_name(capture)}_size{d} + {place})"
+        row = self.assign(f"tl.cast({row}, tl.int64)")
+        if own:
+            at = self.assign(f"{table}_ptr + {row} * {table}_entries + {own}_block")
+            other = f"tl.cast({table}_rows, tl.int64) * {table}_entries"
+            return (
+                self.assign(f"tl.load({at}, mask={known}, other=0)"),
+                self.assign(f"tl.load({at} + {other}, mask={known}, other=0)"),
+            )
+        low, high = index[axis]
+        name = f"r{len(self.lines)}"
+        arguments = f"{table}_ptr, {table}_rows, {table}_entries, {table}_levels, {table}_shift"
+        self.lines.append(f"{name}_low, {name}_high = range_of({arguments}, {row}, {low}, {high}, {known})")
+        # An entry of a coarse table is many elements; a range of one is known exactly.
+        single = self.assign(f"{known} & ({low} == {high}) & ({table}_shift > 0)")
+        element = self._element(node, [p for p, _ in index], single)
+        return (
+            self.assign(f"tl.where({single}, {element}, {name}_low)"),
+            self.assign(f"tl.where({single}, {element}, {name}_high)"),
+        )
+
+
+def _limits(dtype: torch.dtype) -> tuple[int | float, int | float]:
+    if dtype == torch.bool:
+        return 0, 1
+    if dtype.is_floating_point:
+        return -float("inf"), float("inf")
+    return torch.iinfo(dtype).min, torch.iinfo(dtype).max

@@ -1,0 +1,396 @@
+"""shared_memory: how much of it a plan takes, and the largest tile that fits.
+
+What passes through shared memory in Triton's kernels goes by the units that compute the products: each has a function
+here, which adds up the fullest moment of the inner loop. Read off the buffers that Triton allocates; 3.6 and 3.7 agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from flexattn.compile.kernel_plan import BATCH_CAPTURES, KernelPlan, split_head_dim
+from flexattn.compile.lower import ModPlan
+from flexattn.compile.scatter import adds_along_diagonals
+from flexattn.errors import CompileError, message
+
+_FEWEST_ROWS = 8
+_ALIGNMENT = 1024  # of the operands of wgmma and tcgen05
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Bytes of the tiles of a program of the Triton engine, by parts of a head dim where they have such."""
+
+    held: tuple[int, ...]  # what it owns: q, in dQ also dO, in dK/dV k and v
+    first: tuple[int, ...]  # streamed, for the scores: k, in dK/dV q
+    second: tuple[int, ...]  # streamed: v, in dK/dV dO
+    scores: int  # weights or their gradient as an operand of the next product
+    rows: int  # lse or delta of what dK/dV streams
+    stages: int  # 1: nothing is loaded ahead
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        return self.first + self.second
+
+    @property
+    def streamed(self) -> int:
+        return sum(self.parts)
+
+
+def _tiles(plan: KernelPlan, size: int) -> _Tiles:
+    """Return the tiles of a plan whose operands have `size` bytes an element in shared memory."""
+    t, own, streamed = plan.tile, own_rows(plan), streamed_rows(plan)
+    dims = [tuple(size * p.width for p in split_head_dim(d)) for d in (plan.D, plan.Dv)]
+    held = dims[0] if plan.kernel == "forward" else dims[0] + dims[1]
+    arrays = 2 if plan.target.pipelines_both_rows else 1
+    return _Tiles(
+        tuple(own * n for n in held), tuple(streamed * n for n in dims[0]), tuple(streamed * n for n in dims[1]),
+        scores=own * streamed * size, rows=4 * streamed * arrays if plan.transposed else 0,
+        stages=t.num_stages if _loads_ahead(plan) else 1,
+    )  # fmt: skip
+
+
+def own_rows(plan: KernelPlan) -> int:
+    return plan.tile.BLOCK_N if plan.transposed else plan.tile.BLOCK_M
+
+
+def streamed_rows(plan: KernelPlan) -> int:
+    return plan.tile.BLOCK_M if plan.transposed else plan.tile.BLOCK_N
+
+
+def _loads_ahead(plan: KernelPlan) -> bool:
+    """Whether tiles are loaded some steps ahead: on most cards such loads have at least 4 bytes."""
+    return plan.target.loads_ahead and _copies(plan)
+
+
+def _copies(plan: KernelPlan) -> bool:
+    """Whether tiles can be copied to shared memory without passing through registers."""
+    return plan.tma or plan.aligned or plan.dtype.itemsize >= 4 or plan.target.loads_elements_ahead
+
+
+def _fma(plan: KernelPlan) -> int:
+    """Products without matrix units: operands are float32, and all pass through shared memory."""
+    t = _tiles(plan, 4)
+    first, second, held, exchanged = sum(t.first), sum(t.second), sum(t.held), _exchanged(plan)
+    ahead = (t.stages - 1) * (t.streamed + t.rows)
+    if ahead and plan.tma:  # what is read transposed is copied once more
+        copies = {"forward": max(first, t.scores), "backward_dkdv": max(first, second) + t.scores}
+        return held + ahead + copies.get(plan.kernel, max(first + second, t.scores)) + _barriers(plan) + exchanged
+    if ahead:
+        return held + ahead + t.scores + 4 * own_rows(plan) + exchanged
+    if plan.dtype.itemsize < 4:  # converted just before each product
+        # The scores stay for the second part of the next product.
+        operands = {"forward": (t.second,), "backward_dkdv": (t.first, t.second)}.get(plan.kernel, (t.first,))
+        scores = (t.scores + part[0] for part in operands if len(part) > 1)
+        return held + max(*t.parts, *scores, t.scores)
+    if plan.kernel == "forward":
+        return held + max(first, t.scores + max(t.second), exchanged) + 4 * own_rows(plan)
+    if not plan.transposed:
+        before, places = _exchanged_before(plan), own_rows(plan) * streamed_rows(plan)
+        beside = before if places <= 256 else 0  # in tiles of 16 x 16, while the last operand is there
+        return held + first + max(second + beside, t.scores + _exchanged_after(plan), before) + _barriers(plan)
+    # Rows that give each thread 16 bytes lie in registers as the last products want them.
+    if max(t.parts) // streamed_rows(plan) >= 512 * plan.tile.num_warps and not plan.tma:
+        return held + max(first, second) + max(t.scores, exchanged)
+    at_once = t.first[0] + max(first - t.first[0], max(t.second)) if plan.tma else first + second
+    return held + at_once + max(t.scores, exchanged) + _barriers(plan)
+
+
+def _mma(plan: KernelPlan) -> int:
+    """Products of a warp each: operands in registers, read from the tiles; what is loaded at once is stored for it."""
+    t = _tiles(plan, plan.dtype.itemsize)
+    first, second, held = sum(t.first), sum(t.second), sum(t.held)
+    scores, exchanged = _scores_of_warps(plan, t), _exchanged(plan)
+    # What was loaded element by element is converted in pieces: 16 bytes for each thread, twice where warps share rows.
+    of_threads = (32 if scores else 16) * plan.target.warp_size * plan.tile.num_warps
+    piece = max(t.parts) if _copies(plan) else max(t.scores, of_threads)
+    widest = min(max(t.parts), piece)
+    # Without TMA a float32 tile that is also read transposed has no one layout: it is loaded at once, and converted.
+    twice = plan.kernel != "forward" and plan.dtype.itemsize == 4 and not plan.tma
+    if t.stages > 1 and not twice:
+        return held + (t.stages - 1) * (t.streamed + t.rows) + scores + exchanged + _barriers(plan)
+    ahead = (plan.tile.num_stages - 1) * t.rows + (0 if plan.transposed else (t.stages - 1) * second)
+    if plan.kernel == "forward":
+        return held + max(widest, max(t.second) + scores, exchanged) + _barriers(plan)
+    if plan.tma:
+        return held + max(widest + scores if plan.transposed else max(widest, scores), exchanged) + _barriers(plan)
+    if plan.transposed:
+        copied = max(t.second) + scores if twice else max(min(max(t.second), piece), scores)
+        return held + ahead + first + max(min(max(t.first), piece), second + copied, exchanged)
+    return held + ahead + first + max(max(t.first) if ahead else widest, scores, exchanged)
+
+
+def _wgmma(plan: KernelPlan) -> int:
+    """Products of four warps on operands in shared memory: no stage is free before its product is done."""
+    t = _tiles(plan, plan.dtype.itemsize)
+    return _aligned(t.stages * t.streamed + max(1, t.stages - 1) * t.rows + _barriers(plan)) + sum(t.held)
+
+
+def _tcgen05(plan: KernelPlan) -> int:
+    """As wgmma; what a later product reads again waits one step longer, and so does each part before it."""
+    t = _tiles(plan, plan.dtype.itemsize)
+    again = {"forward": (t.second[:0],), "backward_dkdv": (t.first, t.second)}.get(plan.kernel, (t.first,))
+    ahead = t.stages * t.streamed + max(1, t.stages - 1) * t.rows + _barriers(plan) + 256
+    if t.stages > 1:
+        ahead += sum(n * (len(part) - i) for part in again for i, n in enumerate(part))
+    if plan.dtype.itemsize == 4:
+        ahead += t.streamed
+    if plan.kernel == "forward" and plan.tile.num_warps > 4:
+        ahead += 8192
+    return _aligned(ahead) + sum(t.held)
+
+
+def _mfma(plan: KernelPlan) -> int:
+    """AMD: operands in registers, each tile passes through by itself unless it is loaded ahead.
+
+    Whether scores are exchanged goes by the shapes of instructions that Triton chooses for each product.
+    """
+    t = _tiles(plan, plan.dtype.itemsize)
+    places, threads = own_rows(plan) * streamed_rows(plan), plan.target.warp_size * plan.tile.num_warps
+    diagonals = plan.sums and plan.grad is not None and adds_along_diagonals(plan.grad.graph)
+    scores = t.scores if plan.dtype.itemsize < 4 or not _one_layout(plan) else 0
+    dropped = plan.has_dropout and (plan.dtype.itemsize == 4 or not plan.transposed)
+    scores = max(scores, 4 * places if diagonals or dropped or _exchanges_sums(plan) else 0)
+    addresses = 20 * threads if plan.sums else 0  # a small tile has more than one for each place
+    if plan.sums and not diagonals:
+        scores = max(scores, 8 * places)
+    if t.stages > 1:
+        scores += (t.stages - 1) * t.streamed
+    zeros_and_ones = 1024 * plan.dtype.itemsize if diagonals else 0  # what sums along diagonals, for the whole loop
+    return max(*t.held, addresses, max(*t.parts, scores) + zeros_and_ones) + 4 * own_rows(plan)
+
+
+def _one_layout(plan: KernelPlan) -> bool:
+    """Whether float32 scores are an operand of the last products as they are: all have instructions of one shape."""
+    own, dims = own_rows(plan), (plan.Dv,) if plan.kernel == "forward" else (plan.D,)
+    widths = [p.width for d in (*dims, *((plan.Dv,) if plan.transposed else ())) for p in split_head_dim(d)]
+    sides = {32 if min(own, other) >= 32 else 16 for other in (streamed_rows(plan), *widths)}
+    if plan.kernel == "forward":
+        return plan.precision == "tf32" and sides == {16}
+    return sides == {32} or (plan.precision == "tf32" and sides == {16})
+
+
+def _exchanges_sums(plan: KernelPlan) -> bool:
+    """Whether scores are exchanged before they are rounded: mods read something for each, or dQ is masked."""
+    masked = plan.kernel.startswith("backward_") and not plan.transposed and plan.blocks is not None
+    masked &= plan.dtype.itemsize < 4 and _loads_ahead(plan)
+    return masked or any(load.each_place for mod in (plan.score, plan.mask) if mod for load in _loads(mod))
+
+
+def _scores_of_warps(plan: KernelPlan, t: _Tiles) -> int:
+    """Return what a tile of scores takes where warps share rows, so that other warps need parts of it.
+
+    The last product decides that: rows are shared where its result is wider than high.
+    """
+    own, width = own_rows(plan), split_head_dim(plan.Dv if plan.kernel == "forward" else plan.D)[-1].width
+    return 0 if own >= width else t.scores + _reductions(plan)
+
+
+def _barriers(plan: KernelPlan) -> int:
+    """Return what TMA's barriers take: 8 bytes for each tile under way, rounded up."""
+    parts = len(split_head_dim(plan.D)) + len(split_head_dim(plan.Dv))
+    return 16 * max(2, plan.tile.num_stages) * parts if plan.tma else 0
+
+
+def _reductions(plan: KernelPlan) -> int:
+    return 4 * own_rows(plan) * plan.tile.num_warps
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _delta(plan: KernelPlan) -> int:
+    """Each row's sum, once from every warp that has a part of the row: a thread reads 16 bytes, or one element."""
+    widest = plan.dtype.itemsize * max(p.width for p in split_head_dim(plan.Dv))
+    of_warp = plan.target.warp_size * (16 if plan.aligned else plan.dtype.itemsize)
+    return 4 * plan.tile.BLOCK_M * min(plan.tile.num_warps, -(-widest // of_warp))
+
+
+def _ahead_of_mods(plan: KernelPlan) -> int:
+    """Return what the mods load ahead: one element for each streamed row, or for each place where rows are read."""
+    own, streamed = own_rows(plan), streamed_rows(plan)
+    steps = plan.tile.num_stages - 1 if plan.target.loads_ahead else 0
+    ahead = 0
+    for mod in (plan.score, plan.mask):
+        for load in () if mod is None else _loads(mod):
+            if load.reads_rows and (load.size >= 4 or load.aligned):
+                ahead += steps * own * streamed * load.size
+            elif load.varies and not load.each_place:
+                ahead += steps * streamed * max(4, load.size)
+    return ahead
+
+
+def _of_dropout(plan: KernelPlan) -> int:
+    """Return what its numbers pass through where no thread holds the places of a counter, and dK/dV's delta, alone."""
+    if not plan.has_dropout:
+        return 0
+    places = own_rows(plan) * streamed_rows(plan)
+    if not plan.transposed:
+        return 4 * places if units(plan) == "tcgen05" else 0
+    apart = units(plan) == "tcgen05" or (units(plan) == "mma" and plan.tile.num_warps > 4)
+    return 8 * streamed_rows(plan) + (2 * places if apart else 0)
+
+
+def _exchanged(plan: KernelPlan) -> int:
+    """Return what is brought from the layout that it is read or added up in to that of the scores, or back."""
+    return max(_exchanged_before(plan), _exchanged_after(plan))
+
+
+def _exchanged_before(plan: KernelPlan) -> int:
+    """Return what mods read for each place in another layout than that of the scores."""
+    ahead = plan.tile.num_stages > 1 and plan.target.loads_ahead
+    late = not ahead and (units(plan) != "mma" or plan.kernel != "forward" or not _copies(plan))
+    read = [load for load in _each_place(plan, plan.score, plan.mask) if load.size < 4 or (load.reads_rows and late)]
+    return max((min(4, max(2, load.size)) * own_rows(plan) * streamed_rows(plan) for load in read), default=0)
+
+
+def _exchanged_after(plan: KernelPlan) -> int:
+    """Return what the gradients of captured tensors pass through before they are added."""
+    if not plan.sums or _converts_scores(plan):
+        return 0
+    wide = units(plan) == "fma" or plan.dtype.itemsize == 4
+    added = [4 if load.reads_rows or wide else 2 for load in _each_place(plan, plan.score)]
+    places = own_rows(plan) * streamed_rows(plan)
+    apart = units(plan) == "mma" and own_rows(plan) >= 16 * plan.tile.num_warps  # each warp has rows of its own
+    return max(added, default=0) * places + (0 if apart or 4 in added else 2 * _reductions(plan))
+
+
+def _converts_scores(plan: KernelPlan) -> bool:
+    """Whether scores pass through shared memory anyhow, as float32 operands of half precision."""
+    return not plan.target.loads_ahead and plan.dtype.itemsize < 4
+
+
+def _each_place(plan: KernelPlan, *mods: ModPlan | None) -> list[_Load]:
+    """Return what mods read for each place and exchange."""
+    return [] if _converts_scores(plan) else [load for mod in mods if mod for load in _loads(mod) if load.each_place]
+
+
+@dataclass(frozen=True)
+class _Load:
+    """How a mod reads a captured tensor."""
+
+    size: int  # bytes of an element
+    aligned: bool
+    varies: bool  # with rows or columns
+    each_place: bool  # with both
+    reads_rows: bool  # neighbours in a row of the scores are neighbours in memory
+
+
+@lru_cache(1024)
+def _loads(mod: ModPlan) -> tuple[_Load, ...]:
+    graph, found = mod.graph, []
+    for position, node in enumerate(graph.nodes):
+        if node.op != "load":
+            continue
+        capture, indices = int(str(node.value)), {"q_idx", "kv_idx"} & graph.dependence[position]
+        layout, each_place = mod.layouts[capture], len(indices) == 2
+        rows = each_place and layout.dense and "q_idx" not in graph.dependence[node.args[-1]]
+        found.append(_Load(graph.captures[capture].dtype.itemsize, layout.aligned, bool(indices), each_place, rows))
+    return tuple(found)
+
+
+_UNITS: dict[str, Callable[[KernelPlan], int]] = {
+    "fma": _fma, "mma": _mma, "wgmma": _wgmma, "tcgen05": _tcgen05, "mfma": _mfma,
+}  # fmt: skip
+
+
+def units(plan: KernelPlan) -> str:
+    """Return which units compute the products of a plan of the Triton engine: of _UNITS."""
+    found = plan.target.matrix_units
+    if found not in ("fma", "mfma") and plan.dtype == torch.float32 and plan.precision == "ieee":
+        return "fma"
+    warpgroups = own_rows(plan) % 64 == 0 and plan.tile.num_warps % 4 == 0
+    return "mma" if found in ("wgmma", "tcgen05") and not warpgroups else found
+
+
+def _of_products(plan: KernelPlan) -> int:
+    unit = units(plan)
+    taken = _UNITS[unit](plan) + _of_dropout(plan)
+    if unit == "mfma":
+        return taken
+    taken += _ahead_of_mods(plan) + (0 if unit in ("mma", "fma") else _exchanged(plan))
+    if plan.precision != "tf32x3" or unit == "fma":
+        return taken
+    t = _tiles(plan, 4)  # three products of the parts that a TF32 number holds of each operand
+    return taken + t.streamed + (0 if plan.kernel == "forward" else 2 * t.scores)
+
+
+def _batch_captures(plan: KernelPlan) -> int:
+    """All four tiles are streamed, batch by batch; between, what was summed changes its layout to be added."""
+    t, size = plan.tile, plan.dtype.itemsize
+    pairs = [(t.BLOCK_M + t.BLOCK_N) * size * sum(p.width for p in split_head_dim(d)) for d in (plan.D, plan.Dv)]
+    ahead = t.num_stages - (units(plan) not in ("wgmma", "tcgen05"))
+    streamed = ahead * sum(pairs) if t.num_stages > 1 and _loads_ahead(plan) else max(pairs)
+    return max(streamed + 256, 8 * t.BLOCK_M * t.BLOCK_N)
+
+
+def shared_bytes(plan: KernelPlan) -> int:
+    """Return an upper bound of the shared memory that the kernel's tiles take."""
+    t, size = plan.tile, plan.dtype.itemsize
+    if plan.kernel == "backward_delta":
+        return _delta(plan)
+    if plan.kernel == "backward_dq_rows":
+        return 64 * t.BLOCK_M
+    if plan.kernel == BATCH_CAPTURES:
+        return _batch_captures(plan)
+    if not plan.is_hopper:
+        return _of_products(plan)
+    D, Dv = plan.widths
+    if plan.transposed:
+        ring, rows = plan.rings, (plan.rings.queries + plan.rings.gradients) * t.BLOCK_M * 4
+        tiles = t.BLOCK_N * (D + Dv) + t.BLOCK_M * (D * ring.queries + Dv * ring.gradients)
+        for_dq = (ring.ds * size + ring.dq) * 128 * t.BLOCK_M
+        return tiles * size + rows + (for_dq if plan.adds_dq else 0) + 1024
+    if plan.kernel == "hopper_dq":
+        return (t.BLOCK_M * (D + Dv) + t.BLOCK_N * (D * plan.key_stages + Dv * t.num_stages)) * size + 1024
+    queries = t.BLOCK_M * (D * plan.tiles_of_queries + (0 if plan.shares_output else Dv))
+    return (queries + t.num_stages * t.BLOCK_N * (D + Dv)) * size + 1024
+
+
+def smaller_tiles(plan: KernelPlan) -> Iterator[KernelPlan]:
+    """Yield the plan, then the same with ever smaller tiles, down to 16 x 16 with one stage.
+
+    Products without matrix units go on to 8 rows of what a program owns, which is held for the whole loop.
+    """
+    yield plan
+    while (smaller := _smaller(plan)) is not None:
+        plan = smaller
+        yield plan
+
+
+def _smaller(plan: KernelPlan) -> KernelPlan | None:
+    t, own = plan.tile, "BLOCK_N" if plan.transposed else "BLOCK_M"
+    if t.num_stages > 1:
+        fewer = replace(plan, tile=replace(t, num_stages=t.num_stages - 1))
+        if shared_bytes(fewer) < shared_bytes(plan):  # what is loaded at once may take more than what is loaded ahead
+            return fewer
+    if t.BLOCK_N >= t.BLOCK_M and t.BLOCK_N > 16:
+        t = replace(t, BLOCK_N=t.BLOCK_N // 2)
+    elif t.BLOCK_M > 16:
+        t = replace(t, BLOCK_M=t.BLOCK_M // 2, PARTIAL_M=min(t.PARTIAL_M, t.BLOCK_M // 2))
+    elif own_rows(plan) > _FEWEST_ROWS and not plan.is_hopper and units(plan) == "fma":
+        t = replace(t, **{own: own_rows(plan) // 2})
+        t = replace(t, PARTIAL_M=min(t.PARTIAL_M, t.BLOCK_M))
+    else:
+        return None
+    return replace(plan, tile=t)
+
+
+def fit(plan: KernelPlan) -> KernelPlan:
+    """Return the plan with the largest tile not above its own that fits the target's shared memory.
+
+    Where float32 products in TF32 have none, exact ones have: they read their operands in fewer layouts.
+    """
+    for precision in dict.fromkeys((plan.precision, "ieee")):
+        for smaller in smaller_tiles(replace(plan, precision=precision)):
+            if shared_bytes(smaller) <= plan.target.shared_memory:
+                return smaller
+    found = f"D {plan.D}, Dv {plan.Dv} in {plan.dtype}"
+    raise CompileError(
+        message("head dims", found, f"at most what {plan.target} holds", "Use the CPU engine or fewer channels.")
+    )

@@ -1,0 +1,296 @@
+"""The one differentiable operation: attention over (query, key, value, captured tensors), run by an engine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.func import vjp
+
+from flexattn.call.problem import Needs, Problem
+from flexattn.engines.second_order import tangents
+from flexattn.errors import MutationError, message
+from flexattn.graph.mod_graph import BoundMod
+from flexattn.process.config import debug, settings
+from flexattn.torch_state.modes import undisturbed
+from flexattn.torch_state.transforms import is_transforming, one_by_one, refuse_batched, tangent_rule
+from flexattn.torch_state.uncompiled import uncompiled
+
+# Of query, key, value, each tensor that score_mod captures, and the sink.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...], Tensor | None]
+
+
+class Engine(Protocol):
+    """Who runs a problem: a module of `engines/`."""
+
+    def forward(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return out, lse (float32 or, where it can, float64) and, where asked for, the largest score of each row."""
+        ...
+
+    def backward(
+        self,
+        problem: Problem,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor | None,
+        needs: Needs,
+    ) -> Gradients:
+        """Return dq, dk, dv, the gradients of the tensors that score_mod captures, and that of a sink that learns."""
+        ...
+
+
+def attention(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return out, lse and max_scores, recorded for a backward where the problem has any gradient to give."""
+    if settings().debug:
+        mods = tuple(m.graph.name for m in (problem.score, problem.mask) if m is not None)
+        _tell(getattr(engine, "__name__", type(engine).__name__), problem.query.dtype, mods)
+    if is_transforming():
+        return _TransformedAttention.apply(engine, problem, *_tensors(problem))[:3]
+    if wants_gradient(problem):
+        return _Attention.apply(engine, problem, *_tensors(problem))
+    out, lse, max_scores = _without_autocast(problem, engine.forward, problem)
+    return out, _shown(lse, problem), max_scores
+
+
+@lru_cache(256)
+def _tell(engine: str, dtype: torch.dtype, mods: tuple[str, ...]) -> None:
+    """Tell once what runs."""
+    debug("call", f"engine {engine}, {dtype}, mods: {', '.join(mods) or 'none'}")
+
+
+def _shown(lse: Tensor, problem: Problem) -> Tensor:
+    """Return lse in the dtype that the user sees; the backward keeps what the engine gave."""
+    return lse.to(torch.float64 if problem.query.dtype == torch.float64 else torch.float32)
+
+
+def wants_gradient(problem: Problem) -> bool:
+    """Tell whether a backward may follow."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(problem))
+
+
+class _Attention(Function):
+    """Saves its tensors with `save_for_backward`: so changing one before the backward raises, and hooks see them."""
+
+    @staticmethod
+    def forward(ctx: Any, engine: Engine, problem: Problem, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        out, lse, max_scores = _run(engine, problem)
+        shown = _shown(lse, problem)
+        _keep(ctx, engine, problem, tensors, out, lse)
+        if max_scores is not None:
+            ctx.mark_non_differentiable(max_scores)
+        return out, shown, max_scores
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        refuse_batched(d_out, d_lse)
+        *tensors, out, lse = _unpack(ctx)
+        needs = ctx.needs_input_grad[2:]
+        if d_out is None and d_lse is None:
+            return (None,) * (2 + len(needs))
+        if d_out is None:
+            d_out = out.new_zeros(()).expand(out.shape)
+        problem = _with_tensors(ctx.problem, tensors)
+        if torch.is_grad_enabled() or is_transforming():
+            return None, None, *_AttentionGradient.apply(ctx.engine, problem, needs, d_out, d_lse, out, lse, *tensors)
+        return None, None, *_gradients(ctx.engine, problem, needs, d_out, d_lse, out, lse)
+
+
+def _run(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+    out, lse, max_scores = _without_autocast(problem, engine.forward, problem)
+    if out._is_view():  # of another order of dimensions; autograd would refuse to let the user change it in place
+        out = out.new_empty(0).set_(out)
+    return out, lse, max_scores
+
+
+def _keep(ctx: Any, engine: Engine, problem: Problem, tensors: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
+    """Keep in `ctx` what the backward reads."""
+    ctx.engine = engine
+    ctx.problem = _with_tensors(problem, (tensors[0].new_empty(0),) * len(tensors))
+    ctx.save_for_backward(*tensors, out, lse)
+    ctx.shapes = [tuple(x.shape) for x in (*tensors, out, lse)]
+    ctx.set_materialize_grads(False)
+
+
+class _TransformedAttention(_Attention):
+    """The same in the form that torch.func and forward mode ask for, which costs the host more.
+
+    What the backward keeps must be a result here: lse as the engine gave it, where that is not the one shown.
+    """
+
+    @staticmethod
+    def forward(engine: Engine, problem: Problem, *tensors: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        problem = _with_tensors(problem, tensors)
+        out, lse, max_scores = _run(engine, problem)
+        shown = _shown(lse, problem)
+        return out, shown, max_scores, None if shown is lse else lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        engine, problem, *tensors = inputs
+        out, shown, max_scores, lse = output
+        _keep(ctx, engine, problem, tensors, out, shown if lse is None else lse)
+        ctx.save_for_forward(*tensors)
+        ctx.mark_non_differentiable(*(x for x in (max_scores, lse) if x is not None))
+
+    @staticmethod
+    @tangent_rule
+    def jvp(
+        ctx: Any, saved: Sequence[Tensor], _: None, __: None, *directions: Tensor | None
+    ) -> Sequence[Tensor | None]:
+        problem = _with_tensors(ctx.problem, saved)
+        return *tangents(problem, _along(problem, directions)), None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        return one_by_one(_TransformedAttention, info.batch_size, in_dims, args)
+
+
+class _AttentionGradient(Function):
+    """The backward as an operation of its own, linear in d_out and d_lse; its derivatives are those of `tangents`."""
+
+    @staticmethod
+    def forward(
+        engine: Engine, problem: Problem, needs: tuple[bool, ...], d_out: Tensor, d_lse: Tensor | None, out: Tensor,
+        lse: Tensor, *tensors: Tensor,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        return _gradients(engine, _with_tensors(problem, tensors), needs, d_out, d_lse, out, lse)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        ctx.engine, problem, ctx.needs = inputs[:3]
+        tensors = inputs[3:]
+        ctx.problem = _with_tensors(problem, (tensors[0].new_empty(0),) * len(ctx.needs))
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, *directions: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_batched(*directions)
+        d_out, d_lse, _, _, *tensors = ctx.saved_tensors
+        problem = _with_tensors(ctx.problem, tensors)
+        needs = ctx.needs_input_grad[7:]
+        moved, gradients = _second(problem, _along(problem, directions), needs, d_out, d_lse)
+        return None, None, None, moved[0], None if d_lse is None else moved[1].to(d_lse.dtype), None, None, *gradients
+
+    @staticmethod
+    @tangent_rule
+    def jvp(ctx: Any, saved: Sequence[Tensor], *args: Tensor | None) -> Sequence[Tensor | None]:
+        _, _, _, moved_d_out, moved_d_lse, _, _, *directions = args
+        d_out, d_lse, out, lse, *tensors = saved
+        problem = _with_tensors(ctx.problem, tensors)
+        _, found = _second(problem, _along(problem, directions), ctx.needs, d_out, d_lse)
+        if moved_d_out is None and moved_d_lse is None:
+            return found
+        if moved_d_out is None:
+            moved_d_out = torch.zeros_like(d_out)
+        linear = _AttentionGradient.apply(ctx.engine, problem, ctx.needs, moved_d_out, moved_d_lse, out, lse, *tensors)
+        return tuple(b if a is None else a if b is None else a + b for a, b in zip(found, linear, strict=True))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        return one_by_one(_AttentionGradient, info.batch_size, in_dims, args)
+
+
+@undisturbed("backward of flex_attention")
+def _second(
+    problem: Problem, directions: Problem, needs: tuple[bool, ...], d_out: Tensor, d_lse: Tensor | None
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, ...]]:
+    """Return the tangents of out and lse, and the gradients of <tangents, (d_out, d_lse)> in the tensors needed."""
+    tensors = _tensors(problem)
+
+    def moved(*chosen: Tensor) -> tuple[Tensor, Tensor]:
+        given = iter(chosen)
+        every = [next(given) if need else x for x, need in zip(tensors, needs, strict=True)]
+        return tangents(_with_tensors(problem, every), directions)
+
+    if not any(needs):
+        return moved(), (None,) * len(needs)
+    found = vjp(moved, *(x for x, need in zip(tensors, needs, strict=True) if need))
+    lse = found[0][1]
+    gradients = iter(found[1]((d_out, torch.zeros_like(lse) if d_lse is None else d_lse.to(lse.dtype))))
+    return found[0], tuple(next(gradients) if need else None for need in needs)
+
+
+def _along(problem: Problem, directions: Sequence[Tensor | None]) -> Problem:
+    """Return the problem with directions for its tensors, 0 where there is none."""
+    pairs = zip(_tensors(problem), directions, strict=True)
+    return _with_tensors(problem, [x.new_zeros(()).expand(x.shape) if d is None else d for x, d in pairs])
+
+
+@undisturbed("backward of flex_attention")
+def _gradients(
+    engine: Engine, problem: Problem, needs: tuple[bool, ...], d_out: Tensor, d_lse: Tensor | None, out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return one gradient, or None, for each of the problem's tensors."""
+    q, k, v = needs[:3]
+    of_sink = problem.sink is not None and needs[-1]
+    dq, dk, dv, captured, d_sink = _without_autocast(
+        problem, engine.backward, problem, out, lse, d_out, d_lse, (q, k, v, of_sink)
+    )
+    sink = () if problem.sink is None else (d_sink,)
+    of_mask = (None,) * (len(needs) - 3 - len(captured) - len(sink))
+    grads = (dq, dk, dv, *captured, *of_mask, *sink)
+    return tuple(g if need else None for g, need in zip(grads, needs, strict=True))
+
+
+def _tensors(problem: Problem) -> tuple[Tensor, ...]:
+    """Return query, key, value, the captures of score_mod and those of mask_mod, and the sink."""
+    score = () if problem.score is None else problem.score.captures
+    mask = () if problem.mask is None else problem.mask.captures
+    sink = () if problem.sink is None else (problem.sink,)
+    return problem.query, problem.key, problem.value, *score, *mask, *sink
+
+
+def _with_tensors(problem: Problem, tensors: Sequence[Tensor]) -> Problem:
+    """Return the problem with other tensors, in the order of `_tensors`."""
+    query, key, value, *rest = tensors
+    sink = None if problem.sink is None else rest.pop()
+    split = 0 if problem.score is None else len(problem.score.captures)
+    score, mask = _with_captures(problem.score, rest[:split]), _with_captures(problem.mask, rest[split:])
+    return replace(problem, query=query, key=key, value=value, score=score, mask=mask, sink=sink)
+
+
+def _with_captures(bound: BoundMod | None, captures: Sequence[Tensor]) -> BoundMod | None:
+    return None if bound is None else BoundMod(bound.graph, tuple(captures), bound.numbers)
+
+
+def _without_autocast(problem: Problem, function: Callable[..., Any], *args: Any) -> Any:
+    """Run with autocast off: the inputs have their dtypes already, and engines sum in float32 on purpose."""
+    kind = problem.query.device.type
+    if not torch.is_autocast_enabled(kind):
+        return function(*args)
+    with torch.autocast(kind, enabled=False):
+        return function(*args)
+
+
+def _unpack(ctx: Any) -> tuple[Tensor, ...]:
+    """Return the saved tensors; where one was changed in place, say which it may be."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        found = re.search(r"modified by an inplace operation: \[[\w.]+ \[([\d, ]*)\]", str(error))
+        if found is None:
+            raise
+        shape = tuple(int(size) for size in found[1].split(",") if size.strip())
+        names = [name for name, other in zip(_names(ctx.problem), ctx.shapes, strict=True) if other == shape]
+        mend = "Change it after the backward, or pass a clone."
+        expected = "the values that the forward saw"
+        raise MutationError(message(" or ".join(names), f"shape {shape} changed in place", expected, mend)) from error
+
+
+def _names(problem: Problem) -> tuple[str, ...]:
+    """Return the names of everything that is saved for the backward, in its order."""
+    mods = [m for m in (problem.score, problem.mask) if m is not None]
+    sink = () if problem.sink is None else ("sink",)
+    return "query", "key", "value", *(c.name for m in mods for c in m.graph.captures), *sink, "out", "lse"

@@ -1,0 +1,68 @@
+"""places_last: captured tensors that are read at each place by an axis other than the last get it last, by a copy.
+
+Of `bias[cells[q_idx, kv_idx], h]` the places of a program lie H elements apart: each takes a line of the cache of its
+own, and so does each addition to the gradient. As `bias[h, cells[...]]`, neighbours share one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from torch import Tensor
+
+from flexattn.graph.mod_graph import BoundMod, ModGraph
+
+_LARGEST = 2**24  # elements of a tensor that is copied
+_PLACES = frozenset(("q_idx", "kv_idx"))
+
+
+def places_last(bound: BoundMod) -> BoundMod:
+    """Return the mod with captured tensors copied where that brings what it reads side by side."""
+    orders = tuple([
+        (i, order) for i, order in _orders(bound.graph) if _is_worth_a_copy(bound.captures[i], order)
+    ])  # fmt: skip
+    if not orders:
+        return bound
+    captures = list(bound.captures)
+    for i, order in orders:
+        captures[i] = captures[i].permute(order).contiguous()
+    return replace(bound, graph=_reordered(bound.graph, orders), captures=tuple(captures))
+
+
+def _is_worth_a_copy(tensor: Tensor, order: tuple[int, ...]) -> bool:
+    return tensor.stride(order[-1]) > 1 and 0 < tensor.numel() <= _LARGEST
+
+
+@lru_cache(512)
+def _orders(graph: ModGraph) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return captures with the order of their axes: first those that are one for a program, then those of places.
+
+    Left out are captures that are not read at each place, or not always by the same axes.
+    """
+    found: dict[int, set[tuple[int, ...]]] = {}
+    each_place = set[int]()
+    for n, node in enumerate(graph.nodes):
+        if node.op == "load":
+            capture, axes = int(str(node.value)), range(len(node.args))
+            order = sorted(axes, key=lambda axis: bool(graph.dependence[node.args[axis]] & _PLACES))
+            found.setdefault(capture, set()).add(tuple(order))
+            each_place |= {capture} if graph.dependence[n] >= _PLACES else set()
+    return tuple(
+        (i, order) for i, orders in found.items() for order in orders
+        if len(orders) == 1 and i in each_place and order != tuple(sorted(order))
+    )  # fmt: skip
+
+
+@lru_cache(256)
+def _reordered(graph: ModGraph, orders: tuple[tuple[int, tuple[int, ...]], ...]) -> ModGraph:
+    """Return the graph that reads captures whose axes have another order."""
+    order_of = dict(orders)
+    nodes = tuple(
+        replace(node, args=tuple(node.args[axis] for axis in order_of[int(str(node.value))]))
+        if node.op == "load" and int(str(node.value)) in order_of else node
+        for node in graph.nodes
+    )  # fmt: skip
+    names = (f"{c.name}_places_last" if i in order_of else c.name for i, c in enumerate(graph.captures))
+    captures = tuple(replace(c, name=name) for c, name in zip(graph.captures, names, strict=True))
+    return replace(graph, nodes=nodes, captures=captures)

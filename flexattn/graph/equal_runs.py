@@ -1,0 +1,91 @@
+"""equal_runs: where a mask asks whether a tensor's elements at q and at kv are equal, and the tensor ascends.
+
+Then equal elements stand side by side, and the question is whether one place lies in the run of the other: two
+comparisons with what is known of a row, instead of an element for each column. Document masks are of this kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from flexattn.graph.mod_graph import BoundMod, Capture, ModGraph, Node
+
+
+@dataclass(frozen=True)
+class EqualRuns:
+    """The run that each element of a captured tensor lies in: int32 of its shape, along its last dimension."""
+
+    capture: int  # its position
+    places: Tensor  # [2, ...]
+
+    @property
+    def starts(self) -> Tensor:
+        return self.places[0]
+
+    @property
+    def ends(self) -> Tensor:
+        """Where runs end, behind the last element."""
+        return self.places[1]
+
+
+def captures_compared(graph: ModGraph) -> tuple[int, ...]:
+    """Return the positions of the captured tensors of integers whose elements at q and kv are compared for equality."""
+    return tuple(sorted({found[0] for node in graph.nodes if (found := _compared(graph, node))}))
+
+
+def with_runs(bound: BoundMod, runs: tuple[EqualRuns, ...], by_key: bool) -> BoundMod:
+    """Return the mod with comparisons of places with a run, that of the key where `by_key`, else that of the query.
+
+    The runs are further captures.
+    """
+    if not runs:
+        return bound
+    graph = _with_runs(bound.graph, tuple(r.capture for r in runs), by_key)
+    return BoundMod(graph, (*bound.captures, *(t for r in runs for t in (r.starts, r.ends))), bound.numbers)
+
+
+@lru_cache(512)
+def _with_runs(graph: ModGraph, captures: tuple[int, ...], by_key: bool) -> ModGraph:
+    first = len(graph.captures)
+    about = [graph.captures[i] for i in captures]
+    added = [Capture(f"{c.name}_{end}", torch.int32, c.ndim) for c in about for end in ("starts", "ends")]
+    nodes: list[Node] = []
+    places: list[int] = []  # of the nodes of `graph` in `nodes`
+    for node in graph.nodes:
+        capture, index, q_idx, kv_idx = _compared(graph, node) or (None, (), 0, 0)
+        if capture in captures:
+            row, column = (places[i] for i in ((kv_idx, q_idx) if by_key else (q_idx, kv_idx)))
+            starts, at = first + 2 * captures.index(capture), (*(places[i] for i in index), row)
+            n = len(nodes)
+            nodes += [
+                Node("load", at, torch.int32, starts), Node("load", at, torch.int32, starts + 1),
+                Node("le", (n, column), torch.bool), Node("lt", (column, n + 1), torch.bool),
+            ]  # fmt: skip
+            node = Node("and", (n + 2, n + 3), torch.bool)
+        else:
+            node = replace(node, args=tuple(places[a] for a in node.args))
+        places.append(len(nodes))
+        nodes.append(node)
+    outputs = tuple(None if o is None else places[o] for o in graph.outputs)
+    return replace(graph, captures=(*graph.captures, *added), nodes=tuple(nodes), outputs=outputs)
+
+
+def _compared(graph: ModGraph, node: Node) -> tuple[int, tuple[int, ...], int, int] | None:
+    """Return (capture, index before the last, node of q_idx, node of kv_idx) of `x[..., q_idx] == x[..., kv_idx]`."""
+    if node.op != "eq":
+        return None
+    x, y = (graph.nodes[a] for a in node.args)
+    if x.op != "load" or y.op != "load" or x.value != y.value or x.args[:-1] != y.args[:-1] or not x.args:
+        return None
+    capture = int(str(x.value))
+    names = {graph.nodes[n.args[-1]].value: n.args[-1] for n in (x, y) if graph.nodes[n.args[-1]].op == "input"}
+    integers = not graph.captures[capture].dtype.is_floating_point and graph.captures[capture].dtype != torch.bool
+    if set(names) != {"q_idx", "kv_idx"} or not integers:
+        return None
+    if any(graph.dependence[a] & {"q_idx", "kv_idx"} for a in x.args[:-1]):
+        return None
+    return capture, x.args[:-1], names["q_idx"], names["kv_idx"]

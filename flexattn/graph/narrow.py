@@ -1,0 +1,86 @@
+"""narrow: the integers of a traced mod as int32 wherever that holds every value they can have.
+
+A mod is traced with int64 indices, as torch runs it. GPUs compute int32 faster, and ordinary masks (q_idx - kv_idx,
+q_idx // 128, windows) never need more. Which nodes do follows from the ranges of `bound`, and from the size of the
+captured numbers: a graph holds for all numbers of the same magnitudes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from flexattn.errors import ModError, message
+from flexattn.graph.bound import ranges
+from flexattn.graph.mod_graph import Builder, Expr, ModGraph, Node
+
+# Magnitudes of captured integers, as a number of bits. Sums of lengths and a few small numbers stay inside of int32.
+_SMALL, _MEDIUM, _LARGE = 24, 30, 63
+_INT32 = torch.iinfo(torch.int32)
+
+
+def narrowed(graph: ModGraph, numbers: Sequence[int | float]) -> ModGraph:
+    """Return `graph` with its integers in int32 where that is enough for these numbers."""
+    for position, low, high in _limits(graph):
+        if not low <= numbers[position] <= high:
+            raise _does_not_fit(graph, position, numbers[position], low, high)
+    bits = tuple([_LARGE if type(n) is float else _magnitude(n) for n in numbers])
+    return _narrowed(graph, bits, graph.location)  # which equal graphs may differ in
+
+
+def _magnitude(number: int | float) -> int:
+    return _SMALL if -(1 << _SMALL) <= number <= 1 << _SMALL else _MEDIUM if abs(number) <= 1 << _MEDIUM else _LARGE
+
+
+@lru_cache(512)
+def _limits(graph: ModGraph) -> tuple[tuple[int, int, int], ...]:
+    """Return (position, least, most) of the captured integers: what the dtypes hold that they are used in."""
+    found: dict[int, tuple[int, int]] = {}
+    for node in graph.nodes:
+        source = graph.nodes[node.args[0]] if node.op == "cast" else node
+        if source.op == "number" and source.dtype == torch.int64:
+            position = int(str(source.value))
+            whole = not node.dtype.is_floating_point and node.dtype != torch.bool
+            limits = torch.iinfo(node.dtype if whole else torch.int64)
+            low, high = found.get(position, (limits.min, limits.max))
+            found[position] = max(low, limits.min), min(high, limits.max)
+    return tuple((position, low, high) for position, (low, high) in found.items())
+
+
+def _does_not_fit(graph: ModGraph, position: int, value: int | float, low: int, high: int) -> ModError:
+    mend = "Convert the tensor that it is combined with by .long(), or leave the number out."
+    name = f"captured number `{graph.numbers[position].name}` of {graph.name}"
+    return ModError(message(name, value, f"{low} to {high}, the range of the dtype it is computed in", mend))
+
+
+@lru_cache(512)
+def _narrowed(graph: ModGraph, bits: tuple[int, ...], location: str) -> ModGraph:
+    builder = Builder()
+    values: list[Expr] = []
+    for node, (low, high) in zip(graph.nodes, ranges(graph, bits), strict=True):
+        fits = node.dtype == torch.int64 and _INT32.min <= low and high <= _INT32.max
+        dtype = torch.int32 if fits else node.dtype
+        values.append(_copied(builder, graph, node, [values[a] for a in node.args], dtype))
+    outputs = [None if o is None else values[o].cast(graph.nodes[o].dtype) for o in graph.outputs]
+    return builder.build(graph.name, graph.inputs, graph.captures, graph.numbers, outputs, location=location)
+
+
+def _copied(builder: Builder, graph: ModGraph, node: Node, args: list[Expr], dtype: torch.dtype) -> Expr:
+    """Append a node with these operands, whose result `dtype` holds; an int64 operand may come as int32."""
+    match node.op:
+        case "const":
+            return builder.const(node.value, dtype)  # type: ignore[arg-type]
+        case "number":
+            return builder.number(int(str(node.value)), node.dtype).cast(dtype)
+        case "input" | "load":
+            return builder.add(node.op, tuple(a.index for a in args), node.dtype, node.value)
+        case "cast":
+            return args[0].cast(dtype)
+    before = [graph.nodes[a].dtype for a in node.args]
+    wide = [x for x, d in zip(args, before, strict=True) if d == torch.int64]
+    fits = dtype != torch.int64 and all(x.dtype == torch.int32 for x in wide)
+    computed = torch.int32 if fits else torch.int64
+    operands = [x.cast(computed) if d == torch.int64 else x for x, d in zip(args, before, strict=True)]
+    return builder.apply(node.op, *operands)

@@ -1,0 +1,101 @@
+"""cache_size: what the folder of the kernels takes on disk, and what is removed from it when that is too much.
+
+Kernels that were not used for longest go first. An entry is moved aside in one step and then deleted, so that other
+processes find it whole or not at all; what a killed process leaves there is deleted a day later. A process that has
+loaded a kernel goes on with it, one that is about to compiles it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexattn.machine.kernel_store import KernelStore
+from flexattn.process.config import debug
+
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_KEPT = 0.75  # part of the limit that is left, so that not each new kernel asks for room
+_EVERY = 16  # new kernels of a process between two looks at the folder, which take 30 us for each kernel in it
+STUBS = "triton"  # Triton's own files beside the kernels
+_MOST_STUBS = 0.25  # part of the limit
+
+_added: dict[Path, int] = {}
+
+
+@dataclass(frozen=True)
+class Item:
+    """An entry, or another file or folder beside the entries."""
+
+    name: str
+    bytes: int
+    used: float  # when, in seconds since 1970
+
+    @property
+    def is_kernel(self) -> bool:
+        return _DIGEST.fullmatch(self.name) is not None
+
+
+def items(store: KernelStore) -> list[Item]:
+    """Return what the folder of a store holds."""
+    found: list[Item] = []
+    with contextlib.suppress(FileNotFoundError), os.scandir(store.root) as entries:
+        for entry in entries:
+            statuses = list(_statuses(entry))
+            size = sum(status.st_size for status in statuses)
+            found.append(Item(entry.name, size, max((status.st_mtime for status in statuses), default=0.0)))
+    return found
+
+
+def report(store: KernelStore, limit: int | None) -> str:
+    """Return what the folder of a store takes, to be read."""
+    found = items(store)
+    kernels = sum(item.is_kernel for item in found)
+    most = "no limit" if limit is None else f"at most {_mebibytes(limit)}"
+    total = _mebibytes(sum(item.bytes for item in found))
+    return f"{store.root}: {kernels:,} kernels, {total} in all, {most} (FLEXATTN_CACHE_SIZE)"
+
+
+def added(store: KernelStore, limit: int | None) -> None:
+    """Take note of a new kernel, and make room from time to time."""
+    count = _added.get(store.root, 0)
+    _added[store.root] = count + 1
+    if limit is not None and count % _EVERY == 0:
+        prune(store, limit)
+
+
+def prune(store: KernelStore, limit: int) -> None:
+    """Remove kernels if the folder takes more than `limit` bytes. The one that was used last stays."""
+    found = items(store)
+    total = sum(item.bytes for item in found)
+    if total <= limit:
+        return
+    kernels = sorted((item for item in found if item.is_kernel), key=lambda item: item.used)
+    stubs = [item for item in found if item.name == STUBS and item.bytes > _MOST_STUBS * limit]
+    try:
+        for item in (*stubs, *kernels[:-1]):
+            if total <= _KEPT * limit:
+                break
+            store.remove(item.name)
+            total -= item.bytes
+    except OSError as error:
+        debug("store", f"what was not used for longest cannot be removed: {error}")
+    debug("store", f"{store.root} took more than {limit:,} bytes, {total:,} are left")
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def _statuses(entry: os.DirEntry[str]) -> Iterator[os.stat_result]:
+    """Yield what is known of each file at or below an entry; what is removed meanwhile is left out."""
+    with contextlib.suppress(FileNotFoundError):
+        if not entry.is_dir(follow_symlinks=False):
+            yield entry.stat(follow_symlinks=False)
+            return
+        with os.scandir(entry) as inner:
+            for below in inner:
+                yield from _statuses(below)

@@ -1,0 +1,282 @@
+"""KernelStore: built kernels on disk, a folder per digest that is complete or absent, closed to other users.
+
+root/<digest>/      the generated source, the compiled files and manifest.json with the sha256 of each
+root/locks/         one file lock for each first byte of a digest; a dead process holds none
+root/triton/        Triton's own C stubs
+root/tiles.json     tiles tuned on this machine (tile_choice.py)
+root/.new-*/        what is being written or removed; gone afterwards, a day later where the process died
+
+What is in these folders runs in this process. So nothing is used where another user can write, or could: on the whole
+path to root each folder belongs to this user or to root, and only they can rename what is in it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexattn.process.config import debug
+from flexattn.process.forks import temporary
+
+try:
+    import fcntl
+except ImportError:  # Windows has no Triton either; the renames alone keep entries whole
+    fcntl = None
+
+_MANIFEST = "manifest.json"
+_STAGING = ".new-"
+_STAGING_AGE = 24 * 3600  # seconds after which a staging folder must be that of a dead process
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+@dataclass(frozen=True)
+class KernelStore:
+    root: Path
+
+    def find(self, digest: str) -> Path | None:
+        """Return the folder of an entry that is ours and unchanged since it was written, else None."""
+        folder = self.root / digest
+        if not (_is_private(self.root) and _is_private(folder)):
+            return None
+        try:
+            manifest = json.loads((folder / _MANIFEST).read_bytes())
+            whole = manifest["digest"] == digest and all(
+                _sha256(folder / name) == checksum for name, checksum in manifest["files"].items()
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            debug("store", f"entry {digest[:12]} is not readable ({error!r}), it is built anew")
+            return None
+        if not whole:
+            debug("store", f"entry {digest[:12]} is damaged, it is built anew")
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(folder / _MANIFEST)  # entries that were not used for longest are removed first
+        return folder
+
+    @contextlib.contextmanager
+    def lock(self, digest: str) -> Iterator[None]:
+        """Let one process (and thread) at a time build this entry."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+        handle = os.open(self.folder("locks") / digest[:2], flags, 0o600)
+        builder = os.getpid()
+
+        def release() -> None:
+            # A forked child has the handle too: closing it is not enough here, and unlocking it would be wrong there.
+            if fcntl is not None and os.getpid() == builder:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(handle, fcntl.LOCK_UN)
+            os.close(handle)
+
+        with temporary(release):
+            if fcntl is not None:
+                with contextlib.suppress(OSError):  # some network folders have no locks: then a kernel is built twice
+                    fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+
+    def folder(self, name: str) -> Path:
+        """Return a folder beside the entries that is ours, with all that is in it. What is not ours is put aside."""
+        self._make_root()
+        folder = self.root / name
+        if not _is_ours(folder):
+            with self.staging() as aside:
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(folder, aside / "not ours")
+                folder.mkdir(mode=0o700, exist_ok=True)
+            if not _is_ours(folder):
+                raise PermissionError(f"{folder} belongs to another user")
+        return folder
+
+    @contextlib.contextmanager
+    def staging(self) -> Iterator[Path]:
+        """Give an empty folder beside the entries, gone afterwards."""
+        self._make_root()
+        folder = Path(tempfile.mkdtemp(prefix=_STAGING, dir=self.root))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def add(self, digest: str, files: dict[str, bytes]) -> Path:
+        """Write an entry beside its place and move it there in one step."""
+        folder = self.root / digest
+        with self.staging() as aside:
+            fresh = aside / "entry"
+            fresh.mkdir(mode=0o700)
+            for name, content in files.items():
+                (fresh / name).write_bytes(content)
+            checksums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+            manifest = {"digest": digest, "files": checksums}
+            (fresh / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(folder, aside / "damaged")
+            try:
+                os.rename(fresh, folder)
+            except OSError:  # without locks another process may have been first
+                if self.find(digest) is None:
+                    raise
+        return folder
+
+    def remove(self, name: str) -> None:
+        """Remove an entry or a folder beside them in one step, unless another process does."""
+        with self.staging() as aside, contextlib.suppress(FileNotFoundError):
+            os.rename(self.root / name, aside / "old")
+
+    def read(self, name: str) -> str | None:
+        """Return the text of a file beside the entries, None where there is none or the folder is not ours alone."""
+        if not _is_private(self.root):
+            return None
+        try:
+            return (self.root / name).read_text()
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file beside the entries in one step."""
+        with self.staging() as aside:
+            (aside / name).write_text(text)
+            os.replace(aside / name, self.root / name)
+
+    def _make_root(self) -> None:
+        """Make the root anew where it was deleted since it was opened."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_private(self.root):
+            raise PermissionError(f"{self.root} belongs to another user, or others can write there")
+
+
+def existing_store(folder: Path | None) -> KernelStore | None:
+    """Return the store of a folder as it is, to read from; None where there is no such folder."""
+    if folder is None:
+        return None
+    try:
+        return KernelStore(folder.resolve(strict=True))
+    except (OSError, RuntimeError):  # RuntimeError: a link that leads to itself
+        return None
+
+
+@functools.lru_cache(maxsize=8)
+def open_store(folder: Path | None) -> KernelStore | None:
+    """Make `folder` ready to hold entries; None where that is not possible or others may write there."""
+    if folder is None:
+        return None
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = folder.resolve(strict=True)
+        if not _is_private(folder) and folder.stat().st_uid == os.geteuid():
+            folder.chmod(0o700)
+        _sweep(folder)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a link that leads to itself
+        debug("store", f"no kernels are kept in {folder}: {error}")
+        return None
+    unsafe = None if _is_private(folder) else folder
+    unsafe = unsafe or next((parent for parent in folder.parents if not _is_safe_parent(parent)), None)
+    if unsafe is None:
+        return KernelStore(folder)
+    warnings.warn(
+        f"flexattn keeps no kernels in {folder}, so each process compiles anew: {unsafe} belongs to another user, or "
+        f"others can write there. Set FLEXATTN_CACHE_DIR to a folder of yours.",
+        RuntimeWarning, stacklevel=2,
+    )  # fmt: skip
+    return None
+
+
+def temporary_store() -> KernelStore:
+    """Return a store that lasts as long as this process, a new one where the last was deleted."""
+    store = _temporary_store()
+    if not _is_private(store.root):
+        _temporary_store.cache_clear()
+        store = _temporary_store()
+    return store
+
+
+@functools.cache
+def _temporary_store() -> KernelStore:
+    folder = tempfile.mkdtemp(prefix="flexattn-")
+    atexit.register(_remove, folder, os.getpid())
+    return KernelStore(Path(folder).resolve())
+
+
+def _remove(folder: str, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child must not take away its parent's kernels
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_private(folder: Path) -> bool:
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & _OTHERS
+
+
+def _is_safe_parent(folder: Path) -> bool:
+    """Tell whether only this user and root can rename what they have in a folder."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (0, os.geteuid()):
+        return False
+    return bool(status.st_mode & stat.S_ISVTX) or not (
+        status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid))
+    )
+
+
+def _is_own_group(gid: int) -> bool:
+    """Tell whether a group is this user's alone, as many systems make one for each."""
+    try:
+        import grp
+        import pwd
+
+        group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
+    except (ImportError, KeyError):
+        return False
+    return gid == user.pw_gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
+
+def _is_ours(folder: Path) -> bool:
+    """Tell whether a folder is private and holds folders and files of this user alone, no links.
+
+    Nobody else can change what is in a private folder; what others left there before it was private is found.
+    """
+    if not _is_private(folder):
+        return False
+    try:
+        with os.scandir(folder) as entries:
+            return all(_is_ours_below(entry) for entry in entries)
+    except OSError:
+        return False
+
+
+def _is_ours_below(entry: os.DirEntry[str]) -> bool:
+    try:
+        status = entry.stat(follow_symlinks=False)
+        if status.st_uid != os.geteuid():
+            return False
+        if stat.S_ISREG(status.st_mode):
+            return True
+        if not stat.S_ISDIR(status.st_mode):
+            return False
+        with os.scandir(entry) as entries:
+            return all(_is_ours_below(inner) for inner in entries)
+    except FileNotFoundError:  # another process removes what it made
+        return True
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _sweep(root: Path) -> None:
+    for folder in root.glob(f"{_STAGING}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > _STAGING_AGE:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,203 @@
+"""Everything of Triton that is private or differs between its releases, in one place (read and checked: 3.6.0, 3.7.1).
+
+Nothing here is needed for right results: where a private part is missing, the public way is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from flexattn.process.forks import Lock, temporary
+
+Launch = Callable[[int, int, tuple[Any, ...]], None]  # (programs, stream, arguments)
+
+_BINARY_SETTINGS = (  # those that Triton itself forgets in its keys, or keys by their effect
+    "TRITON_PTXAS_PATH", "PTXAS_OPTIONS", "TRITON_OVERRIDE_ARCH", "TRITON_F32_DEFAULT", "TRITON_DEFAULT_FP_FUSION",
+)  # fmt: skip
+_knobs_lock = Lock()  # Triton's knobs belong to the whole process
+
+
+def version() -> str:
+    import triton
+
+    return triton.__version__
+
+
+def has_gluon() -> bool:
+    """Whether this release of Triton is known to compile our Gluon kernels (3.6 is the one that ran them on a card)."""
+    return tuple(version().split(".")[:2]) in {("3", "6"), ("3", "7"), ("3", "8"), ("3", "9")}
+
+
+def is_interpreting() -> bool:
+    """Whether Triton was told (TRITON_INTERPRET=1) to run kernels in Python."""
+    from triton import knobs
+
+    return knobs.runtime.interpret
+
+
+def binary_settings() -> dict[str, str]:
+    """Return the environment variables of Triton's that change what it compiles and are set."""
+    found = {name: os.environ[name] for name in _BINARY_SETTINGS if name in os.environ}
+    try:
+        from triton._C.libtriton import get_cache_invalidating_env_vars
+    except ImportError:
+        return found
+    return found | get_cache_invalidating_env_vars()
+
+
+@contextlib.contextmanager
+def cache_folder(folder: Path) -> Iterator[None]:
+    """Let Triton keep its files in `folder` for a while, then give it back the user's own setting."""
+    from triton import knobs
+
+    scope = contextlib.ExitStack()
+    with _knobs_lock:
+        scope.enter_context(knobs.cache.scope())
+        with temporary(scope.close):
+            knobs.cache.dir = str(folder)
+            yield
+
+
+@dataclass(frozen=True)
+class Request:
+    """What Triton is asked to compile: a kernel without constants, its runtime arguments typed."""
+
+    name: str
+    signature: tuple[tuple[str, str], ...]
+    divisible: tuple[str, ...]  # arguments that are multiples of 16
+    gluon: bool = False
+
+    def source(self, fn: Any) -> Any:
+        from triton.compiler import ASTSource
+
+        if self.gluon:
+            from triton.experimental.gluon._runtime import GluonASTSource as Source
+        else:
+            Source = ASTSource
+        names = [name for name, _ in self.signature]
+        attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in self.divisible}
+        return Source(fn=fn, signature=dict(self.signature), constexprs={}, attrs=attributes)
+
+
+def compile_kernel(fn: Any, request: Request, target: Any, options: dict[str, Any]) -> dict[str, bytes]:
+    """Compile `fn` for a target that need not be present; return the contents of the files, by file ending."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    compiled = triton.compile(
+        request.source(fn), target=GPUTarget(target.backend, target.arch, target.warp_size), options=options
+    )
+    return {name.rpartition(".")[2]: Path(path).read_bytes() for name, path in compiled.metadata_group.items()}
+
+
+def load_kernel(request: Request, files: dict[str, Path]) -> Any:
+    """Make Triton's CompiledKernel of stored files (by file ending), neither compiling nor importing the source."""
+    from triton.compiler import CompiledKernel
+
+    # All that a launcher asks of the function: its arguments' names, and whether profilers get extra data.
+    stand_in = SimpleNamespace(
+        __name__=request.name, arg_names=[name for name, _ in request.signature], launch_metadata=None
+    )
+    digest = json.loads(files["json"].read_text())["hash"]
+    return CompiledKernel(request.source(stand_in), {path.name: str(path) for path in files.values()}, digest)
+
+
+def launcher(compiled: Any) -> Launch:
+    """Load `compiled` on the current device and return the shortest way to launch it there.
+
+    Triton's OutOfResources passes through. Pointers are tensors or addresses; an address saves a call of the driver.
+    """
+    run = compiled.run  # loads the binary
+    fast = _c_launch(compiled, run) or _run_launch(compiled, run)
+
+    def public(programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
+        compiled[(programs, 1, 1)](*arguments, stream=stream)
+
+    if fast is None:
+        return public
+    from triton import knobs
+
+    runtime = knobs.runtime
+
+    def launch(programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
+        if _hooked(runtime.launch_enter_hook) or _hooked(runtime.launch_exit_hook):
+            public(programs, stream, arguments)  # a profiler is listening: it wants the launch's metadata
+        else:
+            fast(programs, stream, arguments)
+
+    return launch
+
+
+def _hooked(hook: Any) -> bool:
+    return hook is not None and bool(getattr(hook, "calls", True))
+
+
+def _c_launch(compiled: Any, run: Any) -> Launch | None:
+    """Call Triton's C launcher directly, with everything but the arguments bound; None where it does not fit."""
+    release = tuple(version().split(".")[:2])
+    if type(run).__name__ != "CudaLauncher" or release not in {("3", "6"), ("3", "7")}:
+        return None
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None  # then Triton allocates for each launch
+    c_launch, function, packed = run.launch, compiled.function, compiled.packed_metadata
+    cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
+
+    if release == ("3", "6"):
+
+        def launch(programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
+            # grid, stream, function, cooperative, dependent, 2 scratch, packed, metadata, 2 hooks, arguments
+            c_launch(
+                programs, 1, 1, stream, function, cooperative, dependent,
+                None, None, packed, None, None, None, *arguments,
+            )  # fmt: skip
+
+        return launch
+
+    annotations, kinds = run.arg_annotations, run.kernel_signature
+    count = len(compiled.src.signature)
+
+    def launch_37(programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
+        if len(arguments) != count:  # this release reads past the end of a short tuple
+            raise TypeError(f"kernel {compiled.name} takes {count} arguments, {len(arguments)} were given")
+        # grid, stream, function, cooperative, dependent, packed, metadata, 2 hooks, 2 scratch, kinds, arguments
+        c_launch(
+            programs, 1, 1, stream, function, cooperative, dependent,
+            packed, None, None, None, None, None, annotations, kinds, arguments,
+        )  # fmt: skip
+
+    return launch_37
+
+
+def _run_launch(compiled: Any, run: Any) -> Launch | None:
+    """Call CompiledKernel.run: other backends, kernels with scratch memory."""
+    function, packed = getattr(compiled, "function", None), getattr(compiled, "packed_metadata", None)
+    if function is None or packed is None:
+        return None
+
+    def launch(programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
+        run(programs, 1, 1, stream, function, packed, None, None, None, *arguments)
+
+    return launch
+
+
+@functools.cache
+def nvidia_tool(name: str) -> str:
+    """Return the path of ptxas, cuobjdump or nvdisasm as Triton ships them."""
+    import triton
+
+    return str(Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin" / name)
+
+
+def resource_usage(cubin: Path) -> str:
+    """Return cuobjdump's line on registers, stack and shared memory of a binary."""
+    command = [nvidia_tool("cuobjdump"), "-res-usage", str(cubin)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

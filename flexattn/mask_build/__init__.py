@@ -1,0 +1,1 @@
+"""mask_mod -> BlockMask: coarse to fine on a CPU, generated kernels on a GPU."""

@@ -1,0 +1,315 @@
+"""create_block_mask: mask_mod -> BlockMask. Every pair is decided exactly, in bounded memory."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexattn.block_mask import BlockMask, BuildCounts, BuiltMask, RunLists, Runs, run_lists
+from flexattn.errors import ArgumentError, DeviceError, ModError, UnsupportedError, message
+from flexattn.graph.bound import DTYPES, EMPTY, FULL, INDEX_LIMIT, PARTIAL
+from flexattn.graph.mod_graph import BoundMod
+from flexattn.machine.target import target_of
+from flexattn.mask_build import cache as mask_cache
+from flexattn.mask_build.boxes import BlockClasses, classify_all, classify_by_boxes
+from flexattn.mask_build.kernels import plan_mask
+from flexattn.mask_build.on_gpu import build_lists, fits
+from flexattn.process.config import debug, settings
+from flexattn.runtime.build import current_stream
+from flexattn.torch_state.modes import undisturbed
+from flexattn.torch_state.transforms import is_batched, is_transforming, outside
+from flexattn.torch_state.uncompiled import uncompiled
+from flexattn.trace.trace import trace
+
+# Pairs evaluated at a time. A graph keeps some 4 bytes a pair for each of its nodes: so this is 8 MiB a node on a CPU.
+_PAIRS = {"cpu": 2**21}
+_PAIRS_ON_GPU = 2**24
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _is_score_mod(mod: Callable[..., Any]) -> bool:
+    """Tell a score_mod by its five required arguments."""
+    parameters = inspect.signature(mod).parameters.values()
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return len(required) == 5
+
+
+def _outside_transforms(make: Callable[P, R]) -> Callable[P, R]:
+    """Let torch.func's transforms see nothing of how a mask is made: it has no gradient, and is one for all entries."""
+
+    @wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not is_transforming():
+            return make(*args, **kwargs)
+        mod: Any = args[0] if args else kwargs.get("mask_mod", kwargs.get("mod_fn"))
+        reached = trace(mod, "score" if _is_score_mod(mod) else "mask").reached
+        batched = next((t for t in reached if is_batched(t)), None)
+        if batched is not None:
+            found = f"a captured tensor of shape {tuple(batched.shape)} that differs between the entries of torch.vmap"
+            mend = "Build the mask for all entries before, or exclude pairs with -inf in score_mod."
+            raise UnsupportedError(message("mask_mod", found, "one mask for all entries", mend))
+        with outside():
+            return make(*args, **kwargs)
+
+    return made
+
+
+@uncompiled
+@undisturbed("create_block_mask")
+@_outside_transforms
+def create_block_mask(
+    mask_mod: Callable[..., Any],
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | int | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+) -> BlockMask:
+    """Return the BlockMask of `mask_mod(b, h, q_idx, kv_idx) -> bool` over B batches, H heads, Q_LEN queries and KV_LEN
+    keys; B or H None makes one that serves any number, for a mod that does not read it.
+
+    `device` is that of the tensors that mask_mod captures, else of the accelerator, else "cpu". BLOCK_SIZE is one size,
+    or (query, key). With separate_full_blocks=False all blocks that are not empty are partial.
+
+    Building costs what the mask's boundary costs; on a GPU the host waits once. A mask that is built again from the
+    same tensors, unchanged, gets the same lists without work (see `flexattn.mask_build.cache`).
+
+    >>> mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 512, 512, device="cpu")
+    >>> mask.counts()  # full, partial, empty
+    (6, 4, 6)
+    """
+    if _compile:
+        warnings.warn(
+            "_compile on create_block_mask does nothing: masks are built in bounded memory without it. Leave it out.",
+            DeprecationWarning,
+            stacklevel=4,
+        )
+    if not isinstance(dq_kv_order, bool):
+        mend = "Tensor schedules go to BlockMask.from_kv_blocks."
+        raise ArgumentError(message("dq_kv_order", type(dq_kv_order).__name__, "a bool", mend))
+    _check_sizes(B, H, Q_LEN, KV_LEN)
+    block_size = _block_size(BLOCK_SIZE)
+    bound = trace(mask_mod, "mask")
+    _check_extents(bound, B, H)
+    chosen = _device(bound, device)
+    # Batches and heads that the mod does not read are classified once.
+    sizes = (B or 1 if bound.graph.reads("b") else 1, H or 1 if bound.graph.reads("h") else 1, Q_LEN, KV_LEN)
+    origin = bound.origin
+    key = (origin, sizes, block_size, separate_full_blocks, *_where(chosen), *map(id, bound.reached))
+    built = mask_cache.find(key, bound) if origin else None
+    if built is None:
+        built = classify(bound, sizes, block_size, chosen, separate_full_blocks)
+        if origin:
+            mask_cache.keep(key, bound, built)
+    mask = BlockMask._of_runs(
+        built.by_query, built.by_key, *sizes[:2], (Q_LEN, KV_LEN), block_size, mask_mod, separate_full_blocks, False
+    ).expand(B or 1, H or 1)
+    mask._remember(bound, built.runs)
+    mask.build_counts = built.counts
+    if settings().debug:
+        debug("mask", f"{built.counts}\n{mask!r}")
+    if compute_dq_write_order:
+        mask._set_dq_write_order(dq_kv_order)
+    return mask
+
+
+@uncompiled
+@undisturbed("create_mask")
+@_outside_transforms
+def create_mask(
+    mod_fn: Callable[..., Any],
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | int | None = None,
+) -> Tensor:
+    """Return bool [B, H, Q_LEN, KV_LEN], dense: where a mask_mod attends, or where a score_mod of score 0 is not -inf.
+
+    >>> create_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 2, 2, device="cpu").int().tolist()
+    [[[[1, 0], [1, 1]]]]
+    """
+    _check_sizes(B, H, Q_LEN, KV_LEN)
+    is_score = _is_score_mod(mod_fn)
+    bound = trace(mod_fn, "score" if is_score else "mask")
+    _check_extents(bound, B, H)
+    sizes = (B or 1, H or 1, Q_LEN, KV_LEN)
+    chosen = _device(bound, device)
+    bound = bound.on(chosen)
+    index = [
+        torch.arange(n, dtype=torch.int32, device=chosen).view(*(-1 if i == axis else 1 for i in range(4)))
+        for axis, n in enumerate(sizes)
+    ]
+    if 0 in sizes:
+        return torch.zeros(sizes, dtype=torch.bool, device=chosen)
+    with torch.no_grad():
+        out = bound(*((torch.zeros((), device=chosen),) if is_score else ()), *index)
+        return (~torch.isneginf(out) if is_score else out).expand(sizes).contiguous()
+
+
+def classify(
+    bound: BoundMod, sizes: tuple[int, int, int, int], block_size: tuple[int, int], device: torch.device, separate: bool
+) -> BuiltMask:
+    """Return the blocks of a mask over `sizes` (B, H, Q, KV), as rows of queries and as rows of keys.
+
+    On a GPU generated kernels do it all. Otherwise boxes of blocks decide most, and what they leave open is evaluated
+    pair by pair; so it is for a mod that Triton would compute otherwise than torch, whose captures the host then reads.
+    `separate` False: full blocks are called partial.
+    """
+    if device.type == "cuda" and fits(sizes, block_size) and (plan := plan_mask(bound, target_of(device))) is not None:
+        return build_lists(plan, bound.on(device), sizes, block_size, device, separate)
+    there = torch.device("cpu") if device.type == "meta" else device  # meta tensors have no values
+    placed = bound.on(there)
+
+    def evaluate(blocks: np.ndarray) -> np.ndarray:
+        return _evaluate_blocks(placed, blocks, sizes, block_size, there)
+
+    if {x.dtype for x in (*bound.graph.captures, *bound.graph.nodes)} <= DTYPES:
+        here = replace(bound, captures=tuple(c.cpu() for c in bound.captures))
+        classes = classify_by_boxes(here, *sizes, block_size, evaluate)
+    else:
+        classes = classify_all(*sizes, block_size, evaluate)
+    counts = BuildCounts(classes.boxes, classes.samples, classes.evaluated)
+    classes = classes if separate else classes.joined()
+    by_query, by_key = (_lists(classes, transposed).map(lambda t: t.to(device)) for transposed in (False, True))
+    return BuiltMask(by_query, by_key, counts, sum(t.nbytes for lists in (by_query, by_key) for t in lists.tensors))
+
+
+def _lists(classes: BlockClasses, transposed: bool) -> RunLists:
+    partial, full = (Runs(*map(torch.from_numpy, classes.runs(kind, transposed))) for kind in (PARTIAL, FULL))
+    return run_lists(partial, full, classes.shape[0] * classes.shape[1])
+
+
+def _evaluate_blocks(
+    bound: BoundMod, blocks: np.ndarray, sizes: tuple[int, int, int, int], block_size: tuple[int, int],
+    device: torch.device,
+) -> np.ndarray:  # fmt: skip
+    """Return the class of each of some blocks (int [n, 3]: b * H + h, query block, key block), uint8 [n].
+
+    Some rows and columns of each are looked at first: most blocks of a mask without structure are seen to be partial.
+    """
+    # Along an axis that the mod does not read, one place stands for all.
+    q_size, kv_size = (n if bound.graph.reads(x) else 1 for n, x in zip(block_size, ("q_idx", "kv_idx"), strict=True))
+    few, every = (_spread(q_size), _spread(kv_size)), (torch.arange(q_size), torch.arange(kv_size))
+    if q_size * kv_size < 4 * few[0].numel() * few[1].numel():
+        return _evaluate_places(bound, blocks, every, sizes, block_size, device)
+    classes = _evaluate_places(bound, blocks, few, sizes, block_size, device)
+    left = classes != PARTIAL
+    classes[left] = _evaluate_places(bound, blocks[left], every, sizes, block_size, device)
+    return classes
+
+
+def _spread(size: int) -> Tensor:
+    """Return a few offsets in a block: its ends, and others without a period."""
+    inside = (torch.arange(1, 15) * 0.6180339887 % 1 * size).long()
+    return torch.cat([torch.tensor([0, size - 1]), inside]).unique() if size > 16 else torch.arange(size)
+
+
+def _evaluate_places(
+    bound: BoundMod, blocks: np.ndarray, offsets: tuple[Tensor, Tensor], sizes: tuple[int, int, int, int],
+    block_size: tuple[int, int], device: torch.device,
+) -> np.ndarray:  # fmt: skip
+    """Return the classes of blocks as they are at the places with these offsets."""
+    places = torch.from_numpy(blocks).to(device)
+    q_offsets, kv_offsets = (x.to(device) for x in offsets)
+    b, h = places[:, 0] // sizes[1], places[:, 0] % sizes[1]
+    some = torch.zeros(len(blocks), dtype=torch.uint8, device=device)
+    every = torch.ones_like(some)
+    q_size, kv_size = q_offsets.numel(), kv_offsets.numel()
+    most = _PAIRS.get(device.type, _PAIRS_ON_GPU)
+    q_step = min(q_size, most)
+    kv_step = min(kv_size, max(1, most // q_step))
+    step = max(1, most // (q_step * kv_step))
+    for start in range(0, len(blocks), step):
+        chunk = slice(start, start + step)
+        for q_start in range(0, q_size, q_step):
+            for kv_start in range(0, kv_size, kv_step):
+                q, kv = (
+                    # Past the end the last place stands again: that changes neither any nor all of the others.
+                    (places[chunk, axis, None] * block + x[first : first + n]).clamp(max=length - 1).int()
+                    for axis, block, x, first, n, length in (
+                        (1, block_size[0], q_offsets, q_start, q_step, sizes[2]),
+                        (2, block_size[1], kv_offsets, kv_start, kv_step, sizes[3]),
+                    )
+                )  # fmt: skip
+                live = bound(b[chunk, None, None].int(), h[chunk, None, None].int(), q[:, :, None], kv[:, None])
+                live = live.expand(len(q), q.shape[1], kv.shape[1]).contiguous().view(torch.uint8)
+                some[chunk] = some[chunk].maximum(live.amax(1).amax(1))
+                every[chunk] = every[chunk].minimum(live.amin(1).amin(1))
+    for axis in (0, 1):
+        if sizes[2 + axis] % block_size[axis]:  # what reaches past the lengths is partial at most
+            every[places[:, 1 + axis] == sizes[2 + axis] // block_size[axis]] = 0
+    return torch.where(every.bool(), FULL, torch.where(some.bool(), PARTIAL, EMPTY)).to(torch.uint8).cpu().numpy()
+
+
+def _check_sizes(B: Any, H: Any, Q_LEN: Any, KV_LEN: Any) -> None:
+    for name, value, least in (("B", B, 1), ("H", H, 1), ("Q_LEN", Q_LEN, 0), ("KV_LEN", KV_LEN, 0)):
+        if least and value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            expected = f"an int >= {least}{' or None' if least else ''}"
+            raise ArgumentError(message(name, repr(value), expected, "Take it from the shape of query and key."))
+        if value > INDEX_LIMIT:
+            raise ArgumentError(message(name, repr(value), f"at most {INDEX_LIMIT}", "Cut it into shorter ones."))
+
+
+def _block_size(value: Any) -> tuple[int, int]:
+    pair = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, tuple | list) else ()
+    if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in pair):
+        raise ArgumentError(message("BLOCK_SIZE", repr(value), "a positive int, or two: (query, key)", "Try 128."))
+    return pair
+
+
+def _check_extents(bound: BoundMod, B: int | None, H: int | None) -> None:
+    for name, size, argument in (("b", B, "B"), ("h", H, "H")):
+        if size is None and bound.graph.reads(name):
+            where = f" ({bound.graph.location})" if bound.graph.location else ""
+            raise ModError(
+                f"{bound.graph.name}{where} reads {name}; give {argument}: found {argument}=None, expected the number "
+                f"of {'batches' if name == 'b' else 'query heads'} of the query."
+            )
+
+
+def _device(bound: BoundMod, device: torch.device | str | int | None) -> torch.device:
+    """Return the device to build on, and check that what the mod captures is there."""
+    pairs = zip(bound.graph.captures, bound.captures, strict=True)
+    captured = {t.device: c.name for c, t in pairs if not c.literal and (t.dim() or not t.is_cpu)}
+    for found, name in captured.items():
+        if found.type == "meta":
+            mend = "Build the mask when the tensor is there."
+            raise DeviceError(message(f"mask_mod's captured tensor {name!r}", "meta", "a tensor with values", mend))
+    if device is None and len(captured) == 1:
+        return next(iter(captured))
+    if device is None:
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    chosen = torch.device(device)
+    if chosen.index is None and chosen.type != "cpu":  # "cuda" becomes "cuda:0"
+        is_cuda = chosen.type == "cuda"  # asked directly: an allocation takes the host longer
+        chosen = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.empty(0, device=chosen).device
+    for found, name in captured.items():
+        if found != chosen:
+            mend = f"Move {name} there, or pass device={str(found)!r}."
+            raise DeviceError(message(f"mask_mod's captured tensor {name!r}", found, f"{chosen}", mend))
+    return chosen
+
+
+def _where(device: torch.device) -> tuple[object, ...]:
+    """Return what tells apart lists that cannot stand for each other: those of another stream may not be there yet."""
+    return device, current_stream(device.index) if device.type == "cuda" else 0, torch.is_inference_mode_enabled()

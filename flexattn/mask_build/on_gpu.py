@@ -1,0 +1,250 @@
+"""mask_build: the run lists of a mask, made by generated kernels on the device of what it captures.
+
+Range tables, blocks by bounds, then count, scan and fill (of a small mask, all three at once): a handful of launches.
+The host waits once, to learn how many runs there are; where bounds and samples leave blocks open, these are evaluated
+and it waits a second time. Where the most runs that there could be take little memory, all is launched before it waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.block_mask import BuildCounts, BuiltMask, LaterRunLists
+from flexattn.errors import IndexRangeError, message
+from flexattn.graph.equal_runs import EqualRuns
+from flexattn.graph.mod_graph import BoundMod
+from flexattn.machine.target import Target, processors, target_of
+from flexattn.mask_build.boxes import MOST_RUNS, too_many_runs
+from flexattn.mask_build.kernels import MaskPlan
+from flexattn.mask_build.launch_plan import Recipe, Sizes, Step, TableRecipe, recipe_of
+from flexattn.process.progress import announce
+from flexattn.runtime.build import build, current_stream
+
+_MOST_WORDS = 2**25  # of 32 blocks: the bits of five kinds take 640 MiB
+_PROGRAMS = 16  # for each multiprocessor, that look for blocks to evaluate
+
+
+@functools.lru_cache(256)
+def fits(sizes: Sizes, block_size: tuple[int, int]) -> bool:
+    """Tell whether the kernels can take a mask of this size: it has blocks, and not too many."""
+    B, H, Q, KV = sizes
+    q_blocks, kv_blocks = -(-Q // block_size[0]), -(-KV // block_size[1])
+    return 0 < B * H * max(q_blocks * -(-kv_blocks // 32), kv_blocks * -(-q_blocks // 32)) <= _MOST_WORDS
+
+
+def build_lists(
+    plan: MaskPlan, bound: BoundMod, sizes: Sizes, block_size: tuple[int, int], device: torch.device, separate: bool
+) -> BuiltMask:
+    """Return the blocks of a mask over `sizes` (B, H, Q, KV), as rows of queries and as rows of keys.
+
+    `bound` is on `device`; no size is 0. `separate` False: full blocks are called partial.
+    """
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return build_lists(plan, bound, sizes, block_size, device, separate)
+    target = target_of(device)
+    captures = tuple([(t.shape, t.stride()) for t in bound.captures])
+    recipe = recipe_of(plan, captures, sizes, block_size, separate, target)
+    with _Build(recipe, bound, device, target) as running:
+        running.launch()
+        *totals, open_blocks, descends = running.wait()
+        if open_blocks:
+            announce(open_blocks, open_blocks * math.prod(block_size))
+            running.evaluate(Step(build(plan.evaluate, target), _programs(recipe, device), recipe.evaluated))
+            *totals, _, _ = running.wait()
+            if outside := running.outside():
+                raise _outside(bound, outside)
+        if max(totals) > MOST_RUNS:
+            q_rows, kv_rows = recipe.rows
+            raise too_many_runs((*sizes[:2], q_rows // recipe.heads, kv_rows // recipe.heads), block_size)
+        kept = running.kept
+        memory, begin = kept, recipe.kept[2]
+        if not recipe.has_room:
+            memory, begin = _allocate(2 * sum(totals), device), 0
+            running.fill(_pointer(memory, target))
+    by_query, by_key = (
+        LaterRunLists(
+            functools.partial(_views, kept, memory, (recipe.kept[1], begin), totals, recipe.heads, recipe.rows, by_key)
+        )
+        for by_key in (0, 1)
+    )
+    found = () if descends else tuple([
+        EqualRuns(r.capture, kept.as_strided(r.shape, r.strides, at))
+        for r, at in zip(recipe.runs, recipe.kept[3:-1:2], strict=True)
+    ])  # fmt: skip
+    words = kept.numel() + (0 if memory is kept else memory.numel())
+    return BuiltMask(by_query, by_key, BuildCounts(recipe.blocks, None, open_blocks), 4 * words, found)
+
+
+class _Build:
+    """One build: where the parts of its memory are, and its launches."""
+
+    def __init__(self, recipe: Recipe, bound: BoundMod, device: torch.device, target: Target) -> None:
+        self.recipe, self.bound, self.target = recipe, bound, target
+        self.stream = current_stream(device.index) if target.backend == "cuda" else 0
+        self.captures = [_pointer(t, target) for t in bound.captures]
+        self.kept = _allocate(recipe.scratch[-1] if recipe.together else recipe.kept[-1], device)
+        self.scratch = self.kept if recipe.together else _allocate(recipe.scratch[-1], device)
+        self.row_ptr, self.order, self.runs, *equal = _parts(self.kept, recipe.kept, target)
+        *self.tables, full, partial, full_by_key, partial_by_key, self.unknown, self.counts, self.status = _parts(
+            self.scratch, recipe.scratch, target
+        )
+        self.bits = (full, partial, full_by_key, partial_by_key)
+        self.equal = [(self.captures[r.capture], *equal[2 * i : 2 * i + 2]) for i, r in enumerate(recipe.runs)]
+
+    def __enter__(self) -> _Build:
+        try:
+            self.report = _reports.pop()
+        except IndexError:  # all are in use, by other threads
+            self.report = _Report()
+        self.report.words.fill(0)
+        # What the host reads after one launch is written to its own memory, so that it waits for no copy.
+        self.told = self.report.pointer(self.target) if self.recipe.at_once else self.status
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error == (None, None, None):  # otherwise a kernel may still write there
+            _reports.append(self.report)
+
+    def launch(self) -> None:
+        """Launch all that can be before it is known what there is."""
+        recipe, stream = self.recipe, self.stream
+        tables = [self._table(r, at) for r, at in zip(recipe.tables, self.tables, strict=True)]
+        of_mask = (*[tables[i] for i in recipe.reads], *self.captures)
+        recipe.classify.launch(stream, (*self.bits, self.unknown, self.status, *of_mask), self.bound.numbers)
+        for r, places in zip(recipe.runs, self.equal, strict=True):
+            if r.step is not None:
+                r.step.launch(stream, (*places, self.told))
+        self._lists()
+
+    def evaluate(self, step: Step) -> None:
+        """Decide the blocks that are left open pair by pair, and make the lists again."""
+        unknown = _typed(self.unknown, torch.uint8)
+        step.launch(self.stream, (*self.bits, unknown, self.status, *self.captures), self.bound.numbers)
+        self._lists()
+
+    def fill(self, runs: Any) -> None:
+        """Write the runs, where they were not written with the lists."""
+        pointers = (*self.bits, self.counts, self.told, self.row_ptr, self.order, runs)
+        self.recipe.lists[2].launch(self.stream, pointers)
+
+    def wait(self) -> list[int]:
+        """Return how many runs there are of each kind, blocks left open, and whether a tensor descends."""
+        if not self.recipe.at_once:
+            words = self.scratch[-8:].tolist()
+        else:
+            if self.target.backend == "cuda":
+                torch.cuda.current_stream().synchronize()
+            words = self.report.words.tolist()
+        return [*words[:5], words[6]]
+
+    def outside(self) -> int:
+        """Return the captures, as bits, that were read outside of their ends by an evaluation."""
+        return int(self.scratch[-3])
+
+    def _lists(self) -> None:
+        recipe, stream = self.recipe, self.stream
+        if recipe.at_once:
+            within = self.equal[0] if recipe.runs else ()
+            pointers = (*self.bits, self.unknown, self.told, self.row_ptr, self.order, self.runs, *within)
+            recipe.lists[0].launch(stream, pointers)
+            return
+        recipe.lists[0].launch(stream, (*self.bits, self.unknown, self.counts))
+        recipe.lists[1].launch(stream, (self.counts, self.row_ptr, self.told))
+        if recipe.has_room:
+            self.fill(self.runs)
+
+    def _table(self, recipe: TableRecipe, memory: Any) -> Any:
+        """Make a range table; return the pointer to it."""
+        table, source = _typed(memory, recipe.dtype), self.captures[recipe.capture]
+        if recipe.moved is not None:
+            rows = self.bound.captures[recipe.capture].movedim(recipe.moved, -1).contiguous()
+            source = _pointer(rows, self.target)
+        for i, step in enumerate(recipe.steps):
+            step.launch(self.stream, (table,) if i else (source, table))
+        return table
+
+
+class _Report:
+    """Words that a kernel writes and the host reads."""
+
+    def __init__(self) -> None:
+        with torch.inference_mode(False):
+            self.tensor = torch.zeros(8, dtype=torch.int32, device="cpu", pin_memory=torch.cuda.is_available())
+        self.words = self.tensor.numpy()
+
+    def pointer(self, target: Target) -> Any:
+        return _pointer(self.tensor, target)
+
+
+_reports: list[_Report] = []  # not in use
+
+
+def _programs(recipe: Recipe, device: torch.device) -> int:
+    """Return the programs of an evaluation."""
+    return min(recipe.octets, _PROGRAMS * processors(device))
+
+
+def _views(
+    kept: Tensor,
+    memory: Tensor,
+    begins: tuple[int, int],
+    totals: Sequence[int],
+    heads: int,
+    rows: tuple[int, int],
+    by_key: int,
+) -> tuple[Tensor, ...]:
+    """Return the tensors of `RunLists` of one direction, views of what the kernels wrote (see `Recipe.kept`).
+
+    `begins`: where the orders begin in `kept`, and the runs in `memory`.
+    """
+    n, row_ptr = rows[by_key], 2 * by_key * (rows[0] + 1)
+    order = begins[0] + by_key * rows[0]
+    begin = begins[1] + 2 * sum(totals[: 2 * by_key])
+    some, every = totals[2 * by_key : 2 * by_key + 2]
+    return (
+        kept.as_strided((n + 1,), (1,), row_ptr), memory.as_strided((some, 2), (2, 1), begin),
+        kept.as_strided((n + 1,), (1,), row_ptr + n + 1), memory.as_strided((every, 2), (2, 1), begin + 2 * some),
+        kept.as_strided((heads, n // heads), (n // heads, 1), order),
+    )  # fmt: skip
+
+
+def _allocate(words: int, device: torch.device) -> Tensor:
+    return torch.empty(words, dtype=torch.int32, device=device)
+
+
+def _parts(memory: Tensor, starts: Sequence[int], target: Target) -> list[Any]:
+    """Return pointers to the parts of memory, given as where these begin and where the last ends."""
+    if target.backend == "interpreter":
+        return [memory[start:end] for start, end in itertools.pairwise(starts)]
+    address = memory.data_ptr()
+    return [address + 4 * start for start in starts[:-1]]
+
+
+def _pointer(tensor: Tensor, target: Target) -> Any:
+    """Return what kernels take for a tensor: its address, which costs the host less than the tensor itself."""
+    return tensor.detach() if target.backend == "interpreter" else tensor.data_ptr()
+
+
+def _typed(pointer: Any, dtype: torch.dtype) -> Any:
+    """Return a pointer to elements of `dtype`: the interpreter's are tensors, an address has no type."""
+    return pointer.view(dtype) if isinstance(pointer, Tensor) else pointer
+
+
+def _outside(bound: BoundMod, captures: int) -> IndexRangeError:
+    position = (captures & -captures).bit_length() - 1
+    capture, tensor = bound.graph.captures[position], bound.captures[position]
+    where = f" ({bound.graph.location})" if bound.graph.location else ""
+    return IndexRangeError(
+        message(
+            f"mask_mod {bound.graph.name}{where}", f"an index outside of {capture.name!r}, {list(tensor.shape)}",
+            "indices inside for every place within Q_LEN and KV_LEN", "Make the tensor longer, or clamp the index.",
+        )
+    )  # fmt: skip

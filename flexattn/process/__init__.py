@@ -1,0 +1,1 @@
+"""State of the process: settings, locks that survive a fork, caches of tensors, progress lines."""

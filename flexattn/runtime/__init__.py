@@ -1,0 +1,1 @@
+"""KernelSource -> a loaded kernel and its launch."""

@@ -1,0 +1,428 @@
+"""build: KernelSource -> Kernel, compiled once for each machine and loaded once for each process and device."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import linecache
+import re
+import sys
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexattn.compile.kernel_source import KernelSource
+from flexattn.errors import ArgumentError, CompileError, message
+from flexattn.machine import cache_size, triton_versions
+from flexattn.machine.kernel_store import KernelStore, open_store, temporary_store
+from flexattn.machine.target import Target
+from flexattn.process.config import debug, settings
+from flexattn.process.forks import Lock, cached_property
+from flexattn.runtime.interpreted import replaced_globals
+
+_KEPT_FILES = ("json", "ptx", "ttgir", "cubin", "amdgcn", "hsaco")
+_LARGEST_TEXT = 1 << 20  # bytes of an intermediate text that are worth keeping
+_LONGEST_REASON = 2000  # characters of an error of Triton's, which may end with the whole PTX
+_MEMORY = 512  # kernels of one process
+_ATTEMPTS = 3  # to find or build a kernel and read its files
+
+
+class OutOfResources(CompileError):
+    """A kernel asks for more than the device has; a smaller tile may fit."""
+
+    def __init__(self, kernel: str, resource: str, asked: int, available: int) -> None:
+        mend = "Use smaller tiles or fewer stages."
+        super().__init__(message(f"kernel {kernel}", f"{asked} of {resource}", f"at most {available}", mend))
+        self.resource = resource
+        self.asked = asked
+        self.available = available
+
+
+class Kernel:
+    """A built kernel. Launches go to the current device, on its current stream unless one is given."""
+
+    def __init__(self, source: KernelSource, target: Target, digest: str, folder: Path) -> None:
+        self.name = source.name
+        self.source = source
+        self.target = target
+        self.digest = digest
+        self.path = folder / f"{source.name}.py"
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.name}, {self.target}, {self.digest[:12]})"
+
+    def launch(self, programs: int, arguments: tuple[Any, ...], stream: int | None = None) -> None:
+        """Run `programs` instances of the kernel; pointers are tensors or addresses, the latter being faster."""
+        raise NotImplementedError
+
+    def load(self) -> None:
+        """Load the kernel on the current device now, not at its first launch; OutOfResources where it does not fit."""
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of one program."""
+        return 0
+
+    @property
+    def registers(self) -> int:
+        """Registers of one thread."""
+        return 0
+
+    @property
+    def spills(self) -> int:
+        """Bytes of stack of one thread."""
+        return 0
+
+    @property
+    def ptx(self) -> str:
+        """What Triton handed to the assembler, where it was kept."""
+        return ""
+
+
+class _InterpretedKernel(Kernel):
+    def __init__(self, source: KernelSource, target: Target, digest: str, folder: Path) -> None:
+        super().__init__(source, target, digest, folder)
+        self._function = _import(self.path, self.path.read_text(), source)
+        weakref.finalize(self, _forget_text, self._function)
+        self._function.fn.__globals__.update(replaced_globals())
+
+    def launch(self, programs: int, arguments: tuple[Any, ...], stream: int | None = None) -> None:
+        with _interpreting:
+            self._function[(programs,)](*arguments)
+
+
+class _GpuKernel(Kernel):
+    def __init__(self, source: KernelSource, target: Target, digest: str, folder: Path) -> None:
+        super().__init__(source, target, digest, folder)
+        self._request = _request(source)
+        self._files = _compiled_files(source, folder)
+        self._launchers: dict[int, triton_versions.Launch] = {}  # by device
+
+    def launch(self, programs: int, arguments: tuple[Any, ...], stream: int | None = None) -> None:
+        device = _current_device()
+        launch = self._launchers.get(device)
+        if launch is None:
+            launch = self._load(device)
+        launch(programs, current_stream(device) if stream is None else stream, arguments)
+
+    def load(self) -> None:
+        device = _current_device()
+        if device not in self._launchers:
+            self._load(device)
+
+    def _load(self, device: int) -> triton_versions.Launch:
+        if not torch.cuda.is_available():
+            raise CompileError(message(f"kernel {self.name}", "no GPU", "one to launch it on", "Use CPU tensors."))
+        from triton.runtime.errors import OutOfResources as TritonOutOfResources
+
+        try:
+            try:
+                launch = self._launcher()
+            except (OSError, ImportError):  # files were deleted since, by a person or to make room
+                self._restore()
+                launch = self._launcher()
+        except TritonOutOfResources as error:
+            raise OutOfResources(self.name, error.name, error.required, error.limit) from error
+        except Exception as error:
+            raise CompileError(
+                f"kernel {self.name} ({self.path}) cannot be loaded on cuda:{device}: {error}"
+            ) from error
+        debug("load", f"{self.name} on GPU {device}")
+        self._launchers[device] = launch
+        return launch
+
+    def _launcher(self) -> triton_versions.Launch:
+        with triton_versions.cache_folder(_triton_folder()):
+            return triton_versions.launcher(triton_versions.load_kernel(self._request, self._files))
+
+    def _restore(self) -> None:
+        """Build again what was deleted since this kernel was built."""
+        folder = _find_or_compile(self.source, self.target, self.digest)
+        self.path = folder / f"{self.name}.py"
+        self._files = _compiled_files(self.source, folder)
+
+    def _file(self, ending: str) -> Path | None:
+        if not self._files["json"].exists():
+            self._restore()
+        return self._files.get(ending)
+
+    @property
+    def shared(self) -> int:
+        return self._metadata["shared"]
+
+    @property
+    def registers(self) -> int:
+        return self._usage.get("REG", 0)
+
+    @property
+    def spills(self) -> int:
+        return self._usage.get("STACK", 0)
+
+    @property
+    def ptx(self) -> str:
+        file = self._file("ptx")
+        return "" if file is None else file.read_text()
+
+    @cached_property
+    def _metadata(self) -> dict[str, Any]:
+        file = self._file("json")
+        assert file is not None
+        return json.loads(file.read_text())
+
+    @cached_property
+    def _usage(self) -> dict[str, int]:
+        file = self._file("cubin")
+        if file is None:
+            return {}
+        line = triton_versions.resource_usage(file)
+        return {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", line)}
+
+
+def build(source: KernelSource, target: Target) -> Kernel:
+    """Return the kernel of `source`, compiled if neither this process nor its cache folder has it."""
+    key = digest(source, target)
+    with _lock:
+        if (kernel := _kernels.get(key)) is not None:
+            _kernels.move_to_end(key)
+            _counts["memory_hits"] += 1
+            return kernel
+    _check(source, target)
+    kernel = _kernel(source, target, key)
+    with _lock:
+        _kernels[key] = kernel
+        while len(_kernels) > _MEMORY:
+            _kernels.popitem(last=False)
+    return kernel
+
+
+def _kernel(source: KernelSource, target: Target, key: str) -> Kernel:
+    kind = _InterpretedKernel if target.backend == "interpreter" else _GpuKernel
+    for _ in range(_ATTEMPTS):
+        try:
+            kernel = kind(source, target, key, _find_or_compile(source, target, key))
+            text = kernel.path.read_text()
+        except FileNotFoundError:  # deleted at once, by a person or by a process that makes room
+            continue
+        _dump(kernel, text)
+        return kernel
+    mend = "Set FLEXATTN_CACHE_DIR or a larger FLEXATTN_CACHE_SIZE."
+    raise CompileError(message(f"kernel {source.name}", "its files deleted again and again", "them to stay", mend))
+
+
+def digest(source: KernelSource, target: Target) -> str:
+    """Return the key of a kernel: all that changes its binary."""
+    parts = {
+        "package": _package_version(),
+        "triton": triton_versions.version(),
+        "torch": torch.__version__,
+        "environment": triton_versions.binary_settings(),
+        "target": [target.backend, target.arch, target.warp_size],
+        "name": source.name,
+        "text": source.text,
+        "signature": source.signature,
+        "divisible": sorted(source.divisible),
+        "options": [source.num_warps, source.num_stages, source.maxnreg, source.fp_fusion],
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def stats() -> dict[str, int]:
+    """Return how many kernels this process compiled, found on disk, and found in memory."""
+    with _lock:
+        return dict(_counts)
+
+
+def clear_memory() -> None:
+    """Forget the kernels of this process and start its counts anew; the disk keeps them."""
+    with _lock:
+        _kernels.clear()
+        _counts.update(dict.fromkeys(_counts, 0))
+
+
+_lock = Lock()
+_interpreting = Lock()  # Triton's interpreter changes Triton's own modules while a kernel runs
+_kernels: OrderedDict[str, Kernel] = OrderedDict()
+_counts = {"compiles": 0, "disk_hits": 0, "memory_hits": 0}
+
+
+def _check(source: KernelSource, target: Target) -> None:
+    interpreting = triton_versions.is_interpreting()
+    if interpreting != (target.backend == "interpreter"):
+        found = "TRITON_INTERPRET=1" if interpreting else "no TRITON_INTERPRET"
+        raise CompileError(
+            message(f"target {target.backend}", found, "the contrary", "Set it before importing triton.")
+        )
+    unknown = set(source.divisible) - {name for name, _ in source.signature}
+    if unknown:
+        raise CompileError(f"kernel {source.name}: divisible arguments {sorted(unknown)} are not in its signature")
+
+
+def _find_or_compile(source: KernelSource, target: Target, key: str) -> Path:
+    failure: OSError | None = None
+    for store in _stores():
+        if (folder := store.find(key)) is not None:
+            return _found(source, folder)
+        try:
+            with store.lock(key):
+                if (folder := store.find(key)) is not None:  # another process was faster
+                    return _found(source, folder)
+                folder = _compile(source, target, key, store)
+            cache_size.added(store, settings().cache_size)
+            return folder
+        except OSError as error:
+            _tell_unwritable(store.root, str(error))
+            failure = error
+    raise CompileError(
+        f"kernel {source.name} has no folder to be built in ({failure}): set FLEXATTN_CACHE_DIR"
+    ) from failure
+
+
+def _stores() -> Iterator[KernelStore]:
+    if (store := open_store(settings().cache_dir)) is not None:
+        yield store
+    yield temporary_store()
+
+
+def _compiled_files(source: KernelSource, folder: Path) -> dict[str, Path]:
+    """Return the compiled files of an entry by their endings."""
+    found = {file.suffix[1:]: file for file in folder.glob(f"{source.name}.*") if file.suffix != ".py"}
+    if "json" not in found:
+        raise FileNotFoundError(f"{folder / source.name}.json")
+    return found
+
+
+def _found(source: KernelSource, folder: Path) -> Path:
+    with _lock:
+        _counts["disk_hits"] += 1
+    debug("build", f"{source.name} found in {folder}")
+    return folder
+
+
+@functools.lru_cache(64)
+def _tell_unwritable(folder: Path, reason: str) -> None:
+    debug("build", f"{folder} cannot be written ({reason}), kernels are kept for this process only")
+
+
+def _compile(source: KernelSource, target: Target, key: str, store: KernelStore) -> Path:
+    text = _file_text(source, target, key)
+    files = {f"{source.name}.py": text.encode()}
+    if target.backend != "interpreter":
+        place = store.root / key / f"{source.name}.py"
+        with store.staging() as triton_files, triton_versions.cache_folder(triton_files):
+            compiled = _run_triton(source, target, place, text)
+        files |= {f"{source.name}.{ending}": compiled[ending] for ending in _KEPT_FILES if _worth(compiled, ending)}
+    with _lock:
+        _counts["compiles"] += 1
+    folder = store.add(key, files)
+    debug("build", f"{source.name} written to {folder}")
+    return folder
+
+
+def _worth(compiled: dict[str, bytes], ending: str) -> bool:
+    return ending in compiled and (ending in {"json", "cubin", "hsaco"} or len(compiled[ending]) <= _LARGEST_TEXT)
+
+
+def _run_triton(source: KernelSource, target: Target, place: Path, text: str) -> dict[str, bytes]:
+    options = {"num_warps": source.num_warps, "num_stages": source.num_stages}
+    if source.maxnreg is not None:
+        options["maxnreg"] = source.maxnreg
+    if not source.fp_fusion:
+        options["enable_fp_fusion"] = False
+    function = _import(place, text, source)
+    try:
+        return triton_versions.compile_kernel(function, _request(source, function), target, options)
+    except OSError:
+        raise  # the folder's fault, not the kernel's
+    except Exception as error:
+        reason = str(error)[:_LONGEST_REASON]
+        raise CompileError(f"kernel {source.name} cannot be compiled for {target}: {reason}") from error
+    finally:
+        _forget_text(function)
+
+
+def _request(source: KernelSource, function: Any = None) -> triton_versions.Request:
+    gluon = function is not None and function.is_gluon()
+    return triton_versions.Request(source.name, source.signature, source.divisible, gluon)
+
+
+def _import(place: Path, text: str, source: KernelSource) -> Any:
+    """Run a generated file as a module and return its kernel. The file may not be at its place yet."""
+    module = types.ModuleType(f"flexattn_generated_{source.name}")
+    # Triton writes the file's name into PTX, where a quote would end it.
+    file = module.__file__ = str(place) if _is_plain(str(place)) else "/".join(place.parts[-2:])
+    # Triton reads the source of each function; a traceback shows it as well.
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    try:
+        exec(compile(text, file, "exec"), module.__dict__)
+        kernel = getattr(module, source.name)
+    except Exception as error:
+        raise CompileError(f"kernel {source.name}: its source does not run: {error!r}") from error
+    expected = [name for name, _ in source.signature]
+    if kernel.arg_names != expected:
+        raise CompileError(
+            message(f"kernel {source.name}", kernel.arg_names, f"arguments {expected}", "Correct the template.")
+        )
+    return kernel
+
+
+def _forget_text(function: Any) -> None:
+    """Let a traceback read the file of a kernel instead of keeping its text in memory."""
+    linecache.cache.pop(function.fn.__code__.co_filename, None)
+
+
+def _is_plain(path: str) -> bool:
+    return path.isprintable() and '"' not in path and "\\" not in path
+
+
+def _file_text(source: KernelSource, target: Target, key: str) -> str:
+    versions = f"flexattn {_package_version()}, triton {triton_versions.version()}, torch {torch.__version__}"
+    head = [*source.header, f"key {key}", f"{versions}, {target}"]
+    lines = [line.removeprefix("# ").rstrip() for entry in head for line in entry.splitlines()]
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines) + "\n" + source.text
+
+
+def _dump(kernel: Kernel, text: str) -> None:
+    if settings().print_source:
+        print(text, file=sys.stderr, flush=True)
+    if (folder := settings().dump_dir) is not None:
+        stem, ptx = f"{kernel.name}-{kernel.digest[:12]}", kernel.ptx
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{stem}.py").write_text(text)
+            if ptx:
+                (folder / f"{stem}.ptx").write_text(ptx)
+        except OSError as error:
+            mend = "Set it to a folder of yours, or unset it."
+            raise ArgumentError(
+                message("FLEXATTN_DUMP", f"{str(folder)!r} ({error.strerror})", "a folder to write to", mend)
+            ) from error
+
+
+def _triton_folder() -> Path:
+    """Return where Triton keeps the C stubs that launch our kernels, so that a second process finds them."""
+    for store in _stores():
+        try:
+            return store.folder(cache_size.STUBS)
+        except OSError as error:
+            _tell_unwritable(store.root, str(error))
+    raise CompileError("there is no folder to write to: set FLEXATTN_CACHE_DIR")
+
+
+@functools.cache
+def _package_version() -> str:
+    try:
+        return importlib.metadata.version("flexattn")
+    except importlib.metadata.PackageNotFoundError:
+        return "clone"
+
+
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
+# The raw stream that work on a device is put on now.
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)

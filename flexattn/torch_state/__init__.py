@@ -1,0 +1,1 @@
+"""PyTorch's state around a call: modes, torch.func transforms, tensor subclasses, torch.compile."""

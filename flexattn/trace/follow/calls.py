@@ -1,0 +1,297 @@
+"""Calls: what each kind of callable does when the mod calls it.
+
+Functions of Python are run by `frames`. Functions of C are known by name (`known_calls`), or see plain data only, or
+are run as they are and make the mod one that is traced at each call.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexattn.trace.follow.attributes import BUILTIN_CONTAINERS, MISSING
+from flexattn.trace.follow.libraries import HEAP_TYPE, is_library, is_library_class, is_ours
+from flexattn.trace.follow.lifted import literal
+from flexattn.trace.follow.operators import Operators, is_plain
+
+# Modules of torch whose Python functions are operators; others of torch are followed like the user's own code.
+_OPERATOR_MODULES = (
+    "torch", "torch.functional", "torch.nn.functional", "torch._tensor", "torch.special", "torch.linalg", "torch.fft",
+    "torch._jit_internal", "torch.overrides", "torch._ops", "torch._C", "torch._VF", "torch.types", "torch._utils",
+    "torch._linalg_utils", "torch._lowrank", "torch.amp.autocast_mode", "torch.autograd.grad_mode",
+    "torch.autograd.function", "torch.autograd.functional", "torch._tensor_str", "torch.masked",
+    "torch._functorch.predispatch",
+)  # fmt: skip
+# Functions of torch that depend on nothing but their arguments, or on what the trace itself sets.
+_PURE_OF_TORCH = frozenset((
+    "result_type", "promote_types", "can_cast", "is_tensor", "broadcast_shapes", "is_grad_enabled", "sym_int",
+    "sym_float", "sym_max", "sym_min", "sym_not", "sym_ite", "sym_sqrt", "sym_sum", "is_autocast_enabled",
+    "is_inference_mode_enabled", "get_default_dtype", "is_storage", "has_torch_function", "has_torch_function_unary",
+    "has_torch_function_variadic", "_get_tracing_state", "is_compiling", "is_dynamo_compiling", "is_scripting",
+    "is_tracing", "typename",
+))  # fmt: skip
+_OUR_MODS = ("flexattn.mods", "flexattn.block_mask.slices")
+# Modules of C whose functions depend on nothing but the data that they are given.
+_PURE_MODULES = frozenset(("math", "cmath", "_operator", "_bisect", "_struct", "itertools", "_functools"))
+_OF_C = (
+    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
+)  # fmt: skip
+_OPAQUE_LIBRARIES = frozenset(("numpy", "random", "secrets", "uuid", "tempfile"))  # which are not followed
+_STORES = frozenset(("append", "appendleft", "pop", "__setitem__"))  # methods that keep or return an argument
+_IMMUTABLE_OWNERS = (str, bytes, int, float, complex, bool, range, type(None), torch.Size, torch.dtype, torch.device)
+
+Known = Callable[..., Any]
+
+
+def _is_heap_type(cls: type) -> bool:
+    return bool(cls.__flags__ & HEAP_TYPE)
+
+
+class NativeExit:
+    """The __exit__ of a context manager of torch, which Python itself runs."""
+
+    def __init__(self, manager: Any) -> None:
+        self.manager = manager
+
+    def __call__(self, *error: Any) -> Any:
+        return type(self.manager).__exit__(self.manager, *error)
+
+
+class Calls(Operators):
+    """Calls functions. `run` comes from a later layer."""
+
+    known_functions: dict[int, tuple[Any, Known]] = {}  # by id: the function, what it does here  # noqa: RUF012
+    known_methods: dict[tuple[type, str], Known] = {}  # noqa: RUF012
+
+    def run(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function of Python; see `frames`."""
+        raise NotImplementedError
+
+    def arguments_of_super(self) -> tuple[type, Any]:
+        """Return the class and the object that `super()` means in the running function; see `frames`."""
+        raise NotImplementedError
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        """Return `function(*args, **kwargs)`."""
+        kwargs = kwargs or {}
+        known = self.known_functions.get(id(function))
+        if known is not None:
+            return known[1](self, *args, **kwargs)
+        kind = type(function)
+        if kind is NativeExit:
+            return function(*args)
+        if kind is types.FunctionType:
+            return self._call_function(function, args, kwargs)
+        if kind is types.MethodType:
+            own = self.record.read(function, "{}.__self__", function.__self__)
+            return self.call(self.record.read(function, "{}.__func__", function.__func__), (own, *args), kwargs)
+        if kind is functools.partial:
+            return self._call_partial(function, args, kwargs)
+        if kind is functools._lru_cache_wrapper:
+            return self.call(self.record.read(function, "{}.__wrapped__", function.__wrapped__), args, kwargs)
+        if isinstance(function, type):
+            return self._call_class(function, args, kwargs)
+        if self._is_of_torch(function):
+            return self._call_torch(function, args, kwargs)
+        if kind in (types.BuiltinFunctionType, types.MethodWrapperType):
+            return self._call_builtin(function, args, kwargs)
+        if kind in (types.MethodDescriptorType, types.WrapperDescriptorType) and args:
+            return self._call_method(function, args[0], args[1:], kwargs)
+        return self._call_object(function, args, kwargs)
+
+    # Python.
+
+    def _call_function(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        original = function.__dict__.get("_torchdynamo_orig_callable")
+        module = function.__globals__.get("__name__") or ""  # its __module__ may be that of a function that it wraps
+        if original is not None and module.partition(".")[0] == "torch":  # made by torch.compile
+            place = "{}.__dict__['_torchdynamo_orig_callable']"
+            return self.call(self.record.read(function, place, original), args, kwargs)
+        if is_ours(module) and not module.startswith(_OUR_MODS):  # a call inside of a mod: it says what is wrong
+            return function(*args, **kwargs)
+        if module in _OPERATOR_MODULES and not any(isinstance(a, types.FunctionType) for a in args):
+            return self._call_torch(function, args, kwargs)
+        if module.partition(".")[0] in _OPAQUE_LIBRARIES:
+            return self.call_unknown(function, args, kwargs)
+        return self.run(function, args, kwargs)
+
+    def _call_partial(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        first = self.record.read(function, "{}.args", function.args)
+        named = self.record.read(function, "{}.keywords", function.keywords)
+        inner = self.record.read(function, "{}.func", function.func)
+        return self.call(inner, (*self.contents(first), *args), {**self.contents(named), **kwargs})
+
+    def _call_class(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if cls is type and len(args) == 1:
+            return self.type_of(args[0])
+        if not _is_heap_type(cls) or (is_library(cls.__module__) and not issubclass(cls, torch.nn.Module)):
+            return self._call_library_class(cls, args, kwargs)
+        of_meta = self.class_attribute(type(cls), "__call__")
+        if isinstance(of_meta, types.FunctionType):
+            return self.call(of_meta, (cls, *args), kwargs)
+        return self.make(cls, args, kwargs)
+
+    def make(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return a new instance, as type.__call__ does."""
+        new = self.class_attribute(cls, "__new__")
+        if isinstance(new, staticmethod):
+            new = self.record.read(new, "{}.__func__", new.__func__, "__new__")
+        if isinstance(new, types.FunctionType) or new is object.__new__:
+            made = self.call(new, (cls, *args), kwargs)
+        else:
+            made = new(cls, *map(self.for_python, args), **{k: self.for_python(v) for k, v in kwargs.items()})
+        if isinstance(made, cls):
+            init = self.class_attribute(cls, "__init__")
+            if isinstance(init, types.FunctionType):
+                self.call(init, (made, *args), kwargs)
+            elif init is not object.__init__:
+                init(made, *map(self.for_python, args), **{k: self.for_python(v) for k, v in kwargs.items()})
+        return made
+
+    def _call_library_class(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if issubclass(cls, torch.autograd.Function) or cls.__module__.partition(".")[0] == "torch":
+            return self._call_torch(cls, args, kwargs)
+        if not _is_heap_type(cls) or issubclass(cls, BaseException):
+            if all(self.is_data(self.deep_contents(a)) for a in (*args, *kwargs.values())) or issubclass(
+                cls, BaseException
+            ):
+                return cls(*map(self.for_python, args), **{k: self.for_python(v) for k, v in kwargs.items()})
+            return self.call_unknown(cls, args, kwargs)
+        of_meta = self.class_attribute(type(cls), "__call__")
+        return self.call(of_meta, (cls, *args), kwargs) if isinstance(of_meta, types.FunctionType) else self.make(
+            cls, args, kwargs
+        )  # fmt: skip
+
+    def _call_object(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inner = getattr(value, "_orig_mod", None) if type(value).__name__ == "OptimizedModule" else None
+        if inner is not None:
+            return self.call(self.record.read(value, "{}._orig_mod", inner), args, kwargs)
+        known = self.known_methods.get((type(value), "__call__"))
+        if known is not None:
+            return known(self, value, *args, **kwargs)
+        method = self.special(value, "__call__")
+        if method is MISSING:
+            raise TypeError(f"{type(value).__name__!r} object is not callable")
+        if isinstance(getattr(method, "__func__", None), types.WrapperDescriptorType):
+            return self.call_unknown(value, args, kwargs)
+        return self.call(method, args, kwargs)
+
+    # Torch.
+
+    def _is_of_torch(self, function: Any) -> bool:
+        if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.jit.ScriptFunction)):
+            return True
+        if not isinstance(function, _OF_C):  # of others, `__self__` is what the user's own code says
+            return False
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, Tensor):
+            return True
+        module = getattr(function, "__module__", None) or getattr(
+            getattr(function, "__objclass__", None), "__module__", ""
+        )
+        if isinstance(owner, type):
+            module = owner.__module__
+        return (
+            isinstance(function, (types.BuiltinFunctionType, types.MethodDescriptorType))
+            and (module or "").partition(".")[0] == "torch"
+        )
+
+    def _call_torch(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(isinstance(a, np.ndarray) for a in args):
+            self.unguarded("it reads a numpy array")
+            with self.record.symbols.outside():
+                return function(*args, **kwargs)
+        takes_tensors = self._holds_tensor((getattr(function, "__self__", None), args, kwargs))
+        args, kwargs = tuple(map(self.for_torch, args)), {k: self.for_torch(v) for k, v in kwargs.items()}
+        if isinstance(function, torch.jit.ScriptFunction):
+            return self.from_torch(self.record.symbols.scripted(function, args, kwargs))
+        found = function(*args, **kwargs)
+        if not takes_tensors and not self._is_answer_of_torch(function, found):
+            name = f"{getattr(function, '__module__', None) or 'torch'}.{getattr(function, '__name__', function)}"
+            self.unguarded(f"it calls {name}, whose result may differ between calls")
+        return self.from_torch(found)
+
+    def _is_answer_of_torch(self, function: Any, found: Any) -> bool:
+        own = getattr(function, "__self__", None)
+        return (
+            self._holds_tensor(found)
+            or isinstance(function, type)
+            or getattr(function, "__name__", "") in _PURE_OF_TORCH
+            or (own is not None and is_plain(own))
+        )
+
+    def _holds_tensor(self, value: Any) -> bool:
+        if type(value) in (list, tuple):
+            return any(map(self._holds_tensor, value))
+        if type(value) is dict:
+            return any(map(self._holds_tensor, value.values()))
+        return isinstance(value, Tensor)
+
+    # C.
+
+    def _call_builtin(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        owner = function.__self__
+        if owner is None or isinstance(owner, types.ModuleType):
+            return self._call_module_function(function, args, kwargs)
+        if self.record.has(function):
+            self.record.check(function, "{}.__name__ == {}", function.__name__)
+            owner = self.record.read(function, "{}.__self__", owner, literal=True)
+        cls = getattr(function, "__objclass__", type(owner))
+        descriptor = cls.__dict__.get(function.__name__)
+        if type(descriptor) in (types.MethodDescriptorType, types.WrapperDescriptorType):
+            return self.call(descriptor, (owner, *args), kwargs)
+        if isinstance(owner, type) and not owner.__flags__ & HEAP_TYPE:  # dict.fromkeys, int.from_bytes...
+            return function(*map(self.for_python, args), **kwargs)
+        return self.call_unknown(function, args, kwargs)
+
+    def _call_module_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = function.__module__ or getattr(function.__self__, "__name__", "") or ""
+        if module in _PURE_MODULES:
+            given = [self.deep_contents(a) for a in args]
+            if all(map(self.is_data, given)):
+                return function(*map(self.for_python, given), **{k: self.for_python(v) for k, v in kwargs.items()})
+        return self.call_unknown(function, args, kwargs)
+
+    def _call_method(self, method: Any, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method that C code has for an object of its own type, or of a class derived from it."""
+        known = self.known_methods.get((method.__objclass__, method.__name__))
+        if known is not None:
+            return known(self, owner, *args, **kwargs)
+        if isinstance(owner, Tensor):
+            return self._call_torch(method, (owner, *args), kwargs)
+        is_data = all(self.is_data(self.deep_contents(a)) for a in (*args, *kwargs.values()))
+        if (is_plain(owner) or isinstance(owner, _IMMUTABLE_OWNERS)) and is_data:
+            return method(*map(self.for_python, (owner, *args)), **{k: self.for_python(v) for k, v in kwargs.items()})
+        derived = (int, float, str, bytes)  # whose values a guard has seen, as it has that of an enum
+        if isinstance(owner, derived) and all(is_plain(a) or isinstance(a, derived) for a in args) and not kwargs:
+            return method(owner, *map(literal, args))
+        is_new = not self.record.has(owner) and is_library_class(type(owner))
+        if is_new and (type(owner) in BUILTIN_CONTAINERS or is_data or isinstance(owner, types.GeneratorType)):
+            if isinstance(owner, (set, frozenset)):
+                for item in args:
+                    self.check_key(item)
+            given = self.for_native if method.__name__ in _STORES else self.for_python
+            return method(owner, *map(given, args), **{k: given(v) for k, v in kwargs.items()})
+        return self.call_unknown(method, (owner, *args), kwargs)
+
+    def call_unknown(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call what nobody here knows, as Python does; the mod is traced at each call."""
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        module = getattr(function, "__module__", None)
+        owner = getattr(function, "__self__", None)
+        if module is None and owner is not None and not isinstance(owner, types.ModuleType):
+            module = type(owner).__module__
+        name = name if module in (None, "builtins") else f"{module}.{name}"
+        if isinstance(function, np.ufunc) or (str(module).startswith("numpy") and "random" not in str(module)):
+            given = [self.deep_contents(a) for a in args]
+            if all(is_plain(a) for a in given):
+                return function(*map(self.for_python, given), **{k: self.for_python(v) for k, v in kwargs.items()})
+        self.unguarded(f"it calls {name}, which may give something else each time")
+        found = function(*map(self.for_native, args), **{k: self.for_native(v) for k, v in kwargs.items()})
+        return self.record.drawn(found) if type(found) in (int, float) else found

@@ -1,0 +1,330 @@
+"""Interception: what happens to each torch function that a mod calls while it is traced.
+
+make_fx records operators only. Indexing with a tensor, literal tensors and reads of a tensor's value never get that
+far, so they are rewritten or refused here, and each recorded node learns which line of the user's made it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+
+from flexattn.errors import ModError, UnsupportedError
+from flexattn.process.forks import temporary
+from flexattn.torch_state.transforms import innermost
+from flexattn.trace.aten import UnknownOperator
+from flexattn.trace.follow import current_line
+from flexattn.trace.registered import meaning_of
+
+DATA_DEPENDENT = (
+    "reads the value of a tensor in Python (if, and, or, not, int(), float(), .item(), range). The mod runs once for "
+    "all positions: write torch.where(condition, x, y) for `if`, `&`, `|`, `~` for and, or, not; a number must be "
+    "captured as a Python number (n = int(t) outside of the mod)."
+)
+BEYOND_INT64 = "uses the number {number}, expected one that int64 holds. Write a smaller one, or a float."
+IN_PLACE = "changes {what} in place. Write x = x + y instead of x += y, and x = torch.where(...) instead of x[...] = y."
+CONSTANT = "constant"  # in the meta of a node: the tensor that it stands for, which no call changes
+MOST_SHOWN = 16  # numbers of a literal tensor that are nodes of their own
+RANDOM = "draws random numbers ({what}). Draw them before the call and capture the tensor."
+
+
+class Interception(TorchFunctionMode):
+    """Rewrites what make_fx cannot see, refuses what cannot be traced, and notes the user's line for each node."""
+
+    def __init__(self, name: str, adopt: Callable[[Tensor], None], ask_for_layouts: Callable[[], None]) -> None:
+        super().__init__()
+        self.name = name
+        self.adopt = adopt  # makes a tensor that was not captured an input of the trace, by calling `replace`
+        self.ask_for_layouts = ask_for_layouts  # called where the mod reads strides, which fake tensors do not have
+        self.replacement: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a real tensor, the fake one for it
+        self.requires_grad: dict[int, bool] = {}  # of the fake ones, by id
+        self._is_paused = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave alone what the tracer itself calls."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def replace(self, tensor: Tensor, fake: Tensor) -> None:
+        """Let `fake` stand for a captured tensor from now on."""
+        self.replacement[id(tensor)] = (tensor, fake)
+        self.requires_grad[id(fake)] = tensor.requires_grad
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_paused:
+            return func(*args, **(kwargs or {}))
+        args, kwargs = self.known(args), self.known(kwargs or {})
+        for number in (*args, *kwargs.values()):
+            if type(number) is int and not -(2**63) <= number < 2**63:
+                raise ModError(f"{self.name} at {user_line()} {BEYOND_INT64.format(number=number)}")
+        if func in _READ_VALUE:
+            raise ModError(f"{self.name} at {user_line()} {DATA_DEPENDENT}")
+        if func in _READ_LAYOUT:
+            self.ask_for_layouts()
+        if func == Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
+            return self.requires_grad.get(id(args[0]), False)
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            raise UnsupportedError(f"{self.name} at {user_line()} calls attention inside of a mod. Call it outside.")
+        result = _REWRITES.get(func, func)(*args, **kwargs)  # type: ignore[misc]
+        if not torch.is_grad_enabled() and isinstance(result, Tensor) and result.is_floating_point():
+            result = result.detach()
+        self.note_line()
+        return result
+
+    def known(self, value: Any) -> Any:
+        """Replace real tensors by the fake ones that stand for them."""
+        if isinstance(value, Tensor):
+            if id(value) not in self.replacement:
+                if type(innermost(value)) is _fake_tensor_type():
+                    return value
+                self.adopt(value)
+            return self.replacement[id(value)][1]
+        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+            return type(value)([self.known(v) for v in value])
+        if isinstance(value, dict):
+            return {k: self.known(v) for k, v in value.items()}
+        return value
+
+    def note_line(self) -> None:
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+        mode = get_proxy_mode()
+        if mode is None:
+            return
+        line = user_line()
+        for node in reversed(mode.tracer.graph.nodes):
+            if "user_line" in node.meta:
+                break
+            node.meta["user_line"] = line
+
+
+@contextlib.contextmanager
+def refused_functions(name: str) -> Iterator[None]:
+    """Refuse each torch.autograd.Function that this thread applies: its own backward would not be used."""
+    original = Function.__dict__["apply"]
+    tracing = threading.get_ident()
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != tracing:
+            return original.__get__(None, cls)(*args, **kwargs)
+        if (like := meaning_of(cls)) is not None:
+            return like(*args, **kwargs)
+        raise UnsupportedError(
+            f"{name}: found the torch.autograd.Function {cls.__name__} at {user_line()}, expected plain operations. "
+            f"Its own backward would not be used: write what its forward computes, with detach() where the gradient "
+            f"stops, or register that function: flexattn.register_operator({cls.__name__}, like=...)."
+        )
+
+    def undo() -> None:
+        Function.apply = original  # type: ignore[assignment]
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment]
+    with temporary(undo):
+        yield
+
+
+def _fake_tensor_type() -> type:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
+
+
+def _gather(source: Tensor, index: Any) -> Tensor:
+    """tensor[index] where 0-d integer tensors gather, as any other index tensor does."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if not any(isinstance(i, (Tensor, list, range)) for i in items):
+        return source[index]
+    if any(i is ... for i in items):
+        at = next(k for k, i in enumerate(items) if i is ...)
+        given = sum(i is not None and i is not ... for i in items)
+        items[at : at + 1] = [slice(None)] * (source.ndim - given)
+    tensors: list[Tensor | None] = []
+    for item in items:
+        dim = len(tensors)
+        if isinstance(item, (list, range)):
+            item = _literal_tensor(list(item))
+        if isinstance(item, Tensor):
+            tensors.append(item)
+            continue
+        if item is None:
+            source = source.unsqueeze(dim)
+        elif isinstance(item, slice):
+            source = source[(slice(None),) * dim + (item,)]
+        else:
+            source = source.select(dim, item)
+            continue
+        tensors.append(None)
+    while tensors and tensors[-1] is None:
+        tensors.pop()
+    if len(tensors) > source.ndim:
+        raise IndexError(f"too many indices for tensor of dimension {source.ndim}")
+    given = [t for t in tensors if t is not None]
+    if len({t.ndim for t in given}) > 1:  # the fake kernel of aten.index does not broadcast 0-d tensors
+        wide = iter(torch.broadcast_tensors(*given))
+        tensors = [None if t is None else next(wide) for t in tensors]
+    return torch.ops.aten.index.Tensor(source, tensors)
+
+
+def _select(source: Tensor, dim: int, index: Any) -> Tensor:
+    if isinstance(index, Tensor):
+        return torch.ops.aten.index.Tensor(source, [None] * (dim % source.ndim) + [index])
+    return source.select(dim, index)
+
+
+def _literal_tensor(data: Any, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    """torch.tensor of scalars and short lists as a node that shows its value."""
+    if isinstance(data, Tensor):
+        return data.clone() if dtype is None else data.to(dtype)
+    if isinstance(data, (list, tuple)):
+        if _count(data) > MOST_SHOWN:
+            return _constant(data, dtype, device)
+        parts = [_literal_tensor(d, dtype, device) for d in data]
+        if not parts:
+            return torch.zeros((0,), dtype=dtype, device=device)
+        common = parts[0].dtype
+        for part in parts[1:]:
+            common = torch.promote_types(common, part.dtype)
+        return torch.stack([p.to(common) for p in parts])
+    if dtype is None:
+        dtype = torch.bool if isinstance(data, bool) else torch.int64
+        if isinstance(data, (float, torch.SymFloat)):
+            dtype = torch.get_default_dtype()
+    return torch.full((), data, dtype=dtype, device=device)  # type: ignore[arg-type]
+
+
+def _count(data: Any) -> int:
+    """Return how many numbers a nested list holds, 0 where one of them is no plain number but a symbol or a tensor."""
+    if type(data) not in (list, tuple):
+        return int(type(data) in (int, float, bool))
+    counts = [_count(d) for d in data]
+    return sum(counts) if all(counts) else 0
+
+
+def _constant(data: Any, dtype: Any, device: Any) -> Tensor:
+    """Return a tensor of numbers alone as one node that keeps it: it is made once, whatever the number of calls."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        kept = torch.tensor(data, dtype=dtype, device=device)
+    shown = torch.ops.aten.alias.default(kept)
+    mode = get_proxy_mode()
+    assert mode is not None
+    next(iter(reversed(mode.tracer.graph.nodes))).meta[CONSTANT] = kept
+    return shown
+
+
+def _masked_fill(x: Tensor, mask: Tensor, value: Any) -> Tensor:
+    value = value if isinstance(value, Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)
+    return torch.where(mask, value.to(x.dtype), x)
+
+
+def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
+    tests = test_elements if isinstance(test_elements, Tensor) else _literal_tensor(test_elements)
+    found = (elements.unsqueeze(-1) == tests.reshape(-1)).any(-1) if isinstance(elements, Tensor) else elements == tests
+    return ~found if invert else found
+
+
+_REWRITES: dict[Any, Callable[..., Any]] = {
+    Tensor.__getitem__: _gather,
+    Tensor.select: _select,
+    torch.select: _select,
+    Tensor.take: lambda source, index: torch.ops.aten.index.Tensor(source.reshape(-1), [index]),
+    torch.take: lambda source, index: torch.ops.aten.index.Tensor(source.reshape(-1), [index]),
+    torch.tensor: _literal_tensor,
+    torch.as_tensor: _literal_tensor,
+    torch.asarray: _literal_tensor,
+    Tensor.new_tensor: lambda x, data, dtype=None, **_: _literal_tensor(data, dtype or x.dtype, x.device),
+    torch.masked_fill: _masked_fill,
+    Tensor.masked_fill: _masked_fill,
+    torch.isin: _isin,
+    Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]
+}
+_READ_VALUE = frozenset(
+    (
+        Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__complex__,
+        Tensor.tolist, Tensor.numpy, Tensor.is_nonzero, torch.is_nonzero, torch.equal, Tensor.equal, torch.allclose,
+    )
+)  # fmt: skip
+
+_READ_LAYOUT = frozenset((Tensor.is_contiguous, Tensor.stride, Tensor.storage_offset))
+
+_PACKAGES = tuple(str(Path(m.__file__).parent) for m in (torch, inspect) if m.__file__)  # torch, the standard library
+_HERE = str(Path(__file__).parent)
+
+
+def _is_user_file(filename: str) -> bool:
+    if filename.startswith(_HERE):
+        return "mods" in Path(filename).parts[-2:-1]
+    inside = filename.startswith(_PACKAGES) and "site-packages" not in filename.removeprefix(_PACKAGES[1])
+    return not filename.startswith(_PACKAGES[0]) and not inside and not filename.startswith("<frozen")
+
+
+def user_line() -> str:
+    """Return file:line of the innermost frame that is the user's."""
+    followed = current_line(_is_user_file)
+    if followed is not None:
+        return followed
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_user_file(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown line"
+
+
+def _line_of(tb: TracebackType | None) -> str:
+    lines = [
+        f"{f.f_code.co_filename}:{line}" for f, line in traceback.walk_tb(tb) if _is_user_file(f.f_code.co_filename)
+    ]
+    return lines[-1] if lines else "an unknown line"
+
+
+def line_of_node(node: fx.Node) -> str:
+    return node.meta.get("user_line", "an unknown line")
+
+
+def explain_operator(unknown: UnknownOperator) -> str:
+    """Return what to say of an operator that no row computes: its name, the user's line, why, and what to do."""
+    what = f"the operator {unknown.node.target} at {line_of_node(unknown.node)}"
+    if unknown.reason:
+        return f"{what} {unknown.reason}."
+    library, _, name = str(unknown.node.target).partition(".")
+    if library not in ("aten", "prims"):
+        like = "torch.tanh" if "tanh" in name else "a function of torch operations"
+        return (
+            f"{what}, expected one that PyTorch decomposes, or that is registered. Say what it computes: "
+            f"flexattn.register_operator(torch.ops.{library}.{name.partition('.')[0]}, like={like})."
+        )
+    return (
+        f"{what}, expected one of elementwise operations, gathers and small reductions. Compute it before the call, or "
+        f"write it with simpler operations."
+    )
+
+
+def explain_failure(error: Exception, kind: str, name: str) -> ModError:
+    """Turn what running the mod raised into an error that names the line and the mend."""
+    where = _line_of(error.__traceback__)
+    text = str(error)
+    if "value out of a tracing tensor" in text or type(error).__name__.startswith(("DataDependent", "GuardOnData")):
+        return ModError(f"{name} at {where} {DATA_DEPENDENT}")
+    return ModError(
+        f"{name} at {where} raised {type(error).__name__}: {text or 'no message'}. A {kind}_mod is called "
+        f"with 0-d tensors; what works on those works here."
+    )

@@ -1,0 +1,304 @@
+"""Recording: one run of a mod under make_fx, on fake 0-d tensors, that leaves an FX graph and the record of its reads.
+
+`follow` runs the mod. What it reads comes in on the way: each captured tensor as a fake tensor of symbolic sizes, each
+captured number as a symbolic one, so that the graph holds for other values and other sizes, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from flexattn.errors import FlexAttentionError, ModError, UnsupportedError
+from flexattn.graph.mod_graph import MASK_INPUTS, SCORE_INPUTS
+from flexattn.process.forks import temporary
+from flexattn.torch_state.modes import users_device
+from flexattn.torch_state.subclasses import check_plain
+from flexattn.trace.follow import IS_KNOWN_VERSION, Follower, Record, Refusal, Unfollowable, symbolic
+from flexattn.trace.interception import Interception, explain_failure, refused_functions
+from flexattn.trace.scalarize import Kind, Recorded, python_text
+
+Mod = Callable[..., Any]
+Decompositions = dict[Any, Callable[..., Any]]
+
+_MOST_ADOPTED = 64  # tensors that a mod uses and no guard can find
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run assumes. A run that finds otherwise is made again."""
+
+    device: torch.device  # of the tensors that the mod captures
+    layouts: bool = False  # whether the mod asks for strides: then it is traced for those of its tensors alone
+    natively: bool = False  # whether Python itself runs the mod, and nothing is recorded
+
+
+class Restart(BaseException):
+    """The run has to be made again, with another setting."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+
+
+class Inputs:
+    """The inputs of the FX graph, made when the mod reads them."""
+
+    def __init__(self, setting: Setting, kind: Kind, name: str) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        self.setting = setting
+        self.name = name
+        self.argument = f"{kind}_mod"
+        self.environment = ShapeEnv(duck_shape=False, specialize_zero_one=True)
+        self.fakes = FakeTensorMode(shape_env=self.environment, allow_non_fake_inputs=True)
+        self.interception = Interception(name, self._adopt, self._ask_for_layouts)
+        self.record: Record | None = None
+        self.sources: dict[str, str] = {}  # symbol -> Python text over t (tensors) and n (numbers)
+        self.symbol_names: dict[str, str] = {}
+        self.tensors: list[fx.Node] = []
+        self.tensor_names: list[str] = []
+        self.numbers: list[fx.Node] = []
+
+    def scalars(self, kind: Kind, score_dtype: torch.dtype) -> list[Tensor]:
+        """Return the arguments of the mod."""
+        device = self.setting.device
+        with self.fakes:
+            indices = [torch.empty((), dtype=torch.int64, device=device) for _ in MASK_INPUTS]
+            return [torch.empty((), dtype=score_dtype, device=device), *indices] if kind == "score" else indices
+
+    def number(self, value: int | float, position: int, name: str) -> Any:
+        """Return the symbol of a number that the mod reads."""
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        source = _source(f"n{position}")
+        symbol = self.environment.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
+        self.sources[str(symbol)], self.symbol_names[str(symbol)] = f"n[{position}]", name
+        make = self.environment.create_symfloatnode if isinstance(value, float) else self.environment.create_symintnode
+        found = make(symbol, hint=value, source=source)
+        self.numbers.append(_placeholder(f"number_{position}", found))
+        return found
+
+    def tensor(self, value: Tensor, position: int, name: str) -> None:
+        """Make a tensor that the mod reads an input."""
+        with self.interception.paused():  # these reads are not the mod's
+            check_plain(self.argument, value, name)
+            if value.is_complex() or value.is_quantized:
+                text = f"found a captured tensor of {value.dtype}, expected a real dtype"
+                raise UnsupportedError(f"{self.name}: {text}.")
+            if value.device.type != "cpu" and self.setting.device.type == "cpu":
+                raise Restart(replace(self.setting, device=value.device))
+            fake = self._fake(value, position)
+            self.tensors.append(_placeholder(f"tensor_{position}", fake))
+            self.tensor_names.append(name)
+            self.interception.replace(value, fake)
+
+    def text(self, symbol: Any) -> str:
+        """Return how the guard computes a symbol from its variables."""
+        record = self.record
+        assert record is not None
+        if record.reason:  # there will be no guard
+            return "0"
+        variables = {"t": record.tensor_variables, "n": record.number_variables}
+        text = python_text(symbol.node.expr, self.sources)
+        return re.sub(r"\b([tn])\[(\d+)\]", lambda found: f"({variables[found[1]][int(found[2])]})", text)
+
+    def name_of(self, symbol: Any) -> str:
+        """Return the user's name of a number that a symbol is computed from."""
+        return next((self.symbol_names[str(s)] for s in sorted(symbol.node.expr.free_symbols, key=str)), "number")
+
+    def _fake(self, tensor: Tensor, position: int) -> Tensor:
+        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+        with disable_proxy_modes_tracing(), self.fakes:
+            if not self.setting.layouts:
+                return torch.empty(self._sizes(tensor.shape, position), dtype=tensor.dtype, device=tensor.device)
+            assert self.record is not None
+            self.record.check(tensor, "{0}.shape == {1} and {0}.stride() == {2}", tensor.shape, tensor.stride())
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+    def scripted(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a scripted function: its operators are recorded, but what torch asks on the way is not the mod's."""
+        args, kwargs = self.interception.known(args), self.interception.known(kwargs)
+        with self.interception.paused():
+            found = function(*args, **kwargs)
+        self.interception.note_line()
+        return found
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """Let torch compute on real tensors, as it does outside of the trace."""
+        with self.interception.paused(), _disable_current_modes():
+            yield
+
+    def _sizes(self, shape: torch.Size, position: int) -> list[Any]:
+        """Return symbols of the sizes of a tensor; 0 and 1 are guarded and stay as they are."""
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        sizes: list[Any] = []
+        for d, size in enumerate(shape):
+            if size <= 1:
+                sizes.append(size)
+                continue
+            source = _source(f"t{position}_{d}")
+            symbol = self.environment.create_symbol(size, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+            self.sources[str(symbol)], self.symbol_names[str(symbol)] = f"t[{position}].shape[{d}]", "size"
+            sizes.append(self.environment.create_symintnode(symbol, hint=size, source=source))
+        return sizes
+
+    def _adopt(self, tensor: Tensor) -> None:
+        """Make a tensor an input that the mod got from where no guard can look."""
+        record = self.record
+        assert record is not None
+        record.unguarded("it uses a tensor that it makes or gets anew in each run")
+        if len(record.tensors) >= _MOST_ADOPTED:
+            raise UnsupportedError(
+                f"{self.name}: found more than {_MOST_ADOPTED} tensors that are made anew in each run of the mod, "
+                f"expected captured tensors. Make them before the call and capture them."
+            )
+        self.tensor(tensor, len(record.tensors), f"captured_{len(record.tensors)}")
+        record.tensors.append(tensor)
+
+    def _ask_for_layouts(self) -> None:
+        if not self.setting.layouts:
+            raise Restart(replace(self.setting, layouts=True))
+
+
+def record_run(
+    mod: Mod, kind: Kind, name: str, score_dtype: torch.dtype, decompositions: Decompositions
+) -> tuple[Recorded, Record]:
+    """Run `mod`; again where it turns out that the setting is another one."""
+    setting, reason = Setting(torch.device("cpu"), natively=not IS_KNOWN_VERSION), "this version of Python is not known"
+    while True:
+        try:
+            recorded, record = _run(mod, kind, name, score_dtype, decompositions, setting)
+            break
+        except Restart as restart:
+            setting = restart.setting
+        except Unfollowable as unfollowable:
+            setting, reason = replace(setting, natively=True), str(unfollowable)
+    if setting.natively:
+        record.reason = reason
+    elif _is_watched() and not record.reason:
+        _show(mod, kind, name, score_dtype, setting)
+    return recorded, record
+
+
+def _is_watched() -> bool:
+    """Tell whether a debugger, a profiler or a coverage tool looks at this thread."""
+    monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
+    tools = monitoring is not None and any(monitoring.get_tool(i) is not None for i in range(6))
+    return tools or sys.gettrace() is not None or sys.getprofile() is not None
+
+
+def _show(mod: Mod, kind: Kind, name: str, score_dtype: torch.dtype, setting: Setting) -> None:
+    """Let Python run the mod once more, for the tools that watch it: its breakpoints are hit, its lines are counted."""
+    with contextlib.suppress(Exception):
+        _run(mod, kind, name, score_dtype, {}, replace(setting, natively=True))
+
+
+def _run(
+    mod: Mod, kind: Kind, name: str, score_dtype: torch.dtype, decompositions: Decompositions, setting: Setting
+) -> tuple[Recorded, Record]:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    inputs = Inputs(setting, kind, name)
+    record = inputs.record = Record(mod, inputs)
+    follower = Follower(record)
+    follower.passed_on = (*follower.passed_on, Restart)
+    results: list[Any] = []
+    methods = _module_methods()
+
+    def run(scalars: list[Tensor]) -> list[Any]:
+        with inputs.interception, _module_methods_as(methods), users_device():
+            result = mod(*scalars) if setting.natively else follower.mod(*scalars)
+            result = inputs.interception.known(symbolic(result))
+        results.append(result)
+        return [result] if isinstance(result, Tensor) else []
+
+    scalars = inputs.scalars(kind, score_dtype)
+    custom = refused_functions(name) if kind == "score" else contextlib.nullcontext()
+    try:
+        undone = temporary(lambda: _set_module_methods(methods))
+        with torch.enable_grad(), inputs.fakes, _no_autocast(setting.device.type), custom, undone:
+            traced = make_fx(run, decompositions, "real")(scalars)
+    except (FlexAttentionError, Unfollowable):
+        raise
+    except Refusal as refusal:
+        raise ModError(f"{name} at {refusal.line} {refusal}") from None
+    except Exception as error:
+        raise explain_failure(error, kind, name) from error
+    placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    recorded = Recorded(
+        graph=traced.graph,
+        result=_result_node(traced.graph, results[-1]),
+        inputs=dict(zip(placeholders, SCORE_INPUTS if kind == "score" else MASK_INPUTS, strict=False)),
+        tensors=inputs.tensors,
+        numbers=inputs.numbers,
+        names=dict(zip(inputs.tensors, inputs.tensor_names, strict=True)),
+        sources=inputs.sources,
+        symbol_names=inputs.symbol_names,
+        environment=inputs.environment,
+    )
+    return recorded, record
+
+
+def _module_methods() -> dict[str, Any]:
+    """Return the methods of torch.nn.Module that fx replaces while it traces."""
+    return {name: torch.nn.Module.__dict__[name] for name in ("__getattr__", "__call__")}
+
+
+def _set_module_methods(methods: dict[str, Any]) -> None:
+    for name, method in methods.items():
+        setattr(torch.nn.Module, name, method)
+
+
+@contextlib.contextmanager
+def _module_methods_as(methods: dict[str, Any]) -> Iterator[None]:
+    """Undo what fx changes: the mod would run it, and the guard would expect it later."""
+    changed = _module_methods()
+    _set_module_methods(methods)
+    try:
+        yield
+    finally:
+        _set_module_methods(changed)
+
+
+def _placeholder(name: str, value: Any) -> fx.Node:
+    """Give the graph that is being traced one more input."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
+
+    mode = get_proxy_mode()
+    assert mode is not None
+    graph: fx.Graph = mode.tracer.graph
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        proxy = mode.tracer.create_proxy("placeholder", name, (), {}, name=name)
+    track_tensor_tree(value, proxy, constant=None, tracer=mode.tracer)
+    return proxy.node
+
+
+def _no_autocast(device_type: str) -> torch.autocast:
+    return torch.autocast(device_type if torch.amp.is_autocast_available(device_type) else "cpu", enabled=False)
+
+
+def _result_node(graph: fx.Graph, result: Any) -> Any:
+    """Return the FX node of a returned tensor; anything else as it is."""
+    (returned,) = next(n for n in graph.nodes if n.op == "output").args
+    if not isinstance(result, Tensor):
+        return result
+    return returned[0] if isinstance(returned, (list, tuple)) else returned
+
+
+def _source(name: str) -> Any:
+    from torch._dynamo.source import ConstantSource
+
+    return ConstantSource(name)

@@ -1,0 +1,358 @@
+"""Scalarize: the FX graph of a traced mod as a ModGraph, and how to find its captures and numbers in each call.
+
+What depends on captured tensors alone becomes the prologue, a function that torch runs once per call, under autograd;
+its results are the captures of the graph. Arithmetic on numbers and sizes alone becomes the numbers of the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from flexattn.errors import ModError, UnsupportedError, mod_in_messages
+from flexattn.graph.mod_graph import MASK_INPUTS, SCORE_INPUTS, BoundMod, Builder, Capture, Expr, ModGraph, Number, wide
+from flexattn.graph.narrow import narrowed
+from flexattn.trace.aten import Elements, Index, has_row, is_symbol, operator_name
+from flexattn.trace.interception import CONSTANT, DATA_DEPENDENT, IN_PLACE, MOST_SHOWN, RANDOM, line_of_node
+
+Kind = Literal["score", "mask"]
+
+_MOST_NUMBERS = 64  # of one mod, whose graphs are kept
+
+
+_NUMBERS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}  # what the user calls them
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a run left: the FX graph, its inputs, what it returned, and the name of every symbol's source."""
+
+    graph: fx.Graph
+    result: Any  # an FX node, or a Python or symbolic number
+    inputs: dict[fx.Node, str]
+    tensors: list[fx.Node]
+    numbers: list[fx.Node]
+    names: dict[fx.Node, str]  # of tensors, by the user
+    sources: dict[str, str]  # symbol -> Python text over t (tensors) and n (numbers)
+    symbol_names: dict[str, str]  # symbol -> the user's name
+    environment: Any  # the ShapeEnv, whose guards may still grow
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A graph and how to find its values in what the guard of a mod of this kind returns."""
+
+    graph: ModGraph
+    numbers: Callable[[Sequence[Tensor], Sequence[int | float]], tuple[int | float, ...]] | None
+    picks: tuple[int, ...] | None  # captures that are leaves as they stand; None: the prologue computes them
+    prologue: Callable[..., tuple[Tensor, ...]] | None
+    prologue_text: str  # what it computes
+    prologue_numbers: tuple[int, ...]  # that it reads
+    conditions: tuple[str, ...]  # on tensors t and numbers n, under which the graph holds
+    tensor_names: tuple[str, ...]  # of the user, for messages
+    _graphs: dict[tuple[int | float, ...], ModGraph] = field(default_factory=dict)  # by the values of numbers
+
+    def _narrowed(self, numbers: tuple[int | float, ...]) -> ModGraph:
+        """Return the graph for these numbers; calls repeat the same few."""
+        if (graph := self._graphs.get(numbers)) is None:
+            if len(self._graphs) >= _MOST_NUMBERS:
+                self._graphs.clear()
+            graph = self._graphs[numbers] = narrowed(self.graph, numbers)
+        return graph
+
+    def bind(self, tensors: Sequence[Tensor], numbers: Sequence[int | float], guarded: bool) -> BoundMod:
+        """Return the mod with the values of this call; the prologue runs here.
+
+        `guarded`: what the mod computes follows from this object, the tensors and the numbers.
+        """
+        if self.picks is not None:
+            captures = tuple([tensors[i] for i in self.picks])
+        else:
+            captures = tuple(self.prologue(*tensors, *numbers))  # type: ignore[misc]
+        values = self.numbers(tensors, numbers) if self.numbers is not None else ()
+        graph = self._narrowed(values) if values else self.graph
+        if graph.inputs is MASK_INPUTS:
+            captures = tuple([c.detach() if c.requires_grad else c for c in captures])
+        return BoundMod(
+            graph, captures, values, tuple(tensors), self.tensor_names, (self, tuple(numbers)) if guarded else None,
+            (self.prologue_text, tuple([numbers[i] for i in self.prologue_numbers])),
+        )  # fmt: skip
+
+
+def scalarize(recorded: Recorded, kind: Kind, name: str, score_dtype: torch.dtype, location: str) -> Traced:
+    """Split the FX graph into prologue and scalar expressions."""
+    called = mod_in_messages(kind, name)
+    _refuse_mutation_and_randomness(recorded, called)
+    _refuse_unknown_values(recorded, called)
+    leaves = _Leaves(recorded, score_dtype)
+    elements = Elements(leaves.builder, leaves.load, leaves.number)
+    dtype = score_dtype if kind == "score" else torch.bool
+    out = _output(elements, recorded.result, kind, called, dtype)
+    graph = leaves.builder.build(
+        name, SCORE_INPUTS if kind == "score" else MASK_INPUTS, tuple(leaves.captures), tuple(leaves.numbers), [out],
+        location=location,
+    )  # fmt: skip
+    graph, roots, number_texts = _without_unused(graph, leaves)
+    direct = [recorded.tensors.index(r) if r in recorded.tensors else None for r in roots]
+    picks = tuple(i for i in direct if i is not None) if None not in direct else None
+    prologue = _prologue(recorded, roots) if picks is None else None
+    needed = _ancestors(roots) if picks is None else set()
+    return Traced(
+        graph=graph if graph.numbers else narrowed(graph, ()),
+        numbers=_compiled(f"({', '.join(number_texts)},)") if number_texts else None,
+        picks=picks,
+        prologue=prologue.forward if prologue is not None else None,
+        prologue_text=_text_of(prologue) if prologue is not None else "",
+        prologue_numbers=tuple(i for i, n in enumerate(recorded.numbers) if n in needed),
+        conditions=_conditions(recorded),
+        tensor_names=tuple(recorded.names[n] for n in recorded.tensors),
+    )
+
+
+def _output(elements: Elements, result: Any, kind: Kind, name: str, dtype: torch.dtype) -> Expr:
+    """Return the result of the mod as an expression of the dtype that its kind must have."""
+    if isinstance(result, fx.Node):
+        value = result.meta["val"]
+        if value.ndim > 0:
+            mend = "Index the captured tensor down to one element, as in scale[0]."
+            raise ModError(
+                f"{name}, line {line_of_node(result)}: found a result of shape {list(value.shape)}, "
+                f"expected a scalar (a 0-d tensor). {mend}"
+            )
+        if kind == "score" and (value.is_complex() or value.dtype == torch.bool):
+            raise ModError(
+                f"{name}, line {line_of_node(result)}: found a result of dtype {value.dtype}, expected a real number. "
+                f"{_BOOL_SCORE if value.dtype == torch.bool else _COMPLEX_SCORE}"
+            )
+        if kind == "mask" and value.dtype != torch.bool:
+            raise ModError(
+                f"{name}, line {line_of_node(result)}: found a result of dtype {value.dtype}, expected "
+                f"torch.bool. Write a comparison, such as `!= 0`."
+            )
+        return elements.cast(elements.value(result), dtype)
+    if kind == "mask" and isinstance(result, (bool, torch.SymBool)):
+        return elements.builder.const(bool(result), dtype)
+    boolean = isinstance(result, (bool, torch.SymBool))
+    if kind == "score" and not boolean and isinstance(result, (int, float, torch.SymInt, torch.SymFloat)):
+        return elements.scalar(result, dtype)
+    wanted = "a bool tensor" if kind == "mask" else "a scalar tensor"
+    mend = _BOOL_SCORE if boolean else _COMPLEX_SCORE if isinstance(result, complex) else "Return one."
+    found = _NUMBERS.get(type(result), type(result)).__name__
+    raise ModError(f"{name}: found a result of type {found}, expected {wanted}. {mend}")
+
+
+_BOOL_SCORE = "It looks like a mask_mod: pass it as block_mask=create_block_mask(mask_mod, ...)."
+_COMPLEX_SCORE = "Return its real part or its absolute value."
+
+
+class _Leaves:
+    """The leaves of the graph under construction: inputs, loads from what the prologue gives, and numbers."""
+
+    def __init__(self, recorded: Recorded, score_dtype: torch.dtype) -> None:
+        self.recorded = recorded
+        self.builder = Builder()
+        self.captures: list[Capture] = []
+        self.roots: list[fx.Node] = []  # FX node of each capture
+        self.numbers: list[Number] = []
+        self.number_texts: list[str] = []
+        self._names: set[str] = {*SCORE_INPUTS, "grad"}
+        self._inputs = {
+            node: self.builder.input(name, score_dtype if name == "score" else torch.int32).cast(
+                wide(node.meta["val"].dtype)
+            )
+            for node, name in recorded.inputs.items()
+        }
+        self._moving, self._captured = _dependence(recorded)
+
+    def load(self, node: fx.Node, index: Index) -> Expr | None:
+        """Return an input or a load, or None for a node that has to be computed from its operands."""
+        if node in self._inputs:
+            return self._inputs[node]
+        if node in self._moving or (node not in self._captured and _is_constant(node)):
+            return None
+        value = node.meta["val"]
+        if node not in self.roots:
+            self.roots.append(node)
+            name = self._unique(self._captured.get(node, "constant"))
+            literal = node not in self._captured and value.device.type == "cpu"
+            self.captures.append(Capture(name, value.dtype, value.ndim, literal))
+        return self.builder.load(self.roots.index(node), value.dtype, index).cast(wide(value.dtype))
+
+    def number(self, symbol: Any) -> Expr:
+        """Return a symbolic number as a leaf that the host computes from the user's numbers and sizes."""
+        expression = symbol.node.expr
+        if expression.is_number:
+            value = float(expression) if isinstance(symbol, torch.SymFloat) else int(expression)
+            return self.builder.const(value, torch.float64 if isinstance(value, float) else torch.int64)
+        dtype = torch.float64 if isinstance(symbol, torch.SymFloat) else torch.int64
+        text = python_text(expression, self.recorded.sources)
+        text = f"float({text})" if dtype == torch.float64 else text
+        if text not in self.number_texts:
+            self.number_texts.append(text)
+            names = self.recorded.symbol_names
+            base = next((names[str(s)] for s in sorted(expression.free_symbols, key=str)), "number")
+            self.numbers.append(Number(self._unique(base), dtype))
+        return self.builder.number(self.number_texts.index(text), dtype)
+
+    def _unique(self, name: str) -> str:
+        name = name if name.isidentifier() else "captured"
+        chosen, count = name, 1
+        while chosen in self._names:
+            chosen, count = f"{name}_{count}", count + 1
+        self._names.add(chosen)
+        return chosen
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Tell whether a node that reads neither inputs nor captures is better computed in the graph than loaded."""
+    if CONSTANT in node.meta:
+        return False
+    name = operator_name(node)
+    if name in ("stack", "cat"):
+        return math.prod(node.meta["val"].shape) <= MOST_SHOWN
+    return has_row(node)
+
+
+def _dependence(recorded: Recorded) -> tuple[set[fx.Node], dict[fx.Node, str]]:
+    """Return the nodes that depend on the mod's inputs, and a name for each of the others that reads a capture."""
+    moving = set(recorded.inputs)
+    captured = dict(recorded.names)
+    for node in recorded.graph.nodes:
+        if node.op != "call_function":
+            continue
+        sources = node.all_input_nodes
+        if any(s in moving for s in sources):
+            moving.add(node)
+        elif not isinstance(node.meta.get("val"), Tensor):
+            continue
+        elif (base := next((s for s in sources if s in captured), None)) is not None:
+            captured[node] = f"{captured[base]}_{operator_name(node).rpartition('.')[2].strip('_')}"
+    return moving, captured
+
+
+def _refuse_mutation_and_randomness(recorded: Recorded, name: str) -> None:
+    given = {*recorded.inputs, *recorded.tensors}
+    aliases = set(given)
+    for node in recorded.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise ModError(f"{name} at {line_of_node(node)} {RANDOM.format(what=node.target)}")
+        source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        if node.target._schema.is_mutable and source is not None:
+            views = [n for n in (source, *source.users) if _is_view(n)]
+            if source in aliases or views:
+                what = "an argument or a captured tensor" if source in aliases else "a tensor that has views"
+                raise ModError(f"{name} at {line_of_node(node)} {IN_PLACE.format(what=what)}")
+        elif _is_view(node) and source in aliases:
+            aliases.add(node)
+    for node in recorded.graph.nodes:
+        if node.op == "get_attr" and any(CONSTANT not in user.meta for user in node.users):
+            raise UnsupportedError(
+                f"{name}: found a tensor that a library made or keeps, used at {line_of_node(next(iter(node.users)))}, "
+                f"expected tensors that the mod captures. Make it before the call and capture it."
+            )
+
+
+def _refuse_unknown_values(recorded: Recorded, name: str) -> None:
+    """Raise for numbers and sizes that only the values of tensors tell (nonzero, unique, a tensor as a number)."""
+    for node in recorded.graph.nodes:
+        found = node.meta.get("val")
+        if node.op == "call_function" and found is not None and _is_unknown(found):
+            raise ModError(f"{name} at {line_of_node(node)} {DATA_DEPENDENT}")
+
+
+def _is_unknown(value: Any) -> bool:
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    if is_symbol(value):
+        return any(str(s).startswith(("u", "zu")) for s in value.node.expr.free_symbols)
+    return isinstance(value, Tensor) and bool(free_unbacked_symbols(value))
+
+
+def _is_view(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.is_view and operator_name(node) != "detach"
+
+
+def _without_unused(graph: ModGraph, leaves: _Leaves) -> tuple[ModGraph, list[fx.Node], list[str]]:
+    """Drop captures and numbers that no node reads any more (folding can remove the last use)."""
+    loads = sorted({n.value for n in graph.nodes if n.op == "load"})  # type: ignore[type-var]
+    used = sorted({n.value for n in graph.nodes if n.op == "number"})  # type: ignore[type-var]
+    builder = Builder()
+    position = {"load": {old: new for new, old in enumerate(loads)}, "number": {o: n for n, o in enumerate(used)}}
+    copied: list[Expr] = []
+    for node in graph.nodes:
+        value = position[node.op][node.value] if node.op in position else node.value  # type: ignore[index]
+        copied.append(builder.add(node.op, tuple(copied[a].index for a in node.args), node.dtype, value))
+    kept = builder.build(
+        graph.name, graph.inputs, tuple(graph.captures[i] for i in loads), tuple(graph.numbers[i] for i in used),  # type: ignore[index]
+        [copied[o] for o in graph.outputs if o is not None], location=graph.location,
+    )  # fmt: skip
+    return kept, [leaves.roots[i] for i in loads], [leaves.number_texts[i] for i in used]  # type: ignore[index]
+
+
+def python_text(expression: Any, sources: dict[str, str]) -> str:
+    """Return a sympy expression over symbols as Python over t and n."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    class Printer(PythonPrinter):
+        def _print_Symbol(self, symbol: Any) -> str:
+            return sources[str(symbol)]
+
+    return Printer().doprint(expression)
+
+
+def _conditions(recorded: Recorded) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(python_text(g.expr, recorded.sources) for g in recorded.environment.guards))
+
+
+def _compiled(text: str) -> Callable[..., Any]:
+    return eval(f"lambda t, n: {text}", {"math": math, "torch": torch})
+
+
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+
+def _prologue(recorded: Recorded, roots: list[fx.Node]) -> fx.GraphModule:
+    """Return a function of all leaves that computes the captures of the graph."""
+    graph = fx.Graph()
+    copies = {n: graph.placeholder(n.name) for n in (*recorded.tensors, *recorded.numbers)}
+    needed = _ancestors(roots)
+    constants: dict[str, Tensor] = {}
+    for node in recorded.graph.nodes:
+        if node not in needed or node in copies or node.op == "get_attr":
+            continue
+        if CONSTANT in node.meta:
+            name = f"constant_{len(constants)}"
+            constants[name] = node.meta[CONSTANT]
+            copies[node] = graph.get_attr(name)
+        else:
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+            copies[node].meta = {}  # the fake tensors in it would keep the whole trace alive
+            if node.target in _VIEWS:  # a capture of other strides may have to be copied
+                copies[node].target = torch.ops.aten.reshape.default
+    graph.output(tuple(copies[r] for r in roots))
+    return fx.GraphModule(constants, graph)
+
+
+def _text_of(prologue: fx.GraphModule) -> str:
+    """Return what is equal for prologues that compute the same."""
+    return prologue.code + "".join(f"{t.dtype} {t.tolist()}\n" for t in prologue.buffers())
+
+
+def _ancestors(roots: list[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that `roots` are computed from, and themselves."""
+    found: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found

@@ -1,0 +1,193 @@
+"""Trace: a score_mod or mask_mod as Python -> ModGraph, once for each kind of mod.
+
+A mod runs once on 0-d fake tensors under make_fx (`recording`). The FX graph then splits (`scalarize`): operations on
+captures alone are a *prologue* that torch runs at each call, under autograd; the rest becomes scalar expressions.
+
+What the run read became a guard (`follow`). At each call the guards of traces kept for the mod's code (`memo`) read the
+same places again. One that holds gives the tensors and numbers of this call; where none does, the mod is traced anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flexattn.errors import ModError, RetraceWarning, UnsupportedError, mod_in_messages
+from flexattn.graph.mod_graph import MASK_INPUTS, SCORE_INPUTS, BoundMod
+from flexattn.process.config import debug, settings
+from flexattn.process.forks import Lock
+from flexattn.torch_state.modes import undisturbed
+from flexattn.torch_state.transforms import outside
+from flexattn.trace import memo
+from flexattn.trace.aten import Refused, UnknownOperator
+from flexattn.trace.follow import Record, guard_of
+from flexattn.trace.follow.libraries import is_ours
+from flexattn.trace.interception import explain_operator
+from flexattn.trace.recording import Decompositions, record_run
+from flexattn.trace.registered import meaning_of, registrations
+from flexattn.trace.scalarize import Kind, Traced, scalarize
+
+Mod = Callable[..., Any]
+
+_lock = Lock()
+_stats = {"traces": 0, "hits": 0}
+_retraced: dict[tuple[str, str], int] = {}  # by location and reason: how often a mod was traced for it
+_MOST_RETRACED = 1000
+
+
+def stats() -> dict[str, int]:
+    """Return how many calls traced, and how many were served from the memo, in this process."""
+    return dict(_stats)
+
+
+def variant_of(kind: Kind, score_dtype: torch.dtype) -> tuple[object, ...]:
+    """Return what traces of one mod differ in."""
+    return kind, score_dtype, torch.get_default_dtype(), registrations()
+
+
+def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> BoundMod:
+    """Return `mod` as a graph, with the captured tensors and numbers of this call.
+
+    A gradient is that of the operations recorded; `detach` and `torch.no_grad` stop it. Of a mask_mod no gradient
+    flows. A `torch.autograd.Function` in a score_mod is refused, since its own backward would not be used.
+    """
+    variant = variant_of(kind, score_dtype)
+    for known in memo.find(mod, variant):
+        found = known.guard(mod)
+        if found is not None:
+            _stats["hits"] += 1
+            return known.traced.bind(*found, guarded=True)
+    with _lock, torch.inference_mode(False), outside():
+        traced, record = _trace_anew(mod, kind, score_dtype)
+        _stats["traces"] += 1
+        if not record.reason:
+            guard, source = guard_of(record, traced.conditions)
+            memo.keep(mod, variant, memo.Known(guard, traced, source))
+        if settings().debug:
+            how = f"traced at each call: {record.reason}" if record.reason else "kept"
+            debug("trace", f"{kind}_mod {traced.graph.location} ({how})\n{traced.graph}")
+    if record.reason:
+        _warn(kind, traced, record)
+    return traced.bind(record.tensors, record.numbers, guarded=not record.reason)
+
+
+def _warn(kind: Kind, traced: Traced, record: Record) -> None:
+    """Warn once of a mod that is traced at each call; of one that only sets something up, not at its first call."""
+    place = (traced.graph.location, record.reason)
+    count = _retraced.get(place, 0) + 1
+    if len(_retraced) < _MOST_RETRACED:
+        _retraced[place] = count
+    if count == (2 if record.may_end else 1):
+        where = f" ({traced.graph.location})" if traced.graph.location else ""
+        warnings.warn(
+            f"{kind}_mod {traced.graph.name}{where} is traced at each call: {record.reason}. Take that out of the mod: "
+            f"compute it before the call, and let the mod capture a tensor or a number.",
+            RetraceWarning,
+            stacklevel=_frames_of_ours(),
+        )
+
+
+def _frames_of_ours() -> int:
+    """Return how many frames of this package lie between `_warn` and the user's call."""
+    frame, count = sys._getframe(1), 1
+    while frame is not None and is_ours(frame.f_globals.get("__name__")):
+        frame, count = frame.f_back, count + 1
+    return count
+
+
+@undisturbed("flexattn")
+def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> tuple[Traced, Record]:
+    """Trace until every operator has a row."""
+    name = mod_name(mod, kind)
+    called = mod_in_messages(kind, name)
+    _check_call(mod, kind, name)
+    decompositions: Decompositions = {}
+    asked: UnknownOperator | None = None
+    while True:
+        recorded, record = record_run(mod, kind, called, score_dtype, decompositions)
+        try:
+            return scalarize(recorded, kind, name, score_dtype, location_of(mod)), record
+        except UnknownOperator as unknown:
+            target = unknown.node.target
+            decomposition = None if isinstance(unknown, Refused) else _decomposition(target)
+            if asked is None or not str(target).startswith("prims"):  # those come from decompositions, not from users
+                asked = unknown
+            if decomposition is None or target in decompositions:
+                what = explain_operator(unknown if unknown.reason else asked)
+                raise UnsupportedError(f"{called}: found {what}") from None
+            decompositions[target] = decomposition
+
+
+def _decomposition(target: Any) -> Callable[..., Any] | None:
+    from torch._decomp import decomposition_table
+    from torch._refs import nn  # noqa: F401  (registers more decompositions)
+
+    return meaning_of(target) or decomposition_table.get(target)
+
+
+# Checks that need no run.
+
+
+def mod_name(mod: Mod, kind: Kind) -> str:
+    """Return the name of the user's function, as an identifier."""
+    inner = _function_of(mod)
+    named = (type, functools._lru_cache_wrapper, torch.jit.ScriptFunction)
+    has_name = inspect.isroutine(inner) or isinstance(inner, named) or is_ours(type(inner).__module__)
+    name: Any = getattr(inner if has_name else type(inner), "__name__")  # noqa: B009
+    return name if name.isidentifier() else f"{kind}_mod"
+
+
+def _function_of(mod: Mod) -> Any:
+    """Return what partials call in the end. Of other objects no attribute is read: they may make up any."""
+    inner: Any = mod
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    return inner.__func__ if inspect.ismethod(inner) else inner
+
+
+def location_of(mod: Mod) -> str:
+    """Return file:line of the code of a mod, or an empty string for what is not written in Python."""
+    inner = _function_of(mod)
+    inner = type(inner).forward if isinstance(inner, torch.nn.Module) else inner
+    inner = inner if inspect.isfunction(inner) else getattr(type(inner), "__call__", None)  # noqa: B004
+    code = getattr(inner, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+
+
+def _check_call(mod: Mod, kind: Kind, name: str) -> None:
+    """Raise unless `mod` can be called with the positional arguments of its kind."""
+    inputs, others = (SCORE_INPUTS, MASK_INPUTS) if kind == "score" else (MASK_INPUTS, SCORE_INPUTS)
+    wanted = f"{kind}_mod({', '.join(inputs)})"
+    if not callable(mod):
+        raise ModError(f"{kind}_mod: found {mod!r}, expected a callable {wanted}. Pass a function.")
+    try:
+        signature = inspect.signature(mod)
+    except (TypeError, ValueError):
+        return
+    if _binds(signature, len(inputs)):
+        return
+    where = f" at {location_of(mod)}" if location_of(mod) else ""
+    mend = f"Give it {len(inputs)} positional parameters."
+    if _binds(signature, len(others)):
+        mend = (
+            "It looks like a mask_mod: pass it as block_mask=create_block_mask(mask_mod, ...)."
+            if kind == "score"
+            else "It looks like a score_mod: pass it to flex_attention as score_mod."
+        )
+    raise ModError(f"{kind}_mod: found {name}{signature}{where}, expected a callable {wanted}. {mend}")
+
+
+def _binds(signature: inspect.Signature, count: int) -> bool:
+    """Tell whether `count` positional arguments fit: all parameters without default, or *args."""
+    required = [p for p in signature.parameters.values() if p.default is p.empty]
+    if any(p.kind is p.KEYWORD_ONLY for p in required):
+        return False
+    positional = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required)
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in required)
+    return positional == count or (variadic and positional < count)

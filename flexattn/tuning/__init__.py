@@ -1,0 +1,1 @@
+"""Tiles measured on the user's GPU."""

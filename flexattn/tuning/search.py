@@ -1,0 +1,235 @@
+"""tuning: the tiles that make the Triton kernels of a problem fastest, measured on its own tensors and mask.
+
+Candidates are the tile in use, those one step away from it, and all that were ever best for the kernel. They are
+compiled side by side, checked against the results of the tile in use, and timed in rounds of random order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flexattn.call.problem import Problem
+from flexattn.compile.kernel_plan import KernelPlan
+from flexattn.compile.kernel_source import KernelSource
+from flexattn.compile.plan import tile_key
+from flexattn.compile.render import render
+from flexattn.compile.tile_choice import remember, remembered_rows, tiles_of
+from flexattn.compile.tiles import Tile
+from flexattn.engines import triton
+from flexattn.engines.autograd import wants_gradient
+from flexattn.errors import CompileError
+from flexattn.machine.target import target_of
+from flexattn.options import LARGEST_TILE
+from flexattn.runtime.build import OutOfResources, build
+from flexattn.runtime.compile_processes import build_apart
+from flexattn.runtime.launch import Tensors, forget_launches, plan_launch, plan_with_tile, run, runner
+from flexattn.tuning.report import KernelTuning, Trial, Tuning
+
+TUNED = ("forward", "backward_dq", "backward_dkdv")
+SLOW = 2.0  # how many times as slow as the fastest a tile may be at first sight and still be timed in rounds
+SPILLS = 512  # bytes of stack of a thread beyond which a candidate is left out
+SAMPLE_MS = 5.0  # shortest time of a sample
+COVER_CYCLES = 2_000_000  # about 1 ms in which the host enqueues a sample, so that its time is not in it
+# Relative rmse from the results of the tile in use, by which a tile that Triton compiles wrongly is found.
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 3e-3}
+
+# What may be halved and doubled, alone or together, and within what.
+_STEPS = (("BLOCK_M",), ("BLOCK_N",), ("num_warps",), ("BLOCK_M", "num_warps"), ("BLOCK_N", "num_warps"))
+_LIMITS = {"BLOCK_M": (16, LARGEST_TILE), "BLOCK_N": (16, LARGEST_TILE), "num_warps": (4, 8)}
+_STAGES = (1, 4)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What is measured, and how much."""
+
+    kernels: tuple[str, ...]  # of TUNED
+    seconds: float  # for compiling: candidates that are not ready then are left out
+    processes: int  # that compile side by side
+    rounds: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One kernel of a problem as the engine would launch it."""
+
+    kernel: str
+    problem: Problem
+    tensors: Tensors
+    arrays: Tensors
+    plan: KernelPlan
+
+    def run(self) -> None:
+        run(self.kernel, self.problem, self.tensors, self.arrays)
+
+    def results(self) -> dict[str, Tensor]:
+        """Return what the kernel writes, by name."""
+        written = {"forward": ("o", "lse_ptr"), "backward_dq": ("dq",), "backward_dkdv": ("dk", "dv")}[self.kernel]
+        everything = {**self.tensors, **self.arrays}
+        return {name: t for name, t in everything.items() if name in written or name.endswith("_grad_ptr")}
+
+
+def tune_problem(problem: Problem, effort: Effort, keep: bool) -> Tuning:
+    """Measure candidates for each kernel of a problem, and remember the best where `keep` asks for it."""
+    if keep:
+        remembered_rows()  # raises here, before anything is measured, where the table cannot be read
+    learns = wants_gradient(problem)
+    with torch.no_grad(), _current(problem.query.device):
+        calls = _calls(problem, learns)
+        tuned = [call for call in calls if call.kernel in effort.kernels and not call.plan.is_hopper]
+        plans = {call.kernel: candidates(call.plan, call.problem, call.tensors) for call in tuned}
+        needed = [*(call.plan for call in calls), *(plan for some in plans.values() for plan in some)]
+        notes = build_apart(list(map(render, needed)), needed[0].target, effort.processes, effort.seconds)
+        for call in calls:
+            call.run()
+        kernels = tuple(_tune(call, plans[call.kernel], notes, effort) for call in tuned)
+    tuning = Tuning(_device_name(problem.query.device), kernels, tuple(c.kernel for c in calls if c.plan.is_hopper))
+    if keep and kernels:
+        tuning = replace(tuning, file=remember(tuning.rows()))
+        forget_launches()
+    return tuning
+
+
+def candidates(plan: KernelPlan, problem: Problem, tensors: Tensors) -> tuple[KernelPlan, ...]:
+    """Return plans that differ from `plan` in their tiles alone, all of which may fit; the first is `plan` itself."""
+    tiles = dict.fromkeys((*_near(plan), *tiles_of(plan.kernel)))
+    tiles.pop(plan.tile, None)
+    others = (plan_with_tile(plan.kernel, problem, plan.target, list(tensors.values()), tile) for tile in tiles)
+    return plan, *(other for other in others if other is not None)
+
+
+def _near(plan: KernelPlan) -> Iterator[Tile]:
+    """Yield the tiles one step away from a plan's."""
+    tile = plan.tile
+    for names in _STEPS:
+        for factor in (0.5, 2):
+            sizes = {name: int(getattr(tile, name) * factor) for name in names}
+            if all(_LIMITS[name][0] <= size <= _LIMITS[name][1] for name, size in sizes.items()):
+                other = replace(tile, **sizes)
+                yield replace(other, PARTIAL_M=0 if other.PARTIAL_M >= other.BLOCK_M else other.PARTIAL_M)
+    for stages in (tile.num_stages - 1, tile.num_stages + 1):
+        if _STAGES[0] <= stages <= _STAGES[1]:
+            yield replace(tile, num_stages=stages)
+    if plan.kernel != "forward":
+        yield replace(tile, PRODUCTS_FIRST=not tile.PRODUCTS_FIRST)
+    if plan.kernel == "backward_dkdv" and plan.blocks is not None and tile.BLOCK_M > 32:
+        yield replace(tile, PARTIAL_M=0 if tile.PARTIAL_M else 32)
+
+
+def _calls(problem: Problem, learns: bool) -> tuple[_Call, ...]:
+    """Return the kernels of a forward, and of a backward where the problem learns, without running any."""
+    target, calls = target_of(problem.query.device), []
+
+    def keep(kernel: str, problem: Problem, tensors: Tensors, arrays: Tensors) -> None:
+        plan, _ = plan_launch(kernel, problem, target, list(tensors.values()), "dlse_ptr" in arrays)
+        calls.append(_Call(kernel, problem, tensors, arrays, plan))
+
+    out, lse, _ = triton.forward(problem, keep)
+    if learns:
+        generator = torch.Generator(out.device).manual_seed(0)
+        d_out = torch.empty_like(out).normal_(generator=generator)
+        triton.backward(problem, out, lse, d_out, None, (True, True, True, False), keep)
+    return tuple(calls)
+
+
+def _tune(call: _Call, plans: Sequence[KernelPlan], notes: Mapping[KernelSource, str], effort: Effort) -> KernelTuning:
+    trials: dict[Tile, Trial] = {}
+    runs: dict[Tile, Callable[[], None]] = {}
+    expected: dict[str, Tensor] = {}
+    for plan in plans:
+        own = plan is plans[0]
+        note = "" if own else notes.get(render(plan), "") or _refusal(plan)
+        if not note:
+            runs[plan.tile] = runner(plan, call.problem, call.tensors, call.arrays)
+            found = _results(call, runs[plan.tile])
+            expected = found if own else expected
+            note = _difference(found, expected, plan.dtype)
+        trials[plan.tile] = Trial(plan.tile, note=note)
+    able = {tile: runs[tile] for tile, trial in trials.items() if not trial.note}
+    for tile, milliseconds in _time(able, call.problem.query.device, effort).items():
+        trials[tile] = Trial(tile, milliseconds)
+    _results(call, runs[plans[0].tile])  # what kernels after this one read
+    return KernelTuning(str(call.plan.target), tile_key(call.plan), tuple(trials.values()))
+
+
+def _refusal(plan: KernelPlan) -> str:
+    """Return why a compiled candidate is not worth running, or cannot be."""
+    try:
+        kernel = build(render(plan), plan.target)
+        if plan.target.backend != "interpreter":
+            kernel.load()
+    except OutOfResources as error:
+        return f"takes {error.asked} of {error.resource}, there are {error.available}"
+    except CompileError as error:
+        return str(error).splitlines()[0][:160]
+    return f"spills {kernel.spills} bytes" if kernel.spills > SPILLS else ""
+
+
+def _results(call: _Call, run: Callable[[], None]) -> dict[str, Tensor]:
+    """Run a kernel and return copies of what it wrote."""
+    for name, tensor in call.results().items():
+        tensor.fill_(0.0 if name.endswith("_grad_ptr") else math.nan)  # gradients of captured tensors are added to
+    run()
+    return {name: tensor.clone() for name, tensor in call.results().items()}
+
+
+def _difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], dtype: torch.dtype) -> str:
+    """Return what differs from the expected by more than rounding, "" where nothing does."""
+    for name, tensor in found.items():
+        ours, theirs = tensor.float(), expected[name].float()
+        same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+        distance = torch.where(same, 0.0, ours - theirs).norm()
+        scale = theirs[theirs.isfinite()].norm().clamp_min(1e-30)
+        if not (error := float(distance / scale)) <= TOLERANCE.get(dtype, 0.0):  # true for nan
+            return f"wrong: {name.removesuffix('_ptr')} is {error:.1e} from that of the tile in use"
+    return ""
+
+
+def _time(
+    runs: Mapping[Tile, Callable[[], None]], device: torch.device, effort: Effort
+) -> dict[Tile, tuple[float, ...]]:
+    """Return milliseconds of each round, rounds in random order; what is slow at first sight has one round alone."""
+    first = {tile: min(sample(run, 1, device) for _ in range(3)) for tile, run in runs.items()}
+    limit = SLOW * min(first.values())
+    samples = {tile: [once] if once > limit else [] for tile, once in first.items()}
+    quick = [tile for tile, once in first.items() if once <= limit]
+    launches = {tile: max(1, math.ceil(SAMPLE_MS / max(first[tile], 1e-3))) for tile in quick}
+    shuffle = random.Random(0).shuffle
+    for _ in range(effort.rounds):
+        shuffle(quick)
+        for tile in quick:
+            samples[tile].append(sample(runs[tile], launches[tile], device))
+    return {tile: tuple(found) for tile, found in samples.items()}
+
+
+def sample(run: Callable[[], object], launches: int, device: torch.device) -> float:
+    """Return milliseconds per run, over `launches` runs back to back."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(launches):
+            run()
+        return (time.perf_counter() - start) * 1e3 / launches
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(COVER_CYCLES)
+    begin.record()
+    for _ in range(launches):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / launches
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the interpreter"
