@@ -107,7 +107,7 @@ def check(q, k, v, score_mod=None, mask=None, scale=None, captures=(), dense_mas
 def rounding_of_ds(q, k, v, d_out, scale):
     """Return what an error of half an ulp in d_out . v adds to dq and dk.
 
-    The backward subtracts d_out . out from d_out . v. A dense softmax subtracts a sum of the same rounded numbers, so in
+    The backward subtracts d_out . out from d_out . v. A dense softmax subtracts a sum of the same numbers, so in
     a row with one key the two cancel exactly there. A gradient of keys sums the errors of G heads.
     """
     G = q.size(1) // k.size(1)
