@@ -16,7 +16,7 @@ from flexattn.compile.hopper import (
     hopper_mods,
 )
 from flexattn.compile.kernel_plan import KernelPlan, Part, pieces_of, split_head_dim
-from flexattn.compile.lower import TRITON_DTYPE
+from flexattn.compile.mod_plan import TRITON_DTYPE
 from flexattn.compile.templates import environment
 
 _LISTS = tuple(f"%_{n}_ptr" for n in ("partial", "partial_runs", "full", "full_runs", "order"))

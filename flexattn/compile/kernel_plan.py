@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 
 from flexattn.compile.kernel_source import kernel_name
-from flexattn.compile.lower import ModPlan
+from flexattn.compile.mod_plan import ModPlan
 from flexattn.compile.tiles import Tile
 from flexattn.machine.target import Target
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from flexattn.call.problem import Problem
 from flexattn.compile.capture_sums import sums_integers
 from flexattn.compile.kernel_plan import BATCH_CAPTURES, FUSED, SCATTERS, SIZES, TRANSPOSED, KernelPlan
-from flexattn.compile.lower import INDEX_LIMIT, CaptureLayout, ModPlan
+from flexattn.compile.lower import INDEX_LIMIT
+from flexattn.compile.mod_plan import CaptureLayout, ModPlan
 from flexattn.compile.scatter import without_sites
 from flexattn.compile.shared_memory import fit
 from flexattn.compile.tile_choice import choose

@@ -11,15 +11,8 @@ from flexattn.call.dropout import KEYS, QUERIES, ROUNDS
 from flexattn.compile.hopper_context import hopper_descriptors, hopper_names, shared_layout
 from flexattn.compile.kernel_plan import BATCH_CAPTURES, KernelPlan, Part, pieces_of, split_head_dim
 from flexattn.compile.kernel_source import KernelSource
-from flexattn.compile.lower import (
-    TRITON_DTYPE,
-    TRITON_POINTER,
-    Dialect,
-    early_loads,
-    lower,
-    lower_early_loads,
-    lower_score,
-)
+from flexattn.compile.lower import Dialect, early_loads, lower, lower_early_loads, lower_score
+from flexattn.compile.mod_plan import TRITON_DTYPE, TRITON_POINTER
 from flexattn.compile.scatter import (
     LARGEST_UNITS,
     adds_along_diagonals,

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from flexattn.compile.lower import Dialect, ModPlan, Writer, mod_parameters
+from flexattn.compile.lower import Dialect, Writer, mod_parameters
+from flexattn.compile.mod_plan import ModPlan
 from flexattn.graph.index_range import affine, shift_invariant
 from flexattn.graph.mod_graph import ModGraph, Node
 

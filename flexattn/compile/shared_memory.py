@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 
 from flexattn.compile.kernel_plan import BATCH_CAPTURES, KernelPlan, split_head_dim
-from flexattn.compile.lower import ModPlan
+from flexattn.compile.mod_plan import ModPlan
 from flexattn.compile.scatter import adds_along_diagonals
 from flexattn.errors import CompileError, message
 

@@ -12,8 +12,9 @@ from functools import lru_cache
 import torch
 
 from flexattn.compile.kernel_source import KernelSource, kernel_name
-from flexattn.compile.lower import TRITON_DTYPE, TRITON_POINTER, CaptureLayout, Dialect, ModPlan, lower
+from flexattn.compile.lower import Dialect, lower
 from flexattn.compile.lower_bounds import BoundsText, TableSpec, lower_bounds, table_dtype
+from flexattn.compile.mod_plan import TRITON_DTYPE, TRITON_POINTER, CaptureLayout, ModPlan
 from flexattn.compile.plan import number_type
 from flexattn.compile.templates import environment
 from flexattn.graph.equal_runs import captures_compared

@@ -20,7 +20,7 @@ from flexattn.call.problem import Problem
 from flexattn.compile.capture_sums import has_known_bounds, sums_integers
 from flexattn.compile.hopper import hopper_backward, hopper_dkdv, hopper_dq, hopper_forward
 from flexattn.compile.kernel_plan import BATCH_CAPTURES, CAPTURES, FUSED, PAIR, SCATTERS, SIZES, TRANSPOSED, KernelPlan
-from flexattn.compile.lower import ModPlan, layout_unit
+from flexattn.compile.mod_plan import ModPlan, layout_unit
 from flexattn.compile.plan import heads_per_group, plan_kernel
 from flexattn.compile.render import KernelSource, described, render, stream_descriptors
 from flexattn.compile.scatter import same_in_all_batches, scatter_captures, without_sites
