@@ -12,21 +12,13 @@ from functools import lru_cache
 import torch
 
 from flexattn.compile.kernel_source import kernel_name
+from flexattn.compile.kernel_spec import KernelSpec
 from flexattn.compile.mod_plan import ModPlan
 from flexattn.compile.tiles import Tile
 from flexattn.machine.target import Target
 
-KERNELS = ("forward", "backward_delta", "backward_dq", "backward_dkdv")
 # Widths (of q and k, of v) that Hopper's kernels are made for; narrower heads are filled with zeros by the TMA unit.
 WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
-# A program owns keys and walks queries.
-TRANSPOSED = ("backward_dkdv", "hopper_backward", "hopper_backward_wide", "hopper_dkdv")
-PAIR, FUSED = KERNELS[2:], ("hopper_backward", "backward_dq_rows")  # the ways from delta to all gradients
-# Forms of backward_dq: gradients of captured tensors without dq, and how large each row's contributions to them are.
-CAPTURES, SIZES = "backward_captures", "backward_sizes"
-BATCH_CAPTURES = "backward_batch_captures"  # a kernel of its own: contributions are summed over the batch first
-SCATTERS = ("backward_dq", CAPTURES, SIZES, BATCH_CAPTURES)
-
 MEMORY = {"float": "float32 sums: 4 bytes", "integer": "int64 sums, the same in any order: 8 bytes"}
 
 
@@ -82,7 +74,7 @@ RINGS = {
 class KernelPlan:
     """One kernel: two equal plans give the same source, byte for byte."""
 
-    kernel: str  # of KERNELS, FUSED or SCATTERS, or hopper_forward, hopper_dq, hopper_dkdv: the name of a template
+    spec: KernelSpec
     target: Target
     dtype: torch.dtype
     D: int
@@ -99,29 +91,48 @@ class KernelPlan:
     float_index: bool = True  # lengths are below 2**22: index differences are exact in float32
     precision: str = "ieee"  # of float32 products: ieee, tf32 or tf32x3
     exact: bool = False
-    max_scores: bool = False
-    has_dlse: bool = False
-    has_sink: bool = False
-    has_dropout: bool = False
+    features: tuple[str, ...] = ()  # names of the spec's optional parts that the kernel has
     # Rows' bits must not hang on where the compiler found a product to fuse into a sum, which differs between the
     # places that one expression is inlined at.
     batch_invariant: bool = False
     integer_sums: bool = False  # gradients of captured tensors are added as integers: deterministic algorithms
 
     @property
+    def kernel(self) -> str:
+        """The kernel's name."""
+        return self.spec.name
+
+    @property
     def is_hopper(self) -> bool:
         """Whether it is a Gluon kernel with a role for each group of warps."""
-        return self.kernel.startswith("hopper")
+        return self.spec.gluon
+
+    @property
+    def is_forward(self) -> bool:
+        return self.spec.phase == "fwd"
 
     @property
     def transposed(self) -> bool:
-        """Whether a program owns keys and walks queries."""
-        return self.kernel in TRANSPOSED
+        """Whether a program owns keys and loops over queries."""
+        return self.spec.owns_keys
+
+    @property
+    def has_dropout(self) -> bool:
+        return "dropout" in self.features
+
+    @property
+    def scale(self) -> str:
+        """The argument that q k^T is multiplied by.
+
+        Without a score_mod nothing reads the score itself, so log2(e) is part of the scale. An exact backward keeps
+        the score in the natural domain, to avoid that rounding.
+        """
+        return "qk_scale" if self.score is None and not (self.exact and not self.is_forward) else "sm_scale"
 
     @property
     def name(self) -> str:
         """The kernel function's name, as profilers show it."""
-        return kernel_name(self.kernel, *(m.graph.name for m in (self.score, self.mask) if m is not None))
+        return kernel_name(self.spec.name, *(m.graph.name for m in (self.score, self.mask) if m is not None))
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -131,7 +142,7 @@ class KernelPlan:
     @property
     def adds_dq(self) -> bool:
         """Whether it adds to a float32 sum of dq."""
-        return self.kernel in ("hopper_backward", "hopper_backward_wide")
+        return self.spec.gluon and len(self.spec.gradients) == 3
 
     @property
     def rings(self) -> Rings:
@@ -159,17 +170,17 @@ class KernelPlan:
     @property
     def scales_gradient(self) -> bool:
         """Whether d(score) is taken and anything else than the gradient that comes in, as it is for `score + bias`."""
-        if self.grad is None or self.kernel in (CAPTURES, SIZES, BATCH_CAPTURES):
+        if self.grad is None or not self.spec.gradients:
             return False
         output = self.grad.graph.outputs[0]
         return output is None or self.grad.graph.nodes[output].value != "grad"
 
     @property
     def sums(self) -> str:
-        """What becomes of the gradients of captured tensors, as scatter.SUMS calls it; "" where there are none."""
-        if self.kernel not in SCATTERS or self.grad is None or not self.grad.graph.sites:
+        """How the kernel sums gradients of captured tensors: float, integer or sizes; "" without such gradients."""
+        if not self.spec.captures or self.grad is None or not self.grad.graph.sites:
             return ""
-        return "sizes" if self.kernel == SIZES else "integer" if self.integer_sums else "float"
+        return "sizes" if self.spec.captures == "sizes" else "integer" if self.integer_sums else "float"
 
     @property
     def unit(self) -> int:
@@ -189,6 +200,11 @@ class KernelPlan:
         if self.blocks is None:
             return False
         return bool(self.blocks[0] % self.tile.BLOCK_M if self.transposed else self.blocks[1] % self.tile.BLOCK_N)
+
+    @property
+    def has_partial_step(self) -> bool:
+        """Whether dK/dV takes fewer queries at a time in partial blocks."""
+        return self.blocks is not None and self.tile.partial_m != self.tile.BLOCK_M
 
     @property
     def tiles_per_block(self) -> int:
@@ -213,10 +229,7 @@ class KernelPlan:
         lines += [
             f"    {m.role:<8} {m.graph.name}  {m.graph.location}" for m in (self.score, self.mask) if m is not None
         ]
-        if self.has_dropout:
-            lines.append("    dropout  by Philox, from seed and place")
-        if self.has_sink:
-            lines.append("    sink     one more term of each sum")
+        lines += [f.text for f in self.spec.features if f.name in self.features and f.text]
         if self.batch_invariant:
             lines.append("    order    batch-invariant: keys ascending, nothing fused")
         if self.adds_dq:

@@ -117,6 +117,7 @@ class KernelSpec:
     # finds how large they are.
     captures: Literal["", "adds", "adds over batch", "sizes"] = ""
     gluon: bool = False  # a Gluon kernel with a role for each group of warps
+    fills_padding: bool = False  # its programs also own the padding after the last row
     persistent: bool = False  # at most one program for each multiprocessor, which takes tile after tile
     tile_options: tuple[str, str] | None = None  # kernel_options for BLOCK_M and BLOCK_N
     tiled_as: str = ""  # the kernel whose rows of the tile table it uses; "": its own

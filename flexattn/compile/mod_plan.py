@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from flexattn.graph.mod_graph import ModGraph
+from flexattn.call.problem import Problem
+from flexattn.compile.kernel_spec import Argument, FromProblem, FromShapes
+from flexattn.graph.mod_graph import BoundMod, ModGraph
 
 TRITON_DTYPE = {
     torch.float64: "float64", torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16",
@@ -42,17 +44,41 @@ class ModPlan:
     nonnegative: tuple[int, ...] = ()
     inside: tuple[int, ...] = ()
 
-    def arguments(self) -> tuple[tuple[str, str], ...]:
-        """Return (name, Triton type) of each runtime argument, in order."""
-        found: list[tuple[str, str]] = []
+    def arguments(self) -> tuple[Argument, ...]:
+        """Return the runtime arguments: of each captured tensor its pointer, strides and sizes, then the numbers."""
+        found: list[Argument] = []
         for i, (capture, layout) in enumerate(zip(self.graph.captures, self.layouts, strict=True)):
             name, width = self.capture_name(i), "i64" if layout.wide else "i32"
-            found.append((f"{name}_ptr", TRITON_POINTER[capture.dtype]))
+            pointer = TRITON_POINTER[capture.dtype]
+            found.append(Argument(f"{name}_ptr", pointer, self._tensor(i), layout.aligned and capture.ndim > 0))
+            unit = layout_unit(capture.dtype) if layout.aligned else 1
             strides = capture.ndim - 1 if layout.dense else capture.ndim
-            found += [(f"{name}_stride{d}", width) for d in range(max(strides, 0))]
-            found += [(f"{name}_size{d}", "i32") for d in range(capture.ndim)]
-        found += [(self.number_name(i), kind) for i, kind in enumerate(self.numbers)]
+            found += [Argument(f"{name}_stride{d}", width, self._stride(i, d, unit)) for d in range(max(strides, 0))]
+            found += [Argument(f"{name}_size{d}", "i32", self._size(i, d)) for d in range(capture.ndim)]
+        found += [Argument(self.number_name(i), kind, self._number(i)) for i, kind in enumerate(self.numbers)]
         return tuple(found)
+
+    def bound(self, problem: Problem) -> BoundMod:
+        """Return the mod of a problem that this is the plan of."""
+        mod = problem.score if self.role == "score" else problem.mask
+        assert mod is not None
+        return mod
+
+    def _tensor(self, i: int) -> FromProblem:
+        return FromProblem(lambda problem: self.bound(problem).captures[i].detach())
+
+    def _stride(self, i: int, d: int, unit: int) -> FromShapes:
+        return FromShapes(lambda of: self.bound(of.problem).captures[i].stride(d) // unit)
+
+    def _size(self, i: int, d: int) -> FromShapes:
+        return FromShapes(lambda of: self.bound(of.problem).captures[i].size(d))
+
+    def _number(self, i: int) -> FromShapes:
+        return FromShapes(lambda of: self.bound(of.problem).numbers[i])
+
+    def signature(self) -> tuple[tuple[str, str], ...]:
+        """Return (name, Triton type) of each runtime argument, in order."""
+        return tuple((a.name, a.type) for a in self.arguments())
 
     # No two arguments have the same name, whatever the user's names are: the part after the last underscore is the
     # position in a number's name, and a word (ptr, stride0, size0) in the names of a captured tensor's arguments, where
@@ -64,7 +90,7 @@ class ModPlan:
         return f"{self.role}_{_identifier(self.graph.numbers[position].name)}_{position}"
 
     def argument_names(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self.arguments())
+        return tuple(a.name for a in self.arguments())
 
 
 def layout_unit(dtype: torch.dtype) -> int:
