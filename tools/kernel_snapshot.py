@@ -108,7 +108,7 @@ def _record(explained: Any) -> Record:
         "engine": explained.engine,
         "graphs": {name: _without_places(repr(getattr(explained, name))) for name in graphs},
         "words": _without_places(str(explained).partition("-- source of ")[0]),
-        "plans": [_without_places(plan.text()) for plan in explained.plans],
+        "plans": [_without_places(repr(plan)) for plan in explained.plans],
         "reasons": explained.reasons,
         "sources": [_source(source) for source in (*explained.sources, *variants)],
         "mask_sources": [_source(source) for source in explained.mask_sources],
@@ -123,7 +123,9 @@ def _source(source: Any) -> Record:
 def _renderer() -> Callable[[Any], Any]:
     """Return what makes the source of a plan, wherever its module is: explain shows no source of VARIANTS."""
     modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("flexattn.")]
-    return next(module.render for module in modules if isinstance(getattr(module, "render", None), Callable))
+    found = [module.render for module in modules if isinstance(getattr(module, "render", None), Callable)]
+    assert found, "no module of flexattn has a function render(plan): tell this function its new name"
+    return found[0]
 
 
 def _without_places(text: str) -> str:
@@ -263,10 +265,11 @@ def _pairs(one: Record, other: Record) -> Iterator[tuple[Record | None, Record |
 
 
 def _compiled(source: Record | None) -> str:
-    """Return a source and how it is compiled, as text."""
+    """Return how a source is compiled and its text, without what does not count."""
     if source is None:
         return ""
-    return "".join(f"{name} {source[name]}\n" for name in COMPILED) + source["text"]
+    text = ast.unparse(_without_docstrings(ast.parse(source["text"])))
+    return "".join(f"{name} {source[name]}\n" for name in COMPILED) + text
 
 
 def _text(value: Any) -> str:
@@ -301,17 +304,19 @@ def ptx(before: Path, after: Path) -> int:
                 alone += 1
             elif verdict(a, b) == DIFFERENT:
                 pairs.setdefault((one["target"], _compiled(a), _compiled(b)), (one["name"], one["target"], a, b))
-    different = 0
+    found: collections.Counter[str] = collections.Counter()
     for name, target, a, b in pairs.values():
-        texts = [_assembly(source, target) for source in (a, b)]
-        same = texts[0] == texts[1]
-        different += not same
-        print(f"{'identical' if same else 'DIFFERENT'}: {a['name']} for {target} ({name}), {len(texts[0])} characters")
-        if not same:
-            print(_difference(texts[0], texts[1]))
-    print(f"{len(pairs)} different sources: {len(pairs) - different} with identical assembly, {different} without")
+        try:
+            texts = [_assembly(source, target) for source in (a, b)]
+            found[same := "identical" if texts[0] == texts[1] else "different"] += 1
+            note = "" if same == "identical" else _difference(texts[0], texts[1])
+        except Exception as error:  # whatever a source or Triton raises
+            found[same := "not compiled"] += 1
+            note = f"      {type(error).__name__}: {str(error)[:500]}"
+        print(f"{same}: {a['name']} for {target} ({name})", *([note] if note else []), sep="\n", flush=True)
+    print(f"{len(pairs)} different sources, assembly of", ", ".join(f"{n} {kind}" for kind, n in found.items()))
     print(f"{alone} sources are on one side alone")
-    return 1 if different or alone else 0
+    return 1 if alone or found.keys() - {"identical"} else 0
 
 
 def _assembly(source: Record, target: str) -> str:
@@ -334,7 +339,8 @@ def _assembly(source: Record, target: str) -> str:
         made = Source(fn=function, signature=dict(source["signature"]), constexprs={}, attrs=attributes)
         compiled = triton.compile(made, target=GPUTarget(*_gpu(target)), options=options)
         text = compiled.asm["ptx" if target.startswith("sm") else "amdgcn"]
-    return canonical(text.replace(source["name"], "kernel"), "//" if target.startswith("sm") else ";")
+    shared = f"\n{compiled.metadata.shared} bytes of shared memory"
+    return canonical(text.replace(source["name"], "kernel"), "//" if target.startswith("sm") else ";") + shared
 
 
 def _gpu(target: str) -> tuple[str, int | str, int]:

@@ -131,6 +131,11 @@ def _half_tables(p: Problem) -> Any:
     return lambda s, b, h, i, j: torch.where(flags[j], s, s + half[j] * 0.5)
 
 
+def _biases(p: Problem) -> Any:
+    fixed, shared = torch.zeros(p.B, p.Hq, p.M, p.keys), learned(p.Hq, p.M, p.keys)
+    return lambda s, b, h, i, j: s + fixed[b, h, i, j] + shared[h, i, j]
+
+
 def _nested(p: Problem) -> Any:
     table, places = learned(8, p.Hq), torch.zeros(p.M, p.keys, dtype=torch.int32)
     return lambda s, b, h, i, j: s + table[places[i, j], h]
@@ -161,6 +166,7 @@ SCORES: dict[str, Callable[[Problem], Any]] = {
     "numbers": _numbers,
     "bias": with_table(lambda p: (p.B, p.Hq, p.M, p.keys), lambda s, b, h, i, j, t, M, N: s + t[b, h, i, j]),
     "bias shared": with_table(lambda p: (p.Hq, p.M, p.keys), lambda s, b, h, i, j, t, M, N: s + t[h, i, j]),
+    "biases": _biases,
     "bias fixed": with_table(lambda p: (p.Hq, p.M, p.keys), lambda s, b, h, i, j, t, M, N: s + t[h, i, j], False),
     "factor": with_table(lambda p: (p.Hq, p.M, p.keys), lambda s, b, h, i, j, t, M, N: s * t[h, i, j]),
     "gate": with_table(lambda p: (p.Hq, p.keys), lambda s, b, h, i, j, t, M, N: s * torch.sigmoid(t)[h, j]),
@@ -203,9 +209,14 @@ def _floats(p: Problem) -> Any:
     return lambda b, h, i, j: (times[i] >= times[j]) & (times[i] - times[j] < 100.0)
 
 
-def _looked_up(p: Problem) -> Any:
-    ends = torch.arange(max(p.M, p.keys), dtype=torch.int32) // 64 * 64 + 64
-    return lambda b, h, i, j: (j < ends[i // 2 * 2]) & (i // 3 >= j // 3)
+def _looked_up(dtype: torch.dtype) -> Callable[[Problem], Any]:
+    """Return what reads a tensor by no block of its own, so that a table of all ranges is made of it."""
+
+    def make(p: Problem) -> Any:
+        ends = (torch.arange(max(p.M, p.keys)) // 64 * 64 + 64).to(dtype)
+        return lambda b, h, i, j: (j < ends[i // 2 * 2]) & (i // 3 >= j // 3)
+
+    return make
 
 
 def _sine(p: Problem) -> Any:
@@ -241,7 +252,8 @@ MASK_MODS: dict[str, Callable[[Problem], Any]] = {
     "captured": _captured,
     "floats": _floats,
     "sine": _sine,
-    "looked up": _looked_up,
+    "looked up": _looked_up(torch.int32),
+    "looked up floats": _looked_up(torch.float32),
 }
 
 
@@ -347,7 +359,7 @@ def _problems() -> Iterator[Problem]:
     yield from _grid(target=("cpu",), score=tuple(SCORES)[1:], alone=(True,))
     hopper_scores = ("none", "softcap", "alibi", "bias fixed", "numbers")
     yield from _grid(D=WIDTHS, score=hopper_scores, mask=("none", "causal", "document runs"), dtype=("float16",))
-    yield from _grid(D=WIDTHS[:2], score=hopper_scores, mask=("causal", "document runs"), deterministic=(True,))
+    yield from _grid(D=WIDTHS[:2], score=hopper_scores, mask=("none", "causal", "document runs"), deterministic=(True,))
     yield from _grid(
         score=("relative", "t5", "alibi learned", "gate", "bias", "bias shared", "factor", "sites", "per batch"),
         target=("sm_80", "sm_90", "gfx942"), deterministic=(True,), B=(1, 2), mask=("causal",),
@@ -381,9 +393,14 @@ def _problems() -> Iterator[Problem]:
     for mask in ("causal", "document causal", "document int64", "floats", "per batch document", "captured"):
         yield Problem(mask=mask, M=4096, block=16, grad=False)  # lists of many rows of blocks
     yield Problem(mask="document causal", M=20000, B=1, Hq=1, grad=False)  # tables of granules
-    yield from _grid(
-        target=("sm_80", "gfx942"), dtype=("float32",), options=((("FLOAT32_PRECISION", "tf32"),),), D=DIMS
-    )
+    for target, precision in (("sm_80", "tf32"), ("sm_90", "tf32x3"), ("gfx942", "tf32")):
+        yield from _grid(target=(target,), dtype=("float32",), options=((("FLOAT32_PRECISION", precision),),), D=DIMS)
+    yield from _grid(target=("sm_90", "cpu"), dtype=("float64",), score=("none", "relative"), mask=("none", "causal"))
+    yield from _grid(target=("sm_90", "cpu"), M=(0,), N=(128,))
+    yield Problem("cpu", options=(("BACKEND", "CPU"),), score="alibi", mask="causal")
+    narrow = (("BLOCK_M", 64), ("BLOCK_N", 16), ("BLOCK_M1", 16), ("BLOCK_N1", 64), ("BLOCK_N2", 16))
+    for block, mask in itertools.product((128, (24, 20), (16, 48)), ("causal", "captured")):
+        yield Problem("sm_80", dropout_p=0.2, block=block, mask=mask, options=narrow if block == 128 else ())
 
 
 PROBLEMS: dict[str, Problem] = {p.name: p for p in _problems()}
