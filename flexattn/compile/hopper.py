@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from flexattn.call.problem import Problem
-from flexattn.compile.kernel_plan import KernelPlan
-from flexattn.compile.kernel_spec import KernelSpec, Tensors
+from flexattn.compile.arguments import Tensors
+from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
 from flexattn.compile.kernels import (
     BATCH_CAPTURES,
     CAPTURES,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from flexattn.compile.kernel_plan import KernelPlan, Part, split_head_dim
+from flexattn.compile.head_dims import Part, split_head_dim
+from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.operands import Described
 
 ROWS = 64  # queries of one consumer warpgroup of the forward, keys of one of the backward

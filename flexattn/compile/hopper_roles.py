@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flexattn.compile.head_dims import pieces_of, split_head_dim
 from flexattn.compile.hopper import (
     CONSUMER_REGISTERS,
     KEYS_REGISTERS,
@@ -15,7 +16,7 @@ from flexattn.compile.hopper import (
     hopper_mods,
 )
 from flexattn.compile.hopper_descriptors import ROWS, columns
-from flexattn.compile.kernel_plan import KernelPlan, pieces_of, split_head_dim
+from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.mod_plan import TRITON_DTYPE
 from flexattn.compile.operands import MaskLists
 from flexattn.compile.templates import environment

@@ -6,51 +6,23 @@ strides are multiples of 16 bytes is a field, since without it no load is vector
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Literal, Protocol
 
 import torch
 
+from flexattn.call.problem import Problem
+from flexattn.compile.arguments import Argument, Tensors
+from flexattn.compile.head_dims import pieces_of, widths_of
 from flexattn.compile.kernel_source import kernel_name
-from flexattn.compile.kernel_spec import KernelSpec
 from flexattn.compile.mod_plan import ModPlan
 from flexattn.compile.tiles import Tile
 from flexattn.machine.target import Target
 
-# Widths (of q and k, of v) that Hopper's kernels are made for; narrower heads are filled with zeros by the TMA unit.
-WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
+Phase = Literal["fwd", "bwd"]
+
 MEMORY = {"float": "float32 sums: 4 bytes", "integer": "int64 sums, the same in any order: 8 bytes"}
-
-
-@dataclass(frozen=True)
-class Part:
-    """A slice of a head dim that one matrix product takes: `width` is a power of two, `used` what is there."""
-
-    index: int
-    offset: int
-    width: int
-    used: int
-
-
-def widths_of(D: int, Dv: int) -> tuple[int, int]:
-    """Return the least of WIDTHS that hold these head dims; (0, 0) where none does."""
-    return next((widths for widths in WIDTHS if widths[0] >= D and widths[1] >= Dv), (0, 0))
-
-
-def pieces_of(D: int) -> int:
-    """Return of how many pieces of 32 columns Hopper's float32 sum of dq is."""
-    return -(-D // 32)
-
-
-@lru_cache(1024)
-def split_head_dim(dim: int) -> tuple[Part, ...]:
-    """Split a head dim into powers of two: 192 = 128 + 64, 96 = 64 + 32; one padded part where two do not help."""
-    padded = max(16, 1 << (dim - 1).bit_length())
-    large = padded // 2
-    rest = max(16, 1 << (dim - large - 1).bit_length()) if dim > large else 0
-    if large >= 16 and rest and large + rest < padded:
-        return (Part(0, 0, large, large), Part(1, large, rest, dim - large))
-    return (Part(0, 0, padded, dim),)
 
 
 @dataclass(frozen=True)
@@ -68,6 +40,64 @@ RINGS = {
     (64, 64): Rings(4, 3, 3, 2), (128, 128): Rings(3, 2, 2, 4), (192, 128): Rings(2, 2, 2, 6),
     (256, 256): Rings(2, 2, 1, 2),
 }  # fmt: skip
+
+
+class Operand(Protocol):
+    """One or several arguments of a kernel, which may depend on the plan."""
+
+    def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]: ...
+
+
+@dataclass(frozen=True)
+class Feature:
+    """An optional part of a kernel. As an operand, it adds its operands to plans that have it."""
+
+    name: str
+    wanted: Callable[[Problem, Tensors], bool]  # by a problem and the arrays of the launch
+    operands: tuple[Operand, ...]
+    text: str = ""  # the line that it adds to a printed plan
+
+    def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
+        if self.name not in plan.features:
+            return ()
+        return tuple(a for operand in self.operands for a in operand.arguments(plan))
+
+
+@dataclass(frozen=True, eq=False)
+class KernelSpec:
+    """One kernel. Its signature, launch arguments, strides and features follow from `operands`, in that order."""
+
+    name: str  # also that of its template
+    phase: Phase
+    tensors: tuple[str, ...]  # [B, H, rows, D] tensors that it reads and writes
+    operands: tuple[Operand, ...]
+    shared_bytes: Callable[[KernelPlan], int]  # upper bound of the shared memory of a program
+    owns_keys: bool = False  # programs own keys and loop over queries, not the other way round
+    products: bool = True  # computes scores, so that mods and masks are part of it
+    dims: tuple[str, str] = ("q", "v")  # the tensors whose head dims are its plan's D and Dv
+    streams: tuple[str, ...] = ()  # tensors that the inner loop may load through TMA
+    gradients: tuple[str, ...] = ()  # of dq, dk, dv: what it computes
+    # What it does with gradients of captured tensors: adds them to buffers, adds what it summed over the batch, or
+    # finds how large they are.
+    captures: Literal["", "adds", "adds over batch", "sizes"] = ""
+    gluon: bool = False  # a Gluon kernel with a role for each group of warps
+    fills_padding: bool = False  # its programs also own the padding after the last row
+    persistent: bool = False  # at most one program for each multiprocessor, which takes tile after tile
+    tile_options: tuple[str, str] | None = None  # kernel_options for BLOCK_M and BLOCK_N
+    tiled_as: str = ""  # the kernel whose rows of the tile table it uses; "": its own
+    fixed_tile: Tile | None = None  # instead of one from the table
+
+    def __repr__(self) -> str:
+        return f"KernelSpec({self.name})"
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """The features that a plan of this kernel may have."""
+        return tuple(operand for operand in self.operands if isinstance(operand, Feature))
+
+    def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
+        """Return the runtime arguments of the plan's kernel, in order."""
+        return tuple(argument for operand in self.operands for argument in operand.arguments(plan))
 
 
 @dataclass(frozen=True)

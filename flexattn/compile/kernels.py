@@ -11,9 +11,9 @@ import torch
 
 from flexattn.call.dropout import Dropout
 from flexattn.call.problem import Problem
+from flexattn.compile.head_dims import split_head_dim
 from flexattn.compile.hopper_descriptors import dq_descriptors, forward_descriptors, key_descriptors, wide_descriptors
-from flexattn.compile.kernel_plan import KernelPlan, split_head_dim
-from flexattn.compile.kernel_spec import Feature, KernelSpec, Operand
+from flexattn.compile.kernel_plan import Feature, KernelPlan, KernelSpec, Operand
 from flexattn.compile.operands import (
     Array,
     CaptureSums,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from flexattn.call.problem import Problem
-from flexattn.compile.kernel_spec import Argument, FromProblem, FromShapes
+from flexattn.compile.arguments import Argument, FromProblem, FromShapes
 from flexattn.graph.mod_graph import BoundMod, ModGraph
 
 TRITON_DTYPE = {
@@ -68,13 +68,13 @@ class ModPlan:
         return FromProblem(lambda problem: self.bound(problem).captures[i].detach())
 
     def _stride(self, i: int, d: int, unit: int) -> FromShapes:
-        return FromShapes(lambda of: self.bound(of.problem).captures[i].stride(d) // unit)
+        return FromShapes(lambda problem, _: self.bound(problem).captures[i].stride(d) // unit)
 
     def _size(self, i: int, d: int) -> FromShapes:
-        return FromShapes(lambda of: self.bound(of.problem).captures[i].size(d))
+        return FromShapes(lambda problem, _: self.bound(problem).captures[i].size(d))
 
     def _number(self, i: int) -> FromShapes:
-        return FromShapes(lambda of: self.bound(of.problem).numbers[i])
+        return FromShapes(lambda problem, _: self.bound(problem).numbers[i])
 
     def signature(self) -> tuple[tuple[str, str], ...]:
         """Return (name, Triton type) of each runtime argument, in order."""

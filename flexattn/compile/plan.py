@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flexattn.call.problem import Problem
+from flexattn.compile.arguments import Tensors
 from flexattn.compile.capture_sums import sums_integers
-from flexattn.compile.kernel_plan import KernelPlan
-from flexattn.compile.kernel_spec import KernelSpec, Phase, Tensors
+from flexattn.compile.kernel_plan import KernelPlan, KernelSpec, Phase
 from flexattn.compile.lower import INDEX_LIMIT
 from flexattn.compile.mod_plan import CaptureLayout, ModPlan
 from flexattn.compile.scatter import without_sites

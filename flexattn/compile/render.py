@@ -8,8 +8,9 @@ from functools import lru_cache
 import torch
 
 from flexattn.call.dropout import KEYS, QUERIES, ROUNDS
+from flexattn.compile.head_dims import Part, pieces_of, split_head_dim
 from flexattn.compile.hopper_roles import hopper_names
-from flexattn.compile.kernel_plan import KernelPlan, Part, pieces_of, split_head_dim
+from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.lower import Dialect, early_loads, lower, lower_early_loads, lower_score
 from flexattn.compile.mod_plan import TRITON_DTYPE

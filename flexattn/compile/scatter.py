@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from flexattn.call.problem import Problem
-from flexattn.compile.kernel_spec import Argument, FromShapes, FromTensors
+from flexattn.compile.arguments import Argument, FromShapes, FromTensors
 from flexattn.compile.lower import Dialect, Writer, mod_parameters
 from flexattn.compile.mod_plan import ModPlan
 from flexattn.graph.index_range import affine, shift_invariant
@@ -68,7 +68,7 @@ def capture_sum_name(problem: Problem, capture: int, argument: str) -> str:
 
 
 def _contiguous_stride(mod: ModPlan, position: int, d: int) -> FromShapes:
-    return FromShapes(lambda of: math.prod(mod.bound(of.problem).captures[position].shape[d + 1 :]))
+    return FromShapes(lambda problem, _: math.prod(mod.bound(problem).captures[position].shape[d + 1 :]))
 
 
 def scatter_arguments(mod: ModPlan, sums: str) -> tuple[tuple[str, str], ...]:

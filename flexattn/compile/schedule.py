@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flexattn.call.problem import Problem
+from flexattn.compile.arguments import Tensors
 from flexattn.compile.capture_sums import has_known_bounds, sums_integers
 from flexattn.compile.hopper import FORMS, fused_backward, hopper_form
-from flexattn.compile.kernel_plan import KernelPlan
-from flexattn.compile.kernel_spec import KernelSpec, Tensors
+from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
 from flexattn.compile.kernels import (
     BATCH_CAPTURES,
     CAPTURES,

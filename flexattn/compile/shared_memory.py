@@ -12,7 +12,8 @@ from functools import lru_cache
 
 import torch
 
-from flexattn.compile.kernel_plan import KernelPlan, split_head_dim
+from flexattn.compile.head_dims import split_head_dim
+from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.mod_plan import ModPlan
 from flexattn.compile.scatter import adds_along_diagonals
 from flexattn.errors import CompileError, message

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from flexattn.call.problem import Needs, Problem
 from flexattn.call.sinks import sink_gradient, weight_of_keys
+from flexattn.compile.arguments import Tensors
 from flexattn.compile.capture_sums import CaptureSums, largest_of_rows, sums_integers
-from flexattn.compile.kernel_plan import KernelPlan, pieces_of
-from flexattn.compile.kernel_spec import KernelSpec, Tensors
+from flexattn.compile.head_dims import pieces_of
+from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
 from flexattn.compile.kernels import DELTA, DQ_ROWS, FORWARD, SIZES
-from flexattn.compile.operands import padded
 from flexattn.compile.plan import has_descriptor, is_aligned
+from flexattn.compile.scalars import padded
 from flexattn.compile.scatter import capture_sum_name
 from flexattn.compile.schedule import KernelProblems, backward_kernels, plan_step
 from flexattn.machine.target import Target

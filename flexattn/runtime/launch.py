@@ -16,20 +16,18 @@ import torch
 from torch import Tensor
 
 from flexattn.call.problem import Problem
-from flexattn.compile.kernel_plan import KernelPlan
-from flexattn.compile.kernel_spec import (
+from flexattn.compile.arguments import (
     Argument,
     FromProblem,
     FromShapes,
     FromTensors,
-    KernelSpec,
-    LaunchContext,
     TensorDescriptor,
     Tensors,
     TileCounter,
 )
+from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
 from flexattn.compile.kernels import DELTA
-from flexattn.compile.operands import tiles_of
+from flexattn.compile.scalars import tiles_of
 from flexattn.compile.schedule import KernelProblems, backward_kernels, plan_step
 from flexattn.graph.mod_graph import BoundMod
 from flexattn.machine.target import processors, target_of
@@ -110,15 +108,14 @@ def prepare(wanted: KernelPlan, problem: Problem, tensors: Tensors) -> Launch:
     """Load a plan's kernel and compute its arguments, as far as they are the same for equal signatures."""
     loaded = load(wanted)
     plan = loaded.plan
-    context = LaunchContext(plan, problem, tensors)
-    tiles = tiles_of(context)
+    tiles = tiles_of(plan, problem)
     programs = min(tiles, processors(problem.query.device)) if plan.spec.persistent else tiles
     arguments: list[Any] = []
     fillers: list[tuple[int, Filler]] = []
     for position, argument in enumerate(plan.spec.arguments(plan)):
         value, filler = None, None
         if isinstance(argument.source, FromShapes):
-            value = argument.source.value(context)
+            value = argument.source.value(problem, tensors)
         else:
             filler = _filler(argument, shared=programs < tiles)
         arguments.append(value)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from flexattn.call.problem import Problem
-from flexattn.compile.kernel_plan import KernelPlan
+from flexattn.compile.arguments import Tensors
+from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
 from flexattn.compile.kernel_source import KernelSource
-from flexattn.compile.kernel_spec import KernelSpec, Tensors
 from flexattn.compile.plan import tile_key
 from flexattn.compile.render import render
 from flexattn.compile.schedule import plan_step, plan_with_tile
