@@ -19,7 +19,7 @@ from flexattn.block_mask import BlockMask
 from flexattn.block_mask import mask as mask_module
 from flexattn.block_mask.captures import survey
 from flexattn.errors import MaskError
-from flexattn.mask_build import create as classify
+from flexattn.mask_build import create as create_module
 from flexattn.mask_build.create import create_block_mask
 from flexattn.mods import causal, noop_mask
 
@@ -103,7 +103,7 @@ def test_pytree_registration_as_users_do_it():
     assert torch.equal(doubled.to_dense(), mask.to_dense())
 
 
-@pytest.mark.parametrize("module", [mask_module, classify])
+@pytest.mark.parametrize("module", [mask_module, create_module])
 def test_examples_in_the_documentation(module):
     result = doctest.testmod(module)
     assert result.failed == 0

@@ -15,7 +15,7 @@ from torch.nn.attention import flex_attention as upstream
 from flexattn import mods
 from flexattn.block_mask import BlockMask
 from flexattn.errors import IndexRangeError
-from flexattn.mask_build import create as classify
+from flexattn.mask_build import create as create_module
 from flexattn.mask_build.create import create_block_mask, create_mask
 from flexattn.mods import causal, noop_mask
 from flexattn.trace.trace import trace
@@ -152,7 +152,7 @@ def test_adjust_does_not_grow():
 def test_write_order_follows_slices_and_crops():
     ours, theirs = (
         module.create_block_mask(causal, 1, 1, 96, 96, "cpu", 32, compute_dq_write_order=True)
-        for module in (classify, upstream)
+        for module in (create_module, upstream)
     )
     for act in (lambda m: m[:, :, :2], lambda m: m._adjust(64, 64), lambda m: m.to("cpu")):
         assert act(ours).dq_kv_order_spt is True
