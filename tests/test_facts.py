@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mod_grammar import CAPTURES, COMPARE, NUMBERS, booleans, briefly, build, integers, on_grid
 
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.facts import Sum, analyze
-from flexattn.graph.mod_graph import SCORE_INPUTS, BoundMod
+from flexattn.graph.nodes import SCORE_INPUTS
 
 SIZE = 40
 

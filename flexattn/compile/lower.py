@@ -19,7 +19,8 @@ import torch
 from flexattn.errors import CompileError, message
 from flexattn.graph.bound import ranges
 from flexattn.graph.index_range import affine
-from flexattn.graph.mod_graph import ModGraph, Node
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.nodes import Const, Input, Load, Node, NumberRef, Operation, RangeLoad, Scalar
 from flexattn.graph.operators import OPS
 
 TRITON_DTYPE = {
@@ -263,17 +264,18 @@ class Writer:
         return name
 
     def _write(self, node: Node, position: int) -> str:
-        match node.op:
-            case "input" if node.value == "score":
+        match node:
+            case Input("score"):
                 return self.assign("score * sm_scale")
-            case "input":
-                return str(node.value)
-            case "number":
-                return self.mod.number_name(int(str(node.value)))
-            case "const":
-                return literal(node.value)
-            case "load":
+            case Input(name):
+                return name
+            case NumberRef(number):
+                return self.mod.number_name(number)
+            case Const(value):
+                return literal(value)
+            case Load():
                 return self._load(node, position)
+        match node.op:
             case "cast":
                 return self._cast(node)
             case "mul" | "div" if node.dtype.is_floating_point and not self.dialect.exact and self.varies(position):
@@ -311,7 +313,7 @@ class Writer:
         source = self.graph.nodes[node.args[0]]
         if node.dtype == torch.float32 and not source.dtype.is_floating_point and self._float_range(node.args[0]):
             return self._float_value(node.args[0])
-        if source.op == "const":
+        if isinstance(source, Const):
             return literal(source.value)
         if node.dtype == torch.bool:
             return self.assign(f"{self.value(node.args[0])} != 0")
@@ -365,7 +367,7 @@ class Writer:
         node = self.graph.nodes[position]
         if not self.varies(position):
             return [], [position], []
-        if node.op == "input" and node.value == "score" and position not in self.names:
+        if isinstance(node, Input) and node.name == "score" and position not in self.names:
             return ["score"], ["sm_scale"], []
         used_once = _uses(self.graph)[position] <= 1
         if node.op == "mul" and node.dtype.is_floating_point and used_once and position not in self.names:
@@ -397,8 +399,8 @@ class Writer:
         name = {"floordiv": "floor_div", "mod": "floor_mod", "fmod": "trunc_mod"}[node.op]
         return self.assign(f"{name}_{_kind(node)}({x}, {y})")
 
-    def _load(self, node: Node, position: int) -> str:
-        capture_position = int(str(node.value))
+    def _load(self, node: Load, position: int) -> str:
+        capture_position = node.capture
         name, capture = self.mod.capture_name(capture_position), self.graph.captures[capture_position]
         index = [self.wrapped(a, f"{name}_size{d}") for d, a in enumerate(node.args)]
         reads = frozenset().union(*(self.graph.dependence[a] for a in node.args))
@@ -440,14 +442,14 @@ class Writer:
         """Return an index expression with PyTorch's wrap-around, which provably non-negative ones do not need."""
         value = self.value(position)
         node = self.graph.nodes[position]
-        if node.op == "const":
-            return value if int(str(node.value)) >= 0 else self.assign(f"{value} + {size}")
+        if isinstance(node, Const):
+            return value if node.value >= 0 else self.assign(f"{value} + {size}")
         if self.nonnegative[position]:
             return value
         return self.assign(f"tl.where({value} < 0, {value} + {size}, {value})")
 
-    def address(self, node: Node, index: list[str], name: str) -> str:
-        position = int(str(node.value))  # of the capture
+    def address(self, node: Load | RangeLoad, index: list[str], name: str) -> str:
+        position = node.capture
         layout, ndim = self.mod.layouts[position], self.graph.captures[position].ndim
         unit = f" * {layout_unit(self.graph.captures[position].dtype)}" if layout.aligned else ""
         terms = [
@@ -456,19 +458,19 @@ class Writer:
         ]
         return " + ".join([f"{name}_ptr", *(f"({t})" for t in terms)])
 
-    def _far_address(self, node: Node, name: str) -> str | None:
+    def _far_address(self, node: Load, name: str) -> str | None:
         """Return the address of a load whose indices are sums, formed in int64 with the streamed indices first.
 
         Then the places of a thread differ by constants, which the instruction holds: of 4 instructions for each score
         1 is left, and equal addresses are loaded once (for q_idx - kv_idx 18 of 32; 517 instructions become 395).
         """
         sums = [affine(self.graph, a) for a in node.args]
-        layout = self.mod.layouts[int(str(node.value))]
+        layout = self.mod.layouts[node.capture]
         if self.streamed is None or not layout.dense:
             return None
         uniform, far, own = [f"{name}_ptr"], [], []
         transposed = self.streamed == "q_idx"
-        unit = f" * {layout_unit(self.graph.captures[int(str(node.value))].dtype)}" if layout.aligned else ""
+        unit = f" * {layout_unit(self.graph.captures[node.capture].dtype)}" if layout.aligned else ""
         for d, form in enumerate(sums):
             if form is None:
                 return None
@@ -493,12 +495,12 @@ class Writer:
     def _float_value(self, position: int) -> str:
         if position not in self.float_names:
             node = self.graph.nodes[position]
-            if node.op == "const":
-                return repr(float(str(node.value)))
-            if node.op == "input" and node.value == self.dialect.columns:
+            if isinstance(node, Const):
+                return repr(float(node.value))
+            if isinstance(node, Input) and node.name == self.dialect.columns:
                 return self._with_offset(position, self.assign("near.to(tl.float32)"), "+")
-            if node.op == "input":
-                text = f"{node.value}.to(tl.float32)"
+            if isinstance(node, Input):
+                text = f"{node.name}.to(tl.float32)"
             elif node.op in ("add", "sub") and (split := self._split_sum(node)):
                 return self._with_offset(position, *split)
             else:
@@ -575,12 +577,12 @@ def _magnitudes(graph: ModGraph) -> tuple[int | None, ...]:
         parts = [found[a] for a in node.args]
         known = [p for p in parts if p is not None]
         size = None
-        match node.op:
-            case "input" if node.value in ("q_idx", "kv_idx"):
+        match node:
+            case Input("q_idx" | "kv_idx"):
                 size = INDEX_LIMIT, 0
-            case "const" if node.dtype != torch.bool and not node.dtype.is_floating_point:
-                size = abs(int(str(node.value))), 0
-            case "add" | "sub" | "neg" | "abs" | "maximum" | "minimum" if len(known) == len(parts):
+            case Const(value) if node.dtype != torch.bool and not node.dtype.is_floating_point:
+                size = abs(int(value)), 0
+            case Operation("add" | "sub" | "neg" | "abs" | "maximum" | "minimum") if len(known) == len(parts):
                 size = sum(b for b, _ in known), 1 + max(n for _, n in known)
         found.append(size if size is not None and size[0] <= EXACT_FLOAT32 and size[1] <= _MOST_SUMMED else None)
     return tuple(None if f is None else f[0] for f in found)
@@ -594,7 +596,7 @@ def _is_literal(text: str) -> bool:
     return text[0] in "-0123456789" or text in ("True", "False") or text.startswith('float("')
 
 
-def literal(value: object) -> str:
+def literal(value: Scalar) -> str:
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return f'float("{value}")'
     return repr(value)

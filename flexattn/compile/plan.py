@@ -17,8 +17,9 @@ from flexattn.compile.shared_memory import fit
 from flexattn.compile.tile_choice import choose
 from flexattn.compile.tiles import Tile, TileKey
 from flexattn.errors import OptionError, message
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.index_range import Range, index_ranges
-from flexattn.graph.mod_graph import BoundMod, ModGraph
+from flexattn.graph.mod_graph import ModGraph
 from flexattn.machine.target import Target
 from flexattn.options import LARGEST_TILE, option
 
@@ -166,8 +167,8 @@ def gathers(graph: ModGraph) -> bool:
 def _adds(graph: ModGraph, position: int) -> bool:
     """Tell whether a node is the score with something added to it that does not depend on the score."""
     node = graph.nodes[position]
-    if node.op == "input":
-        return node.value == "score"
+    if graph.is_input(position, "score"):
+        return True
     if node.op not in ("add", "sub"):
         return False
     x, y = node.args
@@ -229,7 +230,7 @@ def _mod_plan(mod: BoundMod | None, role: str, problem: Problem) -> ModPlan | No
     whole = problem.block_mask is None or not any(size % LARGEST_TILE for size in problem.block_mask.BLOCK_SIZE)
     tiled = [n if whole and n % LARGEST_TILE == 0 else n + LARGEST_TILE - 1 for n in (M, N)]
     valid, touched = (index_ranges(mod.graph, mod.numbers, (B, H, *lengths)) for lengths in ((M, N), tiled))
-    sizes = {i: mod.captures[int(str(mod.graph.nodes[i].value))].shape for i in loads}
+    sizes = {i: mod.captures[mod.graph.loads[i].capture].shape for i in loads}
     indices = {a for i in loads for a in mod.graph.nodes[i].args}
     return replace(
         plan,

@@ -284,10 +284,8 @@ class _Load:
 @lru_cache(1024)
 def _loads(mod: ModPlan) -> tuple[_Load, ...]:
     graph, found = mod.graph, []
-    for position, node in enumerate(graph.nodes):
-        if node.op != "load":
-            continue
-        capture, indices = int(str(node.value)), {"q_idx", "kv_idx"} & graph.dependence[position]
+    for position, node in graph.loads.items():
+        capture, indices = node.capture, {"q_idx", "kv_idx"} & graph.dependence[position]
         layout, each_place = mod.layouts[capture], len(indices) == 2
         rows = each_place and layout.dense and "q_idx" not in graph.dependence[node.args[-1]]
         found.append(_Load(graph.captures[capture].dtype.itemsize, layout.aligned, bool(indices), each_place, rows))

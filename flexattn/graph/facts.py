@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from flexattn.graph.bound import never_wraps, nonnegative, ranges
-from flexattn.graph.mod_graph import Builder, Expr, ModGraph
+from flexattn.graph.builder import Builder, Expr, rewrite
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.nodes import Const, Input, Load, NumberRef, Operation
 from flexattn.process.forks import cached_property
 
 _ORDER = ("score", "b", "h", "q_idx", "kv_idx", "grad")
@@ -40,7 +42,7 @@ class Sum:
         return Sum().plus(self, factor)
 
     def factor(self, node: int | None) -> int:
-        return dict(self.terms).get(node, 0)  # type: ignore[call-overload]
+        return next((factor for n, factor in self.terms if n == node), 0)
 
     def without(self, node: int | None) -> Sum:
         return replace(self, terms=tuple(t for t in self.terms if t[0] != node))
@@ -99,14 +101,12 @@ def analyze(graph: ModGraph) -> ModFacts:
     """Return the facts of a mod; they depend on its graph alone."""
     sums = _Sums(graph)
     texts = [str(e) for e in expressions(graph)]
-    output = graph.outputs[0]
-    assert output is not None
+    output = graph.output
     mask = graph.nodes[output].dtype == torch.bool
     positive = nonnegative(graph)
     loads = tuple(
-        LoadFacts(i, texts[i], _ordered(graph.dependence[i]), tuple(positive[a] for a in node.args), _limits(graph, i))
-        for i, node in enumerate(graph.nodes)
-        if node.op == "load"
+        LoadFacts(i, texts[i], _ordered(graph.dependence[i]), tuple(positive[a] for a in load.args), _limits(graph, i))
+        for i, load in graph.loads.items()
     )
     rows = _rows(sums, output) if mask else None
     invariant = sums.invariant(output)
@@ -137,7 +137,7 @@ class _Sums:
 
     def __init__(self, graph: ModGraph) -> None:
         self.graph = graph
-        self.kv = next((i for i, n in enumerate(graph.nodes) if n.op == "input" and n.value == "kv_idx"), None)
+        self.kv = next((i for i in range(len(graph.nodes)) if graph.is_input(i, "kv_idx")), None)
         self.safe = never_wraps(graph)
         self.sums = self._all()
         self._assumed: set[int] = set()
@@ -151,21 +151,21 @@ class _Sums:
         for i, node in enumerate(self.graph.nodes):
             parts = [sums[a] for a in node.args]
             itself = Sum(((i, 1),))
-            match node.op:
+            match node:
                 case _ if node.dtype.is_floating_point or node.dtype == torch.bool:
                     sums.append(itself)
-                case "const":
-                    sums.append(Sum((), int(node.value)))  # type: ignore[call-overload]
-                case "add":
+                case Const(value):
+                    sums.append(Sum((), int(value)))
+                case Operation("add"):
                     sums.append(parts[0].plus(parts[1]))
-                case "sub":
+                case Operation("sub"):
                     sums.append(parts[0].plus(parts[1], -1))
-                case "neg":
+                case Operation("neg"):
                     sums.append(parts[0].times(-1))
-                case "mul" if not parts[0].terms or not parts[1].terms:
+                case Operation("mul") if not parts[0].terms or not parts[1].terms:
                     factor, other = (parts[0], parts[1]) if not parts[0].terms else (parts[1], parts[0])
                     sums.append(other.times(factor.constant))
-                case "cast" if self._is_integer(node.args[0]) and self.safe[i]:
+                case Operation("cast") if self._is_integer(node.args[0]) and self.safe[i]:
                     sums.append(parts[0])
                 case _:
                     sums.append(itself)
@@ -221,9 +221,7 @@ class _Sums:
             elif sums := self._summed(i):
                 total = self.sums[sums[0]]
                 total = total.plus(self.sums[sums[1]], -1) if len(sums) > 1 else total
-                inputs = [
-                    f for n, f in total.terms if self.graph.nodes[n].value in ("q_idx", "kv_idx") and self._is_input(n)
-                ]
+                inputs = [f for n, f in total.terms if self.graph.is_input(n, "q_idx", "kv_idx")]
                 found.append(not sum(inputs) and all(found[n] for n, _ in total.terms if not self._is_input(n)))
             else:
                 found.append(all(found[a] for a in node.args))
@@ -239,7 +237,7 @@ class _Sums:
         return (i,) if self._is_integer(i) and self.sums[i] != Sum(((i, 1),)) else ()
 
     def _is_input(self, i: int) -> bool:
-        return self.graph.nodes[i].op == "input"
+        return isinstance(self.graph.nodes[i], Input)
 
 
 def _rows(sums: _Sums, output: int) -> tuple[Interval, ...] | None:
@@ -269,12 +267,12 @@ def _union_of(
 ) -> tuple[Interval, ...]:
     node = sums.graph.nodes[i]
     both = "and" if wanted else "or"
-    match node.op:
-        case "const":
-            return (Interval(),) if bool(node.value) == wanted else ()
-        case "not":
+    match node:
+        case Const(value):
+            return (Interval(),) if bool(value) == wanted else ()
+        case Operation("not"):
             return found[node.args[0], not wanted]
-        case "and" | "or" if node.op == both:
+        case Operation("and" | "or") if node.op == both:
             left, right = (found[a, wanted] for a in node.args)
             if len(left) * len(right) > _MOST_INTERVALS**2:
                 return (Interval(exact=False),)
@@ -283,10 +281,10 @@ def _union_of(
                 for x in left
                 for y in right
             )
-        case "and" | "or":
+        case Operation("and" | "or"):
             either = tuple(dict.fromkeys(x for a in node.args for x in found[a, wanted]))
             return either if len(either) <= _MOST_INTERVALS**2 else (Interval(exact=False),)
-        case op if op in _NEGATED:
+        case Operation(op) if op in _NEGATED:
             return (_compare(sums, i, op if wanted else _NEGATED[op]),)
     return (Interval(exact=False),)
 
@@ -333,40 +331,35 @@ def _key_of_each_row(graph: ModGraph) -> tuple[str | None, ModGraph | None]:
     """Return a key that attends in every row, with the condition on numbers under which it does."""
     for key in ("q_idx", "0"):
         at_key = _at_key(graph, key)
-        output = at_key.outputs[0]
-        assert output is not None
-        low, _ = ranges(at_key)[output]
+        low, _ = ranges(at_key)[at_key.output]
         if low:
             return key, None
-        if not any(n.op in ("load", "input") for n in at_key.nodes):
-            return (key, at_key) if any(n.op == "number" for n in at_key.nodes) else (None, None)
+        if not any(isinstance(n, (Load, Input)) for n in at_key.nodes):
+            return (key, at_key) if any(isinstance(n, NumberRef) for n in at_key.nodes) else (None, None)
     return None, None
 
 
 def _at_key(graph: ModGraph, key: str) -> ModGraph:
     """Return the mask with kv_idx replaced; what then compares an integer with itself is decided."""
-    builder = Builder()
-    nodes: list[Expr] = []
-    for node in graph.nodes:
-        args = [nodes[a] for a in node.args]
+
+    def at_key(builder: Builder, i: int, made: list[Expr]) -> Expr | None:
+        node = graph.nodes[i]
+        args = [made[a] for a in node.args]
         same = len(args) == 2 and args[0].index == args[1].index and not args[0].dtype.is_floating_point
-        match node.op:
-            case "input" if node.value == "kv_idx":
-                at = builder.input("q_idx", node.dtype) if key == "q_idx" else builder.const(0, node.dtype)
-                nodes.append(at)
-            case "eq" | "le" | "ge" | "ne" | "lt" | "gt" if same:
-                nodes.append(builder.const(node.op in ("eq", "le", "ge"), torch.bool))
-            case "sub" if same:
-                nodes.append(builder.const(0, node.dtype))
-            case "input" | "number" | "const" | "load":
-                nodes.append(builder.add(node.op, tuple(a.index for a in args), node.dtype, node.value))
-            case "cast":
-                nodes.append(args[0].cast(node.dtype))
-            case _:
-                nodes.append(builder.apply(node.op, *args))
-    output = graph.outputs[0]
-    assert output is not None
-    return builder.build(graph.name, graph.inputs, graph.captures, graph.numbers, [nodes[output]])
+        match node:
+            case Input("kv_idx"):
+                return builder.input("q_idx", node.dtype) if key == "q_idx" else builder.const(0, node.dtype)
+            case Operation("eq" | "le" | "ge" | "ne" | "lt" | "gt") if same:
+                return builder.const(node.op in ("eq", "le", "ge"), torch.bool)
+            case Operation("sub") if same:
+                return builder.const(0, node.dtype)
+            case Operation("cast"):
+                return args[0].cast(node.dtype)
+            case Operation(op):
+                return builder.apply(op, *args)
+        return None
+
+    return rewrite(graph, at_key)
 
 
 def expressions(graph: ModGraph) -> tuple[Any, ...]:
@@ -393,19 +386,18 @@ def expressions(graph: ModGraph) -> tuple[Any, ...]:
 def _expression(sympy: Any, graph: ModGraph, i: int, args: list[Any]) -> Any:
     node = graph.nodes[i]
     integer = not node.dtype.is_floating_point and node.dtype != torch.bool
-    match node.op:
-        case "input":
-            return sympy.Symbol(
-                str(node.value), **({"integer": True, "nonnegative": True} if integer else {"real": True})
-            )
-        case "number":
-            return sympy.Symbol(graph.numbers[node.value].name, integer=True if integer else None)  # type: ignore[index]
-        case "const":
-            return sympy.sympify(node.value)
-        case "load":
-            name = graph.captures[node.value].name  # type: ignore[index]
+    match node:
+        case Input(name):
+            return sympy.Symbol(name, **({"integer": True, "nonnegative": True} if integer else {"real": True}))
+        case NumberRef(position):
+            return sympy.Symbol(graph.numbers[position].name, integer=True if integer else None)
+        case Const(value):
+            return sympy.sympify(value)
+        case Load(capture):
+            name = graph.captures[capture].name
             text = f"{name}[{', '.join(map(str, args))}]" if args else name
             return sympy.Symbol(text, **({} if node.dtype == torch.bool else {"integer": integer or None}))
+    match node.op:
         case "cast" if graph.nodes[node.args[0]].dtype.is_floating_point == node.dtype.is_floating_point:
             return args[0]
         case "add" | "sub" | "mul" | "neg":
@@ -435,7 +427,7 @@ def _expression(sympy: Any, graph: ModGraph, i: int, args: list[Any]) -> Any:
 def _print(facts: ModFacts) -> str:
     graph = facts.graph
     texts = expressions(graph)
-    mask = facts.graph.nodes[graph.outputs[0] or 0].dtype == torch.bool
+    mask = facts.graph.nodes[graph.output].dtype == torch.bool
 
     def text(total: Sum) -> str:
         return str(sum(f * texts[n] for n, f in total.terms) + total.constant)

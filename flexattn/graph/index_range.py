@@ -11,7 +11,8 @@ from functools import lru_cache
 
 import torch
 
-from flexattn.graph.mod_graph import ModGraph, Node
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.nodes import Const, Input, Node, NumberRef
 
 Range = tuple[int, int] | None  # inclusive; None where nothing is known
 
@@ -30,11 +31,13 @@ def index_ranges(
 
 
 def _range(node: Node, args: list[Range], numbers: tuple[int | float, ...], extents: dict[str, int]) -> Range:
-    match node.op:
-        case "input" if node.value in extents:
-            return 0, max(0, extents[str(node.value)] - 1)
-        case "number" | "const":
-            value = numbers[int(str(node.value))] if node.op == "number" else node.value
+    match node:
+        case Input(name) if name in extents:
+            return 0, max(0, extents[name] - 1)
+        case NumberRef(position):
+            value = numbers[position]
+            return (value, value) if isinstance(value, int) else None
+        case Const(value):
             return (value, value) if isinstance(value, int) else None
     known = [a for a in args if a is not None]
     if len(known) < len(args) or not args or node.dtype.is_floating_point:
@@ -103,8 +106,8 @@ def _sum(graph: ModGraph, position: int, parts: list[Affine | None]) -> Affine |
     node = graph.nodes[position]
     if not graph.dependence[position] & {"q_idx", "kv_idx"}:
         return Affine(0, 0, ((1, position),))
-    if node.op == "input":
-        return Affine(int(node.value == "q_idx"), int(node.value == "kv_idx"), ())
+    if isinstance(node, Input):
+        return Affine(int(node.name == "q_idx"), int(node.name == "kv_idx"), ())
     if node.op not in ("add", "sub", "neg", "cast") or node.dtype not in (torch.int32, torch.int64):
         return None
     signs = (1, -1) if node.op == "sub" else (-1,) if node.op == "neg" else (1, 1)
@@ -123,8 +126,8 @@ def shift_invariant(graph: ModGraph) -> tuple[bool, ...]:
     growth: list[int | None] = []  # by how much a node grows when both grow by one, None where it is no constant
     for node in graph.nodes:
         args = [growth[a] for a in node.args]
-        if node.op == "input":
-            growth.append(1 if node.value in ("q_idx", "kv_idx") else 0 if node.value in ("b", "h") else None)
+        if isinstance(node, Input):
+            growth.append(1 if node.name in ("q_idx", "kv_idx") else 0 if node.name in ("b", "h") else None)
         elif None in args:
             growth.append(None)
         elif not any(args):

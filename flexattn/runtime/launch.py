@@ -27,8 +27,8 @@ from flexattn.compile.scatter import same_in_all_batches, scatter_captures, with
 from flexattn.compile.shared_memory import fit, smaller_tiles
 from flexattn.compile.tiles import Tile
 from flexattn.errors import CompileError, UnsupportedError, message
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import with_runs
-from flexattn.graph.mod_graph import BoundMod
 from flexattn.machine.target import Target, l2_bytes, processors, target_of
 from flexattn.options import LARGEST_TILE, option
 from flexattn.runtime.build import Kernel, OutOfResources, build
