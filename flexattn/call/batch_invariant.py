@@ -22,13 +22,12 @@ from flexattn.block_mask import BlockMask, LaterRunLists, RunLists, Runs, run_li
 from flexattn.call.problem import Problem
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.builder import Builder, Expr
+from flexattn.graph.dependence import each_place
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import MASK_INPUTS, Capture
 from flexattn.mods.combine import noop_mask
 from flexattn.options import LARGEST_TILE
 from flexattn.torch_state.transforms import outside
-
-_EACH_PLACE = frozenset(("q_idx", "kv_idx"))
 
 
 def in_one_class(problem: Problem) -> Problem:
@@ -159,7 +158,7 @@ def _asked_where(builder: Builder, graph: ModGraph, partial: Expr) -> Expr:
 
     def guarded(builder: Builder, i: int, made: list[Expr]) -> Expr | None:
         load = graph.loads.get(i)
-        if load is None or not graph.dependence[i] >= _EACH_PLACE:
+        if load is None or not each_place(graph, i):
             return None
         index = [partial.apply("where", made[a], builder.const(0, made[a].dtype)) for a in load.args]
         return builder.load(load.capture, load.dtype, index)

@@ -12,9 +12,10 @@ from torch import Tensor
 from flexattn.call.problem import Problem
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.lower import Dialect, lower, lower_score
-from flexattn.compile.plan import gathers, has_descriptor
+from flexattn.compile.plan import has_descriptor
 from flexattn.compile.row_bounds import lower_row_bounds
 from flexattn.compile.tiles import Tile
+from flexattn.graph.dependence import loads_each_place
 from flexattn.machine.triton_versions import has_gluon
 from flexattn.options import option
 
@@ -93,7 +94,7 @@ def _refusal_of_dq(problem: Problem) -> str | None:
 
 def _refusal_of_tables(plan: KernelPlan) -> str | None:
     """Refuse tables read at each place: but for the fused backward, Triton's kernels are as fast (docs/kernels.md)."""
-    reads = plan.score is not None and gathers(plan.score.graph)
+    reads = plan.score is not None and bool(loads_each_place(plan.score.graph))
     return "the score_mod reads a table at each place" if reads else None
 
 

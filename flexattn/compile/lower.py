@@ -18,7 +18,8 @@ import torch
 
 from flexattn.errors import CompileError, message
 from flexattn.graph.bound import ranges
-from flexattn.graph.index_range import affine
+from flexattn.graph.dependence import computed_from, each_place, uses
+from flexattn.graph.linear import affine
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const, Input, Load, Node, NumberRef, Operation, RangeLoad, Scalar
 from flexattn.graph.operators import OPS
@@ -174,11 +175,7 @@ def early_loads(mod: ModPlan) -> tuple[int, ...]:
     if mod.role == "mask":
         return ()
     graph = mod.graph
-    return tuple(
-        i
-        for i in mod.inside
-        if {"q_idx", "kv_idx"} <= graph.dependence[i] and not graph.dependence[i] & {"score", "grad"}
-    )
+    return tuple(i for i in mod.inside if each_place(graph, i) and not graph.dependence[i] & {"score", "grad"})
 
 
 def lower_early_loads(mod: ModPlan, function: str, dialect: Dialect, streamed: str) -> str:
@@ -251,10 +248,10 @@ class Writer:
         stops = _stops(self.graph)
         if not stops:
             return
-        needed = _operands_of(self.graph, position)
-        outer, self._near = self._near, needed | {position}
+        needed = computed_from(self.graph, position)
+        outer, self._near = self._near, needed
         for stop in stops:
-            if stop in needed and stop not in self.names:
+            if stop in needed and stop != position and stop not in self.names:
                 self.names[stop] = self._write(self.graph.nodes[stop], stop)
         self._near = outer
 
@@ -369,7 +366,7 @@ class Writer:
             return [], [position], []
         if isinstance(node, Input) and node.name == "score" and position not in self.names:
             return ["score"], ["sm_scale"], []
-        used_once = _uses(self.graph)[position] <= 1
+        used_once = uses(self.graph)[position] <= 1
         if node.op == "mul" and node.dtype.is_floating_point and used_once and position not in self.names:
             parts = [self._factors(a) for a in node.args]
             return parts[0][0] + parts[1][0], parts[0][1] + parts[1][1], parts[0][2] + parts[1][2]
@@ -403,26 +400,20 @@ class Writer:
         capture_position = node.capture
         name, capture = self.mod.capture_name(capture_position), self.graph.captures[capture_position]
         index = [self.wrapped(a, f"{name}_size{d}") for d, a in enumerate(node.args)]
-        reads = frozenset().union(*(self.graph.dependence[a] for a in node.args))
-        each_place = {"q_idx", "kv_idx"} <= reads or bool(reads & {"score", "grad"})
+        reads = self.graph.dependence[position]
+        guarded = each_place(self.graph, position) or bool(reads & {"score", "grad"})
         address = self.address(node, index, name)
         scattered = bool(node.args) and "q_idx" in self.graph.dependence[node.args[-1]]
         if not node.args or position in self.mod.inside:
             guard = "None"
-        elif each_place and not self.dialect.checked:
+        elif guarded and not self.dialect.checked:
             guard = "live"
         else:
             guard = " & ".join(f"({i} >= 0) & ({i} < {name}_size{d})" for d, i in enumerate(index))
             if self.dialect.checked:
                 guard = self.assign(guard)
                 self.checks.append((capture_position, guard))
-        if (
-            self.dialect.ptx
-            and each_place
-            and scattered
-            and capture.dtype in _GATHERED
-            and not reads & {"score", "grad"}
-        ):
+        if self.dialect.ptx and guarded and scattered and capture.dtype in _GATHERED and not reads & {"score", "grad"}:
             address = self._far_address(node, name) or address
             return self.assign(f"gather{8 * capture.dtype.itemsize}({address}, {guard})")
         text = f"tl.load({address})" if guard == "None" else f"tl.load({address}, mask={guard}, other=0)"
@@ -475,7 +466,7 @@ class Writer:
             if form is None:
                 return None
             stride = "" if d == len(sums) - 1 else f" * ({name}_stride{d}{unit})"
-            uniform += [f"{_times(sign, self._wide(self.value(n)))}{stride}" for sign, n in form.rest]
+            uniform += [f"{_times(factor, self._wide(self.value(n)))}{stride}" for n, factor in form.rest]
             of_far, of_own = (form.q, form.kv) if transposed else (form.kv, form.q)
             far += [f"{_times(of_far, 'far')}{stride}"] if of_far else []
             own += [f"{_times(of_own, self._wide('kv_idx' if transposed else 'q_idx'))}{stride}"] if of_own else []
@@ -541,27 +532,6 @@ def _stops(graph: ModGraph) -> tuple[int, ...]:
             found.append(i)
             height[i] = 0
     return tuple(found)
-
-
-def _operands_of(graph: ModGraph, position: int) -> set[int]:
-    """Return all nodes that a node is computed from."""
-    found: set[int] = set()
-    stack = [position]
-    while stack:
-        new = set(graph.nodes[stack.pop()].args) - found
-        found |= new
-        stack += new
-    return found
-
-
-@lru_cache(64)
-def _uses(graph: ModGraph) -> tuple[int, ...]:
-    """For each node, how many others read it."""
-    counts = [0] * len(graph.nodes)
-    for node in graph.nodes:
-        for a in set(node.args):
-            counts[a] += 1
-    return tuple(counts)
 
 
 @lru_cache(64)

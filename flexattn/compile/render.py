@@ -35,7 +35,7 @@ from flexattn.compile.scatter import (
     size_names,
 )
 from flexattn.compile.templates import environment
-from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.dependence import loads_by
 
 
 @lru_cache(512)
@@ -80,7 +80,7 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "qk_parts": split_head_dim(plan.D), "v_parts": split_head_dim(plan.Dv),
         "has_score": plan.score is not None, "scales_gradient": plan.scales_gradient,
         "early_score": bool(plan.score and early_loads(plan.score)),
-        "loads_by_batch": bool(plan.score and _loads_by_batch(plan.score.graph)),
+        "loads_by_batch": bool(plan.score and loads_by(plan.score.graph, "b")),
         "early_grad": bool(plan.grad and plan.scales_gradient and early_loads(plan.grad)),
         "has_mask": plan.mask is not None, "has_blocks": plan.blocks is not None,
         "full_tail": plan.cuts_blocks or plan.full_overhangs, "max_scores": plan.max_scores,
@@ -103,11 +103,6 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "partial_arguments": tuple(_partial_name(plan, n) for n in _stream_arguments(plan)),
         "each": _each, "names": _joined, "tile": _tile, "guard": _guard, "store_guard": _store_guard,
     }  # fmt: skip
-
-
-def _loads_by_batch(graph: ModGraph) -> bool:
-    """Tell whether what a mod reads differs between batches."""
-    return any(node.op == "load" and "b" in graph.dependence[i] for i, node in enumerate(graph.nodes))
 
 
 def _scatter_names(plan: KernelPlan) -> dict[str, object]:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from flexattn.compile.lower import Dialect, ModPlan, Writer, mod_parameters
-from flexattn.graph.index_range import affine, shift_invariant
+from flexattn.graph.dependence import after_loads_each_place, each_place
+from flexattn.graph.linear import affine, shift_invariant
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Load
 
@@ -59,7 +60,7 @@ def needs_live(mod: ModPlan) -> bool:
     """
     graph = mod.graph
     passed = all(o is not None and graph.is_input(o, "grad") for o in graph.outputs[1:])
-    return not passed or any(_loads_each_place(graph, a) for site in graph.sites for a in graph.nodes[site].args)
+    return not passed or any(after_loads_each_place(graph)[a] for site in graph.sites for a in graph.nodes[site].args)
 
 
 def scatter_loads(mod: ModPlan, sums: str) -> tuple[tuple[str, str], ...]:
@@ -114,7 +115,7 @@ def lower_scatter(mod: ModPlan, function: str, dialect: Dialect, sums: str) -> s
             body += _add_diagonals(i, f"{function}_place{i}", arguments, one_cell, _ADD[sums], name)
             continue
         for axis, index in ((0, "q_idx"), (1, "kv_idx")):
-            if index not in _reads(graph, site):
+            if index not in graph.dependence[site]:
                 body.append(f"d{i} = tl.sum(d{i}, {axis}, keep_dims=True)")
         body += _add(mod, i, f"{function}_place{i}", arguments, sums)
     text = writer.function(function, [*mod_parameters(graph), "live", "m0", "n0"], [*body, "return"], buffers)
@@ -129,7 +130,7 @@ def same_in_all_batches(graph: ModGraph) -> bool:
     """
     own = {"b", "score", "grad"}
     return bool(graph.sites) and all(
-        _each_place(graph, site) and not _reads(graph, site) & own and not _along_diagonals(graph, site)
+        each_place(graph, site) and not graph.dependence[site] & own and not _along_diagonals(graph, site)
         for site in graph.sites
     )
 
@@ -176,7 +177,7 @@ def _add(mod: ModPlan, i: int, place: str, arguments: str, sums: str) -> list[st
     pointers, inside = (f"tl.broadcast_to({x}, d{i}.shape)" for x in ("pointers", "inside"))
     return [
         f"pointers, inside = {place}(b, h, q_idx, kv_idx, live, {arguments})",
-        *(["if live is not None:", "    inside = inside & live"] if _each_place(graph, site) else []),
+        *(["if live is not None:", "    inside = inside & live"] if each_place(graph, site) else []),
         _ADD[sums].format(pointers=pointers, value=f"d{i}", inside=inside, name=name),
     ]
 
@@ -192,15 +193,6 @@ def _contribution(writer: Writer, i: int) -> list[str]:
     ]
 
 
-def _reads(graph: ModGraph, site: int) -> frozenset[str]:
-    """Return what the index of a site depends on."""
-    return frozenset().union(*(graph.dependence[a] for a in graph.nodes[site].args))
-
-
-def _each_place(graph: ModGraph, site: int) -> bool:
-    return {"q_idx", "kv_idx"} <= _reads(graph, site)
-
-
 def adds_along_diagonals(graph: ModGraph) -> bool:
     """Tell whether the gradients of a graph's captured tensors are first summed along the diagonals of a tile."""
     return any(_along_diagonals(graph, site) for site in graph.sites)
@@ -208,17 +200,9 @@ def adds_along_diagonals(graph: ModGraph) -> bool:
 
 def _along_diagonals(graph: ModGraph, site: int) -> bool:
     """Tell whether the index of a site is the same along diagonals, and read from nothing but q_idx and kv_idx."""
-    args = graph.nodes[site].args
-    return _each_place(graph, site) and all(
-        shift_invariant(graph)[a] and not _loads_each_place(graph, a) and not graph.dependence[a] & {"score", "grad"}
-        for a in args
-    )
-
-
-def _loads_each_place(graph: ModGraph, position: int) -> bool:
-    node = graph.nodes[position]
-    own = node.op == "load" and {"q_idx", "kv_idx"} <= graph.dependence[position]
-    return own or any(_loads_each_place(graph, a) for a in node.args)
+    if not each_place(graph, site) or graph.dependence[site] & {"score", "grad"}:
+        return False
+    return all(shift_invariant(graph)[a] and not after_loads_each_place(graph)[a] for a in graph.loads[site].args)
 
 
 def _place(mod: ModPlan, dialect: Dialect, node: Load, site: int, function: str, buffers: list[str]) -> str:

@@ -16,6 +16,7 @@ from flexattn.compile.kernel_plan import BATCH_CAPTURES, KernelPlan, split_head_
 from flexattn.compile.lower import ModPlan
 from flexattn.compile.scatter import adds_along_diagonals
 from flexattn.errors import CompileError, message
+from flexattn.graph.dependence import PLACES
 
 _FEWEST_ROWS = 8
 _ALIGNMENT = 1024  # of the operands of wgmma and tcgen05
@@ -285,7 +286,7 @@ class _Load:
 def _loads(mod: ModPlan) -> tuple[_Load, ...]:
     graph, found = mod.graph, []
     for position, node in graph.loads.items():
-        capture, indices = node.capture, {"q_idx", "kv_idx"} & graph.dependence[position]
+        capture, indices = node.capture, PLACES & graph.dependence[position]
         layout, each_place = mod.layouts[capture], len(indices) == 2
         rows = each_place and layout.dense and "q_idx" not in graph.dependence[node.args[-1]]
         found.append(_Load(graph.captures[capture].dtype.itemsize, layout.aligned, bool(indices), each_place, rows))

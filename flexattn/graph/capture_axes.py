@@ -13,10 +13,10 @@ from torch import Tensor
 
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.builder import Builder, Expr, rewrite
+from flexattn.graph.dependence import PLACES, each_place
 from flexattn.graph.mod_graph import ModGraph
 
 _LARGEST = 2**24  # elements of a tensor that is copied
-_PLACES = frozenset(("q_idx", "kv_idx"))
 
 
 def places_last(bound: BoundMod) -> BoundMod:
@@ -43,14 +43,14 @@ def _orders(graph: ModGraph) -> tuple[tuple[int, tuple[int, ...]], ...]:
     Left out are captures that are not read at each place, or not always by the same axes.
     """
     found: dict[int, set[tuple[int, ...]]] = {}
-    each_place = set[int]()
+    at_each = set[int]()
     for n, load in graph.loads.items():
-        order = sorted(range(len(load.args)), key=lambda axis: bool(graph.dependence[load.args[axis]] & _PLACES))
+        order = sorted(range(len(load.args)), key=lambda axis: bool(graph.dependence[load.args[axis]] & PLACES))
         found.setdefault(load.capture, set()).add(tuple(order))
-        each_place |= {load.capture} if graph.dependence[n] >= _PLACES else set()
+        at_each |= {load.capture} if each_place(graph, n) else set()
     return tuple(
         (i, order) for i, orders in found.items() for order in orders
-        if len(orders) == 1 and i in each_place and order != tuple(sorted(order))
+        if len(orders) == 1 and i in at_each and order != tuple(sorted(order))
     )  # fmt: skip
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.builder import Builder, Expr, without_unused
-from flexattn.graph.index_range import shift_invariant
+from flexattn.graph.dependence import PLACES, computed_from
+from flexattn.graph.linear import shift_invariant
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Capture, Load, Number
 from flexattn.process.tensor_cache import kept
@@ -23,7 +24,6 @@ from flexattn.torch_state.transforms import outside
 
 _LARGEST = 2**24  # elements of a tensor by distance
 _CHEAP = frozenset(("input", "number", "const", "add", "sub", "neg", "cast", "detach", "minimum", "maximum"))
-_PLACES = frozenset(("q_idx", "kv_idx"))
 
 
 class _Site(NamedTuple):
@@ -66,19 +66,10 @@ def _sites(graph: ModGraph) -> tuple[_Site, ...]:
 
 
 def _is_costly_distance(graph: ModGraph, index: int) -> bool:
-    ops = {graph.nodes[n].op for n in _under(graph, index)}
+    ops = {graph.nodes[n].op for n in computed_from(graph, index)}
     return (
-        shift_invariant(graph)[index] and graph.dependence[index] <= _PLACES and "load" not in ops and not ops <= _CHEAP
+        shift_invariant(graph)[index] and graph.dependence[index] <= PLACES and "load" not in ops and not ops <= _CHEAP
     )
-
-
-def _under(graph: ModGraph, position: int) -> set[int]:
-    """Return a node and all that it is computed from."""
-    found = {position}
-    for n in range(position, -1, -1):
-        if n in found:
-            found.update(graph.nodes[n].args)
-    return found
 
 
 @kept(2**26)
