@@ -316,7 +316,7 @@ OPTIONS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]
         options(BACKEND="TRITON", FORCE_USE_FLEX_ATTENTION=True), (RuntimeError,),
         "found FORCE_USE_FLEX_ATTENTION together with BACKEND='TRITON', expected one of the two.",
     ),
-    "internal": (options(OUTPUT_LOGSUMEXP=True), (AssertionError,), "flexattn derives this from the call: leave it out."),
+    "internal": (options(OUTPUT_LOGSUMEXP=True), (AssertionError,), "flexattn derives this from the call"),
     "internal max": (options(OUTPUT_MAX=True), (AssertionError,), "kernel_options['OUTPUT_MAX']"),
     "triton on cpu": (
         options(BACKEND="TRITON"), (ValueError,),
