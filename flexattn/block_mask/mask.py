@@ -302,8 +302,8 @@ class BlockMask:
 
         Both are counted over the mask's own B and H, without pairs past the sequence lengths. Full blocks need no
         evaluation. mask_mod is evaluated at every pair of the partial blocks, on the device of the mask, about 2
-        million pairs at a time (16 million on a GPU). Equal batches or heads are evaluated once. The call takes about as
-        long as evaluating a dense mask of `counts()[1]` blocks.
+        million pairs at a time (16 million on a GPU). Equal batches or heads are evaluated once. The call takes about
+        as long as evaluating a dense mask of `counts()[1]` blocks.
 
         Raises MutationError if a value that mask_mod captured has changed since the mask was built, and DeviceError if
         one is not on the device of the mask.
