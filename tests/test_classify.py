@@ -344,7 +344,7 @@ def test_device_is_that_of_the_captured_tensors():
     [
         ({"Q_LEN": -1}, ArgumentError, "Q_LEN: found -1, expected an int >= 0. Take it from the shape"),
         ({"KV_LEN": 2.0}, ArgumentError, "KV_LEN: found 2.0, expected an int >= 0"),
-        ({"Q_LEN": 2**30 + 1}, ArgumentError, "Q_LEN: found 1073741825, expected at most 1073741824. Cut it"),
+        ({"Q_LEN": 2**30 + 1}, ArgumentError, "Q_LEN: found 1073741825, expected at most 1073741824. Split it"),
         ({"B": 0}, ArgumentError, "B: found 0, expected an int >= 1 or None"),
         ({"H": True}, ArgumentError, "H: found True, expected an int >= 1 or None"),
         ({"BLOCK_SIZE": 0}, ArgumentError, "BLOCK_SIZE: found 0, expected a positive int, or two: (query, key)"),

@@ -254,7 +254,7 @@ def _refuse_mutation_and_randomness(recorded: Recorded, name: str) -> None:
     for node in recorded.graph.nodes:
         if node.op == "get_attr" and any(CONSTANT not in user.meta for user in node.users):
             raise UnsupportedError(
-                f"{name}: found a tensor that a library creates or keeps, used at {line_of_node(next(iter(node.users)))}, "
+                f"{name}: found a tensor that a library creates or keeps, at {line_of_node(next(iter(node.users)))}, "
                 f"expected captured tensors. Create it before the call and capture it."
             )
 

@@ -4,7 +4,7 @@ A mod runs once on 0-d fake tensors under make_fx (`recording`). The FX graph is
 captured tensors alone form a *prologue* that torch runs at each call, under autograd. The rest becomes scalar
 expressions.
 
-What the run read becomes a guard (`follow`). At each call, the guards of the traces for the mod's code (`memo`) read the
+What the run read becomes a guard (`follow`). At each call, the guards of traces for the mod's code (`memo`) read the
 same locations again. If one passes, it returns this call's tensors and numbers. Otherwise the mod is retraced.
 """
 
