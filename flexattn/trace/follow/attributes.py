@@ -72,9 +72,8 @@ class Attributes:
     def class_attribute(self, cls: type, name: str, mro: Iterable[type] | None = None) -> Any:
         """Return the attribute `name` of the class or of its first base that has it; MISSING if none has it."""
         for base in cls.__mro__ if mro is None else mro:
-            if (
-                not base.__flags__ & HEAP_TYPE or base.__module__ == "torch.autograd.function"
-            ):  # modified while tracing
+            # The trace modifies torch.autograd.function.
+            if not base.__flags__ & HEAP_TYPE or base.__module__ == "torch.autograd.function":
                 if name in base.__dict__:
                     return base.__dict__[name]
                 continue
