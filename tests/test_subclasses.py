@@ -143,9 +143,7 @@ def _process_group() -> Iterator[None]:
 @pytest.mark.parametrize("use", USES)
 def test_distributed_tensors_are_refused(use: str) -> None:
     mesh = init_device_mesh("cpu", (1,))
-    with pytest.raises(
-        UnsupportedError, match=rf"^{use}: found .*DTensor.*\.to_local\(\) if it is sharded by batch"
-    ):
+    with pytest.raises(UnsupportedError, match=rf"^{use}: found .*DTensor.*\.to_local\(\) if it is sharded by batch"):
         USES[use](_x(), lambda t: distribute_tensor(t, mesh, [Shard(0)]))
     waiting = []
 
