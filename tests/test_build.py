@@ -379,7 +379,7 @@ def test_folder_that_cannot_be_made(monkeypatch, capsys):
     kernel = build(PRODUCT, SM90)
     assert report(kernel).sass["HGMMA"] > 0
     assert "flexattn-" in str(kernel.path), "a temporary folder"
-    assert "no kernels are kept in /proc/flexattn" in capsys.readouterr().err
+    assert "no kernels are stored in /proc/flexattn" in capsys.readouterr().err
 
 
 def test_read_only_folder(cache: Path, monkeypatch, capsys):
