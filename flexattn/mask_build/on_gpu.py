@@ -245,6 +245,6 @@ def _outside(bound: BoundMod, captures: int) -> IndexRangeError:
     return IndexRangeError(
         message(
             f"mask_mod {bound.graph.name}{where}", f"an index outside of {capture.name!r}, {list(tensor.shape)}",
-            "indices inside for every place within Q_LEN and KV_LEN", "Make the tensor longer, or clamp the index.",
+            "indices in range for every pair within Q_LEN and KV_LEN", "Make the tensor longer, or clamp the index.",
         )
     )  # fmt: skip
