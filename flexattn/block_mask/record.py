@@ -45,7 +45,7 @@ class CaptureRecord(NamedTuple):
 
     mod: Mod
     graph: ModGraph
-    captures: tuple[AnyOf, ...]  # inputs of the graph
+    captures: tuple[AnyOf, ...]  # captures of the graph
     numbers: tuple[int | float, ...]
     reached: tuple[AnyOf, ...]  # the user's tensors, from which a prologue may compute captures at each call
     runs: tuple[EqualRuns, ...]  # in the captures

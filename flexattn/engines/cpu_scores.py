@@ -167,7 +167,7 @@ def _entries(x: Tensor, batches: range) -> Tensor:
 
 
 def _filled(x: Tensor, axis: int, length: int, dtype: torch.dtype) -> Tensor:
-    """Return a copy padded with zeros to `length` along an axis. Its layout, on which BLAS results depend, is always equal."""
+    """Return a copy padded with zeros to `length` along an axis, always with the same layout, which affects BLAS."""
     shape = list(x.shape)
     shape[axis] = length
     filled = torch.zeros(shape, dtype=dtype, device=x.device)

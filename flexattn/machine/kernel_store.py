@@ -86,7 +86,7 @@ class KernelStore:
             yield
 
     def folder(self, name: str) -> Path:
-        """Return a directory next to the entries that belongs to us with all its contents. Otherwise move it aside."""
+        """Return a directory next to the entries. If it or its contents are not ours, replace it by an empty one."""
         self._make_root()
         folder = self.root / name
         if not _is_ours(folder):

@@ -158,7 +158,7 @@ class Inputs:
         """Make a tensor an input if the mod got it from a location that no guard can read."""
         record = self.record
         assert record is not None
-        record.unguarded("it uses a tensor that it creates or receives anew in each run")
+        record.unguarded("it uses a tensor that it creates or receives in each run")
         if len(record.tensors) >= _MOST_ADOPTED:
             raise UnsupportedError(
                 f"{self.name}: found more than {_MOST_ADOPTED} tensors that are created in each run of the mod, "

@@ -217,7 +217,7 @@ class Record:
         self._known[text] = True
         self.lines.append(text)
         if len(self.lines) > MOST_LINES:
-            self.unguarded("it reads too many places to compare them at each call")
+            self.unguarded("it reads too many values to compare at each call")
 
     def _place(self, value: Any, text: str) -> str:
         """Give an object a variable of the guard."""
