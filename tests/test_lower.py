@@ -11,7 +11,8 @@ import torch
 from expecttest import TestCase
 
 from flexattn import mods
-from flexattn.compile.lower import CaptureLayout, Dialect, ModPlan, lower, lower_score
+from flexattn.compile.lower import Dialect, lower, lower_score
+from flexattn.compile.mod_plan import CaptureLayout, ModPlan
 from flexattn.compile.scatter import SUMS, lower_scatter, lower_sizes, scatter_arguments, size_names
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.mod_graph import GRAD_INPUTS, Builder, Capture, ModGraph, Node, Number

@@ -10,7 +10,8 @@ import torch
 from expecttest import TestCase
 
 from flexattn import create_block_mask, explain, mods
-from flexattn.compile.kernel_plan import KERNELS, KernelPlan, split_head_dim
+from flexattn.compile.head_dims import split_head_dim
+from flexattn.compile.kernel_plan import KERNELS, KernelPlan
 from flexattn.compile.render import render
 from flexattn.compile.shared_memory import fit, shared_bytes, smaller_tiles, units
 from flexattn.compile.tiles import Tile

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from flexattn import create_block_mask, explain, mods
-from flexattn.compile.kernel_plan import KernelPlan, split_head_dim
+from flexattn.compile.head_dims import split_head_dim
+from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.render import render
 from flexattn.compile.shared_memory import fit, shared_bytes, units

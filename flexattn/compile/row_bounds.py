@@ -7,7 +7,8 @@ are left (the columns of a thread are `near` + `offset`). Written out, a causal 
 
 from __future__ import annotations
 
-from flexattn.compile.lower import Dialect, ModPlan, Writer, mod_parameters
+from flexattn.compile.lower import Dialect, Writer, mod_parameters
+from flexattn.compile.mod_plan import ModPlan
 from flexattn.graph.bound import never_wraps
 
 _FAR = 2**30  # beyond all lengths, and no sum of two wraps around
