@@ -15,10 +15,11 @@ import ptx
 from torch import Tensor
 
 from flexattn import api
+from flexattn.compile import scalars
 from flexattn.explain import target_named
 from flexattn.machine.triton_versions import Launch, Request
 from flexattn.runtime import build as build_module
-from flexattn.runtime import launch
+from flexattn.runtime import launch, load
 from flexattn.runtime.build import Loader, build
 
 
@@ -50,9 +51,8 @@ def emulated(card: str) -> Iterator[None]:
     with (
         kernels_loaded_by(load_in_emulator),
         patch.object(api, "_engine", lambda problem: api.triton),
-        patch.multiple(
-            launch, target_of=lambda device: target, l2_bytes=lambda device: 40 << 20, processors=lambda device: 100
-        ),
+        patch.object(scalars, "l2_bytes", lambda device: 40 << 20),
+        patch.multiple(launch, target_of=lambda device: target, processors=lambda device: 100),
     ):
         yield
 
@@ -66,11 +66,11 @@ def kernels_loaded_by(loader: Loader) -> Iterator[None]:
 
     def forget() -> None:
         launch.forget_launches()
-        launch.built_kernel.cache_clear()
+        load.load.cache_clear()
 
     forget()
     with (
-        patch.object(launch, "build", functools.partial(build, loader=loader)),
+        patch.object(load, "build", functools.partial(build, loader=loader)),
         patch.multiple(build_module, _current_device=lambda: 0, current_stream=lambda device: 0),
     ):
         yield

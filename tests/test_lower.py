@@ -14,9 +14,10 @@ from flexattn import mods
 from flexattn.compile.lower import Dialect, lower, lower_score
 from flexattn.compile.mod_plan import CaptureLayout, ModPlan
 from flexattn.compile.scatter import SUMS, lower_scatter, lower_sizes, scatter_arguments, size_names
+from flexattn.graph.builder import Builder
 from flexattn.graph.differentiate import differentiate
-from flexattn.graph.mod_graph import GRAD_INPUTS, Builder, Capture, ModGraph, Node, Number
-from flexattn.graph.operators import OPS
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.nodes import GRAD_INPUTS, Capture, Const, Input, Number, Operation
 from flexattn.trace.trace import trace
 
 GPU = Dialect(ptx=True)
@@ -118,8 +119,8 @@ def test_a_constant_that_is_converted_twice_is_no_literal_with_a_method(value: f
     graph = ModGraph(
         "f", ("b", "h", "q_idx", "kv_idx"), (), (),
         (
-            Node("input", (), torch.int32, "kv_idx"), Node("const", (), torch.int64, value),
-            Node("cast", (1,), torch.int64), Node("cast", (2,), torch.float64), Node("lt", (3, 0), torch.bool),
+            Input("kv_idx", torch.int32), Const(value, torch.int64), Operation("cast", (1,), torch.int64),
+            Operation("cast", (2,), torch.float64), Operation("lt", (3, 0), torch.bool),
         ),
         (4,),
     )  # fmt: skip
@@ -210,9 +211,3 @@ def test_arguments_have_names_of_their_own_whatever_the_users_names_are(captures
     assert len(set(found)) == len(found) and all(name.isidentifier() for name in found)
     # A launch passes what ends in _ptr as a tensor.
     assert sum(name.endswith("_ptr") for name in of_mod) == len(names)
-
-
-def test_every_operation_has_a_text_that_formats():
-    for name, op in OPS.items():
-        for text in filter(None, (op.triton, op.exact_triton)):
-            assert text.format("x", "y", "z") != text, name

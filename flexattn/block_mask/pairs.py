@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexattn.block_mask.runs import Runs
 from flexattn.errors import DeviceError, message
-from flexattn.graph.mod_graph import BoundMod
+from flexattn.graph.bound_mod import BoundMod
 
 # Pairs evaluated at a time. A graph needs about 4 bytes per pair for each of its nodes.
 _PAIRS = {"cpu": 2**21}
