@@ -544,7 +544,7 @@ class BlockMask:
         self.q_runs = run_lists_of(partial.transpose(-1, -2), full.transpose(-1, -2)) if transposed else None
 
     def _inherit(self, whole: BlockMask) -> Self:
-        """Copy from the mask that this one is a part of what also holds for parts."""
+        """Copy the fields that also apply to a part of a mask from the whole mask."""
         self._record, self._built_from_mod = whole._record, whole._built_from_mod
         self.full_overhangs = whole.full_overhangs
         self.dq_kv_order_spt = whole.dq_kv_order_spt

@@ -1,4 +1,4 @@
-"""mask_cache: the lists of recently built masks, for callers that build the same mask again (in each layer, say).
+"""cache: the lists of recently built masks, for callers that build the same mask again (in each layer, say).
 
 A mask without captured tensors is found by its trace and its numbers. Captured tensors must be the same objects at the
 same version, with the same contents: dist.broadcast, numpy views and `.data` write without incrementing the version. So
@@ -24,7 +24,7 @@ _MASKS = 64
 
 
 class Built(NamedTuple):
-    """One mask and what it was built from. The user's tensors are weak references."""
+    """One mask and what it was built from. It holds weak references to the user's tensors."""
 
     mask: BuiltMask
     tensors: tuple[Seen, ...]

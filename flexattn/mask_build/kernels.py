@@ -1,4 +1,4 @@
-"""mask_kernels: the kernels of a mask's build on a GPU, as KernelSources: range tables, classification, run lists.
+"""kernels: the kernels of a mask's build on a GPU, as KernelSources: range tables, classification, run lists.
 
 Only two kernels are specific to a mask (to its graph and captures, not to lengths, block sizes or numbers). The other
 kernels are the same for all masks.

@@ -1,4 +1,4 @@
-"""mask_recipe: the launches of a mask build, prepared once per plan, sizes and shapes of the captured tensors.
+"""launch_plan: the launches of a mask build, prepared once per plan, sizes and shapes of the captured tensors.
 
 A build only adds pointers and numbers, which keeps its host time low.
 """

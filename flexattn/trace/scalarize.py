@@ -212,7 +212,7 @@ class _Leaves:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Return whether to compute a node in the graph, not load it; the node reads neither inputs nor captures."""
+    """Return whether to compute a node that reads neither inputs nor captures in the graph, instead of loading it."""
     if CONSTANT in node.meta:
         return False
     name = operator_name(node)

@@ -1,4 +1,4 @@
-"""trials: results of tuning, for printing and as rows of a tile table."""
+"""report: results of tuning, for printing and as rows of a tile table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tuning: finds the fastest tiles of a problem's Triton kernels by measuring them on its own tensors and mask.
+"""search: finds the fastest tiles of a problem's Triton kernels by measuring them on its own tensors and mask.
 
 Candidates are the current tile, tiles one step away from it, and all tiles in the table for the kernel. They are
 compiled in parallel, checked against the results of the current tile, and timed in rounds of random order.

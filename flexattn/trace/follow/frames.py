@@ -90,7 +90,7 @@ class Frames(Calls):
         super().__init__(record)
         self.frames: list[Frame] = []
         self._steps = 0
-        self.made_in: dict[int, tuple[Any, Function]] = {}  # functions that the mod created -> where
+        self.made_in: dict[int, tuple[Any, Function]] = {}  # id -> a function created by the mod, its creator
 
     def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a Python function."""
