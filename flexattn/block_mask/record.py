@@ -42,7 +42,7 @@ class BuiltMask(NamedTuple):
 
 
 class CaptureRecord(NamedTuple):
-    """The graph, tensors and numbers that a mask was built from. It holds weak references to tensors, with their versions."""
+    """The graph, tensors and numbers that a mask was built from. Tensors are weakly referenced, with their versions."""
 
     mod: Mod
     graph: ModGraph
