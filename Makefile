@@ -1,13 +1,13 @@
-# make demo    train a small model on this machine's device, and show what happened
-# make test    lint, types, and the tests that show most in some minutes: the loop while writing
-# make full    everything that must hold: the same with all tests
-# They set themselves up: PYTHON (>= 3.11) is all that they need.
+# make demo    train a small model on this machine's device, and show the effect of attention
+# make test    lint, types, and the fast tests: the development loop, takes some minutes
+# make full    the same with all tests; must pass before merging
+# These targets set up their own environment. They need only PYTHON (>= 3.11).
 
 PYTHON ?= python3
 JOBS ?= 2
 ENV := .venv
 RUN := $(ENV)/bin/python
-# A step whose tool could neither be found nor installed (no network) is left out with a note; elsewhere it must pass.
+# A step whose tool cannot be found or installed (no network) is skipped with a note. If the tool is there, it must pass.
 tool = if $(RUN) -m $(1) --version >/dev/null 2>&1; then echo "$(RUN) -m $(1) $(2)"; $(RUN) -m $(1) $(2); \
        else echo "$(1) is not installed here: left out"; fi
 pytest = $(RUN) -m pytest $(shell $(RUN) -c "import xdist" 2>/dev/null && echo "-n $(JOBS)")

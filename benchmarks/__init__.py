@@ -1,1 +1,1 @@
-"""Measurements of flexattn beside its peers; each module is a program: `python -m benchmarks.attention --help`."""
+"""Measurements of flexattn and its peers. Each module is a program: `python -m benchmarks.attention --help`."""

@@ -1,7 +1,7 @@
-"""Forward and backward of flexattn beside its peers: `python -m benchmarks.attention --peers torch_flex,sdpa_cudnn`.
+"""Forward and backward of flexattn and its peers: `python -m benchmarks.attention --peers torch_flex,sdpa_cudnn`.
 
-Every work is checked against a peer (or the dense reference) before it is timed, and its peak memory is read.
-A work that breaks becomes a row that says so; the others are still measured, and the exit code is 1.
+Every workload is checked against a peer (or the dense reference) before it is timed, and its peak memory is measured.
+A workload that fails becomes a row with the reason. The others are still measured, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from benchmarks.works import (
 from flexattn import reference
 
 DIRECTIONS = ("forward", "backward")
-BACKWARD_FLOPS = 2.5  # of the forward's: five products instead of two
+BACKWARD_FLOPS = 2.5  # relative to the forward: five products instead of two
 WITHOUT_MOD = "without_score_mod"
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 3e-3}  # relative rmse; float32 may mean tf32
-MEMORY_ALLOWANCE = 16 * 2**20  # bytes, beside one float32 for each row, and on Hopper one for each element of query
-REFERENCE_PAIRS = {"cuda": 1 << 30, "cpu": 1 << 26}  # of one head, in float32 and several copies
+MEMORY_ALLOWANCE = 16 * 2**20  # bytes, plus one float32 per row, and on Hopper one per element of query
+REFERENCE_PAIRS = {"cuda": 1 << 30, "cpu": 1 << 26}  # for one head, in float32 and several copies
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line asks for."""
+    """Settings from the command line."""
 
     subject: str
     peers: tuple[str, ...]  # without the subject
@@ -79,7 +79,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Check:
-    """How far the subject is from another implementation at the measured size, and what memory it takes beyond it."""
+    """Errors of the subject relative to another implementation at the measured size, and its extra memory."""
 
     work: str
     against: str
@@ -95,7 +95,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Case:
-    """A work with its tensors and the peers that can do it, called once and ready to be timed."""
+    """A workload with its tensors and the peers that support it, called once and ready to be timed."""
 
     work: Work
     inputs: Inputs
@@ -131,7 +131,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    """Return the options as what they mean; unknown names end the program."""
+    """Convert the options to Settings. Unknown names end the program."""
     device = torch.device(options.device)
     known = {**WORKS, **CPU_WORKS}
     every = CPU_WORKS if device.type == "cpu" and not options.quick else WORKS
@@ -163,7 +163,7 @@ def _names(text: str, known: Sequence[str] | Mapping[str, object], flag: str) ->
 
 
 def prepare(work: Work, settings: Settings) -> Case:
-    """Make inputs, call every peer once in each direction (here it compiles), compare results, read memory."""
+    """Create inputs, call every peer once in each direction (which compiles), compare results, measure memory."""
     inputs = make_inputs(work, settings.device, settings.dtype, settings.seed)
     mods = work.mods(work, settings.device)
     runs: dict[Config, Run] = {}
@@ -187,7 +187,7 @@ def prepare(work: Work, settings: Settings) -> Case:
 
 
 def _attends(work: Work, mods: Mods, settings: Settings, notes: dict[Config, str]) -> Iterator[tuple[str, Attend]]:
-    """Yield each peer with its function; where a gradient of the mod is learned, the subject without the mod too."""
+    """Yield each peer with its function. If the mod has a gradient, also yield the subject without the mod."""
     wanted = [(peer, PEERS[peer], mods) for peer in settings.everyone]
     if mods.learnable:
         wanted.append((WITHOUT_MOD, PEERS[settings.subject], Mods(mask_mod=mods.mask_mod)))
@@ -213,7 +213,7 @@ def first_call(
     runs: dict[Config, Run],
     notes: dict[Config, str],
 ) -> dict[str, Tensor]:
-    """Call a peer in each direction, add what is to be timed to `runs`, and return its results by name."""
+    """Call a peer in each direction, add the functions to time to `runs`, and return its results by name."""
     out = attend(*inputs.qkv)
     outcome = {"out": out.detach()}
     if "forward" in settings.directions:
@@ -243,7 +243,7 @@ def compare(
 ) -> Check:
     """Compare the subject with the first peer that has all of its results, otherwise with the dense reference.
 
-    Where the reference would be too large, results that a peer has too are compared with it, the others with nothing.
+    If the reference would be too large, compare only results that a peer also has.
     """
     ours = outcomes[settings.subject]
     able = [peer for peer in settings.peers if peer in outcomes]
@@ -260,13 +260,13 @@ def compare(
         ours = {name: first_heads(name, result, work) for name, result in ours.items()}
     errors = {name: relative_rmse(ours[name], theirs[name]) for name in ours}
     worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-    right = errors[worst] <= TOLERANCE[settings.dtype]  # false for nan
+    right = errors[worst] <= TOLERANCE[settings.dtype]  # False for nan
     note = "" if right else f"error: {worst} is {errors[worst]:.1e} from {against}"
     return Check(work.name, against, errors, note=note)
 
 
 def reference_of(work: Work, inputs: Inputs, mods: Mods, backward: bool) -> dict[str, Tensor]:
-    """Return what the reference gives in float32 for key head 0 and its queries, sequence by sequence."""
+    """Return the float32 reference results for key head 0 and its queries, sequence by sequence."""
     group = work.heads // work.hkv
     parts: list[dict[str, Tensor]] = []
     for b in range(work.batch):
@@ -312,7 +312,7 @@ def with_memory(check: Check, work: Work, inputs: Inputs, mods: Mods, settings: 
     grads = torch.autograd.grad(out, leaves, inputs.d_out)
     synchronize(settings.device)
     peak = torch.cuda.max_memory_allocated(settings.device) - before
-    rows = 4 * work.batch * work.heads * work.length  # bytes of one float32 for each row
+    rows = 4 * work.batch * work.heads * work.length  # bytes of one float32 per row
     extra = peak - rows - sum(x.nbytes for x in (out, *grads))
     sums_dq = torch.cuda.get_device_capability(settings.device)[0] == 9
     allowed = MEMORY_ALLOWANCE + rows + (4 * inputs.qkv[0].numel() if sums_dq else 0)
@@ -321,7 +321,7 @@ def with_memory(check: Check, work: Work, inputs: Inputs, mods: Mods, settings: 
 
 
 def precompile(settings: Settings, options: argparse.Namespace) -> dict[str, str]:
-    """Run each work once in a process of its own, filling the disk caches; return notes on works that ended badly."""
+    """Run each workload once in its own process, to fill the disk caches. Return notes on failed workloads."""
     waiting, notes = list(settings.works), {}
     running: dict[str, tuple[subprocess.Popen[bytes], IO[bytes], float]] = {}
     environ = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -349,7 +349,7 @@ def precompile(settings: Settings, options: argparse.Namespace) -> dict[str, str
 
 
 def last_line(log: IO[bytes], width: int = 160) -> str:
-    """Return the last line of a process's output, where Python names the error that ended it."""
+    """Return the last line of a process's output, where Python prints the final error."""
     log.seek(0)
     lines = log.read().decode(errors="replace").strip().splitlines()
     return lines[-1][:width] if lines else ""
@@ -369,7 +369,7 @@ def _warm_process(
         cwd=Path(__file__).parent.parent,
         stdout=log,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # a late process is ended together with those that it started
+        start_new_session=True,  # a late process is ended together with its children
     )
 
 
@@ -378,7 +378,7 @@ def progress(text: str) -> None:
 
 
 def lost(settings: Settings) -> bool:
-    """Tell whether the device refuses further work, as after an illegal address."""
+    """Return whether the device rejects further work, as after an illegal address."""
     try:
         synchronize(settings.device)
     except Exception:
@@ -387,7 +387,7 @@ def lost(settings: Settings) -> bool:
 
 
 def prepare_all(settings: Settings, notes: Mapping[str, str]) -> tuple[list[Case], list[Result]]:
-    """Prepare the works one after the other; return those that can be timed and results that say why others cannot."""
+    """Prepare the workloads in order. Return those that can be timed, and results with the reason for others."""
     cases: list[Case] = []
     broken: list[Result] = []
     gone = False
@@ -406,7 +406,7 @@ def prepare_all(settings: Settings, notes: Mapping[str, str]) -> tuple[list[Case
 
 
 def time_all(cases: Sequence[Case], settings: Settings) -> list[Result]:
-    """Time everything that is ready, interleaved, and return it with the notes of what is not."""
+    """Time everything that is ready, interleaved. Return the results, and the notes for the rest."""
     runs = {config: run for case in cases for config, run in case.runs.items()}
     flops = {
         config: case.flops * (BACKWARD_FLOPS if config.direction == "backward" else 1.0)
@@ -419,7 +419,7 @@ def time_all(cases: Sequence[Case], settings: Settings) -> list[Result]:
 
 
 def order(results: Sequence[Result], settings: Settings) -> list[Result]:
-    """Sort by work and direction, the subject before its peers."""
+    """Sort by workload and direction, the subject before its peers."""
     works = [work.name for work in settings.works]
     peers = [settings.subject, WITHOUT_MOD, *settings.peers]
     return sorted(
@@ -429,7 +429,7 @@ def order(results: Sequence[Result], settings: Settings) -> list[Result]:
 
 
 def ratios(results: Sequence[Result], subject: str, peer: str) -> dict[Config, float]:
-    """Return how many times as fast as `peer` the subject is, for every work and direction that both have."""
+    """Return the speedup of the subject over `peer`, for every workload and direction that both have."""
     ours = {(r.config.work, r.config.direction): r.median for r in results if r.config.peer == subject}
     found = {}
     for r in results:
@@ -440,7 +440,7 @@ def ratios(results: Sequence[Result], subject: str, peer: str) -> dict[Config, f
 
 
 def results_table(results: Sequence[Result], settings: Settings) -> str:
-    """Return one line for each work, direction and peer."""
+    """Return one line per workload, direction and peer."""
     shapes = {work.name: work.shape for work in settings.works}
     others = (WITHOUT_MOD, *settings.peers)
     speed = {c: x for peer in others for c, x in ratios(results, settings.subject, peer).items()}
@@ -458,7 +458,7 @@ def results_table(results: Sequence[Result], settings: Settings) -> str:
 
 
 def notes_list(results: Sequence[Result]) -> list[str]:
-    """Return what was not measured and why, the works of one reason together."""
+    """Return what was not measured and why, with workloads grouped by reason."""
     works: dict[tuple[str, str, str], list[str]] = {}
     for r in results:
         if r.note:
@@ -473,7 +473,7 @@ def notes_list(results: Sequence[Result]) -> list[str]:
 
 
 def checks_table(checks: Sequence[Check]) -> str:
-    """Return one line for each work: distances from the other implementation, and memory."""
+    """Return one line per workload: errors relative to the other implementation, and memory."""
     rows = []
     for check in checks:
         errors = ", ".join(f"{name} {error:.1e}" for name, error in check.errors.items())
@@ -485,7 +485,7 @@ def checks_table(checks: Sequence[Check]) -> str:
 
 
 def summary(results: Sequence[Result], settings: Settings) -> list[str]:
-    """Return the geometric means over each peer, and what lies below it."""
+    """Return the geometric mean speedups over each peer, and where the subject is slower."""
     lines = []
     for peer in settings.peers:
         found = ratios(results, settings.subject, peer)
@@ -503,11 +503,11 @@ def summary(results: Sequence[Result], settings: Settings) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the tables, write the JSON file; return 1 if anything of the subject broke."""
+    """Measure, print the tables, write the JSON file. Return 1 if anything of the subject failed."""
     options = parse(argv)
     settings = settings_of(options)
     if options.precompile:
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # compiled already: spare the pool of processes
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # already compiled: no need for a process pool
     prepare_torch()
     notes = precompile(settings, options) if options.precompile else {}
     cases, broken = prepare_all(settings, notes)

@@ -1,10 +1,10 @@
-"""Many unlike calls from an empty cache folder: nothing may be built twice, and every result is checked.
+"""Many different calls from an empty cache directory. Nothing may be built twice, and every result is checked.
 
 `python -m benchmarks.calls --calls 1000 --device cuda`, or smaller `--device interpreter` on any machine. Lengths,
 batch sizes, scales, closures, captured tensors and numbers are new in each call. Three things must hold: the cache
-folder holds the kernels that `explain` lists and no others; none is built once each kind of call was seen; a second
-process builds nothing. With `--builders N` that many processes first make a call of each kind at once, into the same
-empty folder: a minute instead of many on a machine with cores to spare, and a test of its locks.
+directory contains exactly the kernels that `explain` lists; none is built after the first call of each kind; a second
+process builds nothing. With `--builders N`, N processes first make a call of each kind concurrently in the same
+empty directory. This takes one minute instead of many on a machine with enough cores, and tests the locks.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from benchmarks.harness import environment, table, write_json
 from flexattn import reference
 from flexattn.runtime.build import digest, stats
 
-SETTLED = 100  # calls, after which nothing new may be built
+SETTLED = 100  # calls after which nothing new may be built
 LAYOUTS = ("contiguous", "transposed", "unaligned")
 Mod = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the calls of a device are."""
+    """Sizes of the calls on a device."""
 
     device: torch.device
     dtypes: tuple[torch.dtype, ...]
@@ -60,13 +60,13 @@ SCALES = {
 
 @dataclass(frozen=True)
 class Kind:
-    """What a set of kernels may depend on: everything else about a call is drawn anew."""
+    """The properties of a call that a set of kernels may depend on. Everything else is drawn anew."""
 
     mod: str  # one of MODS
     dtype: torch.dtype
     dim: int
     layout: str  # one of LAYOUTS
-    even: bool  # lengths are multiples of 16, so that rows of captured tables are aligned; otherwise those are not
+    even: bool  # lengths are multiples of 16, so that rows of captured tables are aligned
 
 
 @dataclass(frozen=True)
@@ -86,17 +86,17 @@ class Call:
 
 @dataclass(frozen=True)
 class Report:
-    """What one process saw."""
+    """Observations of one process."""
 
     calls: int
     kinds: int
-    entries: tuple[str, ...]  # in the cache folder at the end
+    entries: tuple[str, ...]  # in the cache directory at the end
     unlisted: tuple[str, ...]  # entries that `explain` does not list
-    missing: tuple[str, ...]  # listed kernels that are not there
+    missing: tuple[str, ...]  # listed kernels that do not exist
     last_built_at: int  # call, counted from 1, that added the last entry
     stats: dict[str, int]
     wrong: tuple[str, ...]
-    worst: float  # largest error as a part of what is allowed
+    worst: float  # largest error relative to the tolerance
     seconds: float
 
 
@@ -141,19 +141,19 @@ MODS = {"alibi_causal": alibi_causal, "softcap_window": softcap_window, "bias_do
 
 
 def kinds_of(scale: Scale, mods: Sequence[str]) -> tuple[Kind, ...]:
-    """Return every kind of call; only the mods that capture a table care whether lengths are multiples of 16."""
+    """Return every kind of call. Lengths that are multiples of 16 matter only to mods that capture a table."""
     every = itertools.product(mods, scale.dtypes, scale.dims, LAYOUTS, (False, True))
     return tuple(kind for kind in itertools.starmap(Kind, every) if kind.mod == "bias_document" or not kind.even)
 
 
 def order_of_kinds(kinds: Sequence[Kind], calls: int, draw: random.Random) -> list[Kind]:
-    """Return a kind for each call: first each once in random order, then any."""
+    """Return a kind for each call: first each kind once in random order, then random ones."""
     order = draw.sample(list(kinds), len(kinds))
     return (order + [draw.choice(kinds) for _ in range(calls)])[:calls]
 
 
 def make_call(kind: Kind, scale: Scale, draw: random.Random) -> Call:
-    """Draw lengths, batch, scale, tensors, numbers and closures."""
+    """Draw lengths, batch size, scale, tensors, numbers and closures."""
     batch, (heads, kv_heads) = draw.randint(1, scale.largest_batch), scale.heads
     m, n = _length(kind, scale, draw), _length(kind, scale, draw)
     score_mod, mask_mod, learnable = MODS[kind.mod](draw, batch, heads, m, n, scale.device)
@@ -179,7 +179,7 @@ def _tensor(kind: Kind, scale: Scale, batch: int, heads: int, length: int) -> Te
 
 
 def run(call: Call, scale: Scale) -> dict[str, Tensor]:
-    """Return what flexattn computes: out and every gradient."""
+    """Return flexattn's results: out and every gradient."""
     m, n = call.query.size(2), call.key.size(2)
     block_mask = flexattn.create_block_mask(call.mask_mod, None, None, m, n, device=scale.device)
     out = flexattn.flex_attention(
@@ -191,7 +191,7 @@ def run(call: Call, scale: Scale) -> dict[str, Tensor]:
 
 
 def listed(call: Call, scale: Scale) -> set[str]:
-    """Return the digests of the kernels that `explain` lists for a call: forward, delta, dQ, dK/dV, the mask's."""
+    """Return the digests of the kernels that `explain` lists for a call: forward, delta, dQ, dK/dV, mask kernels."""
     m, n = call.query.size(2), call.key.size(2)
     block_mask = flexattn.create_block_mask(call.mask_mod, None, None, m, n, device=scale.device)
     explanation: Any = flexattn.explain(
@@ -209,10 +209,10 @@ def _named(out: Tensor, grads: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def excess(call: Call, results: dict[str, Tensor], draw: random.Random) -> dict[str, float]:
-    """Return each result's error as a part of what is allowed, on one key head of one sequence and its queries.
+    """Return each result's error relative to the tolerance, on one key head of one sequence and its queries.
 
-    Allowed is 2x the rmse and 4x the largest error of a dense computation in the same dtype, at least 4 ulp and 1e-5.
-    This looks for wrong kernels and stale values; the tests hold accuracy to tighter bounds.
+    The tolerance is 2x the rmse and 4x the largest error of a dense computation in the same dtype, at least 4 ulp and
+    1e-5. This detects wrong kernels and stale values; the tests check accuracy with tighter bounds.
     """
     b, kv_head = draw.randrange(call.query.size(0)), draw.randrange(call.key.size(1))
     truth_dtype = torch.float64 if call.query.size(2) * call.key.size(2) < 1 << 18 else torch.float32
@@ -234,15 +234,15 @@ def excess(call: Call, results: dict[str, Tensor], draw: random.Random) -> dict[
 
 
 def sizes_of_terms(call: Call, b: int, h: int) -> dict[str, tuple[float, float]]:
-    """Return how large the terms of a gradient are, rms and at most: where one key attends they cancel, and rounding is
-    what is left; where few queries attend, it is left in few keys.
+    """Return the rms and the maximum size of the terms of a gradient. If only one key attends, the terms cancel and
+    only rounding errors remain. If few queries attend, few keys have them.
     """
     m, n, device = call.query.size(2), call.key.size(2), call.query.device
     b_idx, h_idx = torch.tensor(b, device=device), torch.tensor(h, device=device)
     queries, keys = torch.arange(m, device=device)[:, None], torch.arange(n, device=device)
     live = call.mask_mod(b_idx, h_idx, queries, keys).expand(m, n)
     count = live.sum(-1, keepdim=True)
-    squares = torch.where(live, 1.0 / count.clamp(min=1).square(), 0.0)  # of probabilities, if a row's are equal
+    squares = torch.where(live, 1.0 / count.clamp(min=1).square(), 0.0)  # of probabilities, if all in a row are equal
     of_query, of_key = (call.kind.dim * squares.sum(axis) for axis in (1, 0))
     sizes = {"dq": (of_query, call.scale), "dk": (of_key, call.scale), "d_table": (of_key, 1.0)}
     return {
@@ -260,7 +260,7 @@ def _rms(x: Tensor) -> float:
 
 
 def _dense(call: Call, b: int, kv_head: int, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return the reference's results for one key head of one sequence; mods see the indices of the whole call."""
+    """Return the reference results for one key head of one sequence. Mods see the indices of the whole call."""
     group = call.query.size(1) // call.key.size(1)
     first = kv_head * group
     sliced = (call.query[b : b + 1, first : first + group], *(x[b : b + 1, kv_head : kv_head + 1] for x in
@@ -281,19 +281,19 @@ def _dense(call: Call, b: int, kv_head: int, dtype: torch.dtype | None) -> dict[
 
 
 def entries(folder: Path) -> set[str]:
-    """Return the digests of the kernels in a cache folder."""
+    """Return the digests of the kernels in a cache directory."""
     return {path.parent.name for path in folder.glob("*/manifest.json")}
 
 
 def _named_entries(folder: Path, digests: set[str]) -> list[str]:
-    """Return what the kernels of these digests are called, and the digests."""
+    """Return the names of the kernels with these digests, and the digests."""
     return [f"{next((folder / d).glob('*.py'), folder).stem} {d}" for d in digests]
 
 
 def work(
     calls: int, scale: Scale, mods: Sequence[str], folder: Path, seed: int, part: tuple[int, int] = (0, 1)
 ) -> Report:
-    """Make the calls in this process, checking each, and return what was seen; `part` (i, n) is every n-th from i."""
+    """Make and check the calls in this process. Return the report; `part` (i, n) is every n-th call from i."""
     draw, started = random.Random(seed), time.monotonic()
     torch.manual_seed(seed)
     kinds = kinds_of(scale, mods)
@@ -322,7 +322,7 @@ def work(
 
 
 def elsewhere(options: argparse.Namespace, calls: int, seed: int, folder: Path, parts: int = 1) -> list[dict[str, Any]]:
-    """Return the Reports of processes of their own that use `folder` as their cache and share the calls."""
+    """Return the Reports of separate processes that use `folder` as their cache and share the calls."""
     environ = os.environ | {"FLEXATTN_CACHE_DIR": str(folder)}
     if options.device == "interpreter":
         environ["TRITON_INTERPRET"] = "1"
@@ -340,7 +340,7 @@ def elsewhere(options: argparse.Namespace, calls: int, seed: int, folder: Path, 
 
 
 def failures(first: dict[str, Any], second: dict[str, Any], settled: int) -> list[str]:
-    """Return what does not hold."""
+    """Return the requirements that do not hold."""
     built_again = sorted(set(second["entries"]) - set(first["entries"]))
     claims = {
         "wrong results": first["wrong"] + second["wrong"],
@@ -369,7 +369,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make the calls in one process and each kind again in a second; print what was seen; return 1 if a claim fails."""
+    """Make the calls in one process and each kind again in a second; print the reports; return 1 if a check fails."""
     options = parse(argv)
     scale, mods = SCALES[options.device], options.mods.split(",")
     if options.worker:

@@ -1,6 +1,6 @@
-"""Interleaved timing: everything warmed up first, then rounds in random order, medians with their range.
+"""Interleaved timing: everything is warmed up first, then measured in rounds of random order; medians with ranges.
 
-The clock of a card falls under load, so two programs are only comparable inside of one process and one round.
+The clock of a GPU drops under load, so two programs are only comparable inside one process and one round.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import torch
 from flexattn.tuning.search import sample
 
 Run = Callable[[], object]
-Clock = Callable[[Run, int, torch.device], float]  # (what to run, how many times, where) -> milliseconds of one
+Clock = Callable[[Run, int, torch.device], float]  # (what to run, number of runs, device) -> milliseconds per run
 
-SLOW_MS = 500.0  # runs of this length need no further warming up
+SLOW_MS = 500.0  # runs of at least this length need no further warmup
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Where and with what a table was measured."""
+    """Where and with which versions a table was measured."""
 
     device: str
     torch: str
@@ -51,7 +51,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Config:
-    """What one number stands for."""
+    """What one figure was measured for."""
 
     work: str
     peer: str
@@ -60,16 +60,16 @@ class Config:
 
 @dataclass(frozen=True)
 class Result:
-    """The samples of one Config, one per round, or a note that says why there are none (`n/a: ...`, `error: ...`)."""
+    """The samples of one Config, one per round, or a note why there are none (`n/a: ...`, `error: ...`)."""
 
     config: Config
     milliseconds: tuple[float, ...] = ()
-    flops: float = 0.0  # of one run; 0 where floating-point operations are not what is counted
+    flops: float = 0.0  # of one run; 0 if floating-point operations do not apply
     note: str = ""
 
     @property
     def failed(self) -> bool:
-        """Whether something broke, as opposed to a peer that cannot do this work."""
+        """Whether something failed, as opposed to a peer that does not support this workload."""
         return self.note.startswith("error")
 
     @property
@@ -81,7 +81,7 @@ class Result:
         return self.flops / self.median / 1e9
 
     def record(self) -> dict[str, Any]:
-        """Return what the JSON file holds of this result."""
+        """Return the JSON record of this result."""
         record: dict[str, Any] = {**asdict(self.config), "note": self.note, "milliseconds": list(self.milliseconds)}
         if self.milliseconds:
             record |= {"median": self.median, "min": min(self.milliseconds), "max": max(self.milliseconds)}
@@ -103,7 +103,7 @@ def environment(device: torch.device, label: str = "") -> Environment:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the card, or of the processor with the number of threads that torch uses."""
+    """Return the name of the GPU, or of the processor with the number of threads that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
@@ -121,7 +121,7 @@ def version_of(package: str) -> str:
 
 
 def git_commit() -> str:
-    """Return the commit of this clone, `-dirty` where tracked files differ from it, `unknown` outside of a clone."""
+    """Return the commit of this clone, with `-dirty` if tracked files differ from it; `unknown` outside of a clone."""
     root = Path(__file__).parent.parent
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
@@ -138,7 +138,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def host_sample(run: Run, launches: int, device: torch.device) -> float:
-    """Return milliseconds of host time per run, the device never waited for."""
+    """Return milliseconds of host time per run, without waiting for the device."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(launches):
@@ -149,7 +149,7 @@ def host_sample(run: Run, launches: int, device: torch.device) -> float:
 
 
 def launches_needed(run: Run, device: torch.device, sample_ms: float, clock: Clock, most: int) -> int:
-    """Warm `run` up and return how many runs make a sample of at least `sample_ms`."""
+    """Warm up `run` and return how many runs make a sample of at least `sample_ms`."""
     run()
     synchronize(device)
     once = clock(run, 1, device)
@@ -169,7 +169,7 @@ def measure(
     clock: Clock = sample,
     most_launches: int = 2_000,
 ) -> dict[Config, Result]:
-    """Time all `runs` beside one another; one that raises becomes a result with a note, the others go on."""
+    """Time all `runs`, interleaved. A run that raises becomes a result with a note; the others continue."""
     launches: dict[Config, int] = {}
     samples: dict[Config, list[float]] = {config: [] for config in runs}
     notes: dict[Config, str] = {}
@@ -177,7 +177,7 @@ def measure(
     def guarded(config: Config, step: Run) -> None:
         try:
             step()
-        except Exception as error:  # a broken variant must not lose the others
+        except Exception as error:  # a failing variant must not lose the others
             notes[config] = f"error: {one_line(error)}"
 
     def warm(config: Config) -> None:
@@ -196,18 +196,18 @@ def measure(
 
 
 def one_line(error: BaseException, width: int = 160) -> str:
-    """Return the kind of an error and the first line of its text that says something."""
+    """Return the type of an error and the first non-empty line of its text."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {text}"[:width].rstrip(": ")
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Return the geometric mean, nan of nothing."""
+    """Return the geometric mean, nan for an empty sequence."""
     return statistics.geometric_mean(values) if values else math.nan
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return rows as text in aligned columns, numbers to the right."""
+    """Return rows as text in aligned columns, numbers right-aligned."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(line[i]) for line in [list(headers), *cells]) for i in range(len(headers))]
     numeric = [all(_is_number(row[i]) for row in cells) for i in range(len(headers))]
@@ -224,7 +224,7 @@ def _is_number(cell: str) -> bool:
 
 
 def write_json(path: str | None, record: Mapping[str, Any]) -> None:
-    """Write `record` to `path`, if there is one, with its folders. Numbers that are not finite become null."""
+    """Write `record` to `path`, if given, creating its folders. Non-finite numbers become null."""
     if path is None:
         return
     Path(path).parent.mkdir(parents=True, exist_ok=True)

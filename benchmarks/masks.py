@@ -1,24 +1,24 @@
-"""Block masks: what building them costs, beside torch's own, for each kind and length.
+"""Block masks: the cost of building them, compared with torch's own, for each kind and length.
 
     python -m benchmarks.overhead --parts masks
 
-Times are wall times on a GPU, which is waited for before and after; on a CPU they are the process's own, of all its
-threads, with the wall time beside them. `first` is the first build of a kind in this process, peers in the order given,
-with whatever is imported, traced, compiled or read from a disk cache; `repeated` builds from the same
-mask_mod object, which flexattn may serve from its mask cache; `new closure` from a function made anew over new tensors
-and another number, which is not timed. `repeated` and `new closure` are warmed up by two builds; then the peers take
-turns in random order, round by round. Where a build takes less than SHORT_S, a turn begins with one that is not timed,
-as the peers evict each other's code from the processor's caches. A peer of torch's that fails, or takes more than
-SLOW_S for each build, or would take so long if its time grew with the square of the length, is listed with the reason
-and left out of greater lengths.
+Times on a GPU are wall times, with a device sync before and after. Times on a CPU are process times over all threads,
+with the wall time next to them. `first` is the first build of a kind in this process, with peers in the given order,
+including everything that is imported, traced, compiled or read from a disk cache. `repeated` builds from the same
+mask_mod object, which flexattn may serve from its mask cache. `new closure` builds from a new function over new tensors
+and another number; creating these is not timed. `repeated` and `new closure` are warmed up by two builds. Then the
+peers take turns in random order, round by round. If a build takes less than SHORT_S, a turn begins with an untimed
+build, because the peers evict each other's code from the processor's caches. A torch peer that fails, takes more than
+SLOW_S per build, or would take that long if its time grew with the square of the length, is listed with the reason and
+skipped at greater lengths.
 
-Memory is what a build takes at its peak beyond what was allocated before, with the mask that it returns: on a GPU the
-most of all rounds; on a CPU by how much the resident set of a process rises that has built small masks before and is
-used for this build alone.
+Memory is the peak of a build beyond what was allocated before, including the mask that it returns. On a GPU it is the
+maximum over all rounds. On a CPU it is the growth of the resident set of a process that has built small masks before
+and is used only for this build.
 
-Further builds of flexattn's are taken apart. `launches` counts generated kernels, `waits` the calls that wait for the
-device (WAITS). Host time ends when create_block_mask returns; `python` is the host time outside of these calls, with
-the launches in it. `cached` counts the builds that the mask cache served.
+Further builds of flexattn are analyzed. `launches` counts generated kernels, `waits` the calls that wait for the
+device (WAITS). Host time ends when create_block_mask returns. `python` is the host time outside of these calls,
+including launches. `cached` counts the builds served by the mask cache.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ from flexattn.mask_build import cache as mask_cache
 from flexattn.mods import natten_2d
 
 OURS = "flexattn"
-SLOW_S = 20.0  # a peer of torch's whose builds take longer leaves; after as long a step ends, given its least rounds
+SLOW_S = 20.0  # limit for a torch peer's build, and for a step once it has its minimum of rounds
 LEAST_ROUNDS = 3
-SHORT_S = 0.01  # before a build that is shorter goes one that is not timed
-REST_S = 0.001  # before a time of the process is taken: threads of the build before may yet spin, for half of that
+SHORT_S = 0.01  # a shorter build is preceded by an untimed one
+REST_S = 0.001  # pause before process time is read: threads of the previous build may spin for half of that
 WAITS = ((Tensor, "tolist"), (Tensor, "item"), (Tensor, "cpu"), (torch, "equal"), (torch.cuda.Stream, "synchronize"))
 MIB = 2**20
 CPU = torch.device("cpu")
-SMALL = 256  # tokens of a mask to warm up with
+SMALL = 256  # tokens of a mask for warming up
 
 Build = Callable[[Mod, int], Any]  # (mask_mod, length) -> BlockMask
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Attention over ragged documents of one row, causal in each."""
+    """Attention over ragged documents packed into one row, causal in each."""
 
     documents: int
     shortest: int
@@ -88,7 +88,7 @@ TINY = Packed(4, 16, 33, 4, 2, 16)
 
 @dataclass(frozen=True)
 class MaskSettings:
-    """What the mask part measures, and where."""
+    """What the mask part measures, and on which device."""
 
     peers: tuple[str, ...]
     device: torch.device
@@ -99,7 +99,7 @@ class MaskSettings:
     packed: Packed
 
 
-# Kinds: (length, n, device) -> mask_mod; every n gives a new function over new tensors and another number.
+# Kinds: (length, n, device) -> mask_mod. Every n gives a new function over new tensors and another number.
 
 
 def causal(length: int, n: int, device: torch.device) -> Mod:
@@ -137,7 +137,7 @@ def packed_documents(lengths: Sequence[int], device: torch.device) -> Mod:
 
 
 def natten(length: int, n: int, device: torch.device) -> Mod:
-    """Return the mask_mod of NATTEN 13 x 13 on an image about as wide as high, whose last n rows are cut off."""
+    """Return the mask_mod of NATTEN 13 x 13 on an approximately square image without its last n rows."""
     width = 1 << length.bit_length() // 2
     height = -(-length // width)
     kernel = min(13, (min(width, height) - 1) | 1)
@@ -154,7 +154,7 @@ CHURNED = ("documents", "sliding 1024")
 
 
 def mask_builders(peers: Sequence[str], device: torch.device) -> dict[str, Build]:
-    """Return for each peer what builds its BlockMask."""
+    """Return for each peer the function that builds its BlockMask."""
     eager = torch_flex_module().create_block_mask
     known: dict[str, Callable[[], Callable[..., object]]] = {
         OURS: lambda: flexattn.create_block_mask,
@@ -174,26 +174,26 @@ def mask_builders(peers: Sequence[str], device: torch.device) -> dict[str, Build
 
 @dataclass(frozen=True)
 class Sample:
-    """One build in seconds, and on a GPU the bytes that it took at its peak."""
+    """One build in seconds, and on a GPU its peak memory in bytes."""
 
     wall: float
     process: float
     peak: int | None
 
     def milliseconds(self, device: torch.device) -> float:
-        """Return the time that counts on this device."""
+        """Return the time that is reported for this device."""
         return (self.wall if device.type == "cuda" else self.process) * 1e3
 
 
 def observe(run: Callable[[], Any], device: torch.device) -> tuple[Any, Sample]:
-    """Return what `run` returns, and what it took with all that the device does for it."""
+    """Return the result of `run`, and its cost including its work on the device."""
     on_gpu = device.type == "cuda"
     synchronize(device)
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     until = time.perf_counter() + (0 if on_gpu else REST_S)
-    while time.perf_counter() < until:  # asleep, the processor would slow down
+    while time.perf_counter() < until:  # busy, because the processor would slow down while asleep
         pass
     wall, process = time.perf_counter(), time.process_time()
     made = run()
@@ -204,7 +204,7 @@ def observe(run: Callable[[], Any], device: torch.device) -> tuple[Any, Sample]:
 
 @contextlib.contextmanager
 def allocations_raise(device: torch.device) -> Iterator[None]:
-    """Let allocations beyond 3/4 of a CPU's free memory raise, as on a GPU: else the system may end the process."""
+    """Let allocations beyond 3/4 of a CPU's free memory raise, as on a GPU. Else the system may kill the process."""
     meminfo = Path("/proc/meminfo")
     if device.type != "cpu" or not meminfo.exists():
         yield
@@ -222,21 +222,21 @@ def allocations_raise(device: torch.device) -> Iterator[None]:
 
 
 def failure(peer: str, error: BaseException) -> str:
-    """Return the note of a peer that raised: only flexattn's is an error."""
+    """Return the note for a peer that raised. Only flexattn's is an error."""
     return f"{'error' if peer == OURS else 'n/a'}: {one_line(error)}"
 
 
-# flexattn's builds taken apart.
+# Analysis of flexattn's builds.
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What builds of flexattn's consist of: times are medians; blocks, launches and waits those of the last build."""
+    """The parts of flexattn's builds. Times are medians; blocks, launches and waits are those of the last build."""
 
     blocks: int  # evaluated pair by pair
     launches: int
     waits: int
-    cached: int  # of all `builds`, those that the mask cache served
+    cached: int  # of all `builds`, the number served by the mask cache
     builds: int
     host_ms: float
     python_ms: float
@@ -270,7 +270,7 @@ class _Tally:
 
 
 def anatomy(build: Build, mods: Sequence[Mod], length: int, device: torch.device) -> Anatomy:
-    """Build once from each mod, with launches and waits watched."""
+    """Build once from each mod, and record launches and waits."""
     tally, host, python, mask = _Tally(), [], [], None
     hits = mask_cache.stats()["hits"]
     with contextlib.ExitStack() as patches:
@@ -292,19 +292,19 @@ def anatomy(build: Build, mods: Sequence[Mod], length: int, device: torch.device
     )
 
 
-# Kinds and lengths, peers beside one another.
+# Kinds and lengths, all peers.
 
 
 @dataclass(frozen=True)
 class MaskResult(Result):
-    """Times of one kind, length, peer and step, and what else is known of these builds."""
+    """Times of one kind, length, peer and step, and other data of these builds."""
 
     wall: tuple[float, ...] = ()  # milliseconds
     peak_mib: float | None = None
     anatomy: Anatomy | None = None
 
     def record(self) -> dict[str, Any]:
-        """Return what the JSON file holds of this result."""
+        """Return the JSON record of this result."""
         more = asdict(self.anatomy) if self.anatomy else {}
         return super().record() | {"wall_milliseconds": list(self.wall), "peak_mib": self.peak_mib, **more}
 
@@ -339,9 +339,9 @@ class Entry:
         return self.same if step == "repeated" else next(self.fresh)
 
     def attempt(self, step: str, label: str = "") -> None:
-        """Build once and keep the sample under the step's name, or another; note a failure and slowness.
+        """Build once and keep the sample under the name of the step, or `label`. Note failures and slow builds.
 
-        A peer takes its turn as a training loop would: with its code in the caches, after a build that is not timed.
+        A peer takes its turn as in a training loop: with its code in the caches, after an untimed build.
         """
         if not label and self.fastest < SHORT_S:
             self._guarded(lambda: self.build(self.mod(step), self.length))
@@ -361,12 +361,12 @@ class Entry:
                 self.attempt(step, "warming up" if self.was_built else "first")
 
     def goes_on(self, step: str) -> bool:
-        """Tell whether to take a further sample of a step."""
+        """Return whether to take another sample of a step."""
         samples = self.samples[step]
         return not self.note and (len(samples) < LEAST_ROUNDS or sum(s.wall for s in samples) < SLOW_S)
 
     def take_apart(self, step: str, builds: int) -> None:
-        """Note the anatomy of builds of a step."""
+        """Record the anatomy of builds of a step."""
         mods = [self.mod(step) for _ in range(builds)]
         found = self._guarded(lambda: anatomy(self.build, mods, self.length, self.device))
         if found is not None:
@@ -378,13 +378,13 @@ class Entry:
                 return step()
         except Exception as error:
             self.note = failure(self.peer, error)
-        gc.collect()  # the error's frames held what was allocated
-        with contextlib.suppress(RuntimeError):  # of a device that an illegal access has spoiled
+        gc.collect()  # the error's frames referenced the allocations
+        with contextlib.suppress(RuntimeError):  # the device may be unusable after an illegal access
             torch.cuda.empty_cache()
         return None
 
     def results(self, steps: Sequence[str], host_peak: float | str | None) -> Iterator[MaskResult]:
-        """Return the results of some steps, and the notes; `host_peak` is the MiB of a new closure, or a note."""
+        """Return the results of some steps, and the notes. `host_peak` is the MiB of a new closure, or a note."""
         work = f"{self.kind} {self.length}"
         peak_mib = host_peak if isinstance(host_peak, float) else None
         for step in steps:
@@ -401,7 +401,7 @@ class Entry:
 
 
 def race(entries: Sequence[Entry], rounds: int, draw: random.Random) -> None:
-    """Fill the entries of one kind and length: for each step all peers warm up, then take turns."""
+    """Fill the entries of one kind and length: in each step all peers warm up, then take turns."""
     for step in ("repeated", "new closure"):
         for entry in entries:
             entry.warm_up(step)
@@ -415,7 +415,7 @@ def race(entries: Sequence[Entry], rounds: int, draw: random.Random) -> None:
 
 
 def expected_slow(before: Entry | None, length: int) -> str:
-    """Return why a peer of torch's need not try a length, from what a smaller one took; or nothing."""
+    """Return why a torch peer need not try a length, judged by a smaller length; or an empty string."""
     if before is None or before.peer == OURS:
         return ""
     seconds = before.fastest * (length / before.length) ** 2
@@ -452,7 +452,7 @@ def compare(settings: MaskSettings) -> list[MaskResult]:
 
 
 def in_child(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> Any:
-    """Run `python -m` in a fresh process; return the JSON of its last line, or None where it fails, its errors told."""
+    """Run `python -m` in a fresh process. Return the JSON of its last line, or print errors and return None."""
     command = [sys.executable, "-m", *arguments]
     environ, root = os.environ | (environ or {}), Path(__file__).parent.parent
     done = subprocess.run(command, env=environ, cwd=root, capture_output=True, text=True, check=False, timeout=600)
@@ -463,10 +463,10 @@ def in_child(arguments: Sequence[str], environ: Mapping[str, str] | None = None)
 
 
 def host_peaks(lengths: Sequence[int]) -> dict[tuple[str, int], float | str]:
-    """Return MiB, or the note of a failure, for each kind and length; nothing where there is no /proc."""
+    """Return MiB, or the note of a failure, for each kind and length; nothing if there is no /proc."""
     if not Path("/proc/self/clear_refs").exists():
         return {}
-    # Buffers of 128 KiB and more go back to the system when they are freed: none hides in the heap from the next.
+    # Buffers of 128 KiB and more are returned to the system when freed, so none stays in the heap for the next build.
     found = in_child(["benchmarks.masks", *map(str, lengths)], {"MALLOC_MMAP_THRESHOLD_": str(2**17)})
     if found is None:
         return {(kind, n): "error: the process that measures memory failed" for kind in KINDS for n in lengths}
@@ -474,8 +474,8 @@ def host_peaks(lengths: Sequence[int]) -> dict[tuple[str, int], float | str]:
 
 
 def host_peaks_here(lengths: Sequence[int]) -> list[tuple[str, int, float | str]]:
-    """Measure each kind and length in a fork of its own of this process, which has built small masks of all kinds."""
-    torch.set_num_threads(1)  # a fork has none of its parent's threads
+    """Measure each kind and length in its own fork of this process, which has built small masks of all kinds."""
+    torch.set_num_threads(1)  # a fork does not inherit its parent's threads
     forks = multiprocessing.get_context("fork")
     for kind in KINDS:
         _build_small(kind, SMALL)
@@ -491,8 +491,8 @@ def host_peaks_here(lengths: Sequence[int]) -> list[tuple[str, int, float | str]
 
 
 def _rise(kind: str, length: int) -> float:
-    """Return by how many MiB the resident set rises at most in one build."""
-    _build_small(kind, length)  # a fork has yet to read the pages of its parent's code
+    """Return the maximum growth of the resident set in one build, in MiB."""
+    _build_small(kind, length)  # a fork first has to read the pages of its parent's code
     mod = KINDS[kind](length, 3, CPU)
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS; ru_maxrss would be that of the parent
@@ -502,7 +502,7 @@ def _rise(kind: str, length: int) -> float:
 
 
 def _build_small(kind: str, length: int) -> None:
-    """Build masks of few tokens from mods made for `length`: a width that mods divide by is traced anew."""
+    """Build masks of few tokens from mods created for `length`, because a width that mods divide by is retraced."""
     mask_cache.clear()
     tokens = min(length, SMALL)
     for n in range(3):
@@ -544,13 +544,13 @@ class Churn:
 
 
 def kernels_made() -> int:
-    """Return how many kernels this process has compiled or read from the disk."""
+    """Return how many kernels this process has compiled or loaded from disk."""
     counts = flexattn.runtime.build.stats()
     return counts["compiles"] + counts["disk_hits"]
 
 
 def churn(settings: MaskSettings, kind: str) -> Churn:
-    """Build from one new closure after the other, flexattn alone, with an empty mask cache."""
+    """Build from one new closure after the other with flexattn only, with an empty mask cache."""
     builds, length = settings.churn
     device, build = settings.device, mask_builders([OURS], settings.device)[OURS]
     mask_cache.clear()
@@ -567,12 +567,12 @@ def churn(settings: MaskSettings, kind: str) -> Churn:
     return Churn(kind, length, tuple(taken[1:]), *counts)
 
 
-# A mask's share of the attention that uses it.
+# The cost of a mask relative to the attention that uses it.
 
 
 @dataclass(frozen=True)
 class Share:
-    """Milliseconds of a mask over new documents and of the forward pass that follows."""
+    """Milliseconds of a mask over new documents and of the forward that follows."""
 
     work: str
     mask: tuple[float, ...] = ()
@@ -581,12 +581,12 @@ class Share:
 
     @property
     def percent(self) -> float:
-        """Return the mask's part of both."""
+        """Return the mask's percentage of the sum."""
         mask, forward = statistics.median(self.mask), statistics.median(self.forward)
         return 100 * mask / (mask + forward)
 
     def record(self) -> dict[str, Any]:
-        """Return what the JSON file holds of this share."""
+        """Return the JSON record of this share."""
         return asdict(self) | ({} if self.note else {"percent": self.percent})
 
     def __str__(self) -> str:
@@ -600,7 +600,7 @@ class Share:
 
 
 def share(settings: MaskSettings) -> Share:
-    """Time a new mask and its attention in turns; the documents of each round stand in another order."""
+    """Time a new mask and its attention, interleaved. The order of the documents differs in each round."""
     packed, device, draw = settings.packed, settings.device, random.Random(0)
     lengths = [draw.randint(packed.shortest, packed.longest) for _ in range(packed.documents)]
     work = Work(
@@ -627,12 +627,12 @@ def share(settings: MaskSettings) -> Share:
     return Share(name, tuple(masks[2:]), tuple(forwards[2:]))
 
 
-# All of it.
+# The whole mask part.
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the mask part found."""
+    """Results of the mask part."""
 
     device: torch.device
     results: Sequence[MaskResult]
@@ -641,12 +641,12 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Whether anything of flexattn broke, or anything was traced or compiled again."""
+        """Whether anything of flexattn failed, or was traced or compiled again."""
         broken = any(found.failed for found in (*self.results, *self.churns))
         return broken or (self.share is not None and bool(self.share.note))
 
     def record(self) -> dict[str, Any]:
-        """Return what the JSON file holds of the mask part."""
+        """Return the JSON record of the mask part."""
         return {
             "clock": "wall" if self.device.type == "cuda" else "process",
             "results": [result.record() for result in self.results],
@@ -660,7 +660,7 @@ class Report:
 
 
 def measure_masks(settings: MaskSettings) -> Report:
-    """Measure all of the mask part; what concerns flexattn alone only where it is among the peers."""
+    """Measure the whole mask part. Steps that concern only flexattn run only if it is among the peers."""
     results = compare(settings)
     ours = OURS in settings.peers
     churns = [churn(settings, kind) for kind in CHURNED] if ours else []
@@ -668,7 +668,7 @@ def measure_masks(settings: MaskSettings) -> Report:
 
 
 def masks_table(results: Sequence[MaskResult], device: torch.device) -> str:
-    """Return one line for each measured thing and peer, without the columns that are empty."""
+    """Return one line per measurement and peer, without empty columns."""
     on_gpu = device.type == "cuda"
     headers = ["mask", "when", "peer", "ms" if on_gpu else "process ms", "min..max", "wall ms", "peak MiB"]
     headers += ["blocks", "launches", "waits", "host ms", "python ms", "cached", "note"]
@@ -691,5 +691,5 @@ def _row(result: MaskResult, on_gpu: bool) -> list[str]:
     return [config.work, config.direction, config.peer, *times, peak, *parts, result.note]
 
 
-if __name__ == "__main__":  # the process that host_peaks starts
+if __name__ == "__main__":  # the process started by host_peaks
     print(json.dumps(host_peaks_here([int(length) for length in sys.argv[1:]])))

@@ -1,7 +1,7 @@
-"""Errors against float64: of flexattn, of a dense computation in the same dtype, and of PyTorch's SDPA.
+"""Errors relative to float64: of flexattn, of a dense computation in the same dtype, and of PyTorch's SDPA.
 
-`python -m benchmarks.numerics --device cpu` prints markdown tables. Both figures of an error are parts of the exact
-result's root mean square: that of the error, and its largest value.
+`python -m benchmarks.numerics --device cpu` prints markdown tables. Both error figures, rms and maximum, are relative
+to the root mean square of the exact result.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEADS = 2
 
 @dataclass(frozen=True)
 class Engine:
-    """Who computes, in which dtype, and how: `products` are those of float32."""
+    """The engine and dtype of a computation; `products` is the precision of float32 products."""
 
     name: str
     dtype: torch.dtype
@@ -48,7 +48,7 @@ _TRITON, _HOPPER = (("BACKEND", "TRITON"),), (("BACKEND", "HOPPER"),)
 _HALVES = (torch.float16, torch.bfloat16)
 ENGINES = {
     "cpu": tuple(Engine("cpu", dtype) for dtype in (torch.float64, torch.float32, *_HALVES)),
-    # Which computes bfloat16 wrong, and its products as numpy does.
+    # Without bfloat16, which the interpreter computes wrong. Its products are those of numpy.
     "interpreter": tuple(Engine("triton, interpreted", dtype, _TRITON) for dtype in (torch.float32, torch.float16)),
     "cuda": (
         Engine("triton", torch.float32, (*_TRITON, ("FLOAT32_PRECISION", "ieee"))),
@@ -63,7 +63,7 @@ Results = tuple[Tensor | None, ...]  # as NAMES
 
 @dataclass(frozen=True)
 class Errors:
-    """Of one result, both as parts of the root mean square of the exact one."""
+    """Errors of one result, relative to the root mean square of the exact result."""
 
     rmse: float
     largest: float
@@ -71,18 +71,18 @@ class Errors:
 
 @dataclass(frozen=True)
 class Row:
-    """The errors of one work on one engine, of each who computed it, by result."""
+    """The errors of one workload on one engine, by implementation and result."""
 
     work: str
     length: int
     engine: str
-    errors: dict[str, dict[str, Errors]]  # by who, by result
+    errors: dict[str, dict[str, Errors]]  # by implementation, by result
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A work with its tensors on one engine."""
+    """A workload with its tensors on one engine."""
 
     name: str
     work: Work
@@ -113,7 +113,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_cases(options: argparse.Namespace) -> list[Case]:
-    """Return every work at every length on every engine of the device."""
+    """Return every workload at every length on every engine of the device."""
     device = torch.device("cuda" if options.device == "cuda" else "cpu")
     extra = (("BATCH_INVARIANT", True),) if options.invariant else ()
     cases = []
@@ -125,7 +125,7 @@ def make_cases(options: argparse.Namespace) -> list[Case]:
                     continue
                 engine = replace(engine, options=(*engine.options, *extra))
                 inputs = make_inputs(work, device, engine.dtype)
-                if engine.dtype == torch.float64:  # of float32 drawn, which would make products exact
+                if engine.dtype == torch.float64:  # not drawn in float32, which would make products exact
                     inputs = replace(inputs, **{n: _wide(getattr(inputs, n)) for n in ("query", "key", "value")})
                 cases.append(Case(name, work, engine, work.mods(work, device), inputs))
     return cases
@@ -136,7 +136,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def precompile(cases: Sequence[Case], processes: int) -> None:
-    """Compile the kernels of all cases side by side; one that cannot be is told of where it is called."""
+    """Compile the kernels of all cases in parallel. Failures are reported where the kernel is called."""
     sources = []
     for case in cases:
         with contextlib.suppress(flexattn.FlexAttentionError):
@@ -157,7 +157,7 @@ def ours(case: Case) -> Results:
 
 
 def dense(case: Case, dtype: torch.dtype | None) -> Results:
-    """Compute head by head, so that no more than one [S, S] of each step stands in memory."""
+    """Compute head by head, so that only one [S, S] tensor of each step is in memory."""
     heads = [_dense_head(case, head, dtype) for head in range(case.work.heads)]
     return tuple(torch.cat([h[i] for h in heads], 1) for i in range(len(NAMES)))
 
@@ -176,7 +176,7 @@ def _of_head(score_mod: Mod | None, head: int) -> Mod | None:
 
 
 def sdpa(case: Case) -> Results | None:
-    """Return what PyTorch computes, None where it has not the work; lse it does not return."""
+    """Return PyTorch's results, or None if it does not support the workload. It does not return lse."""
     if case.name not in ("causal", "documents"):
         return None
     leaves, mask = _leaves(case.inputs), None
@@ -208,7 +208,7 @@ def errors_of(got: Results, exact: Results) -> dict[str, Errors]:
 
 @contextlib.contextmanager
 def products_of(engine: Engine) -> Iterator[None]:
-    """Let PyTorch's products of float32 be those of the engine."""
+    """Set the precision of PyTorch's float32 products to that of the engine."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = engine.products == "tf32"
     try:
@@ -218,7 +218,7 @@ def products_of(engine: Engine) -> Iterator[None]:
 
 
 def measure(case: Case) -> Row:
-    """Return the errors of a case, or why there are none."""
+    """Return the errors of a case, or a note with the reason if there are none."""
     row = Row(case.name, case.work.length, str(case.engine), {})
     everyone: tuple[Callable[[Case], Results | None], ...] = (ours, lambda case: dense(case, None), sdpa)
     try:
@@ -228,13 +228,13 @@ def measure(case: Case) -> Row:
                 got = None if who == "dense" and case.engine.dtype == torch.float64 else compute(case)
                 if got is not None:
                     row.errors[who] = errors_of(got, exact)
-    except Exception as error:  # one that breaks must not lose the others
+    except Exception as error:  # a failing case must not lose the others
         return replace(row, note=f"error: {one_line(error)}")
     return row
 
 
 def markdown(rows: Sequence[Row], field: str) -> str:
-    """Return a markdown table: in each cell flexattn / dense / SDPA, a dash for one that did not compute it."""
+    """Return a markdown table. Cells are flexattn / dense / SDPA, with a dash if one did not compute it."""
     lines = [f"| work, length | dtype, engine | {' | '.join(NAMES)} |", f"|{'---|' * (2 + len(NAMES))}"]
     for row in rows:
         cells = [row.note or _cell(row, name, field) for name in NAMES]
@@ -248,7 +248,7 @@ def _cell(row: Row, name: str, field: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the tables, write the JSON file; return 1 if anything broke."""
+    """Measure, print the tables, write the JSON file. Return 1 if anything failed."""
     options = parse(argv)
     device = torch.device("cuda" if options.device == "cuda" else "cpu")
     cases = make_cases(options)

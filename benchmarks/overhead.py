@@ -1,4 +1,4 @@
-"""What surrounds the kernels: mask building, host time per call, guards of mods, first call, recompiles.
+"""Costs around the kernels: mask building, host time per call, guards of mods, first call, recompiles.
 
 `python -m benchmarks.overhead --parts masks,host`
 """
@@ -52,23 +52,23 @@ from flexattn.trace.trace import trace, variant_of
 
 PARTS = ("masks", "host", "guard", "first_call", "recompiles")
 KNOWN = ("flexattn", "torch_flex", "torch_flex_eager")
-MOST_LAUNCHES = 100  # between two waits for the device: its queue must never be full
+MOST_LAUNCHES = 100  # between two waits for the device, so that its queue is never full
 GPU_LENGTHS = "8192,32768,65536,131072,1048576"  # of masks
 CPU_LENGTHS = "2048,8192,65536"
-_SEEDS = itertools.count()  # of document masks, no two of which are alike
+_SEEDS = itertools.count()  # for document masks, so that no two are equal
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line asks for."""
+    """Settings from the command line."""
 
     peers: tuple[str, ...]
     device: torch.device
     dtype: torch.dtype
     rounds: int
     masks: MaskSettings
-    length: int  # of the works whose host time and first call are measured
-    lengths: tuple[int, ...]  # that the recompile counter goes through
+    length: int  # of the workloads whose host time and first call are measured
+    lengths: tuple[int, ...]  # used by the recompile counter
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -87,7 +87,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    """Return the options as what they mean."""
+    """Convert the options to Settings."""
     device = torch.device(options.device)
     on_gpu = device.type == "cuda"
     default = "64,128" if options.quick else GPU_LENGTHS if on_gpu else CPU_LENGTHS
@@ -119,7 +119,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 
 def milliseconds(run: Run, device: torch.device) -> float:
-    """Return the time of one run with all that the device does for it."""
+    """Return the time of one run, including its work on the device."""
     synchronize(device)
     start = time.perf_counter()
     run()
@@ -128,7 +128,7 @@ def milliseconds(run: Run, device: torch.device) -> float:
 
 
 def host_works(settings: Settings) -> dict[str, tuple[Work, Mods]]:
-    """Return small works: no captures; numbers only; captured tensors in both mods."""
+    """Return small workloads: no captures; numbers only; captured tensors in both mods."""
     work = replace(WORKS["alibi"], batch=1, heads=4, length=settings.length, head_dim=64)
     alibi = work.mods(work, settings.device).score_mod
     return {
@@ -139,7 +139,7 @@ def host_works(settings: Settings) -> dict[str, tuple[Work, Mods]]:
 
 
 def host(settings: Settings) -> list[Result]:
-    """Time calls on the host alone, many of them without waiting for the device."""
+    """Time many calls on the host, without waiting for the device."""
     runs: dict[Config, Run] = {}
     notes: list[Result] = []
     for name, (work, mods) in host_works(settings).items():
@@ -185,7 +185,7 @@ def guarded_mods(device: torch.device) -> dict[str, tuple[Callable[..., Any], st
 
 
 def guards(settings: Settings) -> list[Result]:
-    """Time what tells that a trace still holds: the guard, and the walk over all that a mod reaches, side by side."""
+    """Time the check that a trace is still valid: the guard, and a search of everything that a mod reaches."""
     calls = 100 if settings.rounds < 10 else 10_000
     results = []
     for name, (mod, kind) in guarded_mods(settings.device).items():
@@ -209,7 +209,7 @@ def guards(settings: Settings) -> list[Result]:
 
 
 def first_call(settings: Settings) -> list[Result]:
-    """Time the first call of a fresh process, with empty cache folders and with those that the first one left."""
+    """Time the first call of a fresh process, with an empty cache and with the cache left by the first one."""
     results = []
     for peer in settings.peers:
         with tempfile.TemporaryDirectory() as folder:
@@ -258,14 +258,14 @@ class Recompiles:
 
 
 def recompiles(settings: Settings) -> list[Recompiles]:
-    """Call each peer with one length after the other, a new mask and a new closure each time."""
+    """Call each peer with one length after the other, with a new mask and a new closure each time."""
     return [_recompiles(peer, settings) for peer in settings.peers if peer != "torch_flex_eager"]
 
 
 def _recompiles(peer: str, settings: Settings) -> Recompiles:
     torch._dynamo.reset()
     before, taken = _compiled(peer), []
-    compiled = torch.compile(torch_flex_module().flex_attention)  # dynamic shapes as torch chooses them by default
+    compiled = torch.compile(torch_flex_module().flex_attention)  # with torch's default choice of dynamic shapes
     builder = mask_builders([peer], settings.device)[peer]
     base, _ = host_works(settings)["alibi + documents"]
 
@@ -292,7 +292,7 @@ def _compiled(peer: str) -> int:
 
 
 def results_table(results: Sequence[Result]) -> str:
-    """Return one line for each measured thing and peer."""
+    """Return one line per measurement and peer."""
     rows = []
     for r in results:
         numbers = (r.note, "")
@@ -303,7 +303,7 @@ def results_table(results: Sequence[Result]) -> str:
 
 
 def recompiles_table(found: Sequence[Recompiles]) -> str:
-    """Return one line for each peer: compiles, and the time of the first call and of the slowest later one."""
+    """Return one line per peer: compiles, and the times of the first call and of the slowest later one."""
     rows = []
     for r in found:
         first, later = (r.milliseconds or (0.0,))[0], max(r.milliseconds[1:], default=0.0)
@@ -312,7 +312,7 @@ def recompiles_table(found: Sequence[Recompiles]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure the chosen parts, print the tables, write the JSON file; return 1 if flexattn failed at anything."""
+    """Measure the selected parts, print the tables, write the JSON file. Return 1 if flexattn failed anywhere."""
     options = parse(argv)
     settings = settings_of(options)
     prepare_torch()
@@ -320,7 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(first_call_here(options.first_call, settings)))
         return 0
     parts = options.parts.split(",")
-    masks = measure_masks(settings.masks) if "masks" in parts else None  # before others build any
+    masks = measure_masks(settings.masks) if "masks" in parts else None  # before other parts build masks
     results: list[Result] = []
     for name, part in (("first_call", first_call), ("host", host), ("guard", guards)):
         results += part(settings) if name in parts else []

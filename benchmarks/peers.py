@@ -1,4 +1,4 @@
-"""Who is measured: each peer turns a work into a function of (query, key, value), or says why it cannot."""
+"""The peers: each one turns a workload into a function of (query, key, value), or says why it does not support it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Peer = Callable[[Work, Mods, torch.device], Attend]
 
 
 class NotApplicable(Exception):
-    """The peer has no way to do this work."""
+    """The peer does not support this workload."""
 
 
 def prepare_torch() -> None:
-    """Set what measuring compiled torch needs: room for every work's graph, and backwards that can be repeated."""
-    torch._dynamo.config.recompile_limit = 10_000  # beyond the limit of 8 torch runs flex densely, without a word
+    """Configure torch for measuring: room for every workload's graph, and backwards that can be repeated."""
+    torch._dynamo.config.recompile_limit = 10_000  # beyond the limit of 8, torch silently runs flex densely
     torch._dynamo.config.accumulated_recompile_limit = 10_000
     torch._functorch.config.donated_buffer = False  # donated buffers forbid retain_graph=True
 
@@ -66,7 +66,7 @@ def _torch_flex(work: Work, mods: Mods, device: torch.device, call: Callable[...
         with torch.no_grad():
             return attend(q.detach(), k.detach(), v.detach())
 
-    return attend_forward_only if device.type == "cpu" else attend  # PyTorch refuses tensors with gradients on a CPU
+    return attend_forward_only if device.type == "cpu" else attend  # PyTorch rejects tensors with gradients on a CPU
 
 
 def _sdpa(backend: SDPBackend) -> Peer:

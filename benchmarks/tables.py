@@ -1,9 +1,9 @@
-"""Gradients of captured tables: `python -m benchmarks.tables`, the backward with and without them, beside each other.
+"""Gradients of captured tables: `python -m benchmarks.tables` compares the backward with and without them.
 
-T5 buckets ([32, H], an index of the distance that costs much) and Swin tables ([cells, H], the index itself comes from
-a tensor [S, S]). Each with its table fixed, with its gradient, and with its gradient under deterministic algorithms;
-the last is also run `--repeats` times, and every bit of every gradient must be the same. The exit code is 1 where one
-is not.
+T5 buckets ([32, H], an expensive index of the distance) and Swin tables ([cells, H], whose index comes from
+a tensor [S, S]). Each is measured with a fixed table, with its gradient, and with its gradient under deterministic
+algorithms. The last is also run `--repeats` times, and every bit of every gradient must be the same. The exit code is 1
+if one is not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def t5(length: int, heads: int, device: torch.device) -> tuple[Tensor, Callable[
 
 
 def swin(length: int, heads: int, device: torch.device) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """One window of nearly `length` patches, side by side as in Swin Transformer (Liu et al., arXiv:2103.14030)."""
+    """One window of nearly `length` patches, in a row as in Swin Transformer (Liu et al., arXiv:2103.14030)."""
     side = math.isqrt(length - 1) + 1
     place = torch.arange(length, device=device)
     y, x = place // side, place % side
@@ -49,7 +49,7 @@ TABLES = {"t5": t5, "swin": swin}
 
 @contextlib.contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Run under deterministic algorithms, without the filling of fresh memory that comes with them."""
+    """Use deterministic algorithms, without the filling of uninitialized memory that they include."""
     memory: Any = deterministic_settings
     before, fills = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(wanted)
@@ -62,7 +62,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 
 def backward(tensors: Sequence[Tensor], mod: Any, captured: Sequence[Tensor], exactly: bool) -> Callable[[], Any]:
-    """Return a backward of one forward."""
+    """Return a function that runs the backward of one forward."""
     query, key, value = tensors
     with deterministic(exactly):
         out = flex_attention(query, key, value, mod)
@@ -76,13 +76,13 @@ def backward(tensors: Sequence[Tensor], mod: Any, captured: Sequence[Tensor], ex
 
 
 def differing(run: Callable[[], tuple[Tensor, ...]], repeats: int) -> int:
-    """Return how many of further runs differ from the first in any bit of any gradient."""
+    """Return how many further runs differ from the first in any bit of any gradient."""
     first = run()
     return sum(any(not torch.equal(a, b) for a, b in zip(first, run(), strict=True)) for _ in range(repeats - 1))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the times, and whether runs repeat each other."""
+    """Print the times, and whether runs are reproducible."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", default="", help="B,H,S,D")

@@ -1,7 +1,7 @@
 """Tiles of the Triton kernels, measured on this GPU: `python -m benchmarks.tune --dims 64,192:128 --kinds none,adds`.
 
-Each case is a causal call of one head dim, dtype and kind of score_mod, tuned by `flexattn.tune`. What it finds is
-printed; `--write` puts it into the package's table, `--remember` into this machine's.
+Each case is a causal call of one head dim, dtype and kind of score_mod, tuned by `flexattn.tune`. The results are
+printed. `--write` stores them in the package's table, `--remember` in this machine's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flexattn.machine.triton_versions import is_interpreting
 from flexattn.tuning.report import KernelTuning, Trial, Tuning
 from flexattn.tuning.search import TUNED
 
-# The work whose mods stand for a kind of score_mod; rows that are not aligned are those of wider tensors.
+# The workload whose mods represent a kind of score_mod. Unaligned rows are those of wider tensors.
 KINDS = {
     "none": "causal_d128",
     "transforms": "softcap",
@@ -38,7 +38,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Case:
-    """What one tuning is for."""
+    """The subject of one tuning."""
 
     work: Work
     dtype: str
@@ -71,7 +71,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
-    """Return the cases that the options ask for; unknown names end the program."""
+    """Return the cases selected by the options. Unknown names end the program."""
     cases = []
     for dims in options.dims.split(","):
         D, _, Dv = dims.partition(":")
@@ -107,12 +107,12 @@ def tune(case: Case, options: argparse.Namespace) -> Tuning:
 
 
 def _unaligned(x: Tensor) -> Tensor:
-    """Return the tensor with rows one element further apart."""
+    """Return the tensor with its rows one element further apart."""
     return torch.nn.functional.pad(x.detach(), (0, 1))[..., :-1].requires_grad_(x.requires_grad)
 
 
 def summary(tunings: Sequence[KernelTuning]) -> str:
-    """Return one line for each kernel: the tile in use and the best one."""
+    """Return one line per kernel: the current tile and the best one."""
     rows = []
     for t in tunings:
         dims = f"{t.key.D}/{t.key.Dv}" if t.key.Dv != t.key.D else f"{t.key.D}"
@@ -127,7 +127,7 @@ def _columns(trial: Trial) -> tuple[str, str, str]:
 
 
 def tune_all(cases: Sequence[Case], run: Callable[[Case], Tuning]) -> tuple[list[Tuning], dict[str, str]]:
-    """Tune every case and print what was measured; one that breaks becomes a note, the others go on."""
+    """Tune every case and print the measurements. A failing case becomes a note; the others continue."""
     tunings, notes = [], {}
     for case in cases:
         try:
@@ -139,13 +139,13 @@ def tune_all(cases: Sequence[Case], run: Callable[[Case], Tuning]) -> tuple[list
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Tune, print, write what was asked for; return 1 if a case broke."""
+    """Tune, print, and write as requested. Return 1 if a case failed."""
     options = parse(argv)
     cases = cases_of(options)
     device = torch.device(options.device)
     if device.type == "cpu" and options.write:
         raise SystemExit("--write: what the interpreter takes says nothing of a GPU")
-    if device.type == "cpu" and not is_interpreting():  # which has to be told before Triton is imported
+    if device.type == "cpu" and not is_interpreting():  # must be set before Triton is imported
         command = [sys.executable, "-m", "benchmarks.tune", *(sys.argv[1:] if argv is None else argv)]
         environ = {**os.environ, "TRITON_INTERPRET": "1"}
         return subprocess.run(command, env=environ, cwd=Path(__file__).parent.parent, check=False).returncode

@@ -1,4 +1,4 @@
-"""The works: shapes, mods and inputs. One Python function serves flexattn and PyTorch's flex_attention alike."""
+"""The workloads: shapes, mods and inputs. The same Python functions serve flexattn and PyTorch's flex_attention."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 Mod = Callable[..., Tensor]
 
 WINDOW = 16  # tokens
-PAIRS_AT_ONCE = 1 << 25  # elements of the mask that are evaluated together when pairs are counted
+PAIRS_AT_ONCE = 1 << 25  # elements of the mask that are evaluated together to count pairs
 
 
 @dataclass(frozen=True)
 class Mods:
-    """What a work computes beyond plain attention. `learnable` captures get a gradient; their first axis is heads."""
+    """What a workload computes beyond plain attention. `learnable` captures get gradients; their axis 0 is heads."""
 
     score_mod: Mod | None = None
     mask_mod: Mod | None = None
@@ -25,17 +25,17 @@ class Mods:
 
 @dataclass(frozen=True)
 class Native:
-    """The same work said in the flags of libraries without mods."""
+    """The same workload as flags of libraries without mods."""
 
     causal: bool = False
-    window: int | None = None  # keys that a query sees, itself included
+    window: int | None = None  # keys that a query attends to, including itself
     softcap: float = 0.0
     documents: tuple[int, ...] = ()  # lengths of packed documents
 
 
 @dataclass(frozen=True)
 class Work:
-    """One attention problem to be measured; `mods` and `native` are made for its length and heads."""
+    """One attention problem to measure. `mods` and `native` are created for its length and heads."""
 
     name: str
     batch: int
@@ -62,7 +62,7 @@ class Work:
         return f"{self.batch}x{heads}x{self.length} D{dims}"
 
     def shrunk(self, length: int, group: int = 2) -> Work:
-        """Return a small work of the same kind: batch 1, two key heads."""
+        """Return a small workload of the same kind: batch 1, two key heads."""
         heads = 2 * group if self.hkv != self.heads else 2
         kv_heads = 2 if self.hkv != self.heads else 0
         return replace(self, batch=1, heads=heads, kv_heads=kv_heads, length=min(length, self.length))
@@ -70,7 +70,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of a work, in [batch, heads, length, dim]."""
+    """The tensors of a workload, in [batch, heads, length, dim]."""
 
     query: Tensor
     key: Tensor
@@ -110,7 +110,7 @@ def count_pairs(mask_mod: Mod | None, length: int, device: torch.device) -> int:
 
 
 def forward_flops(work: Work, pairs: int) -> float:
-    """Floating-point operations of the forward pass over the attended pairs; a backward pass counts 2.5 times that."""
+    """Return floating-point operations of the forward over the attended pairs; a backward counts 2.5 times that."""
     return 2.0 * pairs * (work.head_dim + work.dv) * work.batch * work.heads
 
 
@@ -119,7 +119,7 @@ def causal_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 
 def document_lengths(length: int, documents: int = 12, seed: int = 12) -> tuple[int, ...]:
-    """Return lengths of ragged documents that fill `length`, none a multiple of anything in particular."""
+    """Return lengths of ragged documents that fill `length`, not multiples of any particular size."""
     generator = torch.Generator().manual_seed(seed)
     documents = min(documents, length // 2)
     cuts = torch.randperm(length - 1, generator=generator)[: documents - 1].add(1).sort().values.tolist()

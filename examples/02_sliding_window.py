@@ -1,4 +1,4 @@
-"""2. Sliding window: masks compose with and_masks and or_masks, and the cost follows the window, not the sequence."""
+"""2. Sliding window: masks compose with and_masks and or_masks. The cost follows the window, not the sequence."""
 
 import time
 
@@ -17,7 +17,7 @@ def recent(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 
 def sink(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """Let every query see the first few keys, as streaming language models do."""
+    """Let every query attend to the first few keys, as streaming language models do."""
     return kv_idx < SINKS
 
 
@@ -29,7 +29,7 @@ def main() -> None:
     for length in (512, 1024, 2048):
         q, k, v = torch.randn(3, 1, 2, length, 64, device=device).unbind(0)  # each [B, H, S, D]
         mask = create_block_mask(window_with_sinks, None, None, length, length, device=device)
-        flex_attention(q, k, v, block_mask=mask)  # the first call compiles, on a GPU
+        flex_attention(q, k, v, block_mask=mask)  # on a GPU, the first call compiles
         start = time.perf_counter()
         out = flex_attention(q, k, v, block_mask=mask)
         if device == "cuda":

@@ -1,4 +1,4 @@
-"""3. Packed documents: a mask that reads a tensor. New lengths at each step need a new mask, but no new kernel."""
+"""3. Packed documents: a mask that reads a tensor. New lengths need a new mask at each step, but no new kernel."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ H, S, D = 4, 640, 32
 
 
 def document_mask(ids: Tensor) -> Callable[..., Tensor]:
-    """Return a mask_mod under which a token sees its own document only; `ids` [S] names the document of each token."""
+    """Return a mask_mod that keeps each token in its own document; `ids` [S] is the document of each token."""
 
     def same_document(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return ids[q_idx] == ids[kv_idx]
@@ -32,7 +32,7 @@ def main() -> None:
         print(lengths, mask.to_string(), sep="\n")
         out = flex_attention(q, k, v, block_mask=mask)
 
-        # Each document alone gives the same as its part of the row.
+        # Each document alone gives the same result as its part of the row.
         ends = torch.tensor(lengths).cumsum(0).tolist()
         for length, end in zip(lengths, ends, strict=True):
             part = slice(end - length, end)

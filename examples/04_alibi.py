@@ -1,4 +1,4 @@
-"""4. ALiBi: a score_mod changes each score before the softmax; here a bias grows with the distance, head by head."""
+"""4. ALiBi: a score_mod changes each score before the softmax. This one adds a bias per head, growing with distance."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ B, H, S, D = 2, 8, 384, 64
 
 
 def alibi(slopes: Tensor) -> Callable[..., Tensor]:
-    """Return a score_mod with one slope for each head; flexattn.mods.alibi(H) is the ready one."""
+    """Return a score_mod with one slope per head. flexattn.mods.alibi(H) is the ready-made version."""
 
     def bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score - slopes[h] * (q_idx - kv_idx)
@@ -26,7 +26,7 @@ def main() -> None:
     q, k, v = torch.randn(3, B, H, S, D, device=device).unbind(0)  # each [B, H, S, D]
     mask = create_block_mask(causal, None, None, S, S, device=device)
 
-    # The slopes are an argument of the kernel: other values, even another tensor, never compile again.
+    # The slopes are an argument of the kernel: new values, or another tensor, never cause a recompile.
     for strongest in (0.5, 0.25):
         slopes = torch.logspace(0, -7, H, base=2, device=device) * strongest  # [H]
         score_mod = alibi(slopes)

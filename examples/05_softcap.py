@@ -1,4 +1,4 @@
-"""5. Softcapping, and gradients: the score_mod is differentiated too, so training needs nothing more."""
+"""5. Softcapping and gradients: the score_mod is differentiated automatically, so training needs no extra code."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ def softcap(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) 
 def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     inputs = torch.randn(3, B, H, S, D, device=device)
-    inputs[0] *= 8  # large scores, so that the cap is felt
+    inputs[0] *= 8  # large scores, so that the cap matters
     q, k, v = (x.clone().requires_grad_() for x in inputs)
     d_out = torch.randn(B, H, S, D, device=device)
     mask = create_block_mask(causal, None, None, S, S, device=device)

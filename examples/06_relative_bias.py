@@ -1,4 +1,4 @@
-"""6. A learnable bias: tensors that a score_mod captures get gradients, here a table of biases by distance (T5)."""
+"""6. A learnable bias: tensors captured by a score_mod get gradients. Here it is a table of biases by distance (T5)."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from flexattn.mods import causal
 from flexattn.reference import attention
 
 B, H, S, D = 2, 4, 256, 32
-DISTANCES = 64  # the table's length; all that is farther shares the last entry
+DISTANCES = 64  # length of the table; larger distances share the last entry
 
 
 def relative_bias(table: Tensor) -> Callable[..., Tensor]:
@@ -28,7 +28,7 @@ def main() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, B, H, S, D, device=device).unbind(0)
     mask = create_block_mask(causal, None, None, S, S, device=device)
-    hidden = torch.linspace(2, -2, DISTANCES, device=device).expand(H, -1)  # the bias that is to be found
+    hidden = torch.linspace(2, -2, DISTANCES, device=device).expand(H, -1)  # the bias to learn
     target, _ = attention(q, k, v, score_mod=relative_bias(hidden), mask_mod=causal, dtype=None)
 
     table = torch.zeros(H, DISTANCES, device=device, requires_grad=True)

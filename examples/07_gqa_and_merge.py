@@ -1,4 +1,4 @@
-"""7. Grouped queries and the logsumexp: attend to a cache and to new tokens apart, then merge the two exactly."""
+"""7. Grouped queries and the logsumexp: attend to a cache and to new tokens separately, then merge them exactly."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ CACHED, NEW = 300, 100
 
 
 def merge(outs: list[Tensor], lses: list[Tensor]) -> Tensor:
-    """Combine attention over disjoint sets of keys: each weighs as much as its share of the softmax's sum."""
+    """Combine attention over disjoint sets of keys, each weighted by its share of the softmax denominator."""
     weights = torch.softmax(torch.stack(lses), dim=0)  # [parts, B, HQ, M]
     return (weights[..., None] * torch.stack(outs)).sum(0)
 
@@ -26,7 +26,7 @@ def main() -> None:
     q = torch.randn(B, HQ, NEW, D, device=device)
     k, v = torch.randn(2, B, HKV, CACHED + NEW, D, device=device).unbind(0)
 
-    # Every new token sees the whole cache, so that part needs no mask; among the new tokens attention is causal.
+    # Every new token attends to the whole cache, so that part needs no mask. Among the new tokens, attention is causal.
     mask = create_block_mask(causal, None, None, NEW, NEW, device=device)
     lse = AuxRequest(lse=True)
     cached, cached_aux = flex_attention(q, k[:, :, :CACHED], v[:, :, :CACHED], enable_gqa=True, return_aux=lse)

@@ -1,4 +1,4 @@
-"""8. A mod of your own, and what became of it: explain shows graph, gradient, facts, plan and generated kernels."""
+"""8. A custom mod. explain shows its graph, gradient, facts, plan and generated kernels."""
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ S = SIDE * SIDE
 
 
 class ImageBias(nn.Module):
-    """Pixels of an image attend to a neighbourhood; how fast scores fall off with distance is learned per head."""
+    """Pixels of an image attend to a neighborhood. Each head learns how fast scores decay with distance."""
 
     def __init__(self, radius: int) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class ImageBias(nn.Module):
 
     def score_mod(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         dx, dy = q_idx % SIDE - kv_idx % SIDE, q_idx // SIDE - kv_idx // SIDE
-        # What is done to captured tensors alone runs once per call in torch, not once per score.
+        # Operations on captured tensors alone run once per call in torch, not once per score.
         return score - nn.functional.softplus(self.raw)[h] * (dx * dx + dy * dy) / self.radius
 
     def mask_mod(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Train a small byte-level GPT on packed documents, with and without attention, and look at what attention did.
+"""Train a small byte-level GPT on packed documents, with and without attention, and show the effect of attention.
 
-The text is real: the sources of Python's standard library on this machine. Each step packs excerpts of other files
-into one row, so each step has a new document mask; ALiBi's slopes are learned, so the score_mod has a gradient.
+The text is the source code of Python's standard library on this machine. Each step packs excerpts of different files
+into one row, so each step has a new document mask. ALiBi's slopes are learned, so the score_mod has a gradient.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from flexattn import BlockMask, and_masks, create_block_mask, flex_attention
 from flexattn.mods import alibi, causal, document
 from flexattn.reference import attention as dense_attention
 
-HELD_OUT = 10  # every tenth file is never trained on
+HELD_OUT = 10  # every tenth file is held out
 ALPHABET = 256
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How large the model is and how long it trains."""
+    """Size of the model and length of training."""
 
-    length: int  # tokens of one row
-    excerpts: tuple[int, int]  # shortest and longest piece of a file, in bytes
+    length: int  # tokens in one row
+    excerpts: tuple[int, int]  # shortest and longest excerpt of a file, in bytes
     width: int
     heads: int
     layers: int
@@ -46,15 +46,15 @@ ON_GPU = Settings(length=16384, excerpts=(256, 2048), width=512, heads=8, layers
 
 @dataclass(frozen=True)
 class Row:
-    """Documents packed one after the other."""
+    """Packed documents."""
 
     tokens: Tensor  # [S], bytes
     targets: Tensor  # [S], the bytes that follow
-    documents: Tensor  # int32 [S], which document a token belongs to
+    documents: Tensor  # int32 [S], the document of each token
 
 
 class Attention(nn.Module):
-    """Multi-head attention with ALiBi, whose slopes are learned."""
+    """Multi-head attention with learned ALiBi slopes."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         self.log_slopes = nn.Parameter(torch.arange(heads) * (-8 / heads) * torch.tensor(2.0).log())
 
     def score_mod(self) -> Callable[..., Tensor]:
-        """Return ALiBi with the slopes of now; whatever made them, gradients flow back through it."""
+        """Return ALiBi with the current slopes. Gradients flow back through the exp."""
         return alibi(self.log_slopes.exp())
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,7 +91,7 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """Without a mask attention is switched off: each byte is then predicted from the one before it alone."""
+    """A small GPT. Without a mask, attention is switched off, so only the previous byte predicts the next one."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class GPT(nn.Module):
 
 
 def read_files() -> tuple[list[bytes], list[bytes]]:
-    """Return the standard library's sources, those to train on and those held out."""
+    """Return the standard library's sources: those to train on and those held out."""
     folder = Path(sysconfig.get_path("stdlib"))
     paths = sorted(p for pattern in ("*.py", "*/*.py") for p in folder.glob(pattern) if "-packages" not in str(p))
     texts = [text for text in (p.read_bytes() for p in paths) if len(text) > 1024]
@@ -135,14 +135,14 @@ def pack(texts: list[bytes], settings: Settings, device: torch.device, rng: rand
 
 
 def mask_of(row: Row) -> BlockMask:
-    """Let each token see the tokens before it in its own document."""
+    """Let each token attend to itself and to the tokens before it in its own document."""
     length = len(row.tokens)
     mask_mod = and_masks(causal, document(row.documents))
     return create_block_mask(mask_mod, None, None, length, length, device=row.tokens.device)
 
 
 def progress(steps: int, label: str, loss_of: Callable[[int], float]) -> Iterator[None]:
-    """Run `loss_of(step)` for each step behind a bar; where no one watches, tell each fifth."""
+    """Run `loss_of(step)` for each step with a progress bar; without a terminal, print every fifth."""
     start = time.perf_counter()
     for step in range(steps):
         loss = loss_of(step)
@@ -202,7 +202,7 @@ def check_output(model: GPT, row: Row) -> None:
 
 
 def compare_speed(model: GPT, row: Row) -> None:
-    """Time forward and backward of one attention against SDPA, which needs mask and bias as one dense tensor."""
+    """Time forward and backward of one attention, compared with SDPA, which needs mask and bias as one dense tensor."""
     attention = model.layers[0].attention
     size, dtype = len(row.tokens), torch.bfloat16 if row.tokens.is_cuda else torch.float32
     with torch.no_grad():

@@ -1,9 +1,9 @@
-"""flexattn compiles attention: write score_mod and mask_mod in plain Python, get fused, block-sparse kernels.
+"""flexattn compiles attention: score_mod and mask_mod in plain Python become fused, block-sparse kernels.
 
     query, key, value, mods  ->  trace  ->  differentiate  ->  plan  ->  lower  ->  render  ->  build  ->  run
 
-The names of torch.nn.attention.flex_attention are here with the same meaning; `explain` shows each stage of a call,
-and `tune` measures the tiles of its kernels.
+The names of torch.nn.attention.flex_attention are available with the same meaning. `explain` shows each stage of a
+call, and `tune` measures the tiles of its kernels.
 """
 
 from flexattn import mods as mods

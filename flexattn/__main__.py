@@ -1,4 +1,4 @@
-"""python -m flexattn: tell where the generated kernels are kept, and what they take."""
+"""python -m flexattn: print the location of the kernel cache and its size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flexattn.process.config import settings
 
 
 def main() -> None:
-    """Print a line on the folder of the kernels."""
+    """Print one line about the kernel cache directory."""
     store = open_store(settings().cache_dir)
     print(f"{settings().cache_dir}: no kernels can be kept" if store is None else report(store, settings().cache_size))
 

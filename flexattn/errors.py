@@ -1,13 +1,13 @@
-"""One family of errors: each message names the argument, what was found, what was expected and the mend.
+"""The exception classes. Each message names the argument, what was found, what was expected and the fix.
 
-Every class is also a built-in kind, the one that users of PyTorch's flex_attention already catch.
+Each class also derives from the built-in exceptions that users of PyTorch's flex_attention already catch.
 """
 
 from __future__ import annotations
 
 
 class FlexAttentionError(Exception):
-    """Any error that flexattn raises on purpose."""
+    """Base class of all errors that flexattn raises deliberately."""
 
 
 class ArgumentError(FlexAttentionError, ValueError):
@@ -19,23 +19,23 @@ class DtypeError(FlexAttentionError, TypeError, ValueError):
 
 
 class UnsupportedError(FlexAttentionError, NotImplementedError):
-    """The request is meaningful, but flexattn has no way to do it."""
+    """The request is meaningful, but flexattn does not support it."""
 
 
 class OptionError(FlexAttentionError, ValueError, RuntimeError, AssertionError):
-    """kernel_options holds a name or a value that means nothing, or a combination that contradicts itself."""
+    """kernel_options contains an unknown name, an invalid value, or a contradictory combination."""
 
 
 class DeviceError(FlexAttentionError, RuntimeError, ValueError):
-    """Tensors that must live together are on different devices, or the device is not served."""
+    """Tensors are on different devices, or the device is not supported."""
 
 
 class ModError(FlexAttentionError, RuntimeError, ValueError, AssertionError):
-    """A score_mod or mask_mod cannot be traced; the message names the user's file and line and the rewrite."""
+    """A score_mod or mask_mod cannot be traced. The message names the user's file and line, and a rewrite."""
 
 
 class MaskError(FlexAttentionError, RuntimeError, ValueError, AssertionError):
-    """A BlockMask is malformed, or was not made for these inputs."""
+    """A BlockMask is malformed, or was not built for these inputs."""
 
 
 class MutationError(FlexAttentionError, RuntimeError):
@@ -43,22 +43,22 @@ class MutationError(FlexAttentionError, RuntimeError):
 
 
 class IndexRangeError(FlexAttentionError, IndexError, RuntimeError):
-    """An index lies outside of the tensor or mask that it indexes."""
+    """An index is out of range for the tensor or mask that it indexes."""
 
 
 class CompileError(FlexAttentionError, RuntimeError):
-    """A generated kernel could not be built on this device."""
+    """A generated kernel could not be compiled or loaded on this device."""
 
 
 class RetraceWarning(UserWarning):
-    """A score_mod or mask_mod is traced at each call, since it reads what cannot be compared between calls."""
+    """A score_mod or mask_mod is traced at each call because it reads something that a guard cannot compare."""
 
 
 def mod_in_messages(kind: str, name: str) -> str:
-    """Return how messages name a mod: "score_mod alibi", or "score_mod" alone where the function has no name."""
+    """Return the name of a mod in messages: "score_mod alibi", or "score_mod" if the function has no other name."""
     return f"{kind}_mod" if name == f"{kind}_mod" else f"{kind}_mod {name}"
 
 
 def message(argument: str, found: object, expected: str, mend: str) -> str:
-    """Return the text of an error: `argument` is `found`, expected `expected`; then how to mend it."""
+    """Return the text of an error: `argument` is `found`, expected `expected`, followed by the fix."""
     return f"{argument}: found {found}, expected {expected}. {mend}"

@@ -1,4 +1,4 @@
-"""Explanation: what each stage made of a call, to be read by a person."""
+"""Explanation: the printable result of each stage of a call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flexattn.trace.trace import trace
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything between a call of flex_attention and its kernels; `print` it to read it. None: no such stage."""
+    """Everything between a call of flex_attention and its kernels; `print` it to read it. None: stage not present."""
 
     score: ModGraph | None
     gradient: ModGraph | None
@@ -38,11 +38,11 @@ class Explanation:
     mask_facts: ModFacts | None
     block_mask: BlockMask | None = None
     engine: str | None = None
-    plans: tuple[KernelPlan, ...] = ()  # of each kernel; empty for engines that generate none
+    plans: tuple[KernelPlan, ...] = ()  # one per kernel; empty for engines that generate none
     origins: tuple[str, ...] = ()  # where the tile of each plan comes from
-    reasons: tuple[str | None, ...] = ()  # why each plan is not one of Hopper's own kernels; None where it is
-    sources: tuple[KernelSource, ...] = ()  # of each plan
-    mask_sources: tuple[KernelSource, ...] = ()  # what builds the mask on that GPU
+    reasons: tuple[str | None, ...] = ()  # why each plan is not a Hopper kernel; None if it is one
+    sources: tuple[KernelSource, ...] = ()  # one per plan
+    mask_sources: tuple[KernelSource, ...] = ()  # kernels that build the mask on that GPU
     mask_bounds: ModGraph | None = None  # of a mask_mod that is explained alone
     batch_invariant: bool = False  # kernel_options["BATCH_INVARIANT"]
 
@@ -54,7 +54,7 @@ class Explanation:
             (_heading("mask_mod", self.mask), self.mask),
             ("facts about mask_mod", self.mask_facts),
             (
-                "bounds of mask_mod over a box of places",
+                "bounds of mask_mod over a box of positions",
                 None if self.mask_bounds is None else f"{self.mask_bounds}\n{_BOUNDS}",
             ),
             ("block mask", None if self.block_mask is None else _blocks(self.block_mask)),
@@ -76,23 +76,23 @@ def _heading(kind: str, graph: ModGraph | None) -> str:
 
 
 _INVARIANT = """
-batch-invariant: every block is asked the mask, keys ascend in tiles of one size, so the bits of a row's out, lse,
-max_scores and dq are the same whatever else is computed beside it
+batch-invariant: mask_mod is applied in every block, and keys ascend in tiles of one size. So the bits of a row's out,
+lse, max_scores and dq do not depend on what else is computed
 """
 
 _BOUNDS = """
-Over a box of places, ends included: the first result says that all of them attend, the second that some of them may.
-A block where the first holds is full, one where the second fails is empty. What they leave open is evaluated.
+Over a box of positions, ends included: the first result is true if all pairs attend, the second if some pairs may
+attend. A block is full if the first is true, and empty if the second is false. Other blocks are evaluated.
 """
 
 
 def _blocks(mask: BlockMask) -> str:
-    """Return the mask, and what building it took where that is known."""
+    """Return the mask, and its build counts if known."""
     counts = mask.build_counts
     if counts is None:
         return str(mask)
     full, partial, empty = mask.counts()
-    samples = "" if counts.samples is None else f"{counts.samples:,} places sampled, "
+    samples = "" if counts.samples is None else f"{counts.samples:,} positions sampled, "
     return (
         f"{mask}\n{counts.boxes:,} boxes bounded, {samples}{counts.blocks:,} blocks evaluated pair by pair; "
         f"{full + partial:,} of {full + partial + empty:,} blocks live"
@@ -177,7 +177,7 @@ def _mask_sources(problem: Problem, target: Target) -> tuple[KernelSource, ...]:
 
 
 def target_named(name: str) -> Target:
-    """Return the target of an architecture as CUDA and HIP write it: sm_90, gfx942."""
+    """Return the target of an architecture named as in CUDA and HIP: sm_90, gfx942."""
     if (target := named(name)) is not None:
         return target
     raise ArgumentError(message("target", repr(name), "an architecture", 'Write target="sm_90".'))

@@ -1,6 +1,6 @@
-"""kernel_options: the names, what they mean, and their checks. They choose how to compute, never what is computed.
+"""kernel_options: names, types and checks. Options choose how the result is computed, never what is computed.
 
-A name may start with `fwd_` or `bwd_` to hold for that pass alone, and then wins over the plain name.
+A name may start with `fwd_` or `bwd_`. It then applies to that pass only and takes precedence over the plain name.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Options = tuple[tuple[str, object], ...]  # validated, sorted by name: hashable
 
 
 class FlexKernelOptions(TypedDict, total=False):
-    """The names of PyTorch's FlexKernelOptions, those it honours without a word, `EXACT` and `BATCH_INVARIANT`."""
+    """PyTorch's FlexKernelOptions, options that PyTorch accepts but does not list, `EXACT` and `BATCH_INVARIANT`."""
 
-    # Who computes. AUTO goes by the device and the call; HOPPER: its own kernels, or an error that says why not.
+    # The engine. AUTO chooses by device and call. HOPPER requests the Hopper kernels, or an error with the reason.
     BACKEND: Literal["AUTO", "TRITON", "HOPPER", "CPU", "FLASH", "TRITON_DECODE"]
-    # The bits of a row's results depend on that row, on what it attends to, and on nothing else: docs/numerics.md.
+    # The bits of a row's results depend only on that row and on what it attends to: docs/numerics.md.
     BATCH_INVARIANT: bool
-    EXACT: bool  # tanh, exp and friends as exact as torch's, not the hardware's approximations; default: for float32
+    EXACT: bool  # tanh, exp etc. as accurate as torch's, no hardware approximations; the default for float32
     FLOAT32_PRECISION: Literal["ieee", "tf32", "tf32x3"]  # of fp32 products; default: torch's setting
     num_warps: int
     num_stages: int
@@ -34,32 +34,32 @@ class FlexKernelOptions(TypedDict, total=False):
     BLOCK_M2: int  # dQ tile, queries
     BLOCK_N2: int  # dQ tile, keys
     PRESCALE_QK: bool  # scale q instead of the scores: faster, less exact
-    ROWS_GUARANTEED_SAFE: bool  # promise that each row has a key
-    BLOCKS_ARE_CONTIGUOUS: bool  # accepted; runs of blocks make it needless
-    WRITE_DQ: bool  # accepted; where captured gradients are summed is the plan's choice
-    FORCE_USE_FLEX_ATTENTION: bool  # never the kernel for short queries
+    ROWS_GUARANTEED_SAFE: bool  # guarantees that each row has a key
+    BLOCKS_ARE_CONTIGUOUS: bool  # accepted and ignored: masks are stored as runs of blocks
+    WRITE_DQ: bool  # accepted and ignored: the plan chooses where captured gradients are summed
+    FORCE_USE_FLEX_ATTENTION: bool  # do not use the kernel for short queries
     USE_TMA: bool
     SPLIT_KV: int
     PARTITION_SIZE: int
     SKIP_MASK_SCORE: bool
     num_consumer_groups: int
     num_buffers_warp_spec: int
-    kpack: int  # ROCm only, as the two that follow
+    kpack: int  # ROCm only, like the next two
     matrix_instr_nonkdim: int
     waves_per_eu: int
 
 
-# What PyTorch's templates call options, but are facts of the call: a user's value could only make results wrong.
+# PyTorch's templates list these as options, but they are facts of the call. A user's value could only be wrong.
 INTERNAL = frozenset({
     "OUTPUT_LOGSUMEXP", "OUTPUT_MAX", "IS_DIVISIBLE", "SAFE_M_BOUNDARY", "SAFE_N_BOUNDARY", "SAFE_HEAD_DIM", "SM_SCALE",
     "GQA_SHARED_HEADS", "HAS_FULL_BLOCKS", "SPARSE_Q_BLOCK_SIZE", "SPARSE_KV_BLOCK_SIZE", "QK_HEAD_DIM",
     "QK_HEAD_DIM_ROUNDED", "V_HEAD_DIM", "V_HEAD_DIM_ROUNDED",
 })  # fmt: skip
 
-# The backward takes the forward's lse for the sum of its own weights, so both passes have the one order or neither.
+# The backward uses the forward's lse as the sum of its own weights, so both passes must sum in the same order.
 BOTH_PASSES = frozenset({"BATCH_INVARIANT"})
-LARGEST_TILE = 128  # what is padded goes by it, and what needs no guard
-# (smallest, largest, whether a power of two) of what counts; "" stands for all others.
+LARGEST_TILE = 128  # padding, and which loads need no guard, depend on it
+# (smallest, largest, whether a power of two) of integer options; "" stands for all others.
 _SIZES = {
     "BLOCK_": (16, LARGEST_TILE, True), "num_warps": (1, 32, True), "num_stages": (1, sys.maxsize, False),
     "": (0, sys.maxsize, False),
@@ -69,12 +69,12 @@ _MEND_BACKEND = 'Leave BACKEND out, or write BACKEND="AUTO".'
 
 @cache
 def option_kinds() -> dict[str, object]:
-    """Return the type of each option by name: bool, int or a Literal."""
+    """Return the type of each option: bool, int or a Literal."""
     return get_type_hints(FlexKernelOptions)
 
 
 def validate_options(kernel_options: Mapping[str, object] | None) -> Options:
-    """Check names and values and return the options in their hashable form; raise OptionError or DtypeError."""
+    """Check names and values. Return the options in hashable form, or raise OptionError or DtypeError."""
     if kernel_options is None:
         return ()
     if not isinstance(kernel_options, Mapping):
@@ -86,7 +86,7 @@ def validate_options(kernel_options: Mapping[str, object] | None) -> Options:
 
 
 def option(options: Options, name: str, phase: Literal["fwd", "bwd"] | None = None) -> object:
-    """Return the value of `name` for that pass, None where the user gave none."""
+    """Return the value of `name` for that pass, or None if it is not set."""
     if not options:
         return None
     given = dict(options)
@@ -94,19 +94,19 @@ def option(options: Options, name: str, phase: Literal["fwd", "bwd"] | None = No
 
 
 def tile_options(options: Options) -> tuple[str, ...]:
-    """Return the names of the given options that choose a tile."""
+    """Return the names of the given options that select a tile."""
     plain = {name: name.removeprefix("fwd_").removeprefix("bwd_") for name, _ in options}
     return tuple(name for name, its in plain.items() if its.startswith("BLOCK_") or its in ("num_warps", "num_stages"))
 
 
 def _checked(name: str, value: object) -> object:
-    """Return the value of one option as flexattn writes it."""
+    """Return the validated value of one option, in flexattn's form."""
     argument = f"kernel_options[{name!r}]"
     plain = str(name).removeprefix("fwd_").removeprefix("bwd_")
     kind = option_kinds().get(plain)
     if plain in INTERNAL:
-        mend = "flexattn finds this by itself: leave it out."
-        raise OptionError(message(argument, repr(value), "an option of yours", mend))
+        mend = "flexattn derives this from the call: leave it out."
+        raise OptionError(message(argument, repr(value), "an option for users", mend))
     if kind is None:
         raise OptionError(_unknown(str(name)))
     if plain in BOTH_PASSES and plain != name:
@@ -131,7 +131,7 @@ def _unknown(name: str) -> str:
 
 
 def _choice(argument: str, value: object, choices: tuple[str, ...]) -> object:
-    # PyTorch's FLOAT32_PRECISION is pasted into its template and therefore carries quotes of its own.
+    # PyTorch inserts FLOAT32_PRECISION into its template as text, so its value carries its own quotes.
     plain = value.strip("'") if isinstance(value, str) else value
     if plain not in choices:
         raise OptionError(message(argument, repr(value), f"one of {', '.join(choices)}", f"Write {choices[0]!r}."))
@@ -155,5 +155,5 @@ def _check_backend(given: dict[str, object]) -> None:
         found = f"BACKEND={backend!r}"
         raise UnsupportedError(message("kernel_options", found, "AUTO, TRITON, HOPPER or CPU", _MEND_BACKEND))
     if backend != "AUTO" and given.get("FORCE_USE_FLEX_ATTENTION"):
-        found = f"FORCE_USE_FLEX_ATTENTION beside BACKEND={backend!r}"
+        found = f"FORCE_USE_FLEX_ATTENTION together with BACKEND={backend!r}"
         raise OptionError(message("kernel_options", found, "one of the two", _MEND_BACKEND))

@@ -1,4 +1,4 @@
-"""Dense attention in plain torch: the specification of what flexattn computes, and the oracle of its tests."""
+"""Dense attention in plain torch: the specification of flexattn's results, and the reference of its tests."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def attention(
     sink: Tensor | float | None = None,
     dropout: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # [B, Hq, M, Dv], [B, Hq, M]
-    """Return the output and the natural logarithm of the sum of exponentials, both in `dtype`.
+    """Return the output and the logsumexp (natural logarithm), both in `dtype`.
 
     `mask_mod` is a function of (b, h, q_idx, kv_idx) or a bool tensor that broadcasts to [B, Hq, M, N]. With dtype
-    None, matrix products are in the dtype of the inputs, and what is between them, as lse, at least in float32.
-    `sink`, [Hq], [B, Hq] or a number, joins each row's sum of exponentials; weights are multiplied by
+    None, matrix products use the dtype of the inputs. Everything between them, and lse, is at least float32.
+    `sink` ([Hq], [B, Hq] or a number) adds a term to each row's sum of exponentials. Weights are multiplied by
     `dropout`, which broadcasts to [B, Hq, M, N].
 
     >>> q = k = v = torch.randn(1, 2, 8, 4)
@@ -44,7 +44,7 @@ def attention(
     if mask_mod is not None:
         live = mask_mod if isinstance(mask_mod, Tensor) else over_all_pairs(mask_mod, score.shape, device=score.device)
         score = torch.where(live, score, -math.inf)
-    if sink is not None:  # a key that every row attends to, of value 0
+    if sink is not None:  # a key with value 0 that every row attends to
         sink = torch.as_tensor(sink, dtype=wide, device=score.device)
         score = torch.cat([score, sink[..., None, None].expand(*score.shape[:3], 1)], -1)
         value = torch.cat([value, torch.zeros_like(value[..., :1, :])], -2)
@@ -53,7 +53,7 @@ def attention(
     largest = score.detach().amax(-1, keepdim=True)
     weight = torch.exp(score - largest.masked_fill(largest == -math.inf, 0.0))
     total = weight.sum(-1, keepdim=True)
-    empty = total == 0  # rows without a live key
+    empty = total == 0  # rows without an attended key
     total = total.masked_fill(empty, 1.0)
     lse = torch.where(largest == math.inf, largest, largest + total.log()).squeeze(-1)
     weight = weight / total
@@ -65,7 +65,7 @@ def attention(
 def over_all_pairs(
     mod: Callable[..., Any], shape: torch.Size, score: Tensor | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """Return mod(score, b, h, q_idx, kv_idx), without score if None, for each place of [B, H, M, N]."""
+    """Return mod(score, b, h, q_idx, kv_idx) over [B, H, M, N]. If score is None, the mod is called without it."""
 
     device = device if score is None else score.device
 
@@ -84,7 +84,7 @@ def over_all_pairs(
 
 
 class _IndexByTensor(TorchFunctionMode):
-    """Keeps `table[h]` from turning a 0-d tensor into a Python int, which vmap cannot do."""
+    """Keeps `table[h]` from converting a 0-d tensor to a Python int, which vmap does not support."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
@@ -96,7 +96,7 @@ class _IndexByTensor(TorchFunctionMode):
 
 
 def _index(source: Tensor, index: tuple[Any, ...]) -> Tensor:
-    """Return source[index]: first what is no tensor (slices, numbers, None, ...), then all tensors at once."""
+    """Return source[index]: first apply slices, numbers, None and ..., then all tensors at once."""
     if Ellipsis in [i for i in index if not isinstance(i, Tensor)]:
         at = next(n for n, i in enumerate(index) if i is Ellipsis)
         missing = source.ndim - sum(i is not None and i is not Ellipsis for i in index)

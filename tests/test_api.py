@@ -218,7 +218,7 @@ def test_explain_of_a_mask_with_lengths_builds_it() -> None:
     full, partial, empty = mask.counts()
     counts = mask.build_counts
     built = (
-        f"{counts.boxes} boxes bounded, {counts.samples} places sampled, {counts.blocks} blocks evaluated pair by "
+        f"{counts.boxes} boxes bounded, {counts.samples} positions sampled, {counts.blocks} blocks evaluated pair by "
         f"pair; {full + partial} of {full + partial + empty} blocks live"
     )
     assert str(shown).splitlines()[-1] == built

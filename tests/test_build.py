@@ -272,7 +272,7 @@ def test_folder_of_another_user_is_not_trusted(cache: Path, monkeypatch):
     folder = build(PRODUCT, SM90).path.parent
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     open_store.cache_clear()
-    with pytest.warns(RuntimeWarning, match=f"keeps no kernels in {cache}.* {cache} belongs to another user"):
+    with pytest.warns(RuntimeWarning, match=f"stores no kernels in {cache}.* {cache} belongs to another user"):
         assert open_store(cache) is None
     assert KernelStore(cache).find(folder.name) is None
     open_store.cache_clear()
@@ -379,7 +379,7 @@ def test_folder_that_cannot_be_made(monkeypatch, capsys):
     kernel = build(PRODUCT, SM90)
     assert report(kernel).sass["HGMMA"] > 0
     assert "flexattn-" in str(kernel.path), "a temporary folder"
-    assert "no kernels are kept in /proc/flexattn" in capsys.readouterr().err
+    assert "no kernels are stored in /proc/flexattn" in capsys.readouterr().err
 
 
 def test_read_only_folder(cache: Path, monkeypatch, capsys):

@@ -147,8 +147,10 @@ def test_a_folder_that_is_gone_takes_nothing(store: KernelStore):
 
 def test_it_tells_what_it_takes(store: KernelStore, monkeypatch):
     add(store, 1, 3 * 2**20)
-    assert report(store, 2**30) == f"{store.root}: 1 kernels, 3.0 MiB in all, at most 1,024.0 MiB (FLEXATTN_CACHE_SIZE)"
+    assert (
+        report(store, 2**30) == f"{store.root}: 1 kernels, 3.0 MiB in total, at most 1,024.0 MiB (FLEXATTN_CACHE_SIZE)"
+    )
     monkeypatch.setenv("FLEXATTN_CACHE_DIR", str(store.root))
     monkeypatch.setenv("FLEXATTN_CACHE_SIZE", "0")
     done = subprocess.run([sys.executable, "-m", "flexattn"], capture_output=True, text=True, check=True)
-    assert done.stdout == f"{store.root}: 1 kernels, 3.0 MiB in all, no limit (FLEXATTN_CACHE_SIZE)\n"
+    assert done.stdout == f"{store.root}: 1 kernels, 3.0 MiB in total, no limit (FLEXATTN_CACHE_SIZE)\n"

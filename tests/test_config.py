@@ -79,7 +79,7 @@ def test_file_in_place_of_a_folder(tmp_path, name):
 )  # fmt: skip
 def test_cache_size(value, size):
     if size is None:
-        with pytest.raises(ArgumentError, match=r"FLEXATTN_CACHE_SIZE: found .*, expected bytes, as 500M or 2G"):
+        with pytest.raises(ArgumentError, match=r"FLEXATTN_CACHE_SIZE: found .*, expected bytes, e.g. 500M or 2G"):
             read_settings({"FLEXATTN_CACHE_SIZE": value})
     else:
         assert read_settings({"FLEXATTN_CACHE_SIZE": value}).cache_size == size

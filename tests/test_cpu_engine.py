@@ -388,7 +388,7 @@ def test_indices_out_of_range_matter_only_where_attended():
     assert torch.equal(cpu.forward(problem)[0], out)
     got, want = (cpu.backward(p, out, lse, out, None, ALL) for p in (problem, inside))
     assert all(torch.equal(x, y) for x, y in zip((*got[:3], *got[3]), (*want[:3], *want[3]), strict=True))
-    text = "index 93 in dimension 0 of the captured tensor `table` at a place that attends"
+    text = "index 93 in dimension 0 of the captured tensor `table` at an attended position"
     with pytest.raises(IndexRangeError, match=text):
         cpu.forward(pose(q, k, v, lambda s, b, h, i, j: s + table[i - j + 1], mask))
     with pytest.raises(IndexRangeError, match=r"captured tensor `table`"):

@@ -314,9 +314,9 @@ OPTIONS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]
     "decode": (options(BACKEND="TRITON_DECODE"), (NotImplementedError,), "found BACKEND='TRITON_DECODE'"),
     "backend and force": (
         options(BACKEND="TRITON", FORCE_USE_FLEX_ATTENTION=True), (RuntimeError,),
-        "found FORCE_USE_FLEX_ATTENTION beside BACKEND='TRITON', expected one of the two.",
+        "found FORCE_USE_FLEX_ATTENTION together with BACKEND='TRITON', expected one of the two.",
     ),
-    "internal": (options(OUTPUT_LOGSUMEXP=True), (AssertionError,), "flexattn finds this by itself: leave it out."),
+    "internal": (options(OUTPUT_LOGSUMEXP=True), (AssertionError,), "flexattn derives this from the call"),
     "internal max": (options(OUTPUT_MAX=True), (AssertionError,), "kernel_options['OUTPUT_MAX']"),
     "triton on cpu": (
         options(BACKEND="TRITON"), (ValueError,),

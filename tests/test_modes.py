@@ -138,7 +138,7 @@ def _under(mode: AbstractContextManager[object], call: Callable[[], object]) -> 
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recorded_call_is_refused(name: str) -> None:
-    found = r"^(flex_attention|create_block_mask|BlockMask): found a call inside of \w+, as torch.export and make_fx"
+    found = r"^(flex_attention|create_block_mask|BlockMask): found a call inside of \w+, as in torch.export and make_fx"
     with pytest.raises(UnsupportedError, match=found):
         RECORDED[name]()
 

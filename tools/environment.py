@@ -1,10 +1,10 @@
-"""Make a virtual environment in which the demo and the tests run; needs nothing but Python >= 3.11 itself.
+"""Create a virtual environment for the demo and the tests. Needs only Python >= 3.11.
 
     python3 tools/environment.py .venv
 
-Where the running interpreter has torch and triton within the bounds of pyproject.toml (a machine set up for its GPU),
-the environment reads them from there and gets only what is missing, so a machine without a network goes on with
-what it has. Elsewhere everything is installed, in the versions of constraints.txt.
+If the running interpreter has torch and triton within the bounds of pyproject.toml (a machine set up for its GPU), the
+environment reads them from there and installs only what is missing, so a machine without a network continues with
+what it has. Otherwise everything is installed, in the versions of constraints.txt.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def main(folder: Path) -> None:
     done = install(python, wanted, pins, retries=0 if borrowed else 3)
     missing = [name for name in RUNTIME if not runs(python, "-c", f"import {name}")]
     if missing:
-        sys.exit(f"could not install {', '.join(missing)}: connect to a package index, or install by hand")
+        sys.exit(f"could not install {', '.join(missing)}: connect to a package index, or install them manually")
     if not done:
-        print("not everything could be installed: steps whose tools are missing are left out, each with a note")
+        print("some packages could not be installed: steps whose tools are missing are skipped, each with a note")
 
 
 def satisfies(name: str, requirements: list[str]) -> bool:
-    """Tell whether the running interpreter has `name` at least as new as its requirement says."""
+    """Return whether the running interpreter has `name` in at least the required version."""
     found = installed(name)
     bound = next(re.match(rf"{name}\s*>=\s*([\d.]+)", r) for r in requirements if r.startswith(name))
     return found is not None and bound is not None and numbers(found) >= numbers(bound[1])
@@ -70,16 +70,16 @@ def create(folder: Path, borrowed: bool) -> Path:
     """Create the environment, with this clone on its path and, if `borrowed`, the packages of this interpreter."""
     with_pip = importlib.util.find_spec("ensurepip") is not None
     venv.create(folder, clear=True, with_pip=with_pip, symlinks=True)
-    python = folder.absolute() / "bin" / "python"  # not resolved: the link is what makes it the environment's own
+    python = folder.absolute() / "bin" / "python"  # not resolved: the link makes it the environment's own interpreter
     purelib = output(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
-    # A .pth file, since --system-site-packages would skip the packages of an interpreter that is itself in a venv.
+    # A .pth file, because --system-site-packages would skip the packages of an interpreter that is itself in a venv.
     paths = [str(ROOT), *(p for p in sys.path if borrowed and p.endswith(("site-packages", "dist-packages")))]
     (Path(purelib) / "flexattn-clone.pth").write_text("\n".join(paths) + "\n")
     return python
 
 
 def install(python: Path, wanted: list[str], pins: list[str], retries: int) -> bool:
-    """Install `wanted` with the versions of `pins`; say whether it went well."""
+    """Install `wanted` with the versions in `pins`; return whether it succeeded."""
     pip = [str(python), "-m", "pip"]
     if not runs(python, "-m", "pip", "--version"):
         pip = [sys.executable, "-m", "pip", "--python", str(python)]

@@ -1,4 +1,4 @@
-"""BlockMask: which blocks of (query, key) are empty, full or partial, stored as runs of blocks. Builds nothing."""
+"""BlockMask: which blocks of queries and keys are empty, full or partial, stored as runs of blocks."""
 
 from flexattn.block_mask.from_torch import from_torch as from_torch
 from flexattn.block_mask.mask import BlockMask as BlockMask

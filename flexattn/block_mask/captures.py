@@ -1,9 +1,9 @@
 """Captures: everything that a callable reaches by name (closures, globals, attributes...), as a key and as leaves.
 
-For moving a mask to another device and for taking it apart as a pytree. `survey` finds the tensors and numbers that a
-callable reaches, its *leaves*; all else (code, strings, flags, structure) goes into the key. `substitute` rebuilds the
-callable around other leaves. It copies what it changes and never touches the user's objects. What a mod reads while it
-runs, and whether a trace still holds, is told by `follow`.
+Used to move a mask to another device and to flatten it as a pytree. `survey` finds the tensors and numbers that a
+callable reaches, its *leaves*. Everything else (code, strings, flags, structure) goes into the key. `substitute`
+rebuilds the callable around other leaves. It copies what it changes and never modifies the user's objects. What a mod
+reads while it runs, and whether a trace is still valid, is decided by `trace/follow`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torch import Tensor
 from flexattn.process.forks import cached_property
 from flexattn.torch_state.subclasses import is_plain
 
-Place = tuple[str, Any]  # where a child sits: ("cell", 0), ("global", "table"), ("attribute", "scale"), ("item", 2)...
+Place = tuple[str, Any]  # location of a child: ("cell", 0), ("global", "table"), ("attribute", "scale"), ("item", 2)...
 Slot = tuple[Place, Any, frozenset[str], bool]  # place, child, names read by the code around it, keep numbers literal
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton", "sympy", "flexattn"}
-_OUR_MODS = ("flexattn.mods", "flexattn.block_mask.slices")  # what of this package runs inside of mods
-# Code that calls one of these can read what no walk over names finds.
+_OUR_MODS = ("flexattn.mods", "flexattn.block_mask.slices")  # modules of this package that run inside mods
+# Code that calls one of these can read values that no search by name finds.
 _OPAQUE_NAMES = frozenset(
     ("getattr", "eval", "exec", "globals", "locals", "vars", "__dict__", "__import__", "__getattribute__")
 )
@@ -42,50 +42,50 @@ _LITERALS: frozenset[type] = frozenset(
         torch.device, torch.layout, torch.Size, torch.memory_format, torch.finfo, torch.iinfo,
     )
 )  # fmt: skip
-# What operators, calls and indexing reach without naming it.
+# Names that operators, calls and indexing use implicitly.
 _UNNAMED = frozenset((
     "__call__", "forward", "__getitem__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__eq__",
     "__truediv__", "__neg__", "__len__", "__iter__", "__bool__", "__lt__", "__le__", "__gt__", "__ge__", "__getattr__",
 ))  # fmt: skip
-_MOST_LIFTED = 64  # numbers of longer containers stay literals: nobody wants a kernel with more arguments
+_MOST_LIFTED = 64  # numbers of longer containers stay literals, to limit the number of kernel arguments
 
 
 @dataclass(frozen=True, eq=False)
 class CodeFacts:
-    """What a code object can read; one object for equal code, so it stands for the code in keys."""
+    """What a code object can read. Equal code shares one object, so the object represents the code in keys."""
 
     code: types.CodeType
     global_names: tuple[str, ...]  # read from globals, here or in nested code
     names: frozenset[str]  # every attribute and global name
-    widest: frozenset[str]  # and what it reaches without naming it
-    bare: frozenset[str]  # variables that are used otherwise than as in `variable.name`
-    followed: bool  # False: reads names that only the running code knows
+    widest: frozenset[str]  # the same, and names used implicitly
+    bare: frozenset[str]  # variables with uses other than `variable.name`
+    followed: bool  # False: reads names that are only known at run time
 
     @cached_property
     def cells(self) -> tuple[tuple[Place, frozenset[str]], ...]:
-        """For each variable of its closure, its place, and the names that the code may read of what it holds."""
+        """For each closure variable, its place, and the names that the code may read from its value."""
         return tuple((("cell", i), self.names_of(name)) for i, name in enumerate(self.code.co_freevars))
 
     def names_of(self, variable: str) -> frozenset[str]:
-        """Return what the code may read of the object that a variable holds."""
+        """Return the names that the code may read from the value of a variable."""
         return self.widest if variable in self.bare else self.names
 
     @property
     def names_of_self(self) -> frozenset[str]:
-        """Return what a method may read of its first argument."""
+        """Return the names that a method may read from its first argument."""
         return self.names_of(self.code.co_varnames[0]) if self.code.co_varnames else self.names
 
 
 @dataclass
 class Survey:
-    """The key of a callable, and its leaves in the order in which `substitute` meets them."""
+    """The key of a callable, and its leaves in the order in which `substitute` visits them."""
 
     key: list[Any] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)  # each object once
     numbers: list[int | float] = field(default_factory=list)
     followed: bool = True  # False: something may have been missed, trace at each call
     wanted: dict[int, frozenset[str]] = field(default_factory=dict)  # by id: the names that any code reads of an object
-    complete: bool = True  # False: something was met again for names that were not wanted when it was opened
+    complete: bool = True  # False: an object was met again with names that were not searched the first time
     _seen: dict[int, int] = field(default_factory=dict)
     _tensor_positions: dict[int, int] = field(default_factory=dict)
 
@@ -109,7 +109,7 @@ class Survey:
         self.key.append(position)
         if position == len(self.tensors):
             self.tensors.append(value)
-            if not is_plain(value):  # it may have no shape either
+            if not is_plain(value):  # it may not even have a shape
                 return
             shape = tuple([2 if s > 1 else s for s in value.shape])
             self.key += (value.dtype, value.device, value.requires_grad, shape)
@@ -139,10 +139,10 @@ class Survey:
 
 
 def survey(mod: Callable[..., Any]) -> Survey:
-    """Read everything that `mod` reaches."""
+    """Find everything that `mod` reaches."""
     found = Survey()
     found.visit(mod, _UNNAMED, False)
-    while not found.complete:  # two methods of one object read different attributes: open it for the names of both
+    while not found.complete:  # two methods of one object read different attributes: search for the names of both
         found = Survey(wanted=found.wanted)
         found.visit(mod, _UNNAMED, False)
     return found
@@ -153,7 +153,7 @@ def _is_liftable(value: int | float) -> bool:
 
 
 def open_value(value: Any, names: frozenset[str]) -> tuple[Any, Sequence[Slot] | None]:
-    """Return what of `value` belongs to the key and its children; None for children that cannot be found."""
+    """Return the part of `value` that belongs to the key, and its children; None if children cannot be found."""
     opener = _OPENERS.get(type(value))
     if opener is not None:
         return opener(value, names)
@@ -190,7 +190,7 @@ def code_facts(code: types.CodeType) -> CodeFacts:
 
 
 def _bare(instruction: dis.Instruction, following: dis.Instruction | None) -> Sequence[str]:
-    """Return the variables that an instruction loads for more than reading one of their attributes."""
+    """Return the variables that an instruction loads for uses other than reading an attribute."""
     opname = instruction.opname
     if "LOAD_FAST" not in opname and opname not in ("LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME"):
         return ()
@@ -251,7 +251,7 @@ def _is_library(module: str | None) -> bool:
 
 
 def _is_foreign(value: Any, module: str | None) -> bool:
-    """Tell whether a global of `module` is code of another package that is installed: it is taken as it is."""
+    """Return whether a global of `module` is code of another installed package, which is treated as a constant."""
     if not isinstance(value, (types.FunctionType, types.ModuleType, type)):
         return False
     owner = (value.__name__ if isinstance(value, types.ModuleType) else value.__module__) or ""
@@ -309,7 +309,7 @@ def _open_module(module: types.ModuleType, names: frozenset[str]) -> tuple[Any, 
 
 
 def _open_class(cls: type, names: frozenset[str]) -> tuple[Any, list[Slot]]:
-    """Classes are never copied, so what they hold is literal; tensors are replaced while the mod runs."""
+    """Classes are never copied, so their attributes are literals. Tensors are replaced while the mod runs."""
     return cls, _class_slots(cls, names) if not _is_library(cls.__module__) else []
 
 
@@ -320,14 +320,14 @@ def _class_slots(cls: type, names: frozenset[str]) -> list[Slot]:
             found.update({n: vars(base)[n] for n in sorted(names) if n in vars(base)})
     slots: list[Slot] = []
     for name, value in found.items():
-        value = getattr(value, "__func__", getattr(value, "fget", value))  # static- and classmethods, properties
+        value = getattr(value, "__func__", getattr(value, "fget", value))  # static and class methods, properties
         value = getattr(value, "func", value) if isinstance(value, functools.cached_property) else value
         slots.append((("class attribute", name), value, names | _UNNAMED, True))
     return slots
 
 
 def _open_foreign(value: Any, names: frozenset[str]) -> tuple[Any, list[Slot] | None]:
-    """Open an object of torch, numpy or Python itself: constants are literals, modules and partials are known."""
+    """Open an object of torch, numpy or Python: constants are literals, modules and partials are supported."""
     if isinstance(value, torch.nn.Module):
         return _open_instance(value, names)
     if isinstance(value, (enum.Enum, torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
@@ -352,7 +352,7 @@ def _open_instance(value: Any, names: frozenset[str]) -> tuple[Any, list[Slot] |
 
 
 def _is_copyable(cls: type) -> bool:
-    """Tell whether instances can be made without calling __init__; those of compiled classes keep state elsewhere."""
+    """Return whether instances can be created without __init__. Compiled classes keep state elsewhere."""
     if cls is types.SimpleNamespace:
         return True
     try:
@@ -367,7 +367,7 @@ def _has_slots(cls: type) -> bool:
 
 
 def _names_of_methods(cls: type, names: frozenset[str]) -> frozenset[str]:
-    """Add to `names` those that the methods among them read in their turn."""
+    """Add to `names` the names that the methods among them read, transitively."""
     while True:
         wider = names
         for name in names:
@@ -381,7 +381,7 @@ def _names_of_methods(cls: type, names: frozenset[str]) -> frozenset[str]:
 
 
 def _attributes(value: Any, names: frozenset[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an instance that code reading `names` can see, in a fixed order."""
+    """Yield the attributes of an instance that code reading `names` can read, in a fixed order."""
     own = getattr(value, "__dict__", {})
     for name in sorted(names & own.keys()):
         yield name, own[name]
@@ -413,13 +413,13 @@ _OPENERS: dict[type, Callable[[Any, frozenset[str]], tuple[Any, list[Slot] | Non
 
 
 class Substitution:
-    """Rebuilds a callable around other leaves; `names` collects what the user calls each leaf."""
+    """Rebuilds a callable around other leaves. `names` collects the user's name of each leaf."""
 
     def __init__(
         self, tensors: dict[int, Tensor], numbers: Sequence[Any], wanted: Mapping[int, frozenset[str]]
     ) -> None:
-        self.tensors = tensors  # id of a tensor -> what replaces it
-        self.wanted = wanted  # that of the survey
+        self.tensors = tensors  # id of a tensor -> its replacement
+        self.wanted = wanted  # from the survey
         self.numbers = iter(numbers)
         self.tensor_names: dict[int, str] = {}
         self.number_names: list[str] = []
@@ -483,7 +483,7 @@ def _name(owner: Any, place: Place, name: str) -> str:
 
 
 def _blank(value: Any) -> Any:
-    """Return an empty copy to fill later, so that cycles can refer to it; None where a copy needs its children."""
+    """Return an empty copy to fill later, so that cycles can refer to it; None if a copy needs its children."""
     if isinstance(value, types.FunctionType):
         cells = tuple(types.CellType() for _ in value.__closure__ or ())
         copy = types.FunctionType(value.__code__, dict(value.__globals__), value.__name__, None, cells or None)
@@ -501,7 +501,7 @@ def _blank(value: Any) -> Any:
 
 
 def _fill(value: Any, copy: Any, children: dict[Place, Any]) -> Any:
-    """Give the copy of `value` its children, and return it."""
+    """Fill the copy of `value` with its children, and return it."""
     match value:
         case types.FunctionType():
             return _fill_function(value, copy, children)

@@ -1,4 +1,4 @@
-"""A torch BlockMask as one of ours, converted once."""
+"""Conversion of a torch BlockMask to a flexattn BlockMask, cached."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _converted: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], BlockMask]] = 
 
 
 def from_torch(mask: Any) -> BlockMask:
-    """Return a torch BlockMask as one of ours: converted once, and again when it or its tensors changed."""
+    """Return a torch BlockMask as a flexattn BlockMask. It is converted again only if it or its tensors changed."""
     state = _torch_state(mask)
     known = _converted.get(mask)
     if known is not None and _same_state(known[0], state):

@@ -1,4 +1,4 @@
-"""PyTorch's index lists (a count and a row of block indices for each row) to and from dense arrays of blocks."""
+"""Conversion between PyTorch's index lists (per row, a count and block indices) and dense arrays of blocks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
 def blocks_of(num_blocks: Tensor, indices: Tensor, columns: int, names: tuple[str, str]) -> Tensor:
-    """Return bool [..., rows, columns]; indices stand in any order, doubled or not, entries past the count are ignored.
+    """Return bool [..., rows, columns]. Indices may be unordered or repeated; entries past the count are ignored.
 
-    `names` are the fields that an error names.
+    `names` are the field names for errors.
     """
     _check_lists(num_blocks, indices, names)
     width = indices.shape[-1]
@@ -29,12 +29,12 @@ def blocks_of(num_blocks: Tensor, indices: Tensor, columns: int, names: tuple[st
         if bad:
             raise MaskError(message(name, "an entry out of range", expected, "Pass seq_lengths if they are longer."))
     blocks = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
-    blocks.scatter_(-1, torch.where(counted, indices, columns).long(), True)  # the last column takes what is ignored
+    blocks.scatter_(-1, torch.where(counted, indices, columns).long(), True)  # the last column takes ignored entries
     return blocks[..., :columns]
 
 
 def lists_of(blocks: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return num_blocks int32 [..., rows] and indices int32 [..., rows, width], ascending, then the absent blocks."""
+    """Return num_blocks int32 [..., rows] and indices int32 [..., rows, width], ascending; absent blocks come last."""
     indices = blocks.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), indices[..., :width].int().contiguous()
 
@@ -48,7 +48,7 @@ def read_lists(
     rows: int,
     columns: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return partial and full blocks, dense bool [..., rows, columns], of the lists named `prefix`."""
+    """Return partial and full blocks of the lists named `prefix`, dense bool [..., rows, columns]."""
     found: list[Tensor | None] = []
     for name, first, second in ((prefix, num_blocks, indices), (f"full_{prefix}", full_num_blocks, full_indices)):
         names = (f"{name}_num_blocks", f"{name}_indices")
@@ -64,7 +64,7 @@ def read_lists(
             continue
         found.append(blocks_of(first, second, columns, names))
         if second.shape[-2] != rows:
-            mend = "Give the seq_lengths and the BLOCK_SIZE of these lists."
+            mend = "Pass the seq_lengths and BLOCK_SIZE that match these lists."
             raise MaskError(message(names[1], f"{second.shape[-2]} rows", f"{rows}, the blocks of seq_lengths", mend))
     partial, full = found
     assert partial is not None
@@ -83,7 +83,7 @@ _TRANSPOSE_MEND = "BlockMask.from_kv_blocks computes them."
 
 
 def check_transposed(partial: Tensor, full: Tensor | None, found: tuple[Tensor, Tensor | None]) -> None:
-    """Refuse lists of query blocks that are not those of the key blocks: gradients would not match the forward."""
+    """Reject query block lists that are not the transpose of the key block lists. Gradients would be wrong."""
     for name, forward, transposed in (("q_indices", partial, found[0]), ("full_q_indices", full, found[1])):
         if (forward is None) != (transposed is None):
             have = "blocks" if forward is None else "None"

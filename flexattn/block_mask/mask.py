@@ -1,4 +1,4 @@
-"""BlockMask: PyTorch's block-sparse mask, with runs of blocks as what is stored."""
+"""BlockMask: PyTorch's block-sparse mask, stored as runs of blocks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ Lists = tuple[Tensor, Tensor]
 
 
 class BlockMask:
-    """Which blocks of queries and keys attend: full (every pair), partial (where mask_mod says so), or not at all.
+    """Which blocks of queries and keys attend: full (every pair), partial (where mask_mod is true), or empty.
 
-    The arguments, the fields and the methods are those of `torch.nn.attention.flex_attention.BlockMask`. What is stored
-    is `kv_runs` (for each block of queries, runs of blocks of keys) and `q_runs` (the other way, for the backward, or
-    None); PyTorch's index lists are computed from them each time that they are asked for.
+    The arguments, fields and methods are those of `torch.nn.attention.flex_attention.BlockMask`. The stored form
+    is `kv_runs` (for each block of queries, runs of blocks of keys) and `q_runs` (the transpose, for the backward, or
+    None). PyTorch's index lists are computed from them on each access.
 
-    A mask that was built refuses to be used once what its mask_mod reads has changed, and so do its copies, each by
-    what its own mask_mod reads. Pickling it, and taking it apart as a pytree, ends that.
+    A mask built from a mask_mod raises an error when it is used after a value that its mask_mod reads has changed.
+    Copies of the mask check what their own mask_mod reads. Pickling the mask, or flattening it as a pytree, drops
+    the check.
 
     >>> import torch
     >>> count, index = torch.tensor([[[1, 2]]]), torch.tensor([[[[0, 0], [0, 1]]]])
@@ -51,12 +52,12 @@ class BlockMask:
     BLOCK_SIZE: tuple[int, int]  # queries, keys
     kv_runs: RunLists  # rows are query blocks, runs of key blocks
     q_runs: RunLists | None  # rows are key blocks, runs of query blocks
-    full_overhangs: bool  # a full block may reach past seq_lengths[1]: only lists from outside do
+    full_overhangs: bool  # a full block may extend past seq_lengths[1]; happens only with user-supplied lists
     dq_write_order: Tensor | None
     dq_write_order_full: Tensor | None
     dq_kv_order: Tensor | None
     dq_kv_order_spt: bool | None
-    build_counts: BuildCounts | None = None  # what create_block_mask did; None for any other mask
+    build_counts: BuildCounts | None = None  # set by create_block_mask; None for any other mask
 
     @uncompiled
     @undisturbed("BlockMask")
@@ -116,10 +117,10 @@ class BlockMask:
         dq_write_order_full: Tensor | None = None,
         dq_kv_order: Tensor | bool | None = None,
     ) -> Self:
-        """Build a mask from lists of key blocks for each block of queries; both are rows of what the mask computes.
+        """Build a mask from lists of key blocks, one list per block of queries.
 
-        The lists rule: mask_mod is asked in `kv_indices` only, and nothing outside of the lists attends. They may be
-        in any order, narrower than the sequence, and entries past the counts are ignored.
+        The lists take precedence: mask_mod is applied only in `kv_indices`, and nothing outside of the lists attends.
+        They may be in any order and narrower than the sequence. Entries past the counts are ignored.
         """
         if dq_kv_order is not None and not isinstance(dq_kv_order, bool | Tensor):
             raise ArgumentError(f"dq_kv_order must be a bool, Tensor, or None: found {type(dq_kv_order).__name__}.")
@@ -152,7 +153,7 @@ class BlockMask:
         mask_mod: MaskMod = noop_mask,
         compute_q_blocks: bool = True,
     ) -> Self:
-        """Build a mask from dense bool [B, H, query blocks, key blocks], apart or `full` None."""
+        """Build a mask from dense bool [B, H, query blocks, key blocks], which are disjoint; `full` may be None."""
         self = cls.__new__(cls)
         lengths, block_size = _pair("seq_lengths", seq_lengths, 0), _pair("BLOCK_SIZE", BLOCK_SIZE, 1)
         grid = tuple(-(-n // size) for n, size in zip(lengths, block_size, strict=True))
@@ -160,7 +161,7 @@ class BlockMask:
             if blocks is not None and (blocks.dtype != torch.bool or blocks.dim() != 4 or blocks.shape[2:] != grid):
                 found = f"{blocks.dtype} {list(blocks.shape)}"
                 raise MaskError(
-                    message(name, found, f"torch.bool [B, H, {grid[0]}, {grid[1]}]", "Or give seq_lengths.")
+                    message(name, found, f"torch.bool [B, H, {grid[0]}, {grid[1]}]", "Or pass matching seq_lengths.")
                 )
         self._fill(partial, full, lengths, block_size, mask_mod, tuple(partial.shape[:2]), None, compute_q_blocks)
         self.full_overhangs = full is not None and lengths[1] % block_size[1] != 0
@@ -180,7 +181,7 @@ class BlockMask:
         separate_full_blocks: bool = True,
         full_overhangs: bool = True,
     ) -> Self:
-        """Build a mask from what it stores; only the numbers of rows are checked."""
+        """Build a mask from its stored form. Only the row counts are checked."""
         lengths, block_size = _pair("seq_lengths", seq_lengths, 0), _pair("BLOCK_SIZE", BLOCK_SIZE, 1)
         self = cls._of_runs(kv_runs, q_runs, B, H, lengths, block_size, mask_mod, separate_full_blocks, full_overhangs)
         for name, lists, blocks in (("kv_runs", kv_runs, self._grid[0]), ("q_runs", q_runs, self._grid[1])):
@@ -194,7 +195,7 @@ class BlockMask:
         cls, kv_runs: RunLists, q_runs: RunLists | None, B: int, H: int, seq_lengths: tuple[int, int],
         BLOCK_SIZE: tuple[int, int], mask_mod: MaskMod, separate_full_blocks: bool, full_overhangs: bool,
     ) -> Self:  # fmt: skip
-        """Build a mask from what is known to be right."""
+        """Build a mask from arguments that are known to be valid."""
         self = cls.__new__(cls)
         self._fill_fields(seq_lengths, BLOCK_SIZE, mask_mod, (B, H), separate_full_blocks, None)
         self.kv_runs = kv_runs
@@ -229,22 +230,22 @@ class BlockMask:
         separate: bool,
         widths: tuple[int, int | None] | None,
     ) -> None:
-        """Set everything but the runs, which stay the caller's to set."""
+        """Set everything except the runs, which the caller sets."""
         self.seq_lengths = seq_lengths
         self.BLOCK_SIZE = block_size
         self.q_runs = None
         self.full_overhangs = False
         self.dq_write_order = self.dq_write_order_full = self.dq_kv_order = self.dq_kv_order_spt = None
-        self._batch_dims = batch_dims  # as given: PyTorch's lists may lack B and H
+        self._batch_dims = batch_dims  # as given: PyTorch's lists may omit B and H
         self._separate = separate  # whether PyTorch's full_* fields exist
-        self._widths = widths  # of the lists given, None: as wide as the sequence
+        self._widths = widths  # widths of the given lists; None: as wide as the sequence
         self.mask_mod = mask_mod
 
-    # What the mask is.
+    # Properties of the mask.
 
     @property
     def mask_mod(self) -> MaskMod:
-        """Decides in partial blocks. Assigning another one keeps the blocks and forgets what they were built from."""
+        """Applied in partial blocks. Assigning a new one keeps the blocks and disables the check for changed values."""
         return self._mask_mod
 
     @mask_mod.setter
@@ -290,22 +291,22 @@ class BlockMask:
 
     @uncompiled
     def sparsity(self) -> float:
-        """Return the percentage of pairs in empty blocks, in [0, 100]; blocks end where the sequences end."""
+        """Return the percentage of pairs in empty blocks, in [0, 100]. Pairs past the sequence lengths do not count."""
         pairs = self.numel()
         executed = self._pairs_in(self.kv_runs.full) + self._pairs_in(self.kv_runs.partial)
         return 100 * (pairs - executed) / pairs if pairs else 0.0
 
     @uncompiled
     def pairs(self) -> Pairs:
-        """Return (executed, useful): the pairs in blocks that are not empty, and those of them that attend.
+        """Return (executed, useful): the number of pairs in non-empty blocks, and the number of those that attend.
 
-        Both are counted over the mask's own B and H, and blocks end where the sequences end. Nothing is asked about
-        full blocks; mask_mod is evaluated at every pair of the partial ones, on the device of the mask, some 2 million
-        pairs at a time (16 million on a GPU), and once where batches or heads are alike. So it takes about as long as
-        evaluating a dense mask of `counts()[1]` blocks.
+        Both are counted over the mask's own B and H, without pairs past the sequence lengths. Full blocks need no
+        evaluation. mask_mod is evaluated at every pair of the partial blocks, on the device of the mask, about 2
+        million pairs at a time (16 million on a GPU). Equal batches or heads are evaluated once. The call takes about
+        as long as evaluating a dense mask of `counts()[1]` blocks.
 
-        Raises MutationError where what mask_mod captured has changed since the mask was built, DeviceError where it is
-        not on the device of the mask.
+        Raises MutationError if a value that mask_mod captured has changed since the mask was built, and DeviceError if
+        one is not on the device of the mask.
 
         >>> import torch
         >>> count, index = torch.tensor([[[1, 2]]]), torch.tensor([[[[0, 0], [0, 1]]]])
@@ -321,7 +322,7 @@ class BlockMask:
         return Pairs(full + partial, full + count_useful(bound, heads, self.H, self.seq_lengths, self.BLOCK_SIZE))
 
     def _pairs_in(self, runs: Runs) -> int:
-        """Return how many pairs some blocks hold, up to the lengths."""
+        """Return the number of pairs in some blocks, without pairs past the lengths."""
         if self.numel() == 0:
             return 0
         overhang = self._grid[1] * self.BLOCK_SIZE[1] - self.seq_lengths[1]
@@ -342,25 +343,25 @@ class BlockMask:
         return (self.seq_lengths[0] - starts).clamp(max=self.BLOCK_SIZE[0])
 
     def check_captures(self, bound: BoundMod) -> None:
-        """Raise MutationError if what mask_mod captures, bound now in `bound`, changed since the mask was built."""
+        """Raise MutationError if values that mask_mod captures (now `bound`) changed since the mask was built."""
         if self._record is not None:
             self._record.check(bound if self._record.mod is self._mask_mod else trace(self._record.mod, "mask"))
 
     @property
     def is_built(self) -> bool:
-        """Whether the blocks were computed from mask_mod, not given as lists."""
+        """Whether the blocks were computed from mask_mod, as opposed to given as lists."""
         return self._built_from_mod
 
     def equal_runs(self) -> tuple[EqualRuns, ...]:
-        """Return the runs of what mask_mod captures, where building the mask found them."""
+        """Return the runs of equal elements in captured tensors, if building the mask found them."""
         return () if self._record is None or self._record.mod is not self._mask_mod else self._record.runs
 
     def _remember(self, bound: BoundMod, runs: tuple[EqualRuns, ...] = ()) -> None:
-        """Note that the blocks were computed from mask_mod with the values of `bound`."""
+        """Record that the blocks were computed from mask_mod with the values of `bound`."""
         self._record = CaptureRecord.of(self._mask_mod, bound, runs)
         self._built_from_mod = True
 
-    # PyTorch's fields, computed when asked for.
+    # PyTorch's fields, computed on access.
 
     def _blocks(self, transposed: bool = False) -> tuple[Tensor, Tensor]:
         """Return the partial and the full blocks, dense bool [B, H, rows, columns]."""
@@ -412,7 +413,7 @@ class BlockMask:
         return self._lists(transposed=True, full=True)[1]
 
     def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
-        """Return the constructor's arguments in PyTorch's order, 17 with the pairs flattened, else 15."""
+        """Return the constructor's arguments in PyTorch's order: 17 with the pairs flattened, else 15."""
         q_lists = (*self._lists(True, False), *self._lists(True, True))
         return (
             *(self.seq_lengths if flatten else (self.seq_lengths,)),
@@ -427,14 +428,14 @@ class BlockMask:
         partial, full = self._blocks()
         return (partial | full).int().view(*self._batch_dims, *self._grid)
 
-    # Other masks from this one.
+    # Masks derived from this one.
 
     @uncompiled
     def __getitem__(self, index: Any) -> Self:
         """Return the mask of some batches, heads and query blocks, each an int, a slice, or a 1-D tensor.
 
-        An int keeps its axis, with size 1. The result's mask_mod maps its indices to those of this mask, so it computes
-        what this mask computes there.
+        An int keeps its axis, with size 1. The result's mask_mod maps its indices to those of this mask, so the result
+        computes the same pairs.
 
         >>> import torch
         >>> mask = BlockMask.from_blocks(torch.ones(2, 4, 3, 3, dtype=torch.bool), None, (300, 300), 128)
@@ -487,7 +488,7 @@ class BlockMask:
             partial_width, full_width = kept._widths
             kept._widths = (min(partial_width, columns), None if full_width is None else min(full_width, columns))
         partial, full = (blocks[..., :rows, :columns].clone() for blocks in self._blocks())
-        if self._built_from_mod:  # what reaches past the new end becomes partial, as in a mask built for these lengths
+        if self._built_from_mod:  # full blocks past the new end become partial, as in a mask built for these lengths
             for axis, length in ((-2, lengths[0]), (-1, lengths[1])):
                 if length % self.BLOCK_SIZE[axis]:
                     cut = full.narrow(axis, full.shape[axis] - 1, 1)
@@ -500,12 +501,12 @@ class BlockMask:
 
     @uncompiled
     def expand(self, B: int, H: int) -> Self:
-        """Return the mask with its one batch or head repeated."""
+        """Return the mask with an axis of size 1 repeated to B batches or H heads."""
         if (B, H) == (self.B, self.H):
             return self
         for name, have, wanted in (("B", self.B, B), ("H", self.H, H)):
             if have not in (1, wanted):
-                raise MaskError(message(name, wanted, f"{have}, which the mask has", "Only an axis of 1 is repeated."))
+                raise MaskError(message(name, wanted, f"{have}, which the mask has", "Only size 1 can be expanded."))
             if have < wanted and self._record is not None and self._record.graph.reads(name.lower()):
                 mend = f"Build it with create_block_mask(..., {name}={wanted}, ...)."
                 raise MaskError(message(name, wanted, f"1, as the mask_mod reads {name.lower()}", mend))
@@ -518,12 +519,12 @@ class BlockMask:
 
     @uncompiled
     def to(self, device: torch.device | str) -> Self:
-        """Return the mask on a device, with the tensors that its mask_mod captured where these can be reached.
+        """Return the mask on a device. Tensors captured by its mask_mod are moved too, if they can be found.
 
-        They can in closures, globals, default arguments, partials, and attributes that the mod names. The user's own
-        objects stay as they are: the new mask has a copy of the mod.
+        They are found in closures, globals, default arguments, partials, and attributes that the mod names. The user's
+        own objects do not change: the new mask has a copy of the mod.
 
-        Raises MutationError where what mask_mod captured has changed since the mask was built.
+        Raises MutationError if a value that mask_mod captured has changed since the mask was built.
         """
         device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         moved = copy.copy(self)
@@ -543,7 +544,7 @@ class BlockMask:
         self.q_runs = run_lists_of(partial.transpose(-1, -2), full.transpose(-1, -2)) if transposed else None
 
     def _inherit(self, whole: BlockMask) -> Self:
-        """Take from the mask that this one is a part of what holds for parts too."""
+        """Copy the fields that also apply to a part of a mask from the whole mask."""
         self._record, self._built_from_mod = whole._record, whole._built_from_mod
         self.full_overhangs = whole.full_overhangs
         self.dq_kv_order_spt = whole.dq_kv_order_spt
@@ -554,12 +555,12 @@ class BlockMask:
     def _refuse_dq_kv_order(self, doing: str) -> None:
         if self.dq_kv_order is not None:
             raise UnsupportedError(
-                f"{doing} BlockMask with tensor dq_kv_order is not supported: found one that was made for the whole "
+                f"{doing} BlockMask with tensor dq_kv_order is not supported: found one for the whole "
                 "mask. Construct a new BlockMask with matching precomputed dq_write_order metadata."
             )
 
     def _set_dq_write_order(self, spt: bool) -> None:
-        """Set PyTorch's metadata: for each entry of q_indices, its turn among the key blocks of that row of queries."""
+        """Set PyTorch's metadata: for each entry of q_indices, its rank among the key blocks of that query row."""
         partial, full = self._blocks()
         live = (partial | full).int()
         before = live.cumsum(-1, dtype=torch.int32) - live
@@ -571,14 +572,14 @@ class BlockMask:
         self.dq_write_order_full = None if full_q is None else turn.gather(-1, full_q.long())
         self.dq_kv_order_spt = spt
 
-    # How it prints.
+    # Printing.
 
     @uncompiled
     def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
         """Return a picture for each of the first `limit` batches and heads: █ full, ░ mixed, blank empty.
 
-        `grid_size` is the most cells down and across, -1 one cell for each block. A cell of many blocks is full where
-        all of them are, and empty where all of them are.
+        `grid_size` is the maximum number of cells down and across; -1 means one cell per block. A cell of several
+        blocks is full if all of them are full, and empty if all of them are empty.
 
         >>> import torch
         >>> eye = torch.eye(2, dtype=torch.bool)[None, None]
@@ -599,12 +600,12 @@ class BlockMask:
 
     @uncompiled
     def plot(self, ax: Any = None, b: int = 0, h: int = 0) -> Any:
-        """Draw the blocks of batch `b` and head `h` by matplotlib, an optional extra, and return the Axes.
+        """Draw the blocks of batch `b` and head `h` with matplotlib, an optional extra, and return the Axes.
 
-        `ax` is the Axes to draw into, None for a new figure; keys go across and queries down, in tokens. There are at
-        most 2,000 x 2,000 cells: one that stands for many blocks has their mean colour.
+        `ax` is the Axes to draw into, None for a new figure. Keys go across and queries down, in tokens. There are at
+        most 2,000 x 2,000 cells. A cell of several blocks has their mean color.
 
-        Raises ImportError where matplotlib is missing (`pip install flexattn[plot]`), IndexRangeError where the mask
+        Raises ImportError if matplotlib is missing (`pip install flexattn[plot]`), and IndexRangeError if the mask
         has no such batch or head.
 
         >>> import torch
@@ -613,7 +614,7 @@ class BlockMask:
         """
         for name, at, size in (("b", b, self.B), ("h", h, self.H)):
             if not 0 <= at < size:
-                mend = f"Leave {name} out for the first; a mask with {name.upper()}=1 has no other."
+                mend = f"Omit {name} for the first; a mask with {name.upper()}=1 has no other."
                 raise IndexRangeError(message(name, at, f"0 <= {name} < {size}, as the mask has", mend))
         cells, step = plot.image(*self._rows_of(b * self.H + h), self._grid[1])
         tokens = (step[0] * self.BLOCK_SIZE[0], step[1] * self.BLOCK_SIZE[1])
@@ -646,18 +647,18 @@ class BlockMask:
         first = (0,) * len(self._batch_dims)
         lines = self._draw(first, (16, 16))
         if lines and self.B * self.H > 1:
-            lines.insert(0, str(first))  # of many batches and heads this one is drawn
+            lines.insert(0, str(first))  # only this batch and head is drawn
         return "\n".join((head, *(f"    {line}".rstrip() for line in lines)))
 
-    # As a pytree, and pickled.
+    # Pytree and pickling.
 
     def _flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the tensors, those that mask_mod captured included, and the rest, which compares by value."""
+        """Return the tensors, including those captured by mask_mod, and the rest, which compares by value."""
         pairs, context = self._flatten_with_keys()
         return tuple(value for _, value in pairs), context
 
     def _flatten_with_keys(self) -> tuple[tuple[tuple[GetAttrKey, Any], ...], tuple[Any, ...]]:
-        """Return what `_flatten` does, with the name of each tensor."""
+        """Return the same as `_flatten`, with the name of each tensor."""
         named = {f"kv_runs_{i}": t for i, t in enumerate(self.kv_runs.tensors)}
         named |= {} if self.q_runs is None else {f"q_runs_{i}": t for i, t in enumerate(self.q_runs.tensors)}
         named |= {name: getattr(self, name) for name in METADATA if getattr(self, name) is not None}
@@ -668,7 +669,7 @@ class BlockMask:
 
     @classmethod
     def _unflatten(cls, leaves: tuple[Any, ...], context: tuple[Any, ...]) -> Self:
-        """Undo `_flatten`."""
+        """Inverse of `_flatten`."""
         leaves = tuple(leaves)
         *fields, names, shell = context
         assert isinstance(shell, Shell)
@@ -684,7 +685,7 @@ class BlockMask:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # What mask_mod captures in another process are other tensors: nothing tells whether their values are the same.
+        # In another process mask_mod captures other tensors, and there is no way to check that their values are equal.
         return self.__dict__ | {"_record": None}
 
     def __copy__(self) -> Self:
@@ -719,7 +720,7 @@ def _pair(name: str, value: Any, least: int) -> tuple[int, int]:
 
 
 def _percent(value: float) -> str:
-    """Return a percentage with two digits, or with more of them where these would say a false 0 or 100."""
+    """Return a percentage with two digits, or with more if two digits would round to 0 or 100."""
     digits = 2
     while value not in (0, 100) and float(f"{value:.{digits}f}") in (0, 100):
         digits += 1

@@ -1,4 +1,4 @@
-"""How many pairs of a mask's partial blocks attend, counted by asking its mask_mod in bounded memory."""
+"""Counts the attending pairs in a mask's partial blocks by evaluating mask_mod in bounded memory."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from flexattn.block_mask.runs import Runs
 from flexattn.errors import DeviceError, message
 from flexattn.graph.bound_mod import BoundMod
 
-# Pairs asked at a time: a graph keeps some 4 bytes a pair for each of its nodes.
+# Pairs evaluated at a time. A graph needs about 4 bytes per pair for each of its nodes.
 _PAIRS = {"cpu": 2**21}
 _PAIRS_ON_GPU = 2**24
 
 
 class Pairs(NamedTuple):
-    """How many (query, key) pairs the blocks of a mask make the kernels compute, and how many of them attend."""
+    """The number of (query, key) pairs in the computed blocks of a mask, and the number of those that attend."""
 
     executed: int
     useful: int
@@ -26,9 +26,9 @@ class Pairs(NamedTuple):
 def count_useful(
     bound: BoundMod, heads: list[Runs], H: int, lengths: tuple[int, int], block_size: tuple[int, int]
 ) -> int:
-    """Return in how many pairs of partial blocks the mod is true; `heads` are the partial runs of each b * H + h.
+    """Return the number of pairs in partial blocks that attend; `heads` are the partial runs of each b * H + h.
 
-    Heads that have the same runs and of which the mod says the same are asked once.
+    Heads with equal runs, for which the mod gives the same result, are evaluated once.
     """
     device = heads[0].runs.device
     bound = bound.on(device)
@@ -41,7 +41,7 @@ def count_useful(
     counts: list[int] = []
     for head, runs in enumerate(heads):
         b, h = divmod(head, H)
-        alike = b * b_read * H + h * h_read  # the first head of which the mod says the same
+        alike = b * b_read * H + h * h_read  # the first head with the same result of the mod
         if alike < head and _same_runs(runs, heads[alike]):
             counts.append(counts[alike])
         else:
@@ -56,7 +56,7 @@ def _same_runs(one: Runs, other: Runs) -> bool:
 def _count_pairs(
     bound: BoundMod, place: tuple[int, int], runs: Runs, lengths: tuple[int, int], block_size: tuple[int, int]
 ) -> int:
-    """Return in how many pairs of some blocks of batch and head `place` the mod is true, in bounded memory."""
+    """Return the number of attending pairs in the blocks of one (b, h), in bounded memory."""
     device = runs.runs.device
     b, h = (torch.full((1, 1, 1), i, dtype=torch.int32, device=device) for i in place)
     read = tuple(bound.graph.reads(name) for name in ("q_idx", "kv_idx"))
@@ -81,16 +81,16 @@ def _count_pairs(
 
 
 def _blocks_of(runs: Runs, ends: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Return the row and the column of the blocks from `start` to before `stop`, int64 [n]; `ends` sums the runs."""
+    """Return rows and columns of the blocks numbered `start` to `stop`, int64 [n]; `ends` are summed run lengths."""
     places = torch.arange(start, min(stop, int(ends[-1])), device=ends.device)
     run = torch.searchsorted(ends, places, right=True)
     return torch.searchsorted(runs.row_ptr.long(), run, right=True) - 1, runs.runs[run, 1] - (ends[run] - places)
 
 
 def _positions(blocks: Tensor, size: int, length: int, window: range, read: bool) -> tuple[Tensor, Tensor]:
-    """Return the positions to ask in each block, and how many positions each stands for, int32 [blocks, positions].
+    """Return the positions to evaluate in each block, and how many each represents, int32 [blocks, positions].
 
-    Along an axis that the mod does not read the first one stands for all. Past the length the last one stands for none.
+    If the mod does not read an axis, its first position represents all. Past the length, repeated positions count 0.
     """
     first = blocks[:, None] * size
     if not read:

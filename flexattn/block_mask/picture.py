@@ -1,4 +1,4 @@
-"""The picture of a BlockMask: how many blocks lie in each of its cells, and the cells as characters."""
+"""The picture of a BlockMask: the number of blocks in each cell, and cells as characters."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from flexattn.block_mask.runs import Runs
 
 EMPTY, MIXED, FULL = " ", "░", "█"
 
-_RUNS = 2**20  # counted at a time
-_CELLS = 2**20  # drawn at a time
+_RUNS = 2**20  # runs counted at a time
+_CELLS = 2**20  # cells drawn at a time
 
 
 def draw(partial: Runs, full: Runs, columns: int, grid: tuple[int, int], width: int = 2) -> list[str]:
     """Return lines of at most grid[0] x grid[1] cells, `width` characters each, for the rows of one batch and head.
 
-    A cell is full where all of its blocks are, empty where none is live, and mixed otherwise.
+    A cell is full if all its blocks are full, empty if all are empty, and mixed otherwise.
     """
     if not columns:
         return []
@@ -33,13 +33,13 @@ def draw(partial: Runs, full: Runs, columns: int, grid: tuple[int, int], width: 
 
 
 def steps(blocks: tuple[int, int], most: tuple[int, int]) -> tuple[int, int]:
-    """Return how many blocks a cell has down and across, for at most `most` cells."""
+    """Return the number of blocks per cell, down and across, for at most `most` cells."""
     down, across = (max(1, -(-n // max(1, cells))) for n, cells in zip(blocks, most, strict=True))
     return down, across
 
 
 def areas(blocks: tuple[int, int], step: tuple[int, int], device: torch.device) -> Tensor:
-    """Return the number of blocks of each cell, int64 [down, across]; the last ones are as narrow as they are."""
+    """Return the number of blocks of each cell, int64 [down, across]. Cells at the end may be smaller."""
     down, across = (
         (n - torch.arange(0, n, size, device=device)).clamp(max=size) for n, size in zip(blocks, step, strict=True)
     )
@@ -47,13 +47,13 @@ def areas(blocks: tuple[int, int], step: tuple[int, int], device: torch.device) 
 
 
 def count_cells(runs: Runs, columns: int, step: tuple[int, int]) -> Tensor:
-    """Return how many of the blocks lie in each cell of step[0] x step[1] blocks, int64 [down, across].
+    """Return the number of blocks in each cell of step[0] x step[1] blocks, int64 [down, across].
 
-    It takes time for each run and memory for each cell, and never makes the blocks.
+    Time is proportional to runs and memory to cells; the blocks are never expanded.
     """
     down, across = (-(-n // size) for n, size in zip((runs.rows, columns), step, strict=True))
-    # The blocks before x fill the cells before that of x, and x % step of its own: a run is those before its end
-    # without those before its start.
+    # The number of blocks before x is a sum over whole cells, plus x % step in its own cell. A run is the difference
+    # of these sums at its end and at its start.
     inside, crossed = (torch.zeros(down, across + 1, dtype=torch.int64, device=runs.runs.device) for _ in range(2))
     row_ptr = runs.row_ptr.long()
     for first, part in enumerate(runs.runs.split(_RUNS)):

@@ -1,4 +1,4 @@
-"""The picture of a BlockMask by matplotlib, an optional extra."""
+"""The picture of a BlockMask drawn with matplotlib, an optional extra."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ COLOURS = {"empty": (255, 255, 255), "partial": (230, 159, 0), "full": (0, 114, 
 
 
 def image(partial: Runs, full: Runs, columns: int, most: tuple[int, int] = MOST) -> tuple[Tensor, tuple[int, int]]:
-    """Return uint8 [down, across, 3], at most `most` cells, and the blocks of a cell down and across.
+    """Return uint8 [down, across, 3] of at most `most` cells, and the number of blocks per cell, down and across.
 
-    The runs are the rows of one batch and head. A cell has the mean colour of its blocks.
+    The runs are the rows of one batch and head. A cell has the mean color of its blocks.
     """
     step = steps((full.rows, columns), most)
     counts = [count_cells(runs, columns, step) for runs in (partial, full)]
@@ -28,7 +28,7 @@ def image(partial: Runs, full: Runs, columns: int, most: tuple[int, int] = MOST)
 
 
 def plot(ax: Any, cells: Tensor, tokens: tuple[int, int], seq_lengths: tuple[int, int]) -> Any:
-    """Draw the cells of `image`, each of `tokens` queries and keys, into `ax` (None: a new figure); return the Axes."""
+    """Draw the cells of `image`, each of `tokens` queries and keys, into `ax` (None: a new figure). Return the Axes."""
     try:
         from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
         from matplotlib.patches import Patch  # pyright: ignore[reportMissingImports]
@@ -40,7 +40,7 @@ def plot(ax: Any, cells: Tensor, tokens: tuple[int, int], seq_lengths: tuple[int
     ax = pyplot.subplots()[1] if ax is None else ax
     queries, keys = seq_lengths
     if cells.numel():
-        # The last cells reach past the lengths, where the axes end.
+        # The last cells may extend past the lengths; the axes end at the lengths.
         extent = (0, cells.shape[1] * tokens[1], cells.shape[0] * tokens[0], 0)
         ax.imshow(cells.numpy(), extent=extent, origin="upper", aspect="auto")
     ax.set_xlim(0, max(1, keys))

@@ -1,4 +1,4 @@
-"""What a mask was built from: the values that its mask_mod captured, watched for changes, moved and taken out."""
+"""What a mask was built from: the values that its mask_mod captured, checked for changes, moved and extracted."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from flexattn.graph.mod_graph import ModGraph
 
 Mod = Callable[..., Any]
 Seen = tuple["weakref.ref[Tensor]", int | None]  # a tensor and its version
-AnyOf = tuple[Seen, ...]  # of a deep copy: the tensor, which closures share, or its copy
+AnyOf = tuple[Seen, ...]  # after a deep copy: the tensor, which closures share, or its copy
 
 
 class BuildCounts(NamedTuple):
-    """What building a mask took."""
+    """What building a mask evaluated."""
 
-    boxes: int  # boxes of blocks that were bounded
-    samples: int | None  # single places that were looked at; None where a GPU did
-    blocks: int  # blocks that were evaluated pair by pair; of batches and heads that the mod tells apart
+    boxes: int  # boxes of blocks with computed bounds
+    samples: int | None  # sampled single positions; None if a GPU built the mask
+    blocks: int  # blocks evaluated pair by pair, counted per batch and head that the mod distinguishes
 
 
 class BuiltMask(NamedTuple):
-    """What building a mask found: its blocks as rows of queries and of keys, and runs in what its mod captures."""
+    """Result of building a mask: its blocks as query rows and key rows, and the runs found in captured tensors."""
 
     by_query: RunLists
     by_key: RunLists
     counts: BuildCounts
-    bytes: int  # of memory that the lists take
+    bytes: int  # memory of the lists
     runs: tuple[EqualRuns, ...] = ()
 
 
 class CaptureRecord(NamedTuple):
-    """The graph, tensors and numbers that a mask was built from; tensors are held weakly, with their versions."""
+    """The graph, tensors and numbers that a mask was built from. Tensors are weakly referenced, with their versions."""
 
     mod: Mod
     graph: ModGraph
-    captures: tuple[AnyOf, ...]  # those of the graph
+    captures: tuple[AnyOf, ...]  # captures of the graph
     numbers: tuple[int | float, ...]
-    reached: tuple[AnyOf, ...]  # those of the user, from which a prologue may compute captures at each call
-    runs: tuple[EqualRuns, ...]  # of the captures
-    prologue: tuple[str, tuple[int | float, ...]]  # of the graph, which computes captures: its text and its numbers
+    reached: tuple[AnyOf, ...]  # the user's tensors, from which a prologue may compute captures at each call
+    runs: tuple[EqualRuns, ...]  # in the captures
+    prologue: tuple[str, tuple[int | float, ...]]  # the graph that computes captures: its text and its numbers
 
     @staticmethod
     def of(mod: Mod, bound: BoundMod, runs: tuple[EqualRuns, ...]) -> CaptureRecord:
@@ -58,9 +58,9 @@ class CaptureRecord(NamedTuple):
         return CaptureRecord(mod, bound.graph, captures, bound.numbers, reached, runs, bound.prologue)
 
     def deepcopied(self, memo: dict[int, Any]) -> CaptureRecord:
-        """Return the record of a deep copy of the mask, whose mod may hold copies of the same values."""
+        """Return the record of a deep copy of the mask, whose mod may contain copies of the same values."""
         mod = copy.deepcopy(self.mod, memo)
-        if mod is self.mod:  # a function: it has what it captures from where the original has it
+        if mod is self.mod:  # a function: its copy shares what it captures
             return self
         captures, reached = (
             tuple([(*before, *_copies(before, memo)) for before in tensors])
@@ -69,7 +69,7 @@ class CaptureRecord(NamedTuple):
         return self._replace(mod=mod, captures=captures, reached=reached)
 
     def check(self, bound: BoundMod) -> None:
-        """Raise MutationError if `bound`, the same mod bound now, has other values than those recorded."""
+        """Raise MutationError if `bound`, the same mod bound now, has different values than those recorded."""
         for number, before, now in zip(self.graph.numbers, self.numbers, bound.numbers, strict=False):
             if before != now:
                 raise _changed(f"mask_mod's captured number {number.name!r}", f"was {before} and is {now}")
@@ -77,12 +77,12 @@ class CaptureRecord(NamedTuple):
             raise _changed("what mask_mod computes", "is something else")
         if bound.prologue[0] != self.prologue[0]:
             raise _changed("what mask_mod computes from the tensors that it captures", "is something else")
-        if repr(bound.prologue[1]) != repr(self.prologue[1]):  # tells 0.0 from -0.0
-            raise _changed("a number that mask_mod combines with a captured tensor", "is another one")
+        if repr(bound.prologue[1]) != repr(self.prologue[1]):  # distinguishes 0.0 from -0.0
+            raise _changed("a number that mask_mod combines with a captured tensor", "has changed")
         if all(_is_any(before, now) for before, now in zip(self.captures, bound.captures, strict=True)):
             return
         if len(bound.reached) != len(self.reached):
-            raise _changed("the tensors that mask_mod captures", "are others")
+            raise _changed("the tensors that mask_mod captures", "have changed")
         for name, before, now in zip(bound.reached_names, self.reached, bound.reached, strict=True):
             if not _is_any(before, now):
                 how = "was changed in place" if any(ref() is now for ref, _ in before) else "is another tensor"
@@ -90,12 +90,12 @@ class CaptureRecord(NamedTuple):
 
 
 def seen(tensor: Tensor, gone: Callable[[object], None] | None = None) -> Seen:
-    """Return a tensor, held weakly, and its version; `gone` is called when there is no such tensor any more."""
+    """Return a weak reference to a tensor and its version; `gone` is called when the tensor is freed."""
     return weakref.ref(tensor, gone), _version(tensor)
 
 
 def is_same(seen: Seen, tensor: Tensor) -> bool:
-    """Tell whether this is the tensor that was seen, at the same version."""
+    """Return whether this is the tensor that was seen, at the same version."""
     return seen[0]() is tensor and seen[1] == _version(tensor)
 
 
@@ -104,9 +104,9 @@ def _is_any(before: AnyOf, now: Tensor) -> bool:
 
 
 def _copies(before: AnyOf, memo: dict[int, Any]) -> AnyOf:
-    """Return the copies that a deep copy has of a tensor; none where its values are not those that were seen."""
+    """Return the deep copies of a tensor; none if its values have changed since it was seen."""
     tensors = ((ref(), version) for ref, version in before)
-    # A tensor with a history has no deep copy: only what shares it can read it.
+    # A non-leaf tensor has no deep copy, so only code that shares the tensor can read it.
     return tuple(
         seen(copy.deepcopy(t, memo)) for t, version in tensors if t is not None and t.is_leaf and _version(t) == version
     )
@@ -124,7 +124,7 @@ def _changed(what: str, how: str) -> MutationError:
 
 
 def move(mod: Mod, device: torch.device) -> Mod:
-    """Return the mod with the tensors that it captured on `device`; the same mod where none has to move."""
+    """Return the mod with its captured tensors on `device`; the same mod if none has to move."""
     found = survey(mod)
     moved = {id(t): t.to(device) for t in found.tensors if t.device != device}
     return substitute(mod, moved, found.numbers)[0] if moved else mod
@@ -132,7 +132,7 @@ def move(mod: Mod, device: torch.device) -> Mod:
 
 @dataclass(frozen=True)
 class Shell:
-    """A mod without the tensors that it captured: equal for closures of one definition with equal other values."""
+    """A mod without its captured tensors. Equal for closures of one definition whose other values are equal."""
 
     key: tuple[Any, ...]
     mod: Mod = field(compare=False)
@@ -145,7 +145,7 @@ class Shell:
 
 
 def lift(mod: Mod) -> tuple[list[Tensor], Shell]:
-    """Take the captured tensors out of a mod."""
+    """Separate the captured tensors from a mod."""
     found = survey(mod)
     whole = () if found.followed else (id(mod),)
     return found.tensors, Shell((*found.key, *found.numbers, *whole), mod)

@@ -1,4 +1,4 @@
-"""Runs and RunLists: sets of blocks, row by row, and the way between them and dense arrays of blocks."""
+"""Runs and RunLists: sets of blocks per row, and their conversion to and from dense arrays of blocks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from flexattn.torch_state.transforms import outside
 
 @dataclass(frozen=True)
 class Runs:
-    """For each row, the half-open runs of blocks that it holds, ascending and disjoint (touching ones are joined)."""
+    """For each row, half-open runs of blocks, ascending and disjoint (adjacent runs are merged)."""
 
-    row_ptr: Tensor  # int32 [rows + 1]; row r holds runs[row_ptr[r]:row_ptr[r + 1]]
-    runs: Tensor  # int32 [n, 2], first and one past the last block
+    row_ptr: Tensor  # int32 [rows + 1]; row r is runs[row_ptr[r]:row_ptr[r + 1]]
+    runs: Tensor  # int32 [n, 2], first block and one past the last block
 
     @property
     def rows(self) -> int:
@@ -43,7 +43,7 @@ class Runs:
         return steps.cumsum(1, dtype=torch.int8)[:, :columns].bool()
 
     def between(self, start: int, stop: int) -> Runs:
-        """Return the runs of the rows from `start` to before `stop`, without a copy."""
+        """Return the runs of the rows in [start, stop), without a copy."""
         row_ptr = self.row_ptr[start : stop + 1]
         first, last = int(row_ptr[0]), int(row_ptr[-1])
         return Runs(row_ptr - first, self.runs[first:last])
@@ -60,11 +60,11 @@ class Runs:
 
 @dataclass(frozen=True)
 class RunLists:
-    """The blocks of one direction. A row is (b, h, block), row-major, b and h of the mask (1 where it broadcasts)."""
+    """The blocks of one direction. Rows are (b, h, block) in row-major order; broadcast b and h have size 1."""
 
-    partial: Runs  # the mask_mod decides, element by element
-    full: Runs  # every pair attends, the mask_mod is not asked
-    order: Tensor  # int32 [B_mask * H_mask, blocks]: blocks of each (b, h) with the longest row first
+    partial: Runs  # mask_mod is applied
+    full: Runs  # every pair attends, mask_mod is not applied
+    order: Tensor  # int32 [B_mask * H_mask, blocks]: blocks of each (b, h), longest row first
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -72,7 +72,7 @@ class RunLists:
 
     @staticmethod
     def from_tensors(tensors: tuple[Tensor, ...]) -> RunLists:
-        """Undo `tensors`."""
+        """Inverse of `tensors`."""
         return RunLists(Runs(tensors[0], tensors[1]), Runs(tensors[2], tensors[3]), tensors[4])
 
     def map(self, f: Callable[[Tensor], Tensor]) -> RunLists:
@@ -87,7 +87,7 @@ class RunLists:
 
 
 class LaterRunLists(RunLists):
-    """Run lists whose tensors are made when they are first asked for; those of one direction often never are."""
+    """Run lists whose tensors are created on first use. Those of one direction are often never used."""
 
     def __init__(self, make: Callable[[], tuple[Tensor, ...]]) -> None:
         self.__dict__["make"] = make
@@ -95,7 +95,7 @@ class LaterRunLists(RunLists):
     def __getattr__(self, name: str) -> Any:
         if name not in _FIELDS:
             raise AttributeError(name)
-        with outside():  # a view that is made while torch.func transforms would be that transform's
+        with outside():  # under torch.func transforms, a view created here would belong to the transform
             self.__dict__.update(vars(RunLists.from_tensors(self.__dict__["make"]())))
         return self.__dict__[name]
 
@@ -104,27 +104,27 @@ _FIELDS = tuple(field.name for field in fields(RunLists))
 
 
 def runs_of(blocks: Tensor) -> Runs:
-    """Return the runs of a dense array of blocks, bool [..., columns], each of its rows a row."""
+    """Return the runs of a dense array of blocks, bool [..., columns]. Leading dimensions become rows."""
     columns = blocks.shape[-1]
     edges = blocks.new_zeros((blocks.shape[:-1].numel(), columns + 1))
     rows = blocks.reshape(len(edges), columns)
     edges[:, :columns] = rows
-    edges[:, 1:] ^= rows  # now true at the first block of a run and one past its last
+    edges[:, 1:] ^= rows  # true at the first block of a run and one past its last
     row_ptr = _offsets(edges.sum(1) // 2)
     return Runs(row_ptr.int(), edges.nonzero()[:, 1].reshape(-1, 2).int())
 
 
 def run_lists_of(partial: Tensor, full: Tensor) -> RunLists:
-    """Return the lists of two dense arrays of blocks, bool [B, H, rows, columns], which have no block in common."""
+    """Return the lists of two disjoint dense arrays of blocks, bool [B, H, rows, columns]."""
     return run_lists(runs_of(partial), runs_of(full), partial.shape[:2].numel())
 
 
 def run_lists(partial: Runs, full: Runs, heads: int) -> RunLists:
-    """Return the lists of runs whose rows are (b, h, block), of `heads` pairs (b, h) in all."""
+    """Return the lists of runs whose rows are (b, h, block), for `heads` pairs (b, h)."""
     total = (partial.count() + full.count()).view(heads, partial.rows // max(heads, 1))
     return RunLists(partial, full, total.argsort(dim=-1, descending=True, stable=True).int())
 
 
 def _offsets(counts: Tensor) -> Tensor:
-    """Return 0 and the running sums of `counts`, int64 [n + 1]."""
+    """Return 0 followed by the cumulative sums of `counts`, int64 [n + 1]."""
     return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int64), (1, 0))

@@ -1,4 +1,4 @@
-"""Indexing a BlockMask: which of its batches, heads and query blocks, and the mask_mod of what is left."""
+"""Indexing a BlockMask: the selected batches, heads and query blocks, and the mask_mod of the slice."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ AXES = ("batch", "head", "Q-block")
 
 @dataclass(frozen=True)
 class SlicedMod:
-    """A mask_mod seen from a slice of its mask: the indices of the slice are mapped to those of the whole.
+    """The mask_mod of a slice of a mask: maps indices of the slice to indices of the whole mask.
 
-    `b`, `h` and `q` are an offset, a tensor of positions (for `q`, of blocks of `block` queries), or None: no change.
+    `b`, `h` and `q` are an offset, a tensor of positions (for `q`, of blocks of `block` queries), or None (no change).
     """
 
     base: Callable[..., Any]
@@ -46,9 +46,9 @@ def _shifted(by: int | Tensor | None, index: Tensor) -> Tensor:
 
 
 def positions(index: object, sizes: tuple[int, ...], device: torch.device) -> list[Tensor | range]:
-    """Return what an index takes of each axis of a mask; an int keeps its axis, with size 1.
+    """Return what an index selects on each axis of a mask. An int keeps its axis, with size 1.
 
-    `sizes` are those of (B, H, Q blocks), less the leading ones that the mask was given without.
+    `sizes` are those of (B, H, Q blocks), without leading axes that the mask does not have.
     """
     entries = index if isinstance(index, tuple) else (index,)
     axes = AXES[len(AXES) - len(sizes) :]
@@ -79,7 +79,7 @@ def _positions(entry: object, size: int, axis: str, device: torch.device) -> Ten
     if entry.dtype == torch.bool:
         if len(entry) != size:
             raise IndexRangeError(
-                message(f"block_mask[...], {axis} index", f"{len(entry)} booleans", str(size), "Give one for each.")
+                message(f"block_mask[...], {axis} index", f"{len(entry)} booleans", str(size), "Pass one per entry.")
             )
         return entry.nonzero()[:, 0]
     entry = entry.long()
@@ -93,7 +93,7 @@ def _check_range(low: int, high: int, size: int, axis: str) -> None:
     if low < -size or high >= size:
         found = low if low < -size else high
         raise IndexRangeError(
-            message(f"block_mask[...], {axis} index", found, f"from {-size} to {size - 1}", "The axis is no longer.")
+            message(f"block_mask[...], {axis} index", found, f"from {-size} to {size - 1}", "Use an index in range.")
         )
 
 
@@ -105,14 +105,14 @@ def as_tensor(taken: Tensor | range, device: torch.device) -> Tensor:
 
 
 def offset_of(taken: Tensor | range, device: torch.device) -> int | Tensor | None:
-    """Return positions as the offset that gives them, None for 0, or as a tensor where they are not consecutive."""
+    """Return positions as an offset, None for offset 0, or as a tensor if they are not consecutive."""
     if isinstance(taken, range) and (taken.step == 1 or len(taken) < 2):
         return taken.start or None
     return as_tensor(taken, device).int()
 
 
 def sliced_length(taken: Tensor | range, length: int, block: int) -> int:
-    """Return the number of queries in some blocks; only the last may be the short one that ends the sequence."""
+    """Return the number of queries in the selected blocks. Only the last one may be the sequence's short last block."""
     count, blocks = len(taken), -(-length // block)
     short = length - (blocks - 1) * block
     if short == block or count == 0:

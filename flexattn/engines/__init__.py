@@ -1,0 +1,1 @@
+"""Problem -> out, lse and gradients: one module per engine, and the operations that autograd sees."""

@@ -1,4 +1,4 @@
-"""The one differentiable operation: attention over (query, key, value, captured tensors), run by an engine."""
+"""The single differentiable operation: attention over (query, key, value, captured tensors), run by an engine."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from flexattn.torch_state.modes import undisturbed
 from flexattn.torch_state.transforms import is_transforming, one_by_one, refuse_batched, tangent_rule
 from flexattn.torch_state.uncompiled import uncompiled
 
-# Of query, key, value, each tensor that score_mod captures, and the sink.
+# Gradients of query, key, value, each tensor captured by score_mod, and the sink.
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...], Tensor | None]
 
 
 class Engine(Protocol):
-    """Who runs a problem: a module of `engines/`."""
+    """Runs a problem: a module of `engines/`."""
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return out, lse (float32 or, where it can, float64) and, where asked for, the largest score of each row."""
+        """Return out, lse (float32, or float64 if the engine computes it) and, if requested, the row maxima."""
         ...
 
     def backward(
@@ -42,12 +42,12 @@ class Engine(Protocol):
         d_lse: Tensor | None,
         needs: Needs,
     ) -> Gradients:
-        """Return dq, dk, dv, the gradients of the tensors that score_mod captures, and that of a sink that learns."""
+        """Return dq, dk, dv, the gradients of tensors captured by score_mod, and that of a sink that requires one."""
         ...
 
 
 def attention(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return out, lse and max_scores, recorded for a backward where the problem has any gradient to give."""
+    """Return out, lse and max_scores, recorded for a backward if any tensor of the problem requires a gradient."""
     if settings().debug:
         mods = tuple(m.graph.name for m in (problem.score, problem.mask) if m is not None)
         _tell(getattr(engine, "__name__", type(engine).__name__), problem.query.dtype, mods)
@@ -61,22 +61,22 @@ def attention(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor, Tensor 
 
 @lru_cache(256)
 def _tell(engine: str, dtype: torch.dtype, mods: tuple[str, ...]) -> None:
-    """Tell once what runs."""
+    """Log once which engine runs."""
     debug("call", f"engine {engine}, {dtype}, mods: {', '.join(mods) or 'none'}")
 
 
 def _shown(lse: Tensor, problem: Problem) -> Tensor:
-    """Return lse in the dtype that the user sees; the backward keeps what the engine gave."""
+    """Return lse in the dtype that the user sees. The backward keeps the engine's lse."""
     return lse.to(torch.float64 if problem.query.dtype == torch.float64 else torch.float32)
 
 
 def wants_gradient(problem: Problem) -> bool:
-    """Tell whether a backward may follow."""
+    """Return whether a backward may follow."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(problem))
 
 
 class _Attention(Function):
-    """Saves its tensors with `save_for_backward`: so changing one before the backward raises, and hooks see them."""
+    """Saves tensors with `save_for_backward`, so in-place changes before the backward raise, and hooks see them."""
 
     @staticmethod
     def forward(ctx: Any, engine: Engine, problem: Problem, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -105,13 +105,13 @@ class _Attention(Function):
 
 def _run(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     out, lse, max_scores = _without_autocast(problem, engine.forward, problem)
-    if out._is_view():  # of another order of dimensions; autograd would refuse to let the user change it in place
+    if out._is_view():  # with permuted dimensions; autograd would not let the user change it in-place
         out = out.new_empty(0).set_(out)
     return out, lse, max_scores
 
 
 def _keep(ctx: Any, engine: Engine, problem: Problem, tensors: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
-    """Keep in `ctx` what the backward reads."""
+    """Save in `ctx` what the backward reads."""
     ctx.engine = engine
     ctx.problem = _with_tensors(problem, (tensors[0].new_empty(0),) * len(tensors))
     ctx.save_for_backward(*tensors, out, lse)
@@ -120,9 +120,9 @@ def _keep(ctx: Any, engine: Engine, problem: Problem, tensors: Sequence[Tensor],
 
 
 class _TransformedAttention(_Attention):
-    """The same in the form that torch.func and forward mode ask for, which costs the host more.
+    """The same operation in the form that torch.func and forward mode require, with more host overhead.
 
-    What the backward keeps must be a result here: lse as the engine gave it, where that is not the one shown.
+    Everything saved for the backward must be a result, so the engine's lse is one if it differs from the user's.
     """
 
     @staticmethod
@@ -154,7 +154,7 @@ class _TransformedAttention(_Attention):
 
 
 class _AttentionGradient(Function):
-    """The backward as an operation of its own, linear in d_out and d_lse; its derivatives are those of `tangents`."""
+    """The backward as a separate operation, linear in d_out and d_lse. Its derivatives come from `tangents`."""
 
     @staticmethod
     def forward(
@@ -205,7 +205,7 @@ class _AttentionGradient(Function):
 def _second(
     problem: Problem, directions: Problem, needs: tuple[bool, ...], d_out: Tensor, d_lse: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, ...]]:
-    """Return the tangents of out and lse, and the gradients of <tangents, (d_out, d_lse)> in the tensors needed."""
+    """Return the tangents of out and lse, and the gradients of <tangents, (d_out, d_lse)> for the needed tensors."""
     tensors = _tensors(problem)
 
     def moved(*chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,7 +222,7 @@ def _second(
 
 
 def _along(problem: Problem, directions: Sequence[Tensor | None]) -> Problem:
-    """Return the problem with directions for its tensors, 0 where there is none."""
+    """Return the problem with its tensors replaced by directions, 0 where a direction is None."""
     pairs = zip(_tensors(problem), directions, strict=True)
     return _with_tensors(problem, [x.new_zeros(()).expand(x.shape) if d is None else d for x, d in pairs])
 
@@ -232,7 +232,7 @@ def _gradients(
     engine: Engine, problem: Problem, needs: tuple[bool, ...], d_out: Tensor, d_lse: Tensor | None, out: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return one gradient, or None, for each of the problem's tensors."""
+    """Return one gradient, or None, per tensor of the problem."""
     q, k, v = needs[:3]
     of_sink = problem.sink is not None and needs[-1]
     dq, dk, dv, captured, d_sink = _without_autocast(
@@ -266,7 +266,7 @@ def _with_captures(bound: BoundMod | None, captures: Sequence[Tensor]) -> BoundM
 
 
 def _without_autocast(problem: Problem, function: Callable[..., Any], *args: Any) -> Any:
-    """Run with autocast off: the inputs have their dtypes already, and engines sum in float32 on purpose."""
+    """Run with autocast disabled. The inputs already have their dtypes, and engines accumulate in float32."""
     kind = problem.query.device.type
     if not torch.is_autocast_enabled(kind):
         return function(*args)
@@ -275,7 +275,7 @@ def _without_autocast(problem: Problem, function: Callable[..., Any], *args: Any
 
 
 def _unpack(ctx: Any) -> tuple[Tensor, ...]:
-    """Return the saved tensors; where one was changed in place, say which it may be."""
+    """Return the saved tensors. If one was changed in-place, raise an error that names the candidates."""
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
@@ -290,7 +290,7 @@ def _unpack(ctx: Any) -> tuple[Tensor, ...]:
 
 
 def _names(problem: Problem) -> tuple[str, ...]:
-    """Return the names of everything that is saved for the backward, in its order."""
+    """Return the names of the tensors saved for the backward, in order."""
     mods = [m for m in (problem.score, problem.mask) if m is not None]
     sink = () if problem.sink is None else ("sink",)
     return "query", "key", "value", *(c.name for m in mods for c in m.graph.captures), *sink, "out", "lse"

@@ -1,10 +1,10 @@
-"""The engine for CPUs: attention tile by tile over the block mask, in torch operations; no tensor of size M x N.
+"""The CPU engine: attention tile by tile over the block mask, in torch operations, without any tensor of size M x N.
 
-Both directions first run without guards. An excluded pair has weight 0, which hides everything but NaN and infinity
-(0 * NaN); so a result that is not finite is computed again with guards, that make excluded pairs contribute nothing.
+Both directions first run without guards. An excluded pair has weight 0, which hides everything except NaN and infinity
+(0 * NaN). If a result is not finite, it is computed again with guards that zero the contribution of excluded pairs.
 
-Where a row's bits may depend on that row alone, guards are always on, strips and tiles have one size, and head dims are
-whole lines of memory: what BLAS rounds hangs on the shape of a product and on where its rows begin.
+In batch-invariant mode, guards are always on, strips and tiles have a fixed size, and head dims are padded to whole
+cache lines, because the rounding of BLAS depends on the shape of a product and on the alignment of its rows.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | No
 
 @torch.no_grad()
 def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return out in the dtype and stride order of query, lse, and the largest scores where asked for.
+    """Return out in the dtype and stride order of query, lse, and the row maxima if requested.
 
-    In float32 problems lse is float64: half an ulp of it would be lse / 2 ulp in every weight of the backward.
+    For float32 problems lse is float64. Half an ulp of a float32 lse would scale every weight of the backward.
     """
     query, value = problem.query, problem.value
     problem = _in_lines(problem)
@@ -41,7 +41,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     of_lse = torch.float64 if query.dtype == torch.float32 else wide
     lse = torch.full(query.shape[:3], -torch.inf, dtype=of_lse, device=query.device)
     largest = torch.full_like(lse, -torch.inf, dtype=wide) if problem.max_scores else None
-    if problem.sink is not None:  # of rows without a key
+    if problem.sink is not None:  # for rows without a key
         lse.copy_(problem.sink[..., None].expand(lse.shape))
     if query.numel() > 0:
         queue = Queue(_strips(problem))
@@ -63,11 +63,11 @@ def _forward_strip(tiles: Scores, strip: Strip, out: Tensor, lse: Tensor, larges
         m_i, l_i, acc = _softmax_strip(tiles, strip, unit, guard=True)
     acc.div_(l_i.masked_fill(l_i == 0, 1.0))
     row_lse = m_i.double().div(unit).add_(l_i.double().log_())
-    row_lse.masked_fill_(m_i == torch.inf, torch.inf)  # a score of +inf: out is NaN
+    row_lse.masked_fill_(m_i == torch.inf, torch.inf)  # for a score of +inf, out is NaN
     if tiles.problem.sink is not None:
         sink = tiles.problem.sink[..., None, None].expand(*lse.shape, 1)
         total = torch.logaddexp(row_lse, tiles.stack(sink, strip, torch.float64))
-        kept = row_lse.sub_(total).exp_().masked_fill_(total == -torch.inf, 0.0)  # neither a key nor a sink
+        kept = row_lse.sub_(total).exp_().masked_fill_(total == -torch.inf, 0.0)  # rows with neither a key nor a sink
         acc.mul_(kept.masked_fill_(total == torch.inf, torch.nan))
         row_lse = total
     tiles.rows(out, strip).copy_(tiles.unstack(acc, strip)[..., : out.shape[-1]])
@@ -77,12 +77,12 @@ def _forward_strip(tiles: Scores, strip: Strip, out: Tensor, lse: Tensor, larges
 
 
 def _unit(problem: Problem) -> float:
-    """Return the factor of the scores: exp2 is faster than exp, and without a mod the product changes base."""
+    """Return the factor of the scores. exp2 is faster than exp; without a mod, the product includes log2(e)."""
     return _LOG2E if problem.score is None else 1.0
 
 
 def _softmax_strip(tiles: Scores, strip: Strip, unit: float, guard: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the running maximum (times `unit`), the sum and the weighted values of all tiles."""
+    """Return the running maximum (times `unit`), the sum and the weighted values over all tiles."""
     query = tiles.stack(tiles.problem.query, strip)  # [batches * heads, rows, D]
     m_i = query.new_full((*query.shape[:2], 1), -torch.inf)
     l_i = torch.zeros_like(m_i)
@@ -90,11 +90,11 @@ def _softmax_strip(tiles: Scores, strip: Strip, unit: float, guard: bool) -> tup
     for tile in strip.tiles:
         p = tiles.scores(strip, tile, query, guard, unit)
         m_new = torch.maximum(m_i, p.amax(-1, keepdim=True))
-        # Rows without a score yet: any finite number keeps -inf - m from being NaN.
+        # Rows without a score so far: any finite number prevents -inf - m from being NaN.
         m_safe = m_new.masked_fill(m_new == -torch.inf, 0.0)
         p.sub_(m_safe)
         decay = m_i.sub_(m_safe)
-        if unit != _LOG2E:  # after the difference, which is small: so the product is precise
+        if unit != _LOG2E:  # after the subtraction: the smaller difference makes the product more precise
             p.mul_(_LOG2E)
             decay.mul_(_LOG2E)
         p.exp2_()
@@ -112,7 +112,7 @@ def _softmax_strip(tiles: Scores, strip: Strip, unit: float, guard: bool) -> tup
 def backward(
     problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs
 ) -> Gradients:
-    """Return the gradients of query, key, value, of what score_mod captures, and of the sink, where needed."""
+    """Return the needed gradients of query, key, value, tensors captured by score_mod, and the sink."""
     whole, fixed = _in_lines(problem), problem.batch_invariant
     wide_out, wide_d_out = (_widened(x, whole.value.shape[-1]) for x in (out, d_out))
     given = (wide_out, lse[..., None], wide_d_out, None if d_lse is None else d_lse[..., None])
@@ -130,7 +130,7 @@ def _sink_gradient(problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_
 
 @dataclass
 class _Sums:
-    """Gradients in the computing dtype, while they are summed."""
+    """Gradients in the computing dtype, while they are accumulated."""
 
     dq: Tensor | None
     dk: Tensor | None
@@ -189,7 +189,7 @@ def _backward_strip(
     exact_lse = tiles.stack(given[1], strip, torch.float64)
     d_lse = None if given[3] is None else tiles.stack(given[3], strip)
     query = tiles.stack(problem.query, strip)
-    # A score of +inf: what comes back is NaN. A row without a live key: exp(-inf - inf) is 0 where -inf - -inf is NaN.
+    # For a score of +inf, the gradients are NaN. For a row without a key, exp(-inf - inf) is 0; -inf - -inf is NaN.
     exact_lse = exact_lse.masked_fill(exact_lse == torch.inf, torch.nan)
     exact_lse = exact_lse.masked_fill(exact_lse == -torch.inf, torch.inf)
     unit = _unit(problem)
@@ -197,13 +197,13 @@ def _backward_strip(
     delta = (out.double() * d_out).sum(-1, keepdim=True)
     if d_lse is not None:
         delta -= d_lse
-    # What rounding lse took away is a factor of each row of weights; their gradients carry it instead of the weights.
+    # The rounding error of lse is a factor of each row of weights. The gradients carry it instead of the weights.
     factor = (lse.double() / unit - exact_lse).nan_to_num_().exp_()  # inf - inf: a row without a key
     delta = (delta * factor).to(tiles.dtype)
     d_out = (d_out * factor).to(tiles.dtype)
     dq = torch.zeros_like(query) if sums.dq is not None else None
     for tile in strip.tiles:
-        p = tiles.scores(strip, tile, query, guard, unit)  # the very numbers of the forward: so the weights sum to 1
+        p = tiles.scores(strip, tile, query, guard, unit)  # bitwise equal to the forward, so the weights sum to 1
         excluded = p == -torch.inf if guard else None
         p.sub_(lse)
         (p if unit == _LOG2E else p.mul_(_LOG2E)).exp2_()
@@ -232,7 +232,7 @@ def _through_mod(
     tiles: Scores, strip: Strip, tile: Tile, query: Tensor, ds: Tensor, excluded: Tensor | None,
     captures: CaptureGradients | None,
 ) -> Tensor | None:  # fmt: skip
-    """Turn the gradient of modified scores into that of plain ones (None: zero), and sum those of captured tensors."""
+    """Convert the gradient of modified scores to that of plain scores (None: zero); sum those of captured tensors."""
     if tiles.gradient is not None:
         shape = tiles.shape(strip, tile)
         score = tiles.plain_scores(strip, tile, query, tiles.problem.scale, "plain").view(shape)
@@ -248,7 +248,7 @@ def _through_mod(
 
 
 def _product(weights: Tensor, values: Tensor, guard: bool) -> Tensor:
-    """Return weights @ values; with `guard`, values that are not finite count only where their weight is not 0."""
+    """Return weights @ values. With `guard`, non-finite values count only if their weight is not 0."""
     plain = torch.bmm(weights, values)
     if not guard or _all_finite(values):
         return plain
@@ -266,12 +266,12 @@ def _add_product(total: Tensor, weights: Tensor, values: Tensor, guard: bool) ->
 
 
 def _all_finite(*tensors: Tensor) -> bool:
-    """Tell whether all are finite, by their sums; a sum that overflows says no, which costs time only."""
+    """Return whether all elements are finite, judged by sums. An overflowing sum gives False, which costs only time."""
     return all(math.isfinite(x.sum().item()) for x in tensors)
 
 
 def _zeros_in_order_of(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros whose dimensions but the last lie in memory in the order of those of `x`; the last stride is 1."""
+    """Return zeros with the dimension order of `x` in memory, except for the last dimension, whose stride is 1."""
     order = sorted(range(x.ndim - 1), key=lambda d: -x.stride(d))
     zeros = torch.zeros([*(shape[d] for d in order), shape[-1]], dtype=dtype, device=x.device)
     return zeros.permute([*(order.index(d) for d in range(x.ndim - 1)), x.ndim - 1])
@@ -285,9 +285,9 @@ _LINE = 16  # elements that fill 64 bytes, also in float32
 
 
 def _in_lines(problem: Problem) -> Problem:
-    """Return the problem with head dims that fill lines of memory, where its rows' bits must not depend on their place.
+    """In batch-invariant mode, return the problem with head dims padded to whole cache lines.
 
-    MKL on AVX2 gave the rows of a product of 33 doubles other bits at other places, and those of 48 never.
+    With MKL on AVX2, rows of 33 doubles gave different bits at different positions in a product. Rows of 48 never did.
     """
     if not problem.batch_invariant:
         return problem
@@ -297,17 +297,17 @@ def _in_lines(problem: Problem) -> Problem:
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
-    """Return the tensor with zeros up to a last dim of `width`."""
+    """Return the tensor padded with zeros to a last dim of `width`."""
     return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
 
 
 def _threads(problem: Problem) -> int:
-    """Return how many threads the problem is worth: one if it takes about a millisecond, or if a GPU computes it."""
+    """Return the number of threads for a problem: one if it takes about a millisecond, or if a GPU computes it."""
     B, Hq, M, D = problem.query.shape
     large = problem.query.is_cpu and B * Hq * M * problem.key.shape[2] * D >= 1 << 24
     return torch.get_num_threads() if large else 1
 
 
 def _single(problem: Problem) -> bool:
-    """Whether each operation must have one core."""
+    """Whether each operation must run on one core."""
     return problem.batch_invariant and problem.query.is_cpu

@@ -1,4 +1,4 @@
-"""Runs the graphs of mods on tiles: in place where a value is not needed again, captured tensors read and added to."""
+"""Runs the graphs of mods on tiles: in-place if a value is not needed again, with loads and gradients of captures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flexattn.graph.operators import OPS
 
 @dataclass(frozen=True)
 class Outside:
-    """Places where an index lies outside of a captured tensor: an error only if one of them attends."""
+    """Positions with an out-of-range index into a captured tensor. It is an error only if one of them attends."""
 
     graph: ModGraph
     capture: str
@@ -26,17 +26,17 @@ class Outside:
     places: Tensor  # bool, broadcasts to the tile
 
     def check(self, live: Tensor | None) -> None:
-        """Raise if a place of `live` (None: everywhere) is concerned."""
+        """Raise if a position in `live` (None: all positions) has an out-of-range index."""
         places = self.places if live is None else self.places & live
         if not places.any():
             return
         index = int(torch.where(places, self.index, 0).flatten()[places.flatten().int().argmax()])
-        raise self.graph.index_error(self.capture, self.dimension, self.size, index, " at a place that attends")
+        raise self.graph.index_error(self.capture, self.dimension, self.size, index, " at an attended position")
 
 
 @dataclass
 class TileGraph:
-    """A graph made ready for many tiles: its constants exist, and it is known where each value is read last."""
+    """A graph prepared for many tiles: its constants are created, and the last use of each value is known."""
 
     graph: ModGraph
     captures: Sequence[Tensor]
@@ -64,13 +64,13 @@ class TileGraph:
         return torch.tensor(value, dtype=node.dtype, device=self.device)
 
     def run(self, inputs: dict[str, Tensor], shape: torch.Size, writable: tuple[str, ...] = ()) -> dict[int, Tensor]:
-        """Evaluate on a tile of this shape; return the values of outputs and of the index expressions of sites.
+        """Evaluate a tile of this shape. Return the values of outputs and of the index expressions of sites.
 
-        The tensors of the inputs in `writable` may be overwritten, and must have the shape of the tile.
+        Inputs named in `writable` may be overwritten, and must have the shape of the tile.
         """
         self.outside = []
         values = dict(self._fixed)
-        own: set[int] = set()  # full-size values that nobody else holds
+        own: set[int] = set()  # full-size values without another reference
         for i, node in enumerate(self.graph.nodes):
             match node:
                 case Input(name):
@@ -85,7 +85,7 @@ class TileGraph:
                 case Operation("cast" | "detach"):
                     values[i] = values[node.args[0]].to(node.dtype)
                     if values[i] is values[node.args[0]]:
-                        own.discard(node.args[0])  # two nodes hold it now
+                        own.discard(node.args[0])  # now two nodes refer to it
                 case _:
                     args = [values[a] for a in node.args]
                     reuse = next((a for a in self._released[i] if a in own and values[a].dtype == node.dtype), None)
@@ -113,7 +113,7 @@ class TileGraph:
         return line.index_select(0, place.reshape(-1)).view(place.shape).to(node.dtype)
 
     def _inside(self, node: Load, dimension: int, index: Tensor) -> Tensor:
-        """Note the places where the index is out of range, and clamp it there."""
+        """Record positions with an out-of-range index, and clamp the index."""
         capture = self.graph.captures[node.capture]
         size = self.captures[node.capture].shape[dimension]
         low, high = (int(x) for x in index.aminmax())
@@ -125,12 +125,12 @@ class TileGraph:
 
 
 def flat_index(index: Sequence[Tensor], sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """Return the place in memory of each indexed element (int64); negative indices count from the end."""
+    """Return the linear position in memory of each indexed element (int64). Negative indices count from the end."""
     terms = []
     for i, size, stride in zip(index, sizes, strides, strict=True):
         i = i.long()
         terms.append(torch.where(i < 0, i + size, i) * stride)
-    # The smallest first, so that only the last addition has the size of the tile.
+    # Smallest terms first, so that only the last addition has the size of the tile.
     total, *others = sorted(terms, key=Tensor.numel)
     for term in others:
         total = total + term
@@ -138,7 +138,7 @@ def flat_index(index: Sequence[Tensor], sizes: Sequence[int], strides: Sequence[
 
 
 class CaptureGradients:
-    """Sums the gradients of captured tensors over tiles."""
+    """Accumulates the gradients of captured tensors over tiles."""
 
     def __init__(self, gradient: ModGraph, captures: Sequence[Tensor], dtype: torch.dtype) -> None:
         self._gradient = gradient
@@ -159,7 +159,7 @@ class CaptureGradients:
             total.add_(other.sums[i])
 
     def add(self, values: dict[int, Tensor], shape: torch.Size, excluded: Tensor | None) -> None:
-        """Add a tile: `values` are those of the gradient graph, `excluded` places contribute nothing."""
+        """Add a tile. `values` are those of the gradient graph; `excluded` positions contribute nothing."""
         for site, output in zip(self._gradient.sites, self._gradient.outputs[1:], strict=True):
             if output is None:
                 continue

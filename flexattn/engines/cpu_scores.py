@@ -1,4 +1,4 @@
-"""Scores of a tile: the product of queries and keys, score mod and mask, with the cutting and stacking."""
+"""Scores of a tile: the product of queries and keys, score_mod and mask_mod, with slicing and stacking."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def computing_dtype(query: Tensor) -> torch.dtype:
 
 
 class Scores:
-    """Cuts tensors of the problem into tiles [batches * key heads, group * rows, ...] and computes tiles of scores."""
+    """Slices tensors into tiles [batches * key heads, group * rows, ...] and computes tiles of scores."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.dtype = computing_dtype(problem.query)
         self.device = problem.query.device
-        self.fixed = problem.batch_invariant  # all strips and tiles have one size, and may pass the lengths
+        self.fixed = problem.batch_invariant  # all strips and tiles have one size, and may extend past the lengths
         self._buffers: dict[str, Tensor] = {}
         self.group = problem.query.shape[1] // max(1, problem.key.shape[1])
         score, mask = problem.score, problem.mask
@@ -32,17 +32,17 @@ class Scores:
             self.gradient = TileGraph(problem.score_grad, score.captures, score.numbers, self.device)
 
     def shape(self, strip: Strip, tile: Tile) -> torch.Size:
-        """Return [batches, key heads, group, rows, keys] of a tile of scores."""
+        """Return the shape [batches, key heads, group, rows, keys] of a tile of scores."""
         (h0, h1), (g0, g1), (m0, m1) = strip.key_heads, strip.group, strip.rows
         return torch.Size((len(strip.batches), h1 - h0, g1 - g0, m1 - m0, tile.width))
 
     def rows(self, x: Tensor, strip: Strip) -> Tensor:
-        """Return the rows of the strip of a tensor [B, Hq, M, ...] as a view [batches, key heads, group, rows, ...]."""
+        """Return the strip's rows of a tensor [B, Hq, M, ...] as a view [batches, key heads, group, rows, ...]."""
         heads = _entries(x, strip.batches).unflatten(1, (x.shape[1] // self.group, self.group))
         return heads[:, slice(*strip.key_heads), slice(*strip.group), slice(*strip.rows)]
 
     def stack(self, x: Tensor, strip: Strip, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the rows of the strip, [batches * key heads, group * rows, ...], in `dtype` or the computing dtype."""
+        """Return the strip's rows, [batches * key heads, group * rows, ...], in `dtype` or the computing dtype."""
         rows, dtype = self.rows(x, strip), dtype or self.dtype
         if self.fixed:
             rows = _filled(rows, 3, strip.rows[1] - strip.rows[0], dtype)
@@ -55,7 +55,7 @@ class Scores:
         return rows[:, :, :, : self.problem.query.shape[2] - m0]
 
     def keys_of(self, x: Tensor, strip: Strip, tile: Tile) -> Tensor:
-        """Return the keys of the tile of a tensor [B or 1, Hkv, N, ...] as [batches * key heads, keys, ...]."""
+        """Return the tile's keys of a tensor [B or 1, Hkv, N, ...] as [batches * key heads, keys, ...]."""
         heads = _entries(x, strip.batches)[:, slice(*strip.key_heads)]
         if self.fixed:
             ((lo, hi),) = tile.keys
@@ -66,7 +66,7 @@ class Scores:
     def add_to_keys(self, total: Tensor, strip: Strip, tile: Tile, part: Tensor, factor: float = 1.0) -> None:
         """Add [batches * key heads, keys, ...] to the keys of the tile."""
         part = part.unflatten(0, (len(strip.batches), -1))
-        if total.shape[0] < len(strip.batches):  # keys that all batch entries share
+        if total.shape[0] < len(strip.batches):  # keys shared by all batch entries
             part, heads = part.sum(0, keepdim=True), total
         else:
             heads = _entries(total, strip.batches)
@@ -94,7 +94,7 @@ class Scores:
         return torch.arange(first, end, step, dtype=torch.int32, device=self.device)
 
     def kept(self, strip: Strip, tile: Tile) -> Tensor:
-        """Return what dropout multiplies the weights by, [batches * key heads, group * rows, keys]."""
+        """Return the dropout factors of the weights, [batches * key heads, group * rows, keys]."""
         assert self.problem.dropout is not None
         places, dropout = self.indices(strip, tile), self.problem.dropout
         batch_head = places["b"] * self.problem.query.shape[1] + places["h"]
@@ -104,14 +104,14 @@ class Scores:
     def plain_scores(self, strip: Strip, tile: Tile, query: Tensor, factor: float, name: str = "scores") -> Tensor:
         """Return query @ key.mT * factor, [batches * key heads, group * rows, keys].
 
-        It lasts until `name` is asked for again.
+        The next call with the same `name` overwrites the result.
         """
         key = self.keys_of(self.problem.key, strip, tile)
         s = self.buffer(name, strip, tile)
         return torch.baddbmm(s, query, key.mT, beta=0, alpha=factor, out=s)
 
     def buffer(self, name: str, strip: Strip, tile: Tile) -> Tensor:
-        """Return memory for a tile of scores, the same each time: the pages of new memory cost 10% of a forward."""
+        """Return a reused buffer for a tile of scores. Page faults of new memory cost 10% of a forward."""
         batches, heads, members, rows, width = self.shape(strip, tile)
         size = batches * heads * members * rows * width
         if name not in self._buffers or self._buffers[name].numel() < size:
@@ -119,9 +119,9 @@ class Scores:
         return self._buffers[name][:size].view(batches * heads, members * rows, width)
 
     def scores(self, strip: Strip, tile: Tile, query: Tensor, guard: bool, unit: float = 1.0) -> Tensor:
-        """Return scores after mod and mask, as `plain_scores`; `unit` multiplies them where no mod is.
+        """Return scores after mod and mask, like `plain_scores`. Without a mod they are multiplied by `unit`.
 
-        Without `guard` a NaN at an excluded place stays.
+        Without `guard`, a NaN at an excluded position is kept.
         """
         shape = self.shape(strip, tile)
         live = self._live(strip, tile)
@@ -141,7 +141,7 @@ class Scores:
         return s
 
     def _live(self, strip: Strip, tile: Tile) -> Tensor | None:
-        """Return which places attend in the columns after `tile.full`, as a tensor that broadcasts; None: all."""
+        """Return which pairs attend in the columns after `tile.full`, as a tensor that broadcasts; None: all."""
         states = tile.states
         if tile.full == tile.width or (self.mask is None and states is None):
             return None
@@ -160,14 +160,14 @@ class Scores:
 
 
 def _entries(x: Tensor, batches: range) -> Tensor:
-    """Return the entries of the batch of a tensor [B or 1, ...] as a view."""
+    """Return batch entries of a tensor [B or 1, ...] as a view."""
     if x.shape[0] == 1:
         return x.expand(len(batches), *x.shape[1:])
     return x[batches.start : batches.stop : batches.step]
 
 
 def _filled(x: Tensor, axis: int, length: int, dtype: torch.dtype) -> Tensor:
-    """Return a copy with zeros up to `length` along an axis; new memory lies the same each time, as BLAS minds."""
+    """Return a copy padded with zeros to `length` along an axis, always with the same layout, which affects BLAS."""
     shape = list(x.shape)
     shape[axis] = length
     filled = torch.zeros(shape, dtype=dtype, device=x.device)
@@ -176,7 +176,7 @@ def _filled(x: Tensor, axis: int, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def _check(mod: TileGraph, live: Tensor | None, shape: torch.Size, full: int) -> None:
-    """Raise if the mod used an index out of range at an attended place."""
+    """Raise if the mod used an out-of-range index at an attended position."""
     if live is not None:
         live = live.expand(*shape[:-1], shape[-1] - full)
         live = torch.nn.functional.pad(live, (full, 0), value=True)
@@ -185,10 +185,10 @@ def _check(mod: TileGraph, live: Tensor | None, shape: torch.Size, full: int) ->
 
 
 def _exclude(s: Tensor, live: Tensor, guard: bool) -> None:
-    """Put -inf where `live` is false."""
+    """Set positions where `live` is false to -inf."""
     if guard or live.numel() * 2 > s.numel():
         torch.where(live, s, s.new_tensor(-torch.inf), out=s)
     else:
-        # 20 times the speed of where: a comparison of floats is vectorised. It keeps NaN.
+        # 20 times as fast as where, because a comparison of floats is vectorized. It keeps NaN.
         bound = torch.full(live.shape, torch.inf, dtype=s.dtype, device=s.device).masked_fill_(~live, -torch.inf)
         torch.minimum(s, bound, out=s)

@@ -1,7 +1,7 @@
-"""Shares work among Python threads, in each of which torch uses one core.
+"""Distributes work over Python threads, in each of which torch uses one core.
 
-A tile takes about ten operations of less than a millisecond. When torch splits each of them over cores, every one
-ends with a barrier, and on a machine that is busy otherwise the barriers take ten times as long as the work.
+A tile takes about ten operations of less than a millisecond. If torch splits each of them over cores, each ends with a
+barrier, and on a busy machine the barriers take ten times as long as the work.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 
 def in_threads(count: int, work: Callable[[int], T], single: bool = False) -> list[T]:
-    """Return [work(0), ..., work(count - 1)], computed at once without autograd.
+    """Return [work(0), ..., work(count - 1)], computed in parallel without autograd.
 
-    One alone runs in this thread, where torch may use several cores for an operation, unless each must have a `single`
-    one: where operations are cut for the cores shows in the last bits.
+    A single item runs in this thread, where torch may use several cores per operation, unless `single` requires one
+    core: how an operation is split over cores affects the last bits.
     """
     if count == 1 and not (single and torch.get_num_threads() > 1):
         return [work(0)]
@@ -38,7 +38,7 @@ def in_threads(count: int, work: Callable[[int], T], single: bool = False) -> li
 
 
 class Queue(Iterable[T]):
-    """An iterator that several threads take from."""
+    """An iterator shared by several threads."""
 
     def __init__(self, items: Iterator[T]) -> None:
         self._items = items
@@ -55,12 +55,12 @@ class Queue(Iterable[T]):
 
 @lru_cache(4)
 def _pool(count: int) -> ThreadPoolExecutor:
-    """Return threads with one core each; the caller and threads to come keep the number that they have."""
+    """Return threads with one core each. The caller and future threads keep their number of cores."""
     wanted = torch.get_num_threads()
     started = threading.Barrier(count + 1)
 
     def start() -> None:
-        torch.get_num_threads()  # a thread's first call takes the common number, so it must come before the next one
+        torch.get_num_threads()  # a thread's first call takes the global number, so it must precede the next line
         torch.set_num_threads(1)
         started.wait()
 

@@ -1,7 +1,7 @@
-"""Cuts the work of a BlockMask into strips of query rows and tiles of keys that are wide enough for fast products.
+"""Splits the work of a BlockMask into strips of query rows and tiles of keys that are wide enough for fast products.
 
 A strip is some rows of some heads of some batch entries. Its tiles list the keys that any of its rows attends to: first
-those that every row attends to (no mask to ask), then the rest. Columns of a tile need not be adjacent in memory.
+the keys that every row attends to (no mask_mod needed), then the rest. Columns of a tile may be apart in memory.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ PARTIAL, FULL = 1, 2
 # each, tiles of 0.25M to 1M scores were within 2% of each other; smaller ones cost up to 10% more.
 _SCORES = 1 << 19
 _OPERAND = 1 << 21
-_STACKED_ROWS = 1024  # rows of all heads of a strip together, more where they have few keys
+_STACKED_ROWS = 1024  # rows of all heads of a strip together; more if they have few keys
 _MAX_HEADS = 16
-# How many times that where a GPU computes: an operation there takes as long for many elements as for few.
+# Factor on a GPU, where an operation takes as long for many elements as for few.
 _ON_GPU = 8
-# Batch entries and heads with masks of their own share a strip where each has no more pairs than this: then a strip for
-# each would take longer than the pairs of the others.
+# Batch entries and heads with their own masks share a strip if each has at most this many pairs. Otherwise separate
+# strips are faster than computing each other's pairs.
 _MERGED_PAIRS = 1 << 14
 
 
 @dataclass(frozen=True)
 class States:
-    """Which places lie in partial and in full blocks: bool, broadcast to a tile's columns; None: no such place."""
+    """Which pairs lie in partial and in full blocks: bool, broadcasting to a tile's columns; None: no such pair."""
 
     partial: Tensor | None
     full: Tensor | None
 
     @property
     def live(self) -> Tensor:
-        """All listed places."""
+        """All listed pairs."""
         found = [x for x in (self.partial, self.full) if x is not None]
         return found[0] if len(found) == 1 else found[0] | found[1]
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Some keys of a strip: `keys` are half-open ranges, of which the first `full` columns attend everywhere.
+    """Some keys of a strip: `keys` are half-open ranges. All rows attend to the first `full` columns.
 
-    Those of `fixed_strips` may pass the last key, as their strips may pass the last query: no place there attends.
+    Tiles of `fixed_strips` may extend past the last key, and strips past the last query. Nothing there attends.
     """
 
     keys: tuple[tuple[int, int], ...]
     width: int
     full: int
-    states: States | None  # of the columns after `full`; None where all are in partial blocks
+    states: States | None  # of the columns after `full`; None if all are in partial blocks
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,17 @@ class Strip:
 
 @dataclass(frozen=True)
 class Piece:
-    """Batch entries and key heads, all rows and keys of which one thread computes."""
+    """Batch entries and key heads whose rows and keys are all computed by one thread."""
 
     batches: range
     key_heads: tuple[int, int]
 
 
-Share = tuple[Piece, ...]  # of one thread
+Share = tuple[Piece, ...]  # the work of one thread
 
 
 def whole(problem: Problem) -> Share:
-    """Return everything there is as one share."""
+    """Return the whole problem as one share."""
     return (Piece(range(problem.query.shape[0]), (0, problem.key.shape[1])),)
 
 
@@ -107,11 +107,11 @@ def strips(problem: Problem, share: Share | None = None) -> Iterator[Strip]:
 
 @dataclass(frozen=True)
 class _Limits:
-    """How large strips and tiles of a problem may be."""
+    """Maximum sizes of the strips and tiles of a problem."""
 
     scores: int  # elements of a tile
-    shared: int  # of a tile that heads and batch entries share
-    operand: int  # of keys or values
+    shared: int  # elements of a tile shared by heads and batch entries
+    operand: int  # elements of keys or values
     rows: int  # of each head
     stacked_rows: int  # of all heads together
     head_dim: int
@@ -126,12 +126,12 @@ class _Limits:
 
 @dataclass(frozen=True)
 class _Part:
-    """Batch entries and heads with one list of blocks for each row, or with small masks that are joined to one."""
+    """Batch entries and heads with one list of blocks per row, or with small masks that are merged."""
 
     batches: range
     key_heads: tuple[int, int]
     group: tuple[int, int]
-    mask_batches: Sequence[int]  # entries of the mask: one for each batch entry and head, or one for all of them
+    mask_batches: Sequence[int]  # entries of the mask: one per batch entry and head, or one for all of them
     mask_heads: Sequence[int]
 
 
@@ -177,7 +177,7 @@ def _strips_of(problem: Problem, part: _Part, limits: _Limits) -> Iterator[Strip
 
 
 def _batches_at_once(limits: _Limits, group: Group, m: int, keys: int) -> int:
-    """Return how many batch entries make a strip whose scores stay in the L2 cache; one where a tile is large."""
+    """Return the number of batch entries in a strip whose scores fit in the L2 cache; 1 if a tile is large."""
     (h0, h1), (g0, g1) = group
     heads, rows = h1 - h0, (g1 - g0) * m
     by_scores = limits.shared // (heads * rows * max(keys, 1))
@@ -185,14 +185,14 @@ def _batches_at_once(limits: _Limits, group: Group, m: int, keys: int) -> int:
     return max(1, min(by_scores, by_operand))
 
 
-# Of every strip and tile where calls must be alike: then each product has one shape, and BLAS one way to take it.
+# Sizes in batch-invariant mode: every product then has the same shape, and BLAS computes it the same way.
 FIXED_ROWS, FIXED_KEYS = 128, 512
 
 
 def fixed_strips(problem: Problem, share: Share | None = None) -> Iterator[Strip]:
-    """Yield strips as `strips` does, of one head and FIXED_ROWS each, with tiles of FIXED_KEYS, the first keys first.
+    """Yield strips like `strips`, of one head and FIXED_ROWS each, with tiles of FIXED_KEYS in ascending order.
 
-    The problem is one of `batch_invariant.in_one_class`.
+    The problem is one from `batch_invariant.in_one_class`.
     """
     Hq, M = problem.query.shape[1:3]
     Hkv, N = problem.key.shape[1:3]
@@ -214,7 +214,7 @@ def fixed_strips(problem: Problem, share: Share | None = None) -> Iterator[Strip
 
 
 def _fixed_tiles(runs: np.ndarray, rows: int, device: torch.device) -> Iterator[Tile]:
-    """Yield the tiles of FIXED_KEYS that hold any of these runs of keys, for that many rows of a strip."""
+    """Yield the tiles of FIXED_KEYS that contain any of these runs of keys, for a strip with that many rows."""
     if not len(runs):
         return
     listed = np.zeros(-(-int(runs.max()) // FIXED_KEYS) * FIXED_KEYS, np.bool_)
@@ -233,7 +233,7 @@ Group = tuple[tuple[int, int], tuple[int, int]]
 
 
 def _head_groups(limits: _Limits, part: _Part, m: int, keys: int) -> Iterator[Group]:
-    """Yield (key heads, members of the group) so that few rows stand together, or few scores where keys are few."""
+    """Yield (key heads, group members) that limit the stacked rows, or the scores if there are few keys."""
     (h0, h1), (g0, g1) = part.key_heads, part.group
     keys = max(keys, 1)
     stacked = max(limits.stacked_rows, min(limits.shared // keys, limits.operand // limits.head_dim))
@@ -254,7 +254,7 @@ def _width(limits: _Limits, group: Group, m: int) -> int:
 
 @dataclass(frozen=True)
 class _Ranges:
-    """The keys of some rows: ranges where all attend, the other ranges, and the states of single blocks there."""
+    """The keys of some rows: ranges that all rows attend to, the other ranges, and their states per block."""
 
     full: list[tuple[int, int]]
     rest: list[tuple[int, int]]
@@ -270,7 +270,7 @@ class _Ranges:
 
 
 def _rows(problem: Problem, part: _Part, wanted: int) -> Iterator[tuple[tuple[int, int], _Ranges]]:
-    """Yield ranges of about `wanted` rows, several query blocks or a part of one, with the keys of each."""
+    """Yield ranges of about `wanted` rows (several query blocks or a part of one) with their keys."""
     mask, M, N = problem.block_mask, problem.query.shape[2], problem.key.shape[2]
     if mask is None:
         for m0 in reversed(range(0, M, wanted)):
@@ -282,7 +282,7 @@ def _rows(problem: Problem, part: _Part, wanted: int) -> Iterator[tuple[tuple[in
     entries = np.asarray(part.mask_batches)[:, None] * mask.H + np.asarray(part.mask_heads)
     group = part.group[1] - part.group[0] if len(part.mask_heads) > 1 else 1
     at_once = max(1, wanted // block_m)
-    # The last rows first: under a causal mask they are the longest, and threads end together.
+    # The last rows come first: under a causal mask they have the most keys, so threads finish together.
     for i in reversed(range(0, min(blocks, -(-M // block_m)), at_once)):
         m0, m1 = i * block_m, min((i + at_once) * block_m, M)
         listed = entries[..., None] * blocks + np.arange(i, min(i + at_once, blocks))
@@ -309,7 +309,7 @@ def _as_numpy(runs: Runs) -> tuple[np.ndarray, np.ndarray]:
 def _block_states(
     partial: tuple[np.ndarray, np.ndarray], full: tuple[np.ndarray, np.ndarray], rows: np.ndarray
 ) -> tuple[np.ndarray, int]:
-    """Return the states of the blocks of some rows, int8 [rows, key blocks], and which key block is the first there."""
+    """Return the states of the blocks of some rows, int8 [rows, key blocks], and the first key block."""
     listed = [(state, *_runs_of(lists, rows)) for lists, state in ((partial, PARTIAL), (full, FULL)) if len(lists[1])]
     listed = [(state, owners, runs) for state, owners, runs in listed if len(runs)]
     if not listed:
@@ -319,23 +319,23 @@ def _block_states(
     steps = np.zeros(len(rows) * width, np.int8)
     for state, owners, runs in listed:
         place = owners * width - first
-        steps[place + runs[:, 0]] += state  # no two runs of a row start or end at one place
+        steps[place + runs[:, 0]] += state  # runs of a row never share a start or an end
         steps[place + runs[:, 1]] -= state
     return steps.reshape(len(rows), width).cumsum(1, dtype=np.int8)[:, :-1], first
 
 
 def _runs_of(lists: tuple[np.ndarray, np.ndarray], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the position of its row for each run of some rows, and the runs."""
+    """Return the runs of some rows, with the index of the row of each run."""
     ptr, runs = lists
     first, end = ptr[rows], ptr[rows + 1]
     count = end - first
     owners = np.repeat(np.arange(len(rows)), count)
-    place = (end - count.cumsum())[owners]  # of run i in `runs`, less i
+    place = (end - count.cumsum())[owners]  # position of run i in `runs`, minus i
     return owners, runs[place + np.arange(len(owners))]
 
 
 def _key_ranges(blocks: np.ndarray, first_block: int, block_n: int, N: int) -> list[tuple[int, int]]:
-    """Turn flags of blocks into ranges of keys inside of the length."""
+    """Convert flags of blocks to ranges of keys within the length."""
     framed = np.zeros(len(blocks) + 2, np.bool_)
     framed[1:-1] = blocks
     edges = np.flatnonzero(framed[1:] != framed[:-1]) + first_block
@@ -368,7 +368,7 @@ def _tiles(ranges: _Ranges, most: int) -> Iterator[Tile]:
 
 
 def _element_states(ranges: _Ranges, keys: list[tuple[int, int]], full: int) -> States | None:
-    """Spread the states of blocks over rows and the columns after `full`."""
+    """Expand the states of blocks to rows and to the columns after `full`."""
     if ranges.states is None:
         return None
     columns = np.concatenate([np.arange(lo, hi) for lo, hi in keys])[full:] // ranges.block[1] - ranges.first_block
@@ -377,7 +377,7 @@ def _element_states(ranges: _Ranges, keys: list[tuple[int, int]], full: int) -> 
 
 
 def _spread(ranges: _Ranges, blocks: np.ndarray) -> Tensor | None:
-    """Repeat rows of blocks for each query, where there are several; None where no block is true."""
+    """Repeat rows of blocks for each query, if there are several rows; return None if no block is true."""
     if not blocks.any():
         return None
     if blocks.shape[-2] > 1:

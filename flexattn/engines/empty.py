@@ -1,4 +1,4 @@
-"""The engine of problems without a single pair of query and key: zeros, computed by nobody."""
+"""The engine for problems without any (q, kv) pair. It returns zeros."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flexattn.call.sinks import sink_gradient
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return out 0, lse -inf or the sink, and the largest scores -inf, of the right shapes."""
+    """Return out 0, lse -inf or the sink, and row maxima -inf, with the right shapes."""
     query, value = problem.query, problem.value
     out = query.new_zeros((*query.shape[:3], value.shape[3]))
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -22,7 +22,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
 def backward(
     problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...], Tensor | None]:
-    """Return gradients of zero for whatever is needed."""
+    """Return zero gradients for everything that is needed."""
     inputs = (problem.query, problem.key, problem.value)
     dq, dk, dv = (torch.zeros_like(x) if need else None for x, need in zip(inputs, needs[:3], strict=True))
     captures = () if problem.score is None else problem.score.captures

@@ -1,7 +1,7 @@
-"""The engine for float64 on a GPU, which has no Triton kernels: the tiles of the CPU engine, in torch operations there.
+"""The engine for float64 on a GPU, which has no Triton kernels: the CPU engine's tiles, in torch operations on the GPU.
 
-It is for checks such as torch.autograd.gradcheck. The lists of the mask come to the host, and the host waits for every
-strip: so it cannot be captured in a CUDA graph.
+It is for checks such as torch.autograd.gradcheck. The mask's lists are copied to the host, and the host waits for each
+strip, so it cannot be captured in a CUDA graph.
 """
 
 from __future__ import annotations

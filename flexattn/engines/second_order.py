@@ -1,9 +1,9 @@
 """Forward mode and derivatives beyond the first: the directional derivative of attention in plain torch operations.
 
-Its gradient is the second derivative: where g is the gradient of <out, d>, <g, c> is <tangents along c, d>. A strip
-takes some queries of some heads, with the keys that any of them attends to, about `_PAIRS` pairs at a time, and
-keeps its arguments alone; so nothing of size M x N lives at once, whatever is differentiated. The mods are evaluated at
-attended pairs only, and scores of -inf count as not attended: so no NaN of an excluded pair enters a derivative.
+Its gradient is the second derivative: if g is the gradient of <out, d>, then <g, c> is <tangents along c, d>. A strip
+contains some queries of some heads, with the keys that any of them attends to, about `_PAIRS` pairs at a time. It saves
+only its arguments, so nothing of size M x N is allocated, whatever is differentiated. The mods are evaluated only at
+attended pairs, and scores of -inf count as not attended, so no NaN of an excluded pair enters a derivative.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from flexattn.graph.mod_graph import ModGraph, load_element
 from flexattn.graph.nodes import wide
 from flexattn.torch_state.transforms import recomputed
 
-_PAIRS = 1 << 20  # some 30 tensors of that size live at once in a second derivative
+_PAIRS = 1 << 20  # about 30 tensors of this size are alive at once in a second derivative
 
 Indices = dict[str, Tensor]
 Tensors = tuple[Tensor, ...]
 
 
 def tangents(problem: Problem, directions: Problem) -> tuple[Tensor, Tensor]:
-    """Return the derivatives of out and lse where the tensors of `problem` move along those of `directions`.
+    """Return the derivatives of out and lse when the tensors of `problem` move along those of `directions`.
 
-    They are differentiable in all floating tensors of both problems, to any order, but not in what a mask captures.
+    They are differentiable in all floating-point tensors of both problems, to any order, except in captures of a mask.
     """
     (B, Hq, M, _), (Bkv, Hkv, N, Dv) = problem.query.shape, problem.value.shape
     lse_dtype = torch.float64 if problem.query.dtype == torch.float64 else torch.float32
@@ -40,7 +40,7 @@ def tangents(problem: Problem, directions: Problem) -> tuple[Tensor, Tensor]:
         return problem.query.new_zeros((B, Hq, M, Dv)), problem.query.new_zeros((B, Hq, M), dtype=lse_dtype)
     heads, rows = _extent(problem)
     captures = (*_captures(problem.score), *_captures(directions.score), *_captures(problem.mask))
-    # Split and unbind, not slices: the gradients of pieces are joined once, where a slice's is as large as the whole.
+    # Split and unbind, not slices: their backward joins the pieces once. The gradient of a slice has the full size.
     queries = [x.unflatten(1, (Hkv, Hq // Hkv)).unbind(0) for x in (problem.query, directions.query)]
     sinks = [
         x.expand(B, Hq).unflatten(1, (Hkv, -1)).unbind(0) for x in (problem.sink, directions.sink) if x is not None
@@ -64,7 +64,7 @@ def tangents(problem: Problem, directions: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _extent(problem: Problem) -> tuple[int, int]:
-    """Return how many key heads and how many queries make a strip."""
+    """Return the number of key heads and of queries in a strip."""
     (_, Hq, M, _), (_, Hkv, N, _) = problem.query.shape, problem.key.shape
     pairs = max(1, Hq // Hkv * N)
     rows = max(1, min(M, _PAIRS // pairs))
@@ -87,7 +87,7 @@ class _Mod:
         return None if bound is None else _Mod(bound.graph, bound.numbers)
 
     def at(self, places: Tensor, indices: Indices, captures: Tensors) -> Tensor:
-        """Return the values at the true ones of `places`, in a row."""
+        """Return the values at the true entries of `places`, as a 1-D tensor."""
         inputs = _select(indices, places)
         (found,) = self.graph.evaluate(inputs, captures, self.numbers, _load)
         assert found is not None
@@ -97,7 +97,7 @@ class _Mod:
         self, places: Tensor, indices: Indices, captures: Tensors, d_score: Tensor,
         directions: Tensors,
     ) -> Tensor:  # fmt: skip
-        """Return the derivative at those places, where the score moves along `d_score` and captures along theirs."""
+        """Return the derivative at these positions when the score moves along `d_score` and captures along theirs."""
         learned = tuple(i for i, c in enumerate(captures) if c.is_floating_point())
         gradient = differentiate(self.graph, learned)
         sites = [gradient.loads[s] for s in gradient.sites]
@@ -125,7 +125,7 @@ def _load(source: Tensor, index: Tensors) -> Tensor:
 
 @dataclass(frozen=True)
 class _Strip:
-    """An operation on the tensors of some queries of some heads: it returns the derivatives of out and lse."""
+    """An operation on the tensors of some queries of some heads. It returns the derivatives of out and lse."""
 
     scale: float
     score: _Mod | None
@@ -145,13 +145,13 @@ class _Strip:
 
     def __call__(
         self,
-        query: Tensor,  # [heads, G, rows, D], as d_query
+        query: Tensor,  # [heads, G, rows, D], like d_query
         d_query: Tensor,
-        key: Tensor,  # [heads, N, D], as d_key
+        key: Tensor,  # [heads, N, D], like d_key
         d_key: Tensor,
-        value: Tensor,  # [heads, N, Dv], as d_value
+        value: Tensor,  # [heads, N, Dv], like d_value
         d_value: Tensor,
-        *others: Tensor,  # sink and d_sink [heads, G]; captures of score_mod, their directions, those of mask_mod
+        *others: Tensor,  # sink and d_sink [heads, G]; captures of score_mod, their directions, captures of mask_mod
     ) -> tuple[Tensor]:  # [heads, G, rows, Dv + 1], lse last
         count = 0 if self.score is None else len(self.score.graph.captures)
         sinks, captures = others[: 2 * self.has_sink], others[2 * self.has_sink :]
@@ -186,7 +186,7 @@ class _Strip:
             score, d_score = (torch.zeros_like(score).masked_scatter(live, x) for x in (modified, moved))
         score = score.masked_fill(~live, -math.inf)
         d_score = d_score.masked_fill(~live, 0.0)
-        # What is passed back to rows without a key may be anything: -inf is their lse.
+        # The gradients passed back to rows without a key may be arbitrary, because their lse is -inf.
         empty = ~live.any(-1, keepdim=True)
         if sinks:
             sink, d_sink = (x.to(dtype)[..., None, None].expand(*shape, 1) for x in sinks)
@@ -218,7 +218,7 @@ class _Strip:
         }
 
     def _live(self, indices: Indices, shape: torch.Size, captures: Tensors) -> Tensor:
-        """Return which pairs attend, [heads, G, rows, N]: as the lists of the mask say, then its mod."""
+        """Return which pairs attend, [heads, G, rows, N], according to the mask's lists, then its mod."""
         if self.block_mask is None:
             return torch.ones(shape, dtype=torch.bool, device=indices["h"].device)
         lists = self.block_mask.kv_runs
@@ -228,7 +228,7 @@ class _Strip:
         return partial | full
 
     def _listed(self, runs: Runs, mask: BlockMask, indices: Indices) -> Tensor:
-        """Return which pairs lie in blocks of these lists, so that it broadcasts to [heads, G, rows, N]."""
+        """Return which pairs lie in blocks of these lists, broadcasting to [heads, G, rows, N]."""
         block_m, block_n = mask.BLOCK_SIZE
         head = indices["h"] if mask.H > 1 else torch.zeros_like(indices["h"][:1, :1])
         first = (self.start[0] * mask.H if mask.B > 1 else 0) + head
@@ -239,7 +239,7 @@ class _Strip:
 
 
 def _softmax(score: Tensor) -> Tensor:
-    """Return the weights of each row, 0 in rows of -inf alone."""
+    """Return the weights of each row, 0 in rows that contain only -inf."""
     largest = score.detach().amax(-1, keepdim=True)
     weight = torch.exp(score - largest.masked_fill(largest == -math.inf, 0.0))
     total = weight.sum(-1, keepdim=True)

@@ -1,1 +1,1 @@
-"""What kernels run on and are kept on: the target, the installed Triton, the kernel cache on disk."""
+"""What kernels run on and where they are stored: the target, the installed Triton, the kernel cache on disk."""

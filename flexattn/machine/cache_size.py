@@ -1,8 +1,8 @@
-"""cache_size: what the folder of the kernels takes on disk, and what is removed from it when that is too much.
+"""cache_size: the size of the kernel cache directory on disk, and eviction when it exceeds its limit.
 
-Kernels that were not used for longest go first. An entry is moved aside in one step and then deleted, so that other
-processes find it whole or not at all; what a killed process leaves there is deleted a day later. A process that has
-loaded a kernel goes on with it, one that is about to compiles it again.
+The least recently used kernels are removed first. An entry is renamed atomically and then deleted, so other processes
+see it complete or not at all. Leftovers of a killed process are deleted a day later. A process that has loaded a kernel
+continues to use it. A process that is about to load it compiles it again.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from flexattn.machine.kernel_store import KernelStore
 from flexattn.process.config import debug
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-_KEPT = 0.75  # part of the limit that is left, so that not each new kernel asks for room
-_EVERY = 16  # new kernels of a process between two looks at the folder, which take 30 us for each kernel in it
-STUBS = "triton"  # Triton's own files beside the kernels
-_MOST_STUBS = 0.25  # part of the limit
+_KEPT = 0.75  # fraction of the limit to keep, so that not every new kernel causes an eviction
+_EVERY = 16  # new kernels between two scans of the directory, which take 30 us per kernel in it
+STUBS = "triton"  # Triton's own files next to the kernels
+_MOST_STUBS = 0.25  # fraction of the limit
 
 _added: dict[Path, int] = {}
 
 
 @dataclass(frozen=True)
 class Item:
-    """An entry, or another file or folder beside the entries."""
+    """An entry, or another file or directory next to the entries."""
 
     name: str
     bytes: int
-    used: float  # when, in seconds since 1970
+    used: float  # last use, in seconds since 1970
 
     @property
     def is_kernel(self) -> bool:
@@ -40,7 +40,7 @@ class Item:
 
 
 def items(store: KernelStore) -> list[Item]:
-    """Return what the folder of a store holds."""
+    """Return the contents of a store's directory."""
     found: list[Item] = []
     with contextlib.suppress(FileNotFoundError), os.scandir(store.root) as entries:
         for entry in entries:
@@ -51,16 +51,16 @@ def items(store: KernelStore) -> list[Item]:
 
 
 def report(store: KernelStore, limit: int | None) -> str:
-    """Return what the folder of a store takes, to be read."""
+    """Return a line that describes the size of a store's directory."""
     found = items(store)
     kernels = sum(item.is_kernel for item in found)
     most = "no limit" if limit is None else f"at most {_mebibytes(limit)}"
     total = _mebibytes(sum(item.bytes for item in found))
-    return f"{store.root}: {kernels:,} kernels, {total} in all, {most} (FLEXATTN_CACHE_SIZE)"
+    return f"{store.root}: {kernels:,} kernels, {total} in total, {most} (FLEXATTN_CACHE_SIZE)"
 
 
 def added(store: KernelStore, limit: int | None) -> None:
-    """Take note of a new kernel, and make room from time to time."""
+    """Count a new kernel, and evict from time to time."""
     count = _added.get(store.root, 0)
     _added[store.root] = count + 1
     if limit is not None and count % _EVERY == 0:
@@ -68,7 +68,7 @@ def added(store: KernelStore, limit: int | None) -> None:
 
 
 def prune(store: KernelStore, limit: int) -> None:
-    """Remove kernels if the folder takes more than `limit` bytes. The one that was used last stays."""
+    """Remove kernels if the directory takes more than `limit` bytes. The most recently used one is kept."""
     found = items(store)
     total = sum(item.bytes for item in found)
     if total <= limit:
@@ -82,7 +82,7 @@ def prune(store: KernelStore, limit: int) -> None:
             store.remove(item.name)
             total -= item.bytes
     except OSError as error:
-        debug("store", f"what was not used for longest cannot be removed: {error}")
+        debug("store", f"the least recently used entry cannot be removed: {error}")
     debug("store", f"{store.root} took more than {limit:,} bytes, {total:,} are left")
 
 
@@ -91,7 +91,7 @@ def _mebibytes(size: int) -> str:
 
 
 def _statuses(entry: os.DirEntry[str]) -> Iterator[os.stat_result]:
-    """Yield what is known of each file at or below an entry; what is removed meanwhile is left out."""
+    """Yield the status of each file at or below an entry. Files removed meanwhile are skipped."""
     with contextlib.suppress(FileNotFoundError):
         if not entry.is_dir(follow_symlinks=False):
             yield entry.stat(follow_symlinks=False)

@@ -1,13 +1,13 @@
-"""KernelStore: built kernels on disk, a folder per digest that is complete or absent, closed to other users.
+"""KernelStore: built kernels on disk, one directory per digest that is complete or absent, closed to other users.
 
 root/<digest>/      the generated source, the compiled files and manifest.json with the sha256 of each
-root/locks/         one file lock for each first byte of a digest; a dead process holds none
+root/locks/         one file lock per first byte of a digest; released when a process dies
 root/triton/        Triton's own C stubs
 root/tiles.json     tiles tuned on this machine (tile_choice.py)
-root/.new-*/        what is being written or removed; gone afterwards, a day later where the process died
+root/.new-*/        files being written or removed; deleted afterwards, or a day later if the process died
 
-What is in these folders runs in this process. So nothing is used where another user can write, or could: on the whole
-path to root each folder belongs to this user or to root, and only they can rename what is in it.
+Code in these directories runs in this process. So nothing is used that another user can write. On the whole path to
+root, each directory belongs to this user or to root, and only they can rename its entries.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from flexattn.process.forks import temporary
 
 try:
     import fcntl
-except ImportError:  # Windows has no Triton either; the renames alone keep entries whole
+except ImportError:  # Windows has no Triton either; renames alone keep entries complete
     fcntl = None
 
 _MANIFEST = "manifest.json"
 _STAGING = ".new-"
-_STAGING_AGE = 24 * 3600  # seconds after which a staging folder must be that of a dead process
+_STAGING_AGE = 24 * 3600  # seconds after which a staging directory must belong to a dead process
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -46,7 +46,7 @@ class KernelStore:
     root: Path
 
     def find(self, digest: str) -> Path | None:
-        """Return the folder of an entry that is ours and unchanged since it was written, else None."""
+        """Return the directory of an entry that belongs to us and is unchanged since it was written, else None."""
         folder = self.root / digest
         if not (_is_private(self.root) and _is_private(folder)):
             return None
@@ -56,24 +56,24 @@ class KernelStore:
                 _sha256(folder / name) == checksum for name, checksum in manifest["files"].items()
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            debug("store", f"entry {digest[:12]} is not readable ({error!r}), it is built anew")
+            debug("store", f"entry {digest[:12]} is not readable ({error!r}), it is rebuilt")
             return None
         if not whole:
-            debug("store", f"entry {digest[:12]} is damaged, it is built anew")
+            debug("store", f"entry {digest[:12]} is damaged, it is rebuilt")
             return None
         with contextlib.suppress(OSError):
-            os.utime(folder / _MANIFEST)  # entries that were not used for longest are removed first
+            os.utime(folder / _MANIFEST)  # the least recently used entries are removed first
         return folder
 
     @contextlib.contextmanager
     def lock(self, digest: str) -> Iterator[None]:
-        """Let one process (and thread) at a time build this entry."""
+        """Let only one process (and thread) at a time build this entry."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
         handle = os.open(self.folder("locks") / digest[:2], flags, 0o600)
         builder = os.getpid()
 
         def release() -> None:
-            # A forked child has the handle too: closing it is not enough here, and unlocking it would be wrong there.
+            # A forked child has the handle too: closing it here keeps the lock held. The child must not unlock it.
             if fcntl is not None and os.getpid() == builder:
                 with contextlib.suppress(OSError):
                     fcntl.flock(handle, fcntl.LOCK_UN)
@@ -81,12 +81,12 @@ class KernelStore:
 
         with temporary(release):
             if fcntl is not None:
-                with contextlib.suppress(OSError):  # some network folders have no locks: then a kernel is built twice
+                with contextlib.suppress(OSError):  # some network file systems have no locks: a kernel is built twice
                     fcntl.flock(handle, fcntl.LOCK_EX)
             yield
 
     def folder(self, name: str) -> Path:
-        """Return a folder beside the entries that is ours, with all that is in it. What is not ours is put aside."""
+        """Return a directory next to the entries. If it or its contents are not ours, replace it by an empty one."""
         self._make_root()
         folder = self.root / name
         if not _is_ours(folder):
@@ -100,7 +100,7 @@ class KernelStore:
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
-        """Give an empty folder beside the entries, gone afterwards."""
+        """Yield an empty directory next to the entries, deleted afterwards."""
         self._make_root()
         folder = Path(tempfile.mkdtemp(prefix=_STAGING, dir=self.root))
         try:
@@ -109,7 +109,7 @@ class KernelStore:
             shutil.rmtree(folder, ignore_errors=True)
 
     def add(self, digest: str, files: dict[str, bytes]) -> Path:
-        """Write an entry beside its place and move it there in one step."""
+        """Write an entry in a staging directory and move it to its place atomically."""
         folder = self.root / digest
         with self.staging() as aside:
             fresh = aside / "entry"
@@ -123,18 +123,18 @@ class KernelStore:
                 os.rename(folder, aside / "damaged")
             try:
                 os.rename(fresh, folder)
-            except OSError:  # without locks another process may have been first
+            except OSError:  # without locks, another process may have been first
                 if self.find(digest) is None:
                     raise
         return folder
 
     def remove(self, name: str) -> None:
-        """Remove an entry or a folder beside them in one step, unless another process does."""
+        """Remove an entry, or a directory next to the entries, atomically, unless another process does."""
         with self.staging() as aside, contextlib.suppress(FileNotFoundError):
             os.rename(self.root / name, aside / "old")
 
     def read(self, name: str) -> str | None:
-        """Return the text of a file beside the entries, None where there is none or the folder is not ours alone."""
+        """Return the text of a file next to the entries; None if it is missing or others can write the directory."""
         if not _is_private(self.root):
             return None
         try:
@@ -143,31 +143,31 @@ class KernelStore:
             return None
 
     def write(self, name: str, text: str) -> None:
-        """Write a file beside the entries in one step."""
+        """Write a file next to the entries atomically."""
         with self.staging() as aside:
             (aside / name).write_text(text)
             os.replace(aside / name, self.root / name)
 
     def _make_root(self) -> None:
-        """Make the root anew where it was deleted since it was opened."""
+        """Create the root again if it was deleted since it was opened."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_private(self.root):
             raise PermissionError(f"{self.root} belongs to another user, or others can write there")
 
 
 def existing_store(folder: Path | None) -> KernelStore | None:
-    """Return the store of a folder as it is, to read from; None where there is no such folder."""
+    """Return the store of an existing directory, to read from; None if there is none."""
     if folder is None:
         return None
     try:
         return KernelStore(folder.resolve(strict=True))
-    except (OSError, RuntimeError):  # RuntimeError: a link that leads to itself
+    except (OSError, RuntimeError):  # RuntimeError: a cycle of links
         return None
 
 
 @functools.lru_cache(maxsize=8)
 def open_store(folder: Path | None) -> KernelStore | None:
-    """Make `folder` ready to hold entries; None where that is not possible or others may write there."""
+    """Prepare `folder` for entries; return None if that is not possible or others may write there."""
     if folder is None:
         return None
     try:
@@ -176,23 +176,23 @@ def open_store(folder: Path | None) -> KernelStore | None:
         if not _is_private(folder) and folder.stat().st_uid == os.geteuid():
             folder.chmod(0o700)
         _sweep(folder)
-    except (OSError, RuntimeError) as error:  # RuntimeError: a link that leads to itself
-        debug("store", f"no kernels are kept in {folder}: {error}")
+    except (OSError, RuntimeError) as error:  # RuntimeError: a cycle of links
+        debug("store", f"no kernels are stored in {folder}: {error}")
         return None
     unsafe = None if _is_private(folder) else folder
     unsafe = unsafe or next((parent for parent in folder.parents if not _is_safe_parent(parent)), None)
     if unsafe is None:
         return KernelStore(folder)
     warnings.warn(
-        f"flexattn keeps no kernels in {folder}, so each process compiles anew: {unsafe} belongs to another user, or "
-        f"others can write there. Set FLEXATTN_CACHE_DIR to a folder of yours.",
+        f"flexattn stores no kernels in {folder}, so each process recompiles them: {unsafe} belongs to another user, "
+        f"or others can write there. Set FLEXATTN_CACHE_DIR to your own folder.",
         RuntimeWarning, stacklevel=2,
     )  # fmt: skip
     return None
 
 
 def temporary_store() -> KernelStore:
-    """Return a store that lasts as long as this process, a new one where the last was deleted."""
+    """Return a store that lasts as long as this process, or a new one if the last was deleted."""
     store = _temporary_store()
     if not _is_private(store.root):
         _temporary_store.cache_clear()
@@ -208,7 +208,7 @@ def _temporary_store() -> KernelStore:
 
 
 def _remove(folder: str, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child must not take away its parent's kernels
+    if os.getpid() == owner:  # a forked child must not delete its parent's kernels
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -221,7 +221,7 @@ def _is_private(folder: Path) -> bool:
 
 
 def _is_safe_parent(folder: Path) -> bool:
-    """Tell whether only this user and root can rename what they have in a folder."""
+    """Return whether only this user and root can rename their entries in a directory."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (0, os.geteuid()):
         return False
@@ -231,7 +231,7 @@ def _is_safe_parent(folder: Path) -> bool:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Tell whether a group is this user's alone, as many systems make one for each."""
+    """Return whether a group contains only this user, as on many systems."""
     try:
         import grp
         import pwd
@@ -243,9 +243,9 @@ def _is_own_group(gid: int) -> bool:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Tell whether a folder is private and holds folders and files of this user alone, no links.
+    """Return whether a directory is private and contains only this user's directories and files, and no links.
 
-    Nobody else can change what is in a private folder; what others left there before it was private is found.
+    Nobody else can change a private directory. This also finds files that others left before it became private.
     """
     if not _is_private(folder):
         return False
@@ -267,7 +267,7 @@ def _is_ours_below(entry: os.DirEntry[str]) -> bool:
             return False
         with os.scandir(entry) as entries:
             return all(_is_ours_below(inner) for inner in entries)
-    except FileNotFoundError:  # another process removes what it made
+    except FileNotFoundError:  # another process removed its own file
         return True
 
 

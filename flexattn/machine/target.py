@@ -1,4 +1,4 @@
-"""Target: the machine that kernels are compiled for, and what the plan must know of it."""
+"""Target: the device that kernels are compiled for, and its properties that the plan needs."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from functools import lru_cache
 
 import torch
 
-# Bytes of shared memory that one program can have (CUDA C++ Programming Guide, technical specifications).
+# Bytes of shared memory per program (CUDA C++ Programming Guide, technical specifications).
 _SHARED_MEMORY = {
     75: 65536, 80: 166912, 86: 101376, 87: 166912, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376,
     121: 101376,
 }  # fmt: skip
-# The same of AMD's, where it is not 64 KB (the LDS of a workgroup, CDNA 4 instruction set architecture).
+# The same for AMD GPUs, if it is not 64 KB (LDS of a workgroup, CDNA 4 instruction set architecture).
 _LDS = {"gfx950": 163840}
-_AMD_PRECISIONS = {"gfx942": ("ieee", "tf32")}  # its XF32; other cards have none
-# What Triton computes products with, by generation; all later ones have those of warps.
+_AMD_PRECISIONS = {"gfx942": ("ieee", "tf32")}  # its XF32; other AMD GPUs have none
+# The units that Triton computes products with, by generation. Later generations use mma.
 _MATRIX_UNITS = {7: "fma", 8: "mma", 9: "wgmma", 10: "tcgen05"}
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a kernel runs: the interpreter's architecture is 0."""
+    """Where a kernel runs. The interpreter has architecture 0."""
 
     backend: str  # "cuda" | "hip" | "interpreter"
     arch: int | str
@@ -37,29 +37,29 @@ class Target:
 
     @property
     def matrix_units(self) -> str:
-        """What Triton computes products with, at best: fma (none), mma, wgmma, tcgen05 or mfma."""
+        """The best units that Triton computes products with: fma (none), mma, wgmma, tcgen05 or mfma."""
         if self.backend == "cuda":
             return _MATRIX_UNITS.get(int(self.arch) // 10, "mma")
         return "mfma" if self.backend == "hip" else "fma"
 
     @property
     def loads_ahead(self) -> bool:
-        """Whether Triton loads tiles to shared memory some steps ahead."""
+        """Whether Triton prefetches tiles to shared memory."""
         return self.backend == "hip" or (self.backend == "cuda" and int(self.arch) >= 80)
 
     @property
     def loads_elements_ahead(self) -> bool:
-        """Whether those loads may have less than 4 bytes each."""
+        """Whether these loads may be narrower than 4 bytes."""
         return self.backend == "hip" and self.arch != "gfx942"
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """What float32 products may be computed in."""
+        """Precisions in which float32 products can be computed."""
         return _AMD_PRECISIONS.get(str(self.arch), ("ieee",)) if self.backend == "hip" else ("ieee", "tf32", "tf32x3")
 
     @property
     def pipelines_both_rows(self) -> bool:
-        """Whether Triton loads both lse and delta ahead, and not only one of them: its newer pipeliner."""
+        """Whether Triton prefetches both lse and delta, and not only one of them (its newer pipeliner)."""
         return self.backend == "cuda" and int(self.arch) >= 100
 
     def __str__(self) -> str:
@@ -67,11 +67,11 @@ class Target:
 
 
 def named(name: str) -> Target | None:
-    """Return the target of an architecture as CUDA and HIP write it (sm_90, gfx942), None where it is none."""
+    """Return the target of an architecture named as in CUDA and HIP (sm_90, gfx942), or None."""
     if match := re.fullmatch(r"sm_?(\d+)a?", name):
         return Target("cuda", int(match[1]), 32)
     if match := re.fullmatch(r"gfx(\d+)[0-9a-f]{2}", name):
-        return Target("hip", name, 32 if int(match[1]) >= 10 else 64)  # RDNA has waves of 32
+        return Target("hip", name, 32 if int(match[1]) >= 10 else 64)  # RDNA has 32-lane waves
     return None
 
 
@@ -80,7 +80,7 @@ INTERPRETER = Target("interpreter", 0, 1)
 
 @lru_cache(64)
 def target_of(device: torch.device) -> Target:
-    """Return the target of a device: a CPU stands for Triton's interpreter."""
+    """Return the target of a device. A CPU means Triton's interpreter."""
     if device.type == "cpu":
         return INTERPRETER
     properties = torch.cuda.get_device_properties(device)
@@ -92,7 +92,7 @@ def target_of(device: torch.device) -> Target:
 
 @lru_cache(64)
 def l2_bytes(device: torch.device) -> int:
-    """Return the size of the device's L2 cache, for the order of work."""
+    """Return the size of the device's L2 cache, which determines the order of work."""
     if device.type == "cpu":
         return 1 << 25
     return torch.cuda.get_device_properties(device).L2_cache_size

@@ -1,6 +1,6 @@
-"""Everything of Triton that is private or differs between its releases, in one place (read and checked: 3.6.0, 3.7.1).
+"""Everything that is private in Triton or differs between its versions (checked: 3.6.0, 3.7.1).
 
-Nothing here is needed for right results: where a private part is missing, the public way is taken.
+None of it is needed for correct results. If a private part is missing, the public API is used.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from flexattn.process.forks import Lock, temporary
 
 Launch = Callable[[int, int, tuple[Any, ...]], None]  # (programs, stream, arguments)
 
-_BINARY_SETTINGS = (  # those that Triton itself forgets in its keys, or keys by their effect
+_BINARY_SETTINGS = (  # those that Triton omits from its keys, or keys by their effect
     "TRITON_PTXAS_PATH", "PTXAS_OPTIONS", "TRITON_OVERRIDE_ARCH", "TRITON_F32_DEFAULT", "TRITON_DEFAULT_FP_FUSION",
 )  # fmt: skip
-_knobs_lock = Lock()  # Triton's knobs belong to the whole process
+_knobs_lock = Lock()  # Triton's knobs are global to the process
 
 
 def version() -> str:
@@ -33,19 +33,19 @@ def version() -> str:
 
 
 def has_gluon() -> bool:
-    """Whether this release of Triton is known to compile our Gluon kernels (3.6 is the one that ran them on a card)."""
+    """Whether this version of Triton compiles the Gluon kernels (only 3.6 has run them on a GPU)."""
     return tuple(version().split(".")[:2]) in {("3", "6"), ("3", "7"), ("3", "8"), ("3", "9")}
 
 
 def is_interpreting() -> bool:
-    """Whether Triton was told (TRITON_INTERPRET=1) to run kernels in Python."""
+    """Whether Triton runs kernels in its interpreter (TRITON_INTERPRET=1)."""
     from triton import knobs
 
     return knobs.runtime.interpret
 
 
 def binary_settings() -> dict[str, str]:
-    """Return the environment variables of Triton's that change what it compiles and are set."""
+    """Return the environment variables that are set and change what Triton compiles."""
     found = {name: os.environ[name] for name in _BINARY_SETTINGS if name in os.environ}
     try:
         from triton._C.libtriton import get_cache_invalidating_env_vars
@@ -56,7 +56,7 @@ def binary_settings() -> dict[str, str]:
 
 @contextlib.contextmanager
 def cache_folder(folder: Path) -> Iterator[None]:
-    """Let Triton keep its files in `folder` for a while, then give it back the user's own setting."""
+    """Let Triton store its files in `folder` inside the block, then restore the user's setting."""
     from triton import knobs
 
     scope = contextlib.ExitStack()
@@ -69,7 +69,7 @@ def cache_folder(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Request:
-    """What Triton is asked to compile: a kernel without constants, its runtime arguments typed."""
+    """A compile request for Triton: a kernel without constants, with typed runtime arguments."""
 
     name: str
     signature: tuple[tuple[str, str], ...]
@@ -89,7 +89,7 @@ class Request:
 
 
 def compile_kernel(fn: Any, request: Request, target: Any, options: dict[str, Any]) -> dict[str, bytes]:
-    """Compile `fn` for a target that need not be present; return the contents of the files, by file ending."""
+    """Compile `fn` for a target that need not be present. Return the contents of the files by extension."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -100,10 +100,10 @@ def compile_kernel(fn: Any, request: Request, target: Any, options: dict[str, An
 
 
 def load_kernel(request: Request, files: dict[str, Path]) -> Any:
-    """Make Triton's CompiledKernel of stored files (by file ending), neither compiling nor importing the source."""
+    """Create Triton's CompiledKernel from stored files (by extension), without compiling or importing the source."""
     from triton.compiler import CompiledKernel
 
-    # All that a launcher asks of the function: its arguments' names, and whether profilers get extra data.
+    # The launcher reads only these attributes: the arguments' names, and whether profilers get extra data.
     stand_in = SimpleNamespace(
         __name__=request.name, arg_names=[name for name, _ in request.signature], launch_metadata=None
     )
@@ -112,10 +112,10 @@ def load_kernel(request: Request, files: dict[str, Path]) -> Any:
 
 
 def launcher(compiled: Any, direct: bool = True) -> Launch:
-    """Load `compiled` on the current device and return the shortest way to launch it there.
+    """Load `compiled` on the current device and return its fastest launch function.
 
-    Triton's OutOfResources passes through. Pointers are tensors or addresses; an address saves a call of the driver.
-    Without `direct`, launches go through Triton's own run method, not to its C launcher.
+    Triton's OutOfResources passes through. Pointers are tensors or addresses; an address saves a driver call.
+    Without `direct`, launches use Triton's own run method instead of its C launcher.
     """
     run = compiled.run  # loads the binary
     fast = (_c_launch(compiled, run) if direct else None) or _run_launch(compiled, run)
@@ -131,7 +131,7 @@ def launcher(compiled: Any, direct: bool = True) -> Launch:
 
     def launch(programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
         if _hooked(runtime.launch_enter_hook) or _hooked(runtime.launch_exit_hook):
-            public(programs, stream, arguments)  # a profiler is listening: it wants the launch's metadata
+            public(programs, stream, arguments)  # a profiler is active and needs the launch's metadata
         else:
             fast(programs, stream, arguments)
 
@@ -143,12 +143,12 @@ def _hooked(hook: Any) -> bool:
 
 
 def _c_launch(compiled: Any, run: Any) -> Launch | None:
-    """Call Triton's C launcher directly, with everything but the arguments bound; None where it does not fit."""
+    """Call Triton's C launcher directly, with everything but the arguments bound; None if it is not supported."""
     release = tuple(version().split(".")[:2])
     if type(run).__name__ != "CudaLauncher" or release not in {("3", "6"), ("3", "7")}:
         return None
     if run.global_scratch_size or run.profile_scratch_size:
-        return None  # then Triton allocates for each launch
+        return None  # Triton then allocates memory for each launch
     c_launch, function, packed = run.launch, compiled.function, compiled.packed_metadata
     cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
 
@@ -167,7 +167,7 @@ def _c_launch(compiled: Any, run: Any) -> Launch | None:
     count = len(compiled.src.signature)
 
     def launch_37(programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
-        if len(arguments) != count:  # this release reads past the end of a short tuple
+        if len(arguments) != count:  # this version reads past the end of a short tuple
             raise TypeError(f"kernel {compiled.name} takes {count} arguments, {len(arguments)} were given")
         # grid, stream, function, cooperative, dependent, packed, metadata, 2 hooks, 2 scratch, kinds, arguments
         c_launch(
@@ -179,7 +179,7 @@ def _c_launch(compiled: Any, run: Any) -> Launch | None:
 
 
 def _run_launch(compiled: Any, run: Any) -> Launch | None:
-    """Call CompiledKernel.run: other backends, kernels with scratch memory."""
+    """Call CompiledKernel.run, for other backends and kernels with scratch memory."""
     function, packed = getattr(compiled, "function", None), getattr(compiled, "packed_metadata", None)
     if function is None or packed is None:
         return None
@@ -192,7 +192,7 @@ def _run_launch(compiled: Any, run: Any) -> Launch | None:
 
 @functools.cache
 def nvidia_tool(name: str) -> str:
-    """Return the path of ptxas, cuobjdump or nvdisasm as Triton ships them."""
+    """Return the path of ptxas, cuobjdump or nvdisasm as shipped with Triton."""
     import triton
 
     return str(Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin" / name)

@@ -1,10 +1,11 @@
 """Boxes of blocks, coarse to fine: bounds decide most of a mask, so the cost follows its boundary, not Q x KV.
 
-A coarse box that is surely empty or surely full is done; any other is cut into smaller ones, down to single blocks.
-There sampled places that disagree prove PARTIAL. What is still UNKNOWN is evaluated exactly by what the caller gives.
+A coarse box that is proved empty or full is done. Any other box is split into smaller ones, down to single blocks.
+In a block, sampled positions that disagree prove PARTIAL. Blocks that are still UNKNOWN are evaluated exactly by
+the caller's `evaluate`.
 
-Memory is bounded, however large and unstructured a mask is: boxes are refined, sampled and evaluated depth first, some
-thousands at a time, and what was found is joined to runs along the way. A mask of more than MOST_RUNS is refused.
+Memory is bounded, however large and unstructured a mask is. Boxes are refined, sampled and evaluated depth first, some
+thousands at a time, and results are merged to runs along the way. A mask of more than MOST_RUNS runs is rejected.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from flexattn.graph.bound import FULL, PARTIAL, UNKNOWN, Bounds, bound
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.process.progress import Progress
 
-_FANOUT = 4  # a box is cut into 4 x 4
-_COARSEST = 64  # boxes in each (b, h) to begin with, at most
+_FANOUT = 4  # a box is split into 4 x 4
+_COARSEST = 64  # maximum number of initial boxes per (b, h)
 _CHUNK = 2**15  # boxes bounded at once
 _SAMPLED = 2**13  # blocks sampled at once
-_TOGETHER = 2**18  # boxes that are joined, blocks that are evaluated, and lines of boxes that become runs, at once
-_PAIRS = 2**26  # evaluated between two looks at the clock
-MOST_RUNS = 2**23  # of one kind, by query or by key; of 8 bytes each
-# A block of at most so many pairs is evaluated as soon as a box of at most so many is undecided: a bound of it costs
-# more than that.
+_TOGETHER = 2**18  # boxes merged, blocks evaluated, or lines of boxes converted to runs at once
+_PAIRS = 2**26  # pairs evaluated between two progress checks
+MOST_RUNS = 2**23  # of one kind, by query or by key; 8 bytes each
+# A block of at most _FEW_PAIRS pairs is evaluated as soon as a box of at most _BOX_PAIRS pairs is undecided, because
+# computing its bound costs more.
 _FEW_PAIRS, _BOX_PAIRS = 64, 4096
 
-Evaluate = Callable[[np.ndarray], np.ndarray]  # the classes (uint8 [n]) of blocks (int32 [n, 3]) as in `unknown`
+Evaluate = Callable[[np.ndarray], np.ndarray]  # blocks (int32 [n, 3]) as in `unknown` -> their classes (uint8 [n])
 
-# Places in a block that are looked at, as fractions of its sides: the corners, the middles, then scattered evenly (a
-# Kronecker sequence), the more the longer a block stays undecided.
+# Sampled positions in a block, as fractions of its sides: the corners, the middles, then evenly scattered ones (a
+# Kronecker sequence). A block that stays undecided is sampled at more positions.
 _SCATTERED = np.arange(1, 97)[:, None] * (0.7548776662, 0.5698402910) % 1
 _SAMPLES = (
     np.array([(0, 0), (0, 1), (1, 0), (1, 1)]),
@@ -46,25 +47,25 @@ _SAMPLES = (
 
 @dataclass(frozen=True)
 class BlockClasses:
-    """Which blocks of a mask are full, partial or not known, as disjoint boxes of blocks; all others are empty."""
+    """The full, partial and unknown blocks of a mask, as disjoint boxes of blocks. All other blocks are empty."""
 
     shape: tuple[int, int, int, int]  # B, H, query blocks, key blocks
     block_size: tuple[int, int]
-    full: np.ndarray  # int32 [n, 5]: b * H + h, then first and one past the last query block, first and past key block
-    partial: np.ndarray  # int32 [n, 5], likewise
+    full: np.ndarray  # int32 [n, 5]: b * H + h, then first and one past the last query block, the same for key blocks
+    partial: np.ndarray  # int32 [n, 5], as in `full`
     unknown: np.ndarray  # int32 [n, 3]: b * H + h, query block, key block
-    boxes: int = 0  # that were bounded
-    samples: int = 0  # places that were looked at
-    evaluated: int = 0  # blocks that were evaluated
+    boxes: int = 0  # number of bounded boxes
+    samples: int = 0  # number of sampled positions
+    evaluated: int = 0  # number of evaluated blocks
 
     def joined(self) -> BlockClasses:
-        """Return the same with the full blocks as partial ones."""
+        """Return the same classes with full blocks converted to partial ones."""
         return replace(self, full=self.full[:0], partial=np.concatenate([self.full, self.partial]))
 
     def dense(self) -> np.ndarray:
         """Return the class of each block, uint8 [B, H, query blocks, key blocks]."""
         B, H, q_blocks, kv_blocks = self.shape
-        # Corners of the boxes with alternating signs; running sums along both axes fill the boxes.
+        # Corners of the boxes with alternating signs. Cumulative sums along both axes fill the boxes.
         corners = np.zeros((B * H, q_blocks + 1, kv_blocks + 1), np.int8)
         for kind, boxes in ((FULL, self.full), (PARTIAL, self.partial), (UNKNOWN, _as_boxes(self.unknown))):
             row, q_first, q_end, kv_first, kv_end = boxes.T
@@ -77,9 +78,9 @@ class BlockClasses:
         return corners[:, :-1, :-1].astype(np.uint8).reshape(self.shape)
 
     def runs(self, kind: int, transposed: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return (row_ptr int32 [rows + 1], runs int32 [n, 2]) of the FULL or PARTIAL blocks, touching ones joined.
+        """Return (row_ptr int32 [rows + 1], runs int32 [n, 2]) of the FULL or PARTIAL blocks, with merged runs.
 
-        Rows are (b, h, query block) and runs are of key blocks; transposed, the other way round.
+        Rows are (b, h, query block) with runs of key blocks. If `transposed`, rows are (b, h, key block).
         """
         B, H, q_blocks, kv_blocks = self.shape
         row, *ends = (self.full if kind == FULL else self.partial).T
@@ -101,10 +102,10 @@ class BlockClasses:
 def classify_by_boxes(
     mask: BoundMod, B: int, H: int, Q: int, KV: int, BLOCK_SIZE: tuple[int, int], evaluate: Evaluate | None = None
 ) -> BlockClasses:
-    """Classify the blocks of a mask. A block is FULL only inside of the lengths.
+    """Classify the blocks of a mask. A block that extends past the lengths is never FULL.
 
-    B and H are those of the mask (1 where it broadcasts). The captured tensors are read on the CPU. What bounds and
-    samples do not prove is evaluated, or stays unknown where there is no `evaluate`.
+    B and H are those of the mask (1 if it broadcasts). The captured tensors are read on the CPU. Blocks that bounds and
+    samples do not decide are passed to `evaluate`, or stay unknown if it is None.
     """
     search = _Search(mask, B, H, Q, KV, BLOCK_SIZE, evaluate)
     search.run()
@@ -127,12 +128,12 @@ def classify_all(B: int, H: int, Q: int, KV: int, BLOCK_SIZE: tuple[int, int], e
 
 
 def _at_once(block_size: tuple[int, int]) -> int:
-    """Return how many blocks are evaluated at once."""
+    """Return the number of blocks to evaluate at once."""
     return max(1, min(_TOGETHER, _PAIRS // math.prod(block_size)))
 
 
 class _Found:
-    """Boxes of each kind, joined to runs before they are many."""
+    """Boxes of each kind, merged to runs before their number gets large."""
 
     def __init__(self, shape: tuple[int, int, int, int], block_size: tuple[int, int]) -> None:
         self.shape, self.block_size = shape, block_size
@@ -160,9 +161,9 @@ class _Found:
 
 
 def too_many_runs(shape: tuple[int, int, int, int], block_size: tuple[int, int]) -> ArgumentError:
-    """Return the error for a mask that has more runs of blocks than are kept, with a size that has fewer for sure."""
+    """Return the error for a mask with too many runs of blocks. It names a block size that is certain to have fewer."""
     B, H, *blocks = shape
-    scale = 2  # two blocks that do not touch are a run each: a row has half as many runs as blocks, at most
+    scale = 2  # blocks that are not adjacent are separate runs: a row has at most half as many runs as blocks
     while B * H * math.prod(-(-n // scale) for n in blocks) > 2 * MOST_RUNS:
         scale *= 2
     found = f"{block_size}, with which this mask is more than {MOST_RUNS:,} runs of blocks"
@@ -171,7 +172,7 @@ def too_many_runs(shape: tuple[int, int, int, int], block_size: tuple[int, int])
 
 
 def _joined(boxes: np.ndarray) -> np.ndarray:
-    """Return boxes with those of one block's height that touch in a row as one."""
+    """Return boxes after merging adjacent boxes of one block's height in a row."""
     low = boxes[:, 2] == boxes[:, 1] + 1
     flat, tall = boxes[low], boxes[~low]
     flat = flat[np.lexsort((flat[:, 3], flat[:, 1], flat[:, 0]))]
@@ -182,7 +183,7 @@ def _joined(boxes: np.ndarray) -> np.ndarray:
 
 
 def _groups(sizes: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, end) of groups of neighbours whose sizes add up to at most `most`, or of one."""
+    """Yield (first, end) of groups of consecutive sizes with a sum of at most `most`, or of a single size."""
     sums = np.cumsum(sizes)
     first = before = 0
     while first < len(sizes):
@@ -194,9 +195,9 @@ def _groups(sizes: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
 def _runs_of_lines(
     first: np.ndarray, end: np.ndarray, lo: np.ndarray, hi: np.ndarray, start: int, stop: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return how many runs each of the lines from start to before stop has, and the runs, int32 [n, 2].
+    """Return the number of runs of each line in [start, stop), and the runs, int32 [n, 2].
 
-    Boxes reach over the lines from `first` to before `end`, and over the blocks from `lo` to before `hi`.
+    Each box covers the lines [first, end) and the blocks [lo, hi).
     """
     there = np.flatnonzero((first < stop) & (end > start))
     first, end = np.maximum(first[there], start), np.minimum(end[there], stop)
@@ -219,7 +220,7 @@ class _Search:
     def __init__(
         self, mask: BoundMod, B: int, H: int, Q: int, KV: int, block_size: tuple[int, int], evaluate: Evaluate | None
     ) -> None:
-        # A mask that does not read b (h) is bounded for one and repeated.
+        # A mask that does not read b (h) is bounded for one value and repeated.
         self.B, self.H = (B if mask.graph.reads("b") else min(B, 1)), (H if mask.graph.reads("h") else min(H, 1))
         self.lengths, self.block_size = (Q, KV), block_size
         self.blocks = (-(-Q // block_size[0]), -(-KV // block_size[1]))
@@ -230,7 +231,7 @@ class _Search:
         self.unknown: list[np.ndarray] = []  # int32 [n, 3], not evaluated yet
         self.boxes = self.samples = self.evaluated = 0
         self.progress = Progress(self.B * self.H * math.prod(self.blocks))
-        self.leaf = 1  # sides of boxes, in blocks, that are not cut and bounded any more
+        self.leaf = 1  # side of the smallest boxes to bound, in blocks
         pairs = math.prod(block_size)
         while evaluate is not None and pairs <= _FEW_PAIRS and pairs * (_FANOUT * self.leaf) ** 2 <= _BOX_PAIRS:
             self.leaf *= _FANOUT
@@ -245,7 +246,7 @@ class _Search:
         self.flush()
 
     def refine(self, boxes: np.ndarray, size: int) -> None:
-        """Bound the boxes [3, n] (row, query box, key box) of `size` x `size` blocks, and cut what is not decided."""
+        """Bound the boxes [3, n] (row, query box, key box) of `size` x `size` blocks, and split undecided boxes."""
         left: list[np.ndarray] = []
         for chunk in _chunks(boxes):
             classes = self.bounds.classify(*self.ends(chunk, size))
@@ -265,7 +266,7 @@ class _Search:
                 self.refine(self.cut(chunk, _FANOUT, size // _FANOUT), size // _FANOUT)
 
     def cut(self, boxes: np.ndarray, count: int, size: int) -> np.ndarray:
-        """Return boxes cut into count x count ones of `size` x `size` blocks."""
+        """Split boxes into count x count boxes of `size` x `size` blocks."""
         parts = np.arange(count)
         row, q, kv = boxes[:, :, None, None]
         q, kv = q * count + parts[:, None], kv * count + parts
@@ -273,13 +274,13 @@ class _Search:
         return np.stack([np.broadcast_to(x, inside.shape)[inside] for x in (row, q, kv)])
 
     def in_blocks(self, boxes: np.ndarray, size: int) -> np.ndarray:
-        """Return the boxes as int32 [n, 5] in blocks, cut off at the last block."""
+        """Return the boxes as int32 [n, 5] in blocks, clipped at the last block."""
         row, q, kv = boxes
         q_end, kv_end = (np.minimum((x + 1) * size, n) for x, n in zip((q, kv), self.blocks, strict=True))
         return np.stack([row, q * size, q_end, kv * size, kv_end], axis=1).astype(np.int32)
 
     def ends(self, boxes: np.ndarray, size: int) -> list[np.ndarray]:
-        """Return the ends of the boxes in (b, h, q_idx, kv_idx), cut off at the lengths."""
+        """Return the ends of the boxes in (b, h, q_idx, kv_idx), clipped at the lengths."""
         row, *places = boxes
         b, h = row // self.H, row % self.H
         ends = [b, b, h, h]
@@ -288,11 +289,11 @@ class _Search:
         return ends
 
     def sample(self, blocks: np.ndarray) -> None:
-        """Look at a few places of each block: a true and a false one prove PARTIAL."""
+        """Evaluate a few positions of each block. A true and a false one prove PARTIAL."""
         row, q, kv = blocks
         full_size = (self.lengths[0] // self.block_size[0], self.lengths[1] // self.block_size[1])
         some_true = np.zeros(len(row), bool)
-        some_false = (q >= full_size[0]) | (kv >= full_size[1])  # what reaches past the lengths counts as masked there
+        some_false = (q >= full_size[0]) | (kv >= full_size[1])  # positions past the lengths count as masked out
         open_blocks = np.arange(len(row))
         for places in _SAMPLES:
             b, _, h, _, q_lo, q_hi, kv_lo, kv_hi = (x[:, None] for x in self.ends(blocks[:, open_blocks], 1))
@@ -312,13 +313,13 @@ class _Search:
         self.leave(blocks[:, ~proved])
 
     def leave(self, blocks: np.ndarray) -> None:
-        """Take note of blocks that are not known, and evaluate them when there are many."""
+        """Collect undecided blocks, and evaluate them when there are many."""
         self.unknown.append(blocks.T.astype(np.int32))
         if sum(map(len, self.unknown)) > _at_once(self.block_size):
             self.flush()
 
     def flush(self) -> None:
-        """Evaluate the blocks that are not known."""
+        """Evaluate the undecided blocks."""
         if self.evaluate is None or not self.unknown:
             return
         blocks = np.concatenate(self.unknown)
@@ -327,7 +328,7 @@ class _Search:
         for start in range(0, len(blocks), step):
             some = blocks[start : start + step]
             named = some.copy()
-            named[:, 0] = some[:, 0] // self.H * self.heads + some[:, 0] % self.H  # as if the mask read h
+            named[:, 0] = some[:, 0] // self.H * self.heads + some[:, 0] % self.H  # numbered as if the mask read h
             self.found.add_classes(some, self.evaluate(named))
             self.evaluated += len(some)
             self.progress.advance(len(some), evaluated=len(some))
@@ -343,7 +344,7 @@ class _Search:
         )  # fmt: skip
 
     def without_overhang(self, full: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Cut the last block, where it reaches past the length, off the full boxes: it is partial."""
+        """Remove a last block that extends past the length from the full boxes, because it is partial."""
         overhanging = []
         for axis, n in enumerate(self.blocks):
             if self.lengths[axis] % self.block_size[axis]:
@@ -356,7 +357,7 @@ class _Search:
         return full, overhanging
 
     def repeated(self, boxes: np.ndarray, B: int, H: int) -> np.ndarray:
-        """Repeat boxes over the batch or the heads that the mask does not read."""
+        """Repeat boxes over batches or heads that the mask does not read."""
         if (self.B, self.H) == (B, H):
             return boxes
         b, h = boxes[:, 0] // max(self.H, 1), boxes[:, 0] % max(self.H, 1)

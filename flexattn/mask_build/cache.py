@@ -1,10 +1,10 @@
-"""mask_cache: the lists of masks built lately, for those who build the same mask again (in each layer, say).
+"""cache: the lists of recently built masks, for callers that build the same mask again (in each layer, say).
 
-A mask that captures no tensors is found by what was traced and its numbers. Tensors must be the same objects at the
-same version, and hold what they held: dist.broadcast, views by numpy and `.data` write without counting a version. So
-what they held is kept from the second build on, and compared.
+A mask without captured tensors is found by its trace and its numbers. Captured tensors must be the same objects at the
+same version, with the same contents: dist.broadcast, numpy views and `.data` write without incrementing the version. So
+the contents are copied at the second build, and compared from then on.
 
-All that is kept takes at most MEMORY bytes, on all devices together, and goes with the user's tensors.
+The cache takes at most MEMORY bytes over all devices. An entry is dropped when one of its tensors is freed.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _MASKS = 64
 
 
 class Built(NamedTuple):
-    """One mask and what it was built from; the user's tensors are held weakly."""
+    """One mask and what it was built from. It holds weak references to the user's tensors."""
 
     mask: BuiltMask
     tensors: tuple[Seen, ...]
-    contents: tuple[Tensor, ...] | None  # None: built once so far
+    contents: tuple[Tensor, ...] | None  # None: built only once so far
     bytes: int
 
     def is_of(self, bound: BoundMod) -> bool:
-        """Tell whether these are the tensors of a mod, at the same version."""
+        """Return whether these are the tensors of a mod, at the same version."""
         return len(self.tensors) == len(bound.reached) and all(map(is_same, self.tensors, bound.reached))
 
 
-_built: dict[object, Built] = {}  # the one that was used last stands last
+_built: dict[object, Built] = {}  # least recently used first
 _lock = Lock()
 _stats = {"hits": 0, "builds": 0}
 
@@ -47,21 +47,21 @@ def stats() -> dict[str, int]:
 
 
 def memory() -> int:
-    """Return the bytes of all lists and copies that are kept."""
+    """Return the bytes of all cached lists and copies."""
     return sum(built.bytes for built in list(_built.values()))
 
 
 def clear() -> None:
-    """Forget all masks and start the counts anew."""
+    """Remove all masks and reset the counts."""
     with _lock:
         _built.clear()
         _stats.update(dict.fromkeys(_stats, 0))
 
 
 def find(key: object, bound: BoundMod) -> BuiltMask | None:
-    """Return the lists built for the key from tensors that are unchanged; the host waits to compare them.
+    """Return the lists built for the key from unchanged tensors. The host waits for the comparison.
 
-    The key holds the ids of the tensors; an id may come again, so `Built.is_of` tells whether it is them.
+    The key contains the ids of the tensors. Ids can be reused, so `Built.is_of` checks the tensors themselves.
     """
     built = _built.get(key)
     found = (
@@ -78,7 +78,7 @@ def find(key: object, bound: BoundMod) -> BuiltMask | None:
 
 
 def keep(key: object, bound: BoundMod, mask: BuiltMask) -> None:
-    """Remember lists for a key as long as the tensors live; those that were not used for longest make room."""
+    """Store lists for a key as long as the tensors live. The least recently used entries are evicted."""
     tensors = bound.reached
     copied = sum(t.numel() * t.element_size() for t in tensors)
     if mask.bytes + copied > _LARGEST or any(t.is_inference() for t in tensors):

@@ -29,7 +29,7 @@ from flexattn.torch_state.transforms import is_batched, is_transforming, outside
 from flexattn.torch_state.uncompiled import uncompiled
 from flexattn.trace.trace import trace
 
-# Pairs evaluated at a time. A graph keeps some 4 bytes a pair for each of its nodes: so this is 8 MiB a node on a CPU.
+# Pairs evaluated at a time. A graph needs about 4 bytes per pair for each node: 8 MiB per node on a CPU.
 _PAIRS = {"cpu": 2**21}
 _PAIRS_ON_GPU = 2**24
 
@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 
 def _is_score_mod(mod: Callable[..., Any]) -> bool:
-    """Tell a score_mod by its five required arguments."""
+    """Return whether `mod` is a score_mod: it has five required arguments."""
     parameters = inspect.signature(mod).parameters.values()
     required = [
         p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
@@ -47,7 +47,7 @@ def _is_score_mod(mod: Callable[..., Any]) -> bool:
 
 
 def _outside_transforms(make: Callable[P, R]) -> Callable[P, R]:
-    """Let torch.func's transforms see nothing of how a mask is made: it has no gradient, and is one for all entries."""
+    """Hide mask building from torch.func's transforms: a mask has no gradient, and is the same for all entries."""
 
     @wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -83,13 +83,13 @@ def create_block_mask(
     dq_kv_order: bool = True,
 ) -> BlockMask:
     """Return the BlockMask of `mask_mod(b, h, q_idx, kv_idx) -> bool` over B batches, H heads, Q_LEN queries and KV_LEN
-    keys; B or H None makes one that serves any number, for a mod that does not read it.
+    keys. With B or H None, the mask applies to any number of them; mask_mod must not read that index.
 
-    `device` is that of the tensors that mask_mod captures, else of the accelerator, else "cpu". BLOCK_SIZE is one size,
-    or (query, key). With separate_full_blocks=False all blocks that are not empty are partial.
+    `device` defaults to the device of the tensors that mask_mod captures, else the accelerator, else "cpu". BLOCK_SIZE
+    is one size, or (query, key). With separate_full_blocks=False, all non-empty blocks are partial.
 
-    Building costs what the mask's boundary costs; on a GPU the host waits once. A mask that is built again from the
-    same tensors, unchanged, gets the same lists without work (see `flexattn.mask_build.cache`).
+    The build time is proportional to the mask's boundary. On a GPU the host waits once. If a mask is built again from
+    the same unchanged tensors, its lists come from a cache (see `flexattn.mask_build.cache`).
 
     >>> mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 512, 512, device="cpu")
     >>> mask.counts()  # full, partial, empty
@@ -167,11 +167,11 @@ def create_mask(
 def classify(
     bound: BoundMod, sizes: tuple[int, int, int, int], block_size: tuple[int, int], device: torch.device, separate: bool
 ) -> BuiltMask:
-    """Return the blocks of a mask over `sizes` (B, H, Q, KV), as rows of queries and as rows of keys.
+    """Return the blocks of a mask over `sizes` (B, H, Q, KV), as query rows and as key rows.
 
-    On a GPU generated kernels do it all. Otherwise boxes of blocks decide most, and what they leave open is evaluated
-    pair by pair; so it is for a mod that Triton would compute otherwise than torch, whose captures the host then reads.
-    `separate` False: full blocks are called partial.
+    On a GPU, generated kernels do all the work. Otherwise, boxes of blocks decide most pairs, and undecided blocks are
+    evaluated pair by pair. This path also serves mods that Triton would compute differently from torch; the host then
+    reads their captures. If `separate` is False, full blocks become partial.
     """
     if device.type == "cuda" and fits(sizes, block_size) and (plan := plan_mask(bound, target_of(device))) is not None:
         return build_lists(plan, bound.on(device), sizes, block_size, device, separate)
@@ -201,11 +201,12 @@ def _evaluate_blocks(
     bound: BoundMod, blocks: np.ndarray, sizes: tuple[int, int, int, int], block_size: tuple[int, int],
     device: torch.device,
 ) -> np.ndarray:  # fmt: skip
-    """Return the class of each of some blocks (int [n, 3]: b * H + h, query block, key block), uint8 [n].
+    """Return the class of each block in `blocks` (int [n, 3]: b * H + h, query block, key block), uint8 [n].
 
-    Some rows and columns of each are looked at first: most blocks of a mask without structure are seen to be partial.
+    A few rows and columns of each block are evaluated first. In a mask without structure, they show that most blocks
+    are partial.
     """
-    # Along an axis that the mod does not read, one place stands for all.
+    # Along an axis that the mod does not read, one position represents all.
     q_size, kv_size = (n if bound.graph.reads(x) else 1 for n, x in zip(block_size, ("q_idx", "kv_idx"), strict=True))
     few, every = (_spread(q_size), _spread(kv_size)), (torch.arange(q_size), torch.arange(kv_size))
     if q_size * kv_size < 4 * few[0].numel() * few[1].numel():
@@ -217,7 +218,7 @@ def _evaluate_blocks(
 
 
 def _spread(size: int) -> Tensor:
-    """Return a few offsets in a block: its ends, and others without a period."""
+    """Return a few offsets in a block: both ends, and others without a period."""
     inside = (torch.arange(1, 15) * 0.6180339887 % 1 * size).long()
     return torch.cat([torch.tensor([0, size - 1]), inside]).unique() if size > 16 else torch.arange(size)
 
@@ -226,7 +227,7 @@ def _evaluate_places(
     bound: BoundMod, blocks: np.ndarray, offsets: tuple[Tensor, Tensor], sizes: tuple[int, int, int, int],
     block_size: tuple[int, int], device: torch.device,
 ) -> np.ndarray:  # fmt: skip
-    """Return the classes of blocks as they are at the places with these offsets."""
+    """Return the classes of blocks, evaluated at the positions with these offsets."""
     places = torch.from_numpy(blocks).to(device)
     q_offsets, kv_offsets = (x.to(device) for x in offsets)
     b, h = places[:, 0] // sizes[1], places[:, 0] % sizes[1]
@@ -242,7 +243,7 @@ def _evaluate_places(
         for q_start in range(0, q_size, q_step):
             for kv_start in range(0, kv_size, kv_step):
                 q, kv = (
-                    # Past the end the last place stands again: that changes neither any nor all of the others.
+                    # Past the end the last position is repeated, which does not change any() or all() of the others.
                     (places[chunk, axis, None] * block + x[first : first + n]).clamp(max=length - 1).int()
                     for axis, block, x, first, n, length in (
                         (1, block_size[0], q_offsets, q_start, q_step, sizes[2]),
@@ -254,7 +255,7 @@ def _evaluate_places(
                 some[chunk] = some[chunk].maximum(live.amax(1).amax(1))
                 every[chunk] = every[chunk].minimum(live.amin(1).amin(1))
     for axis in (0, 1):
-        if sizes[2 + axis] % block_size[axis]:  # what reaches past the lengths is partial at most
+        if sizes[2 + axis] % block_size[axis]:  # a block that extends past the lengths is at most partial
             every[places[:, 1 + axis] == sizes[2 + axis] // block_size[axis]] = 0
     return torch.where(every.bool(), FULL, torch.where(some.bool(), PARTIAL, EMPTY)).to(torch.uint8).cpu().numpy()
 
@@ -267,7 +268,7 @@ def _check_sizes(B: Any, H: Any, Q_LEN: Any, KV_LEN: Any) -> None:
             expected = f"an int >= {least}{' or None' if least else ''}"
             raise ArgumentError(message(name, repr(value), expected, "Take it from the shape of query and key."))
         if value > INDEX_LIMIT:
-            raise ArgumentError(message(name, repr(value), f"at most {INDEX_LIMIT}", "Cut it into shorter ones."))
+            raise ArgumentError(message(name, repr(value), f"at most {INDEX_LIMIT}", "Split it into shorter ones."))
 
 
 def _block_size(value: Any) -> tuple[int, int]:
@@ -282,18 +283,18 @@ def _check_extents(bound: BoundMod, B: int | None, H: int | None) -> None:
         if size is None and bound.graph.reads(name):
             where = f" ({bound.graph.location})" if bound.graph.location else ""
             raise ModError(
-                f"{bound.graph.name}{where} reads {name}; give {argument}: found {argument}=None, expected the number "
+                f"{bound.graph.name}{where} reads {name}; pass {argument}: found {argument}=None, expected the number "
                 f"of {'batches' if name == 'b' else 'query heads'} of the query."
             )
 
 
 def _device(bound: BoundMod, device: torch.device | str | int | None) -> torch.device:
-    """Return the device to build on, and check that what the mod captures is there."""
+    """Return the device to build on, and check that the captured tensors are on it."""
     pairs = zip(bound.graph.captures, bound.captures, strict=True)
     captured = {t.device: c.name for c, t in pairs if not c.literal and (t.dim() or not t.is_cpu)}
     for found, name in captured.items():
         if found.type == "meta":
-            mend = "Build the mask when the tensor is there."
+            mend = "Build the mask once the tensor has values."
             raise DeviceError(message(f"mask_mod's captured tensor {name!r}", "meta", "a tensor with values", mend))
     if device is None and len(captured) == 1:
         return next(iter(captured))
@@ -301,7 +302,7 @@ def _device(bound: BoundMod, device: torch.device | str | int | None) -> torch.d
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     chosen = torch.device(device)
     if chosen.index is None and chosen.type != "cpu":  # "cuda" becomes "cuda:0"
-        is_cuda = chosen.type == "cuda"  # asked directly: an allocation takes the host longer
+        is_cuda = chosen.type == "cuda"  # queried directly: an allocation takes more host time
         chosen = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.empty(0, device=chosen).device
     for found, name in captured.items():
         if found != chosen:
@@ -311,5 +312,5 @@ def _device(bound: BoundMod, device: torch.device | str | int | None) -> torch.d
 
 
 def _where(device: torch.device) -> tuple[object, ...]:
-    """Return what tells apart lists that cannot stand for each other: those of another stream may not be there yet."""
+    """Return what else belongs to the cache key: lists built on another stream may not be ready yet."""
     return device, current_stream(device.index) if device.type == "cuda" else 0, torch.is_inference_mode_enabled()

@@ -1,7 +1,7 @@
-"""mask_kernels: what a mask's build launches on a GPU, as KernelSources: range tables, blocks by bounds, run lists.
+"""kernels: the kernels of a mask's build on a GPU, as KernelSources: range tables, classification, run lists.
 
-Only the two kernels that know the mask are made for it (its graph and what it captures, no lengths, block sizes or
-numbers); the others are the same for all masks.
+Only two kernels are specific to a mask (to its graph and captures, not to lengths, block sizes or numbers). The other
+kernels are the same for all masks.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from flexattn.process.forks import cached_property
 
 Signature = tuple[tuple[str, str], ...]
 
-# Operations whose results are the same in Triton and in torch, bit for bit; the whole ones only of integers.
+# Operations with bitwise equal results in Triton and torch; those in _SAME_WHOLE only on integers.
 _SAME = {
     "input", "number", "const", "load", "cast", "detach", "add", "sub", "mul", "div", "neg", "abs", "maximum",
     "minimum", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not", "where", "isnan", "isinf", "bitand",
     "bitor", "bitxor", "bitnot", "shl", "shr", "floor", "ceil", "trunc", "round",
 }  # fmt: skip
 _SAME_WHOLE = {"floordiv", "mod", "fmod"}
-_SAME_FLOAT32 = {"sqrt", *_SAME_WHOLE}  # remainders where a quotient is below 2**24
+_SAME_FLOAT32 = {"sqrt", *_SAME_WHOLE}  # remainders are exact if the quotient is below 2**24
 
 _BITMAPS = tuple((f"{n}_ptr", "*i32") for n in ("full", "partial", "full_by_key", "partial_by_key", "unknown"))
 _GEOMETRY = tuple((n, "i32") for n in ("Q", "KV", "BLOCK_Q", "BLOCK_KV", "q_blocks", "kv_blocks", "H", "separate"))
 _ROWS = tuple((n, "i32") for n in ("rows_q", "rows_kv", "q_blocks", "kv_blocks"))
 _BITS = tuple((f"{n}_ptr", "*i32") for n in ("full", "partial", "full_by_key", "partial_by_key"))
 
-SAMPLES = 9 + 96  # places of a block that are looked at before it is evaluated
-TILE = (32, 64)  # of an evaluation
+SAMPLES = 9 + 96  # positions of a block that are sampled before it is evaluated
+TILE = (32, 64)  # tile of the evaluation kernel
 WARPS = {"classify": 8, "evaluate": 4}
 
 
 @dataclass(frozen=True, eq=False)
 class MaskPlan:
-    """A mask with all that changes the kernels that decide its blocks."""
+    """A mask, with everything that determines the kernels that classify its blocks."""
 
     mod: ModPlan
     interpreter: bool
@@ -57,7 +57,7 @@ class MaskPlan:
 
     @cached_property
     def compared(self) -> tuple[int, ...]:
-        """Positions of the captures whose runs of equal elements the kernels of attention can use."""
+        """Positions of the captures whose runs of equal elements the attention kernels can use."""
         return captures_compared(self.mod.graph)
 
     @property
@@ -85,7 +85,7 @@ class MaskPlan:
 
     @cached_property
     def evaluate(self) -> KernelSource:
-        """The kernel that evaluates the blocks that are left."""
+        """The kernel that evaluates the undecided blocks."""
         bitmaps = tuple((n, "*u8" if n == "unknown_ptr" else t) for n, t in _BITMAPS)
         own = (*bitmaps, ("status_ptr", "*i32"), *_GEOMETRY, ("total_bytes", "i32"))
         names = {
@@ -101,7 +101,7 @@ class MaskPlan:
     def _source(self, kind: str, signature: Signature, names: dict[str, object]) -> KernelSource:
         graph = self.mod.graph
         header = (f"mask {graph.name} {graph.location}".rstrip(), *repr(graph).splitlines())
-        # Pointers come first, the numbers of the mask last: so a launch adds them to what is known before.
+        # Pointers come first and the numbers of the mask last, so a launch only appends them to prepared arguments.
         signature = tuple(sorted(signature, key=lambda argument: not argument[1].startswith("*")))
         return _source(
             f"mask_{kind}", signature, {**names, "arguments": _names(signature), "scatter_arguments": ()}, header,
@@ -110,7 +110,7 @@ class MaskPlan:
 
 
 def plan_mask(bound: BoundMod, target: Target) -> MaskPlan | None:
-    """Plan the kernels that decide the blocks of a mask; None where Triton would not give what torch gives."""
+    """Plan the kernels that classify the blocks of a mask; None if Triton would compute it differently from torch."""
     layouts = tuple([_layout(t) for t in bound.captures])
     return _planned(bound.graph, layouts, tuple([number_type(n) for n in bound.numbers]), target.backend)
 
@@ -119,16 +119,16 @@ def plan_mask(bound: BoundMod, target: Target) -> MaskPlan | None:
 def _planned(
     graph: ModGraph, layouts: tuple[CaptureLayout, ...], numbers: tuple[str, ...], backend: str
 ) -> MaskPlan | None:
-    """Return one object for each plan, which keeps its sources."""
+    """Return the cached plan, which caches its sources."""
     if backend == "hip" or not _same_as_torch(graph, {"sqrt"} if backend == "interpreter" else _SAME_FLOAT32):
         return None
     return MaskPlan(ModPlan(graph, "mask", layouts, numbers), backend == "interpreter")
 
 
 def _same_as_torch(graph: ModGraph, of_float32: set[str]) -> bool:
-    """Tell whether the kernels can read all that a mask captures, and compute it bit for bit as torch does.
+    """Return whether the kernels can read all captures of a mask, and compute it bitwise like torch.
 
-    `of_float32`: what they compute so of float32 alone. (The interpreter's fma, which remainders want, rounds twice.)
+    `of_float32`: operations that are equal only in float32. (Remainders use fma, which the interpreter rounds twice.)
     """
     for node in graph.nodes:
         same = of_float32 if node.dtype == torch.float32 else _SAME_WHOLE if not node.dtype.is_floating_point else ()
@@ -151,7 +151,7 @@ _CONTIGUOUS = tuple(CaptureLayout(dense=True, aligned=False, wide=wide) for wide
 
 @lru_cache(64)
 def table_source(dtype: torch.dtype, chunk: int) -> KernelSource:
-    """Return the kernel of the first level of a table of a tensor of `dtype`, `chunk` elements at a time."""
+    """Return the kernel for the first level of a table of a tensor of `dtype`, `chunk` elements at a time."""
     of = table_dtype(dtype)
     signature = (
         ("src_ptr", "*u8" if dtype == torch.bool else TRITON_POINTER[dtype]), ("table_ptr", TRITON_POINTER[of]),
@@ -166,12 +166,12 @@ def table_source(dtype: torch.dtype, chunk: int) -> KernelSource:
 
 
 def table_entries(chunk: int) -> int:
-    """Return the entries of a table that one program makes."""
+    """Return the number of table entries that one program computes."""
     return max(1, 1024 // chunk)
 
 
-PLACES = 64  # of a level that one program makes
-RUN_PLACES = 256  # of a tensor whose runs one program finds
+PLACES = 64  # entries of a level that one program computes
+RUN_PLACES = 256  # elements of a tensor in which one program finds runs
 
 
 @lru_cache(64)
@@ -184,7 +184,7 @@ def runs_source(dtype: torch.dtype) -> KernelSource:
 
 @lru_cache(64)
 def levels_source(dtype: torch.dtype) -> KernelSource:
-    """Return the kernel of the further levels of a table."""
+    """Return the kernel for the further levels of a table."""
     signature = (("table_ptr", TRITON_POINTER[dtype]), *((n, "i32") for n in ("level", "rows", "entries", "levels")))
     return _source("mask_levels", signature, {"PLACES": PLACES, "is_float": dtype.is_floating_point})
 
@@ -201,12 +201,12 @@ def list_sources() -> tuple[KernelSource, KernelSource, KernelSource]:
     return count, scan, fill
 
 
-SMALL_LISTS = (128, 4)  # rows of blocks and words of a row, at most, of a mask whose lists one program makes
+SMALL_LISTS = (128, 4)  # maximum rows of blocks, and words per row, of a mask whose lists one program builds
 
 
 @lru_cache(64)
 def small_lists_source(dtype: torch.dtype | None) -> KernelSource:
-    """Return the kernel that makes all lists of a small mask, and finds the runs in a tensor of `dtype`, if any."""
+    """Return the kernel that builds all lists of a small mask, and finds the runs in a tensor of `dtype`, if any."""
     outputs = tuple((f"{n}_ptr", "*i32") for n in ("status", "row_ptr", "order", "runs"))
     of_runs = (
         () if dtype is None else (("src_ptr", TRITON_POINTER[dtype]), ("starts_ptr", "*i32"), ("ends_ptr", "*i32"))
@@ -225,7 +225,7 @@ def _source(
     name = kernel or template
     filled = {**names, "name": name, "names": lambda found: "".join(f"{n}, " for n in found)}
     text = environment().get_template(f"{template}.py.jinja").render(filled)
-    # Fused, a * b + c is rounded once and may be another number than torch's.
+    # With FMA, a * b + c is rounded once and may differ from torch's result.
     return KernelSource(name, text, header, signature, (), num_warps, num_stages=1, fp_fusion=False)
 
 

@@ -1,6 +1,6 @@
-"""mask_recipe: what building a mask launches, prepared once for its plan, its sizes and the shapes of what it captures.
+"""launch_plan: the launches of a mask build, prepared once per plan, sizes and shapes of the captured tensors.
 
-A build adds nothing but pointers and numbers, so that the host is done with it soon.
+A build only adds pointers and numbers, which keeps its host time low.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from flexattn.mask_build.kernels import (
 )
 from flexattn.runtime.build import Kernel, build
 
-_FULL_RESOLUTION = 2**14  # smaller tensors have tables of their elements, larger ones of granules
+_FULL_RESOLUTION = 2**14  # smaller tensors have tables of single elements, larger ones of granules
 _GRANULE_BITS = 7
-_SMALL_SCRATCH = 2**16  # int32 that a mask may keep so that there is one allocation
-_SMALL = 2**18  # runs (of 8 bytes) that may be allocated before it is known how many there are
+_SMALL_SCRATCH = 2**16  # int32 that a mask may keep in order to use a single allocation
+_SMALL = 2**18  # runs (of 8 bytes) that may be allocated before their number is known
 
 Sizes = tuple[int, int, int, int]
 Strided = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides of a tensor
@@ -43,7 +43,7 @@ Strided = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides of a tens
 
 @dataclass(frozen=True)
 class Step:
-    """One launch: the kernel takes pointers, then these constants, then the numbers of the mask."""
+    """One launch. The kernel's arguments are pointers, then these constants, then the numbers of the mask."""
 
     kernel: Kernel
     programs: int
@@ -55,14 +55,14 @@ class Step:
 
 @dataclass(frozen=True)
 class TableRecipe:
-    """How to make one range table."""
+    """How to build one range table."""
 
     capture: int
-    moved: int | None  # the axis that becomes the last of a tensor of more than two, which may take a copy
+    moved: int | None  # the axis to move last, for tensors of more than two axes; this may need a copy
     dtype: torch.dtype
-    words: int  # int32 that it takes
+    words: int  # size in int32
     steps: tuple[Step, ...]  # the first also reads the tensor
-    constants: tuple[int, ...]  # what the bounds take with a pointer to it
+    constants: tuple[int, ...]  # arguments of the bounds, after the pointer to the table
 
 
 @dataclass(frozen=True)
@@ -70,45 +70,45 @@ class RunsRecipe:
     """How to find the runs of equal elements of one captured tensor."""
 
     capture: int
-    shape: tuple[int, ...]  # of both ends of runs, int32 that are kept
+    shape: tuple[int, ...]  # of the starts and ends of runs, int32, which are kept
     strides: tuple[int, ...]
     elements: int  # of the tensor, rounded up
     programs: int
     constants: tuple[int, ...]
-    step: Step | None  # None: the kernel that makes all lists finds them, too
+    step: Step | None  # None: the kernel that builds all lists also finds these runs
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All of a build that is known before it; memory is one or two allocations of int32 in parts of 16 bytes.
+    """Everything about a build that is known in advance. Memory is one or two int32 allocations in 16-byte parts.
 
     scratch: tables; bits by row: full, partial; by column: full, partial; by row: unknown; counts of rows; status.
-    kept: row_ptr of partial and full runs by query, then by key; both orders; room for the most runs that there can be
-    (in a row of n blocks n / 2 of each kind), or none where these are many; starts and ends of runs of equal elements.
+    kept: row_ptr of partial and full runs by query, then by key; both orders; space for the maximum number of runs
+    (n / 2 of each kind in a row of n blocks), or none if that is large; starts and ends of runs of equal elements.
     """
 
     heads: int
     rows: tuple[int, int]  # of queries, of keys
     blocks: int
     octets: int  # bytes of the bits by row
-    kept: tuple[int, ...]  # where parts begin, and the last ends
-    scratch: tuple[int, ...]  # the same; from the end of `kept` on where it is one allocation
-    together: bool
+    kept: tuple[int, ...]  # start of each part, and the end of the last
+    scratch: tuple[int, ...]  # the same; continues at the end of `kept` if there is one allocation
+    together: bool  # whether there is one allocation
     tables: tuple[TableRecipe, ...]
     reads: tuple[int, ...]  # the tables that the bounds read, in the order of their arguments
     runs: tuple[RunsRecipe, ...]
     classify: Step
-    lists: tuple[Step, ...]  # one that makes all lists of a small mask (and the first runs), or count, scan and fill
-    evaluated: tuple[int, ...]  # constants of the kernel that evaluates, which is built where it is needed
+    lists: tuple[Step, ...]  # one that builds all lists of a small mask (and the first runs), or count, scan and fill
+    evaluated: tuple[int, ...]  # constants of the evaluation kernel, which is built on first use
 
     @property
     def at_once(self) -> bool:
-        """Whether one launch makes the lists."""
+        """Whether one launch builds the lists."""
         return len(self.lists) == 1
 
     @property
     def has_room(self) -> bool:
-        """Whether `kept` takes all runs, however many there are."""
+        """Whether `kept` has space for any number of runs."""
         return self.kept[2] < self.kept[3]
 
 
@@ -117,7 +117,7 @@ def recipe_of(
     plan: MaskPlan, captures: tuple[Strided, ...], sizes: Sizes, block_size: tuple[int, int], separate: bool,
     target: Target,
 ) -> Recipe:  # fmt: skip
-    """Prepare a mask over `sizes` (B, H, Q, KV) whose captures have these shapes and strides."""
+    """Prepare the build of a mask over `sizes` (B, H, Q, KV) whose captures have these shapes and strides."""
     B, H, Q, KV = sizes
     q_blocks, kv_blocks = -(-Q // block_size[0]), -(-KV // block_size[1])
     q_words, kv_words = -(-q_blocks // 32), -(-kv_blocks // 32)
@@ -161,7 +161,7 @@ def recipe_of(
 
 
 def _is_small(sizes: Sizes, block_size: tuple[int, int]) -> bool:
-    """Tell whether one program makes the lists of a mask."""
+    """Return whether one program builds the lists of a mask."""
     B, H, *lengths = sizes
     blocks = [-(-length // block) for length, block in zip(lengths, block_size, strict=True)]
     return B * H * max(blocks) <= SMALL_LISTS[0] and max(blocks) <= 32 * SMALL_LISTS[1]
@@ -170,7 +170,7 @@ def _is_small(sizes: Sizes, block_size: tuple[int, int]) -> bool:
 def _list_sources(
     plan: MaskPlan, captures: Sequence[Strided], sizes: Sizes, block_size: tuple[int, int]
 ) -> tuple[tuple[KernelSource, ...], dict[int, KernelSource]]:
-    """Return what makes the lists, and what finds runs of equal elements by itself, by capture."""
+    """Return the kernels that build the lists, and by capture the separate kernels that find runs of equal elements."""
     dtypes = [c.dtype for c in plan.mod.graph.captures]
     found = _captures_with_runs(plan, captures)
     is_small = _is_small(sizes, block_size)
@@ -179,7 +179,7 @@ def _list_sources(
 
 
 def _captures_with_runs(plan: MaskPlan, captures: Sequence[Strided]) -> tuple[int, ...]:
-    """Return the captures whose runs of equal elements are looked for: their rows are one behind the other."""
+    """Return the captures in which to find runs of equal elements. Their rows must be contiguous."""
     return tuple([
         i
         for i in plan.compared
@@ -189,12 +189,12 @@ def _captures_with_runs(plan: MaskPlan, captures: Sequence[Strided]) -> tuple[in
 
 
 def _starts(*sizes: int, begin: int = 0) -> tuple[int, ...]:
-    """Return where parts of these sizes begin, and where the last ends."""
+    """Return the starts of parts of these sizes, and the end of the last."""
     return tuple(itertools.accumulate(map(_aligned, sizes), initial=begin))
 
 
 def _aligned(words: int) -> int:
-    """Return the int32 of a part; the next begins at 16 bytes, as kernels of attention are built for an alignment."""
+    """Return the int32 size of a part, rounded to 16 bytes: attention kernels are compiled for aligned pointers."""
     return -(-words // 4) * 4
 
 
@@ -209,18 +209,18 @@ def _runs(capture: int, strided: Strided, source: KernelSource | None, target: T
 
 # Range tables.
 
-_TableKey = tuple[int, int, int | None]  # capture, axis, elements of an entry where it is a block
+_TableKey = tuple[int, int, int | None]  # capture, axis, elements per entry if an entry is a block
 
 
 def _table_keys(plan: MaskPlan, block_size: tuple[int, int]) -> list[_TableKey]:
-    """Return the tables that the bounds read, some perhaps repeatedly."""
+    """Return the keys of the tables that the bounds read, with repetitions."""
     return [(t.capture, t.axis, block_size[t.own == "kv"] if t.own else None) for t in plan.tables]
 
 
 @dataclass(frozen=True)
 class _TableShape:
-    granule: int  # elements of an entry
-    shift: int  # its logarithm, for tables with levels
+    granule: int  # elements per entry
+    shift: int  # its log2, for tables with levels
     entries: int
     levels: int
 
@@ -260,7 +260,7 @@ def _table(key: _TableKey, strided: Strided, dtype: torch.dtype, target: Target)
 def sources(
     plan: MaskPlan, bound: BoundMod, sizes: Sizes, block_size: tuple[int, int], evaluates: bool
 ) -> tuple[KernelSource, ...]:
-    """Return the kernels that building a mask runs; `evaluates`: bounds and samples leave blocks open."""
+    """Return the kernels that building a mask runs. `evaluates`: bounds and samples leave undecided blocks."""
     captures = [(t.shape, t.stride()) for t in bound.captures]
     lists, apart = _list_sources(plan, captures, sizes, block_size)
     found = [plan.classify, *lists, *apart.values(), *([plan.evaluate] if evaluates else [])]

@@ -1,8 +1,8 @@
-"""mask_build: the run lists of a mask, made by generated kernels on the device of what it captures.
+"""on_gpu: the run lists of a mask, built by generated kernels on the device of its captured tensors.
 
-Range tables, blocks by bounds, then count, scan and fill (of a small mask, all three at once): a handful of launches.
-The host waits once, to learn how many runs there are; where bounds and samples leave blocks open, these are evaluated
-and it waits a second time. Where the most runs that there could be take little memory, all is launched before it waits.
+The launches are range tables, classification, then count, scan and fill (for a small mask, all three at once). The host
+waits once, to learn the number of runs. If bounds and samples leave undecided blocks, these are evaluated, and the host
+waits a second time. If the maximum number of runs takes little memory, everything is launched before the host waits.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from flexattn.process.progress import announce
 from flexattn.runtime.build import build, current_stream
 
 _MOST_WORDS = 2**25  # of 32 blocks: the bits of five kinds take 640 MiB
-_PROGRAMS = 16  # for each multiprocessor, that look for blocks to evaluate
+_PROGRAMS = 16  # programs per multiprocessor that search for blocks to evaluate
 
 
 @functools.lru_cache(256)
 def fits(sizes: Sizes, block_size: tuple[int, int]) -> bool:
-    """Tell whether the kernels can take a mask of this size: it has blocks, and not too many."""
+    """Return whether the kernels support a mask of this size: it has blocks, and not too many."""
     B, H, Q, KV = sizes
     q_blocks, kv_blocks = -(-Q // block_size[0]), -(-KV // block_size[1])
     return 0 < B * H * max(q_blocks * -(-kv_blocks // 32), kv_blocks * -(-q_blocks // 32)) <= _MOST_WORDS
@@ -42,9 +42,9 @@ def fits(sizes: Sizes, block_size: tuple[int, int]) -> bool:
 def build_lists(
     plan: MaskPlan, bound: BoundMod, sizes: Sizes, block_size: tuple[int, int], device: torch.device, separate: bool
 ) -> BuiltMask:
-    """Return the blocks of a mask over `sizes` (B, H, Q, KV), as rows of queries and as rows of keys.
+    """Return the blocks of a mask over `sizes` (B, H, Q, KV), as query rows and as key rows.
 
-    `bound` is on `device`; no size is 0. `separate` False: full blocks are called partial.
+    `bound` is on `device`; no size is 0. If `separate` is False, full blocks become partial.
     """
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
@@ -84,7 +84,7 @@ def build_lists(
 
 
 class _Build:
-    """One build: where the parts of its memory are, and its launches."""
+    """One build: the parts of its memory, and its launches."""
 
     def __init__(self, recipe: Recipe, bound: BoundMod, device: torch.device, target: Target) -> None:
         self.recipe, self.bound, self.target = recipe, bound, target
@@ -102,19 +102,19 @@ class _Build:
     def __enter__(self) -> _Build:
         try:
             self.report = _reports.pop()
-        except IndexError:  # all are in use, by other threads
+        except IndexError:  # other threads use all of them
             self.report = _Report()
         self.report.words.fill(0)
-        # What the host reads after one launch is written to its own memory, so that it waits for no copy.
+        # After a single launch, the kernel writes the host's results to host memory, so the host waits for no copy.
         self.told = self.report.pointer(self.target) if self.recipe.at_once else self.status
         return self
 
     def __exit__(self, *error: object) -> None:
-        if error == (None, None, None):  # otherwise a kernel may still write there
+        if error == (None, None, None):  # otherwise a kernel may still write to it
             _reports.append(self.report)
 
     def launch(self) -> None:
-        """Launch all that can be before it is known what there is."""
+        """Launch everything that does not depend on results."""
         recipe, stream = self.recipe, self.stream
         tables = [self._table(r, at) for r, at in zip(recipe.tables, self.tables, strict=True)]
         of_mask = (*[tables[i] for i in recipe.reads], *self.captures)
@@ -125,18 +125,18 @@ class _Build:
         self._lists()
 
     def evaluate(self, step: Step) -> None:
-        """Decide the blocks that are left open pair by pair, and make the lists again."""
+        """Evaluate the undecided blocks pair by pair, and build the lists again."""
         unknown = _typed(self.unknown, torch.uint8)
         step.launch(self.stream, (*self.bits, unknown, self.status, *self.captures), self.bound.numbers)
         self._lists()
 
     def fill(self, runs: Any) -> None:
-        """Write the runs, where they were not written with the lists."""
+        """Write the runs, if they were not written with the lists."""
         pointers = (*self.bits, self.counts, self.told, self.row_ptr, self.order, runs)
         self.recipe.lists[2].launch(self.stream, pointers)
 
     def wait(self) -> list[int]:
-        """Return how many runs there are of each kind, blocks left open, and whether a tensor descends."""
+        """Return the number of runs of each kind, of undecided blocks, and whether a tensor is not ascending."""
         if not self.recipe.at_once:
             words = self.scratch[-8:].tolist()
         else:
@@ -146,7 +146,7 @@ class _Build:
         return [*words[:5], words[6]]
 
     def outside(self) -> int:
-        """Return the captures, as bits, that were read outside of their ends by an evaluation."""
+        """Return, as bits, the captures that an evaluation indexed out of range."""
         return int(self.scratch[-3])
 
     def _lists(self) -> None:
@@ -162,7 +162,7 @@ class _Build:
             self.fill(self.runs)
 
     def _table(self, recipe: TableRecipe, memory: Any) -> Any:
-        """Make a range table; return the pointer to it."""
+        """Build a range table, and return the pointer to it."""
         table, source = _typed(memory, recipe.dtype), self.captures[recipe.capture]
         if recipe.moved is not None:
             rows = self.bound.captures[recipe.capture].movedim(recipe.moved, -1).contiguous()
@@ -184,11 +184,11 @@ class _Report:
         return _pointer(self.tensor, target)
 
 
-_reports: list[_Report] = []  # not in use
+_reports: list[_Report] = []  # currently unused
 
 
 def _programs(recipe: Recipe, device: torch.device) -> int:
-    """Return the programs of an evaluation."""
+    """Return the number of programs of an evaluation."""
     return min(recipe.octets, _PROGRAMS * processors(device))
 
 
@@ -201,9 +201,9 @@ def _views(
     rows: tuple[int, int],
     by_key: int,
 ) -> tuple[Tensor, ...]:
-    """Return the tensors of `RunLists` of one direction, views of what the kernels wrote (see `Recipe.kept`).
+    """Return the tensors of `RunLists` of one direction, as views of the kernels' output (see `Recipe.kept`).
 
-    `begins`: where the orders begin in `kept`, and the runs in `memory`.
+    `begins`: the start of the orders in `kept`, and of the runs in `memory`.
     """
     n, row_ptr = rows[by_key], 2 * by_key * (rows[0] + 1)
     order = begins[0] + by_key * rows[0]
@@ -221,7 +221,7 @@ def _allocate(words: int, device: torch.device) -> Tensor:
 
 
 def _parts(memory: Tensor, starts: Sequence[int], target: Target) -> list[Any]:
-    """Return pointers to the parts of memory, given as where these begin and where the last ends."""
+    """Return pointers to the parts of memory, given their starts and the end of the last."""
     if target.backend == "interpreter":
         return [memory[start:end] for start, end in itertools.pairwise(starts)]
     address = memory.data_ptr()
@@ -229,12 +229,12 @@ def _parts(memory: Tensor, starts: Sequence[int], target: Target) -> list[Any]:
 
 
 def _pointer(tensor: Tensor, target: Target) -> Any:
-    """Return what kernels take for a tensor: its address, which costs the host less than the tensor itself."""
+    """Return a tensor as a kernel argument: its address, which costs less host time than the tensor."""
     return tensor.detach() if target.backend == "interpreter" else tensor.data_ptr()
 
 
 def _typed(pointer: Any, dtype: torch.dtype) -> Any:
-    """Return a pointer to elements of `dtype`: the interpreter's are tensors, an address has no type."""
+    """Return a pointer to elements of `dtype`. In the interpreter pointers are tensors; addresses have no type."""
     return pointer.view(dtype) if isinstance(pointer, Tensor) else pointer
 
 
@@ -245,6 +245,6 @@ def _outside(bound: BoundMod, captures: int) -> IndexRangeError:
     return IndexRangeError(
         message(
             f"mask_mod {bound.graph.name}{where}", f"an index outside of {capture.name!r}, {list(tensor.shape)}",
-            "indices inside for every place within Q_LEN and KV_LEN", "Make the tensor longer, or clamp the index.",
+            "indices in range for every pair within Q_LEN and KV_LEN", "Make the tensor longer, or clamp the index.",
         )
     )  # fmt: skip

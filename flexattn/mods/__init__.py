@@ -1,7 +1,7 @@
-"""Ready masks and score mods, and combinators: plain functions of torch tensors, to use, to read and to copy.
+"""Ready masks and score mods, and combinators: plain functions of torch tensors.
 
 A mask is `mask_mod(b, h, q_idx, kv_idx) -> bool`, a score mod is `score_mod(score, b, h, q_idx, kv_idx) -> score`.
-`causal` and `noop_mask` are masks as they stand; the others are factories that make one: `sliding_window(1024)`.
+`causal` and `noop_mask` are masks. All others are factories that return a mod: `sliding_window(1024)`.
 """
 
 from flexattn.mods.alibi import alibi as alibi

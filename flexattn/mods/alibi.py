@@ -1,4 +1,4 @@
-"""ALiBi (Press et al., 2022): a penalty that grows with the distance, at another rate in each head."""
+"""ALiBi (Press et al., 2022): a penalty that grows with the distance, at a different rate per head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flexattn.mods.kinds import ScoreMod, named
 
 
 def alibi(slopes: int | Tensor) -> ScoreMod:
-    """Add `slope * (kv_idx - q_idx)`, with slopes [H], or 2 ** (-8 * (h + 1) / H) for H heads given as an int.
+    """Add `slope * (kv_idx - q_idx)`, with slopes [H], or with 2 ** (-8 * (h + 1) / H) for an int H (number of heads).
 
     >>> import torch
     >>> i = torch.arange(3)

@@ -1,4 +1,4 @@
-"""Block diffusion (Arriola et al., 2025): noised and clean copies of a sequence, side by side, trained in one pass."""
+"""Block diffusion (Arriola et al., 2025): noised and clean copies of a sequence, trained together in one pass."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from flexattn.mods.kinds import MaskMod, named
 
 
 def block_diffusion(length: int, block: int) -> MaskMod:
-    """Mask of `2 * length` tokens: first the noised sequence, then the clean one, both cut into blocks.
+    """Mask of `2 * length` tokens: first the noised sequence, then the clean one, both split into blocks.
 
-    A noised block sees itself and the clean blocks before it; a clean block sees the clean blocks up to itself.
+    A noised block attends to itself and to the clean blocks before it. A clean block attends to the clean blocks up to
+    and including itself.
 
     >>> import torch
     >>> i = torch.arange(4)

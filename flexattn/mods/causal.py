@@ -1,4 +1,4 @@
-"""Causal masks: a query attends to itself and to what came before."""
+"""Causal masks: a query attends to itself and to earlier keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flexattn.mods.kinds import MaskMod, named
 
 
 def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """Attend to keys up to the query's own position, counted from the start of both sequences.
+    """Attend to keys up to and including the query's own position; both sequences start at position 0.
 
     >>> import torch
     >>> i = torch.arange(3)
@@ -19,7 +19,7 @@ def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 
 def causal_lower_right(q_len: int, kv_len: int) -> MaskMod:
-    """Causal with the ends of both sequences aligned: the last query sees every key, as in decoding with a cache.
+    """Causal with the ends of both sequences aligned: the last query attends to every key, as in decoding with a cache.
 
     >>> import torch
     >>> i = torch.arange(4)

@@ -1,4 +1,4 @@
-"""Masks from masks: and, or, xor, not, and the mask that hides nothing."""
+"""Combinations of masks: and, or, xor, not, and the mask that excludes nothing."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from flexattn.mods.kinds import MaskMod, named
 
 
 def noop_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """Attend everywhere."""
+    """Attend to every key."""
     return b.new_ones((), dtype=torch.bool)
 
 
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
-    """Attend where every mask does; with no mask, everywhere.
+    """Attend if all masks attend; without masks, attend everywhere.
 
     >>> import torch
     >>> from flexattn.mods import causal, sliding_window
@@ -34,7 +34,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
 
 
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
-    """Attend where any mask does; with no mask, nowhere.
+    """Attend if any mask attends; without masks, attend nowhere.
 
     >>> import torch
     >>> from flexattn.mods import causal, prefix_lm
@@ -54,7 +54,7 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
 
 
 def xor_masks(*mask_mods: MaskMod) -> MaskMod:
-    """Attend where an odd number of masks does.
+    """Attend if an odd number of masks attend.
 
     >>> import torch
     >>> from flexattn.mods import causal
@@ -74,7 +74,7 @@ def xor_masks(*mask_mods: MaskMod) -> MaskMod:
 
 
 def not_mask(mask_mod: MaskMod) -> MaskMod:
-    """Attend where the mask does not.
+    """Attend if the mask does not.
 
     >>> import torch
     >>> from flexattn.mods import causal
@@ -98,4 +98,4 @@ def _check(mask_mods: tuple[MaskMod, ...]) -> None:
 
 def _name(mask_mod: MaskMod) -> str:
     name = getattr(mask_mod, "__name__", type(mask_mod).__name__)
-    return name if name.isidentifier() else "mask"  # a lambda
+    return name if name.isidentifier() else "mask"  # for example a lambda

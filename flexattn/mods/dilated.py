@@ -8,7 +8,7 @@ from flexattn.mods.kinds import MaskMod, named
 
 
 def dilated(window: int, dilation: int) -> MaskMod:
-    """Attend to `window` keys that lie 0, dilation, 2 * dilation... before the query.
+    """Attend to `window` keys at distances 0, dilation, 2 * dilation... before the query.
 
     >>> import torch
     >>> i = torch.arange(5)

@@ -1,4 +1,4 @@
-"""Distance decay: scores fall with the distance, the same way to both sides."""
+"""Distance decay: scores decrease with the distance, symmetrically in both directions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flexattn.mods.kinds import ScoreMod, named
 
 
 def distance_decay(rate: float | Tensor) -> ScoreMod:
-    """Subtract `rate * |q_idx - kv_idx|`, one rate or a tensor [H] of them, which can learn.
+    """Subtract `rate * |q_idx - kv_idx|`. `rate` is a number or a tensor [H], which may require a gradient.
 
     >>> import torch
     >>> i = torch.arange(3)

@@ -9,10 +9,10 @@ from flexattn.mods.kinds import MaskMod, named
 
 
 def document(ids: Tensor | None = None, *, offsets: Tensor | None = None) -> MaskMod:
-    """Attend within the same document, given the document of each token or the offsets where documents begin.
+    """Attend within the same document, given the document of each token or the offsets at which documents begin.
 
-    `ids` is an integer tensor [S], or [B, S] with a packing for each batch. `offsets` is [documents + 1], from 0 to the
-    length of the sequence (the cu_seqlens of other libraries).
+    `ids` is an integer tensor [S], or [B, S] with a packing per batch. `offsets` is [documents + 1], from 0 to the
+    sequence length (cu_seqlens in other libraries).
 
     >>> import torch
     >>> i = torch.arange(4)
@@ -34,7 +34,7 @@ def document(ids: Tensor | None = None, *, offsets: Tensor | None = None) -> Mas
 
 
 def document_causal(ids: Tensor | None = None, *, offsets: Tensor | None = None) -> MaskMod:
-    """Attend within the same document and causally; the arguments are those of `document`.
+    """Attend causally within the same document. The arguments are those of `document`.
 
     >>> import torch
     >>> i = torch.arange(4)

@@ -1,4 +1,4 @@
-"""Global tokens: some tokens that see everything and are seen by everyone (Longformer, BigBird)."""
+"""Global tokens attend to every token and are attended to by every token (Longformer, BigBird)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flexattn.mods.kinds import MaskMod, named
 
 
 def global_tokens(tokens: int | Tensor) -> MaskMod:
-    """Attend from and to the first `tokens` tokens, or those that a bool tensor [S] marks. Join it to a local mask:
+    """Attend from and to the first `tokens` tokens, or those marked in a bool tensor [S]. Combine with a local mask:
 
     >>> import torch
     >>> from flexattn.mods import or_masks, sliding_window

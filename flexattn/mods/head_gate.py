@@ -1,4 +1,4 @@
-"""Head gate: each head learns how much its scores count."""
+"""Head gate: each head learns a factor for its scores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flexattn.mods.kinds import ScoreMod, named
 
 
 def head_gate(gate: Tensor) -> ScoreMod:
-    """Multiply scores by `sigmoid(gate[h])`, gate [H], which can learn.
+    """Multiply scores by `sigmoid(gate[h])`. `gate` [H] may require a gradient.
 
     >>> import torch
     >>> i = torch.arange(1)

@@ -1,4 +1,4 @@
-"""The two kinds of mods, as types, and how a factory names what it makes."""
+"""The types of the two kinds of mods, and names for mods made by factories."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ Mod = TypeVar("Mod", MaskMod, ScoreMod)
 
 
 def named(mod: Mod, name: str) -> Mod:
-    """Give a closure a telling name: graphs, masks and kernels show it."""
+    """Give a closure a descriptive name, which graphs, masks and kernels show."""
     mod.__name__ = mod.__qualname__ = name
     return mod

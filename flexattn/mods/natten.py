@@ -1,4 +1,4 @@
-"""Neighborhood attention (Hassani et al., 2023): each pixel sees the pixels around it."""
+"""Neighborhood attention (Hassani et al., 2023): each pixel attends to the pixels around it."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def natten_3d(depth: int, height: int, width: int, kernel: int | tuple[int, int,
 
 
 def _near(q: Tensor, kv: Tensor, size: int, reach: int) -> Tensor:
-    """Tell whether kv is in the window of q: centred on q, or as near to that as the border allows."""
+    """Return whether kv is in the window of q, which is centered on q, or shifted to stay inside the border."""
     return (q.clamp(reach, size - 1 - reach) - kv).abs() <= reach
 
 
 def _check(name: str, sizes: tuple[int, ...], kernel: tuple[int, ...]) -> None:
     if len(kernel) != len(sizes) or any(k % 2 == 0 or k > size for k, size in zip(kernel, sizes, strict=True)):
-        raise ValueError(f"{name}: found kernel {kernel}, expected odd sizes of at most {sizes}. Take them odd.")
+        raise ValueError(f"{name}: found kernel {kernel}, expected odd sizes of at most {sizes}. Use odd sizes.")

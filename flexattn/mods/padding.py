@@ -1,4 +1,4 @@
-"""Padding: sequences of several lengths in one batch."""
+"""Padding: sequences of different lengths in one batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flexattn.mods.kinds import MaskMod, named
 
 
 def padding(lengths: Tensor) -> MaskMod:
-    """Attend to the first `lengths[b]` keys, an integer tensor [B]. Queries of the padding attend as others do.
+    """Attend to the first `lengths[b]` keys; `lengths` is an integer tensor [B]. Padding queries are not masked.
 
     >>> import torch
     >>> i = torch.arange(3)

@@ -1,4 +1,4 @@
-"""Prefix LM: a prefix that everyone sees, causal after it."""
+"""Prefix LM: every query attends to a prefix, and causally to the rest."""
 
 from __future__ import annotations
 

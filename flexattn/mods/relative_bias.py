@@ -1,4 +1,4 @@
-"""Relative bias: a learned number for each head and distance."""
+"""Relative bias: a learned bias for each head and distance."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flexattn.mods.kinds import ScoreMod, named
 
 
 def relative_bias(table: Tensor) -> ScoreMod:
-    """Add `table[h, q_idx - kv_idx + R]`, table [H, 2 * R + 1]; distances beyond R take its ends. The table can learn.
+    """Add `table[h, q_idx - kv_idx + R]`, with distances clamped to R. `table` [H, 2 * R + 1] may require a gradient.
 
     >>> import torch
     >>> i, table = torch.arange(4), torch.tensor([[-1.0, 0.0, 1.0]])

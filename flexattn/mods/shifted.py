@@ -1,4 +1,4 @@
-"""Mods seen from a part of the sequence: decoding with a cache, chunks of a prompt."""
+"""Mods for a part of a sequence: decoding with a cache, chunks of a prompt."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from flexattn.mods.kinds import named
 
 
 def shifted(mod: Callable[..., Any], q_offset: int | Tensor = 0, kv_offset: int | Tensor = 0) -> Callable[..., Any]:
-    """Return a mask_mod or score_mod whose query (key) 0 is the query `q_offset` (key `kv_offset`) of `mod`.
+    """Return a mask_mod or score_mod whose query (key) 0 is query `q_offset` (key `kv_offset`) of `mod`.
 
-    An offset is an int, or an integer tensor [B] with one for each sequence. A decoding step then costs the mask of its
-    few queries, whatever the length of the cache, and compiles nothing when the offsets change.
+    An offset is an int, or an integer tensor [B] with one per sequence. The mask of a decoding step then covers only
+    its few queries, whatever the length of the cache. New offsets never cause a recompile.
 
     >>> import torch
     >>> from flexattn import create_block_mask

@@ -8,7 +8,7 @@ from flexattn.mods.kinds import MaskMod, named
 
 
 def sliding_window(window: int, causal: bool = True) -> MaskMod:
-    """Attend to the last `window` keys, the query's own included; with causal=False, as far to the other side too.
+    """Attend to the last `window` keys, including the query's own; with causal=False, also to as many after it.
 
     >>> import torch
     >>> i = torch.arange(4)

@@ -1,4 +1,4 @@
-"""Soft cap: scores kept within bounds, smoothly (Gemma 2)."""
+"""Soft cap: limits scores smoothly (Gemma 2)."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from flexattn.mods.kinds import MaskMod, named
 
 
 def strided(stride: int) -> MaskMod:
-    """Attend causally to the last `stride` keys and to every stride-th key before.
+    """Attend causally to the last `stride` keys and to every stride-th key before them.
 
     >>> import torch
     >>> i = torch.arange(5)

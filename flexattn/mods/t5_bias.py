@@ -1,4 +1,4 @@
-"""T5's relative bias (Raffel et al., 2020): a learned number for each head and bucket of distances."""
+"""T5's relative bias (Raffel et al., 2020): a learned bias for each head and bucket of distances."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from flexattn.mods.kinds import ScoreMod, named
 
 
 def t5_bias(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
-    """Add `table[bucket, h]`, table [buckets, H]: one bucket for each near distance, logarithmic steps beyond.
+    """Add `table[bucket, h]`, table [buckets, H]. Small distances have their own buckets, larger ones logarithmic ones.
 
-    Bidirectional tables have one half for keys before the query and one for keys after it. The table can learn.
+    Bidirectional tables use one half for keys before the query, one for keys after it. `table` may require a gradient.
 
     >>> import torch
     >>> i, table = torch.arange(4), torch.arange(8.0)[:, None]
@@ -30,7 +30,7 @@ def t5_bias(table: Tensor, bidirectional: bool = True, max_distance: int = 128) 
     def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         before = q_idx - kv_idx
         distance = before.abs() if bidirectional else before.clamp(min=0)
-        # The smallest distance that gets here in earnest is `exact`: 1 only keeps the logarithm finite.
+        # The value is used only for distances >= `exact`. Clamping to 1 keeps the logarithm finite.
         far = exact + (torch.log(distance.clamp(min=1) / exact) / span * (buckets - exact)).to(torch.int32)
         bucket = torch.where(distance < exact, distance, far.clamp(max=buckets - 1))
         if bidirectional:

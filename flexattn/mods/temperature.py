@@ -1,4 +1,4 @@
-"""Temperature: sharper or flatter attention."""
+"""Temperature: scales the sharpness of attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flexattn.mods.kinds import ScoreMod, named
 
 
 def temperature(value: float | Tensor) -> ScoreMod:
-    """Divide scores by a temperature: a number, or a tensor [H] with one for each head, which can learn.
+    """Divide scores by a temperature: a number, or a tensor [H], which may require a gradient.
 
     >>> import torch
     >>> i = torch.arange(1)

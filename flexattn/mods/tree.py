@@ -1,4 +1,4 @@
-"""Tree attention: candidates of speculative decoding, each of which sees its ancestors."""
+"""Tree attention: candidates of speculative decoding, each attending to its ancestors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from flexattn.mods.kinds import MaskMod, named
 def tree(parents: Tensor, prefix: int = 0) -> MaskMod:
     """Attend to the first `prefix` keys, to the query's own node and to its ancestors.
 
-    `parents` is an integer tensor [nodes], -1 for a root, each parent before its children; query i is node i and key
-    prefix + i is node i. Ancestors are kept as bits, 32 in a word.
+    `parents` is an integer tensor [nodes], -1 for a root, with each parent before its children. Query i is node i, and
+    key prefix + i is node i. Ancestors are stored as bits, 32 per word.
 
     >>> import torch
     >>> i = torch.arange(4)
@@ -30,7 +30,7 @@ def tree(parents: Tensor, prefix: int = 0) -> MaskMod:
 
 
 def ancestor_bits(parents: Tensor) -> Tensor:
-    """Return int32 [nodes, words]: bit j % 32 of word j // 32 of row i tells whether node j is i or above it."""
+    """Return int32 [nodes, words]: bit j % 32 of word j // 32 in row i is set if node j is i or an ancestor of i."""
     rows: list[int] = []
     for node, parent in enumerate(parents.tolist()):
         if not -1 <= parent < node:

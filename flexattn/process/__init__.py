@@ -1,1 +1,1 @@
-"""State of the process: settings, locks that survive a fork, caches of tensors, progress lines."""
+"""State of the process: settings, fork-safe locks, caches of tensors, progress lines."""

@@ -16,28 +16,28 @@ from flexattn.errors import ArgumentError, message
 _TRUE = frozenset({"1", "true", "on", "yes"})
 _FALSE = frozenset({"", "0", "false", "off", "no"})
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-CACHE_SIZE = 2**30  # bytes of generated kernels, some thousands, unless FLEXATTN_CACHE_SIZE says otherwise
+CACHE_SIZE = 2**30  # default FLEXATTN_CACHE_SIZE in bytes, enough for thousands of kernels
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How flexattn behaves in this process."""
+    """Settings of this process, from environment variables."""
 
-    cache_dir: Path | None  # FLEXATTN_CACHE_DIR: generated kernels; None where the user has no home
-    cache_size: int | None  # FLEXATTN_CACHE_SIZE: bytes that they may take; None: any number
-    debug: bool  # FLEXATTN_DEBUG: tell each stage of a first call on stderr
+    cache_dir: Path | None  # FLEXATTN_CACHE_DIR: generated kernels; None if the user has no home directory
+    cache_size: int | None  # FLEXATTN_CACHE_SIZE: maximum bytes of the cache; None: no limit
+    debug: bool  # FLEXATTN_DEBUG: log each stage of a first call on stderr
     print_source: bool  # FLEXATTN_DUMP=1: print generated sources on stderr
-    dump_dir: Path | None  # FLEXATTN_DUMP=folder: copy generated sources and PTX there
+    dump_dir: Path | None  # FLEXATTN_DUMP=directory: copy generated sources and PTX there
 
 
 @functools.cache
 def settings() -> Settings:
-    """Return this process' settings. Tests that change the environment call `settings.cache_clear()`."""
+    """Return this process's settings. Tests that change the environment call `settings.cache_clear()`."""
     return read_settings(os.environ)
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
-    """Parse `environment`; an ArgumentError names the variable that is wrong."""
+    """Parse `environment`. Raise an ArgumentError that names an invalid variable."""
     dump = environment.get("FLEXATTN_DUMP", "")
     is_switch = dump.lower() in _TRUE | _FALSE
     return Settings(
@@ -50,7 +50,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
 
 
 def debug(stage: str, detail: object) -> None:
-    """Tell what `stage` did, where FLEXATTN_DEBUG asks for it."""
+    """Log what `stage` did, if FLEXATTN_DEBUG is set."""
     if settings().debug:
         print(f"flexattn {stage}: {detail}", file=sys.stderr, flush=True)
 
@@ -69,7 +69,7 @@ def _size(environment: Mapping[str, str], name: str, default: int) -> int | None
     match = re.fullmatch(r"([0-9]{1,15})([KMGT]?)(?:I?B)?", value)
     if match is None:
         mend = f"Set {name}=2G, or unset it."
-        raise ArgumentError(message(name, repr(environment[name]), "bytes, as 500M or 2G, or 0 for no limit", mend))
+        raise ArgumentError(message(name, repr(environment[name]), "bytes, e.g. 500M or 2G, or 0 for no limit", mend))
     return int(match[1]) * _UNITS[match[2]] or None
 
 
@@ -80,13 +80,13 @@ def _folder(name: str, value: str) -> Path:
         raise ArgumentError(message(name, repr(value), "a path without '~'", "This user has no home.")) from None
     try:
         is_possible = stat.S_ISDIR(path.stat().st_mode)
-    except (FileNotFoundError, PermissionError):  # it is made where it is needed, or that tells what is wrong
+    except (FileNotFoundError, PermissionError):  # it is created on first use, which reports what is wrong
         is_possible = True
-    except OSError as error:  # a file on the way to it, links that lead to themselves, a name that is too long
+    except OSError as error:  # a file on the path, a cycle of links, a name that is too long
         found = f"{value[:200]!r} ({error.strerror})"
-        raise ArgumentError(message(name, found, "a folder", "Name a folder; it is made where missing.")) from None
+        raise ArgumentError(message(name, found, "a folder", "Pass a folder; it is created if missing.")) from None
     if not is_possible:
-        raise ArgumentError(message(name, repr(value), "a folder", "Name a folder; it is made where missing."))
+        raise ArgumentError(message(name, repr(value), "a folder", "Pass a folder; it is created if missing."))
     return path
 
 
@@ -94,7 +94,7 @@ def _cache_dir(environment: Mapping[str, str]) -> Path | None:
     if value := environment.get("FLEXATTN_CACHE_DIR"):
         return _folder("FLEXATTN_CACHE_DIR", value)
     base = environment.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):  # the XDG standard: a relative path counts as unset
+    if os.path.isabs(base):  # the XDG standard: ignore a relative path
         return Path(base) / "flexattn"
     try:
         return Path.home() / ".cache" / "flexattn"

@@ -1,7 +1,7 @@
-"""forks: what a forked child must not inherit from the other threads of its parent.
+"""forks: state that a forked child must not inherit from other threads of its parent.
 
-Those threads do not exist in the child: a lock that one of them held would stay held for ever, and what one of them had
-changed for a moment would stay changed. All locks of the package are made here.
+These threads do not exist in the child. A lock that one of them held would never be released, and a temporary change
+that one of them made would never be undone. All locks of the package are created here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Lock:
-    """A reentrant lock. A forked child finds it free, unless the thread that forked holds it."""
+    """A reentrant lock. It is free in a forked child, unless the thread that forked holds it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -30,7 +30,7 @@ class Lock:
         self._lock.release()
 
     def renew(self) -> None:
-        """Make a lock that a thread of the parent held free. In a forked child only."""
+        """Release a lock that another thread of the parent held. Call only in a forked child."""
         if self._lock.acquire(blocking=False):
             self._lock.release()
         else:
@@ -38,12 +38,12 @@ class Lock:
 
 
 _locks: weakref.WeakSet[Lock] = weakref.WeakSet()
-_changes: list[tuple[int, Callable[[], None]]] = []  # with the threads that made them
+_changes: list[tuple[int, Callable[[], None]]] = []  # the thread that made each change, and how to undo it
 
 
 @contextlib.contextmanager
 def temporary(undo: Callable[[], None]) -> Iterator[None]:
-    """Undo a change of this process when the block ends, and in a child that another thread forks before that."""
+    """Undo a change of this process at the end of the block, and in a child that another thread forks before that."""
     change = (threading.get_ident(), undo)
     _changes.append(change)
     try:
@@ -54,13 +54,13 @@ def temporary(undo: Callable[[], None]) -> Iterator[None]:
 
 
 def in_child(action: Callable[[], None]) -> None:
-    """Call `action` in each child that this process forks from now on."""
+    """Call `action` in every child that this process forks from now on."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=action)
 
 
 class cached_property(Generic[T]):
-    """functools' without a lock: Python 3.11 holds one while the value is computed. Threads may compute it twice."""
+    """functools.cached_property without a lock: Python 3.11 holds one during the computation. Threads may repeat it."""
 
     def __init__(self, make: Callable[[Any], T]) -> None:
         self.make = make

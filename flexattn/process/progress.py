@@ -1,25 +1,25 @@
-"""progress: a line on stderr, now and then, about work that takes longer than a user expects."""
+"""progress: progress lines on stderr for work that takes unexpectedly long."""
 
 from __future__ import annotations
 
 import sys
 import time
 
-_PATIENCE = 2.0  # seconds before the first line; each next one takes twice as long
+_PATIENCE = 2.0  # seconds before the first line; the interval then doubles
 
 
-_MOST_PAIRS = 2**39  # that a GPU evaluates within about _PATIENCE
+_MOST_PAIRS = 2**39  # a GPU evaluates this many within about _PATIENCE
 
 
 def announce(blocks: int, pairs: int) -> None:
-    """Tell of blocks that a GPU is about to evaluate, where that takes long."""
+    """Report that a GPU is about to evaluate many pairs, if that takes long."""
     if pairs > _MOST_PAIRS:
         text = f"{blocks:,} blocks are evaluated pair by pair, {pairs:,} pairs"
         print(f"flexattn create_block_mask: {text}", file=sys.stderr, flush=True)
 
 
 class Progress:
-    """How far the blocks of a mask are decided."""
+    """The number of blocks of a mask decided so far."""
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
@@ -28,7 +28,7 @@ class Progress:
         self.next = _PATIENCE
 
     def advance(self, decided: int, evaluated: int = 0) -> None:
-        """Count blocks, and tell of them if it is time."""
+        """Count decided blocks, and print a line if it is time."""
         self.decided += decided
         self.evaluated += evaluated
         passed = time.monotonic() - self.start

@@ -1,4 +1,4 @@
-"""tensor_cache: functions whose tensors are kept for the next call, as functools.lru_cache does, bounded by bytes."""
+"""tensor_cache: caches tensors returned by functions, like functools.lru_cache but limited by bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T", Tensor, Tensor | None)
 
 
 def kept(most: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Keep the tensors that a function returns, up to `most` bytes in all; those that were used last stay."""
+    """Cache the tensors that a function returns, up to `most` bytes in total. The least recently used are evicted."""
 
     def decorate(make: Callable[..., T]) -> Callable[..., T]:
         found: dict[tuple[object, ...], tuple[T, int]] = {}

@@ -1,4 +1,4 @@
-"""Modes of torch around a call: a default device does not reach inside, and what only records a call is refused."""
+"""torch modes around a call: a default device does not affect the call, and modes that only record it are rejected."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ R = TypeVar("R")
 
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 
-# Modes in which tensors have no values, or stand for what a graph records; by name, as some need heavy imports.
+# Modes in which tensors have no values, or represent nodes of a graph; by name, because some need heavy imports.
 _RECORDING = frozenset(
     ("FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode", "PreDispatchTorchFunctionMode")
 )
 
 
 def undisturbed(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a function make its tensors on the CPU where it names no device, whatever the default device is.
+    """Make a function create tensors on the CPU if it names no device, whatever the default device is.
 
-    Inside of a mode that records a graph, or whose tensors have no values, it raises UnsupportedError, with this name.
+    Inside a mode that records a graph, or whose tensors have no values, it raises UnsupportedError with this name.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -46,13 +46,13 @@ def undisturbed(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def users_device() -> AbstractContextManager[object]:
-    """Return the context in which code of the user runs inside of a call: with the default device around the call."""
+    """Return the context for user code inside a call: with the default device that was set around the call."""
     device = _defaults.device
     return nullcontext() if device is None or device.type == "meta" else torch.device(device)
 
 
 class _Defaults(threading.local):
-    device: torch.device | None = None  # the default around the outermost call, where that is not the CPU
+    device: torch.device | None = None  # the default device around the outermost call, if it is not the CPU
 
 
 _defaults = _Defaults()
@@ -63,10 +63,10 @@ def _own_device(name: str) -> AbstractContextManager[object]:
     for mode in (*_get_current_dispatch_mode_stack(), *functions):
         kind = type(mode).__name__
         if kind in _RECORDING:
-            found = f"a call inside of {kind}, as torch.export and make_fx have it"
-            mend = "Call it on tensors with values, outside of what is recorded."
+            found = f"a call inside of {kind}, as in torch.export and make_fx"
+            mend = "Call it on tensors with values, outside of the recorded region."
             raise UnsupportedError(message(name, found, "a call that computes its result", mend))
-    # A default device is a mode too; torch.get_default_device fails inside of torch.func's transforms.
+    # A default device is a mode too. torch.get_default_device fails inside torch.func's transforms.
     default = next((mode.device for mode in reversed(functions) if isinstance(mode, DeviceContext)), None)
     return nullcontext() if default is None or default.type == "cpu" else _on_the_cpu(default)
 

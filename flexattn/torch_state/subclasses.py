@@ -1,7 +1,7 @@
-"""Plain tensors, whose memory holds their values in strides. Others are refused by name, as arguments and captures.
+"""Plain tensors, whose memory contains their values with strides. Other tensors are rejected as arguments and captures.
 
-A subclass that handles its operations itself may have no memory (a fake tensor), a part of the values (a DTensor) or
-codes that stand for them (a quantised tensor). A subclass that only adds Python methods is plain.
+A subclass with its own operations may have no memory (a fake tensor), part of the values (a DTensor), or encoded
+values (a quantized tensor). A subclass that only adds Python methods is plain.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ _PLAIN: frozenset[type] = frozenset((Tensor, Parameter))
 _STRIDED = torch.strided
 _DEFAULT_FUNCTIONS = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
 
-# How to get a plain tensor, by the name of a class: most of these modules are not imported until they are used.
+# How to get a plain tensor, by class name, because most of these modules are imported only when used.
 _MENDS = {
     "FakeTensor": "It has no values: call on tensors that do, outside of torch.export, make_fx and FakeTensorMode.",
     "FunctionalTensor": "It records a graph: call outside of torch.export and make_fx.",
-    "DTensor": "Pass {0}.to_local() where it is sharded by batch or heads, else {0}.full_tensor().",
+    "DTensor": "Pass {0}.to_local() if it is sharded by batch or heads, else {0}.full_tensor().",
     "AsyncCollectiveTensor": "Wait for it: {0}.wait().",
-    "MaskedTensor": "Pass {0}.to_tensor(0), and leave keys out with a mask_mod.",
-    "UninitializedParameter": "Initialise it: {0}.materialize(shape), or run the module once.",
-    "UninitializedBuffer": "Initialise it: {0}.materialize(shape), or run the module once.",
+    "MaskedTensor": "Pass {0}.to_tensor(0), and exclude keys with a mask_mod.",
+    "UninitializedParameter": "Initialize it: {0}.materialize(shape), or run the module once.",
+    "UninitializedBuffer": "Initialize it: {0}.materialize(shape), or run the module once.",
 }
 _NESTED = "Pad to one length, or pack the sequences and use mods.document."
 _OTHER_FUNCTION = "Pass {0}.as_subclass(torch.Tensor) if its values are those of a plain tensor."
-_OTHER_DISPATCH = "Convert it before the call, by the method that its class has for that ({0}.dequantize(), say)."
+_OTHER_DISPATCH = "Convert it before the call with a method of its class ({0}.dequantize(), say)."
 
 
 def is_plain(x: Tensor) -> bool:
-    """Tell whether the memory of `x` holds its values in strides, and operations on it are those of torch.Tensor."""
+    """Return whether `x` has its values in strided memory, and its operations are those of torch.Tensor."""
     return (type(x) in _PLAIN or not _overrides(type(x))) and x.layout is _STRIDED and not x.is_nested
 
 
@@ -50,7 +50,7 @@ def _dispatches(cls: Any) -> bool:
 
 
 def check_plain(argument: str, x: Tensor, capture: str = "") -> None:
-    """Raise UnsupportedError where `x`, an argument or what a mod of this argument captures, is not plain."""
+    """Raise UnsupportedError if `x` is not plain. It is an argument, or a tensor captured by a mod argument."""
     if is_plain(x):
         return
     found, mend = _about(x)
@@ -59,7 +59,7 @@ def check_plain(argument: str, x: Tensor, capture: str = "") -> None:
 
 
 def _about(x: Tensor) -> tuple[str, str]:
-    """Return what a tensor that is not plain is, and the mend."""
+    """Return a description of a tensor that is not plain, and the fix."""
     cls = type(x)
     if x.is_nested:
         return "a nested tensor", _NESTED

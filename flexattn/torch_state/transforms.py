@@ -1,4 +1,4 @@
-"""torch.func's transforms and forward mode: whether one is at work, how to step out, and operations that compose."""
+"""torch.func's transforms and forward mode: whether one is active, how to leave it, and operations that compose."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ outside = temporarily_clear_interpreter_stack  # a context in which new tensors 
 
 
 def is_transforming() -> bool:
-    """Tell whether tensors may carry what `requires_grad` does not say: tangents, or the levels of torch.func."""
+    """Return whether tensors may carry more than `requires_grad` shows: tangents, or torch.func levels."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def tangent_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Return rule(ctx, saved tensors, directions) as the `jvp` of a Function, which may stand inside of a transform.
+    """Return rule(ctx, saved tensors, directions) as the `jvp` of a Function that may run inside of a transform.
 
-    torch turns forward mode off around it, for every transform: what lies further out would take this for a constant.
-    So it is turned on again, and the tangents that it must not see are taken off.
+    torch disables forward mode during `jvp` for every transform, so outer transforms would treat the result as a
+    constant. So forward mode is enabled again, and the tangents that the rule must not see are removed.
     """
 
     @wraps(rule)
@@ -47,14 +47,14 @@ def tangent_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def innermost(tensor: Tensor) -> Tensor:
-    """Return the tensor inside of all levels of torch.func."""
+    """Return the tensor inside all levels of torch.func."""
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Tell whether torch.func.vmap gives the tensor another value for each entry."""
+    """Return whether torch.func.vmap gives the tensor a different value for each entry."""
     while is_functorch_wrapped_tensor(tensor):
         if is_batchedtensor(tensor):
             return True
@@ -63,7 +63,7 @@ def is_batched(tensor: Tensor) -> bool:
 
 
 def refuse_batched(*grads: Tensor | None) -> None:
-    """Raise where autograd runs a backward on many gradients at once, which a Function cannot follow."""
+    """Reject a backward on a batch of gradients (is_grads_batched), which a Function does not support."""
     if any(is_legacy_batchedtensor(g) for g in grads if g is not None):
         mend = "Use torch.func.jacrev, jacfwd or hessian, or leave out vectorize=True and check_batched_grad=True."
         found = "a backward with is_grads_batched=True"
@@ -71,9 +71,9 @@ def refuse_batched(*grads: Tensor | None) -> None:
 
 
 def one_by_one(function: type[Function], batch_size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
-    """Return what the `vmap` of a Function has to: it is applied to one entry of the batch after the other."""
+    """Implement the `vmap` of a Function by applying it to one batch entry after the other."""
     if batch_size == 0:
-        mend = "Leave such calls out."
+        mend = "Skip the call for an empty batch."
         raise UnsupportedError(message("torch.vmap", "a batch of 0 around flex_attention", "at least one entry", mend))
     entries = [
         function.apply(*(_entry(x, d, i) for x, d in zip(args, in_dims, strict=True))) for i in range(batch_size)
@@ -87,7 +87,7 @@ def _entry(x: Any, dim: Any, i: int) -> Any:
 
 
 def recomputed(operation: Operation, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return operation(*tensors), which keeps `tensors` alone: each derivative, of any order, computes it again."""
+    """Return operation(*tensors), saving only `tensors`. Each derivative, of any order, recomputes it."""
     return _Recomputed.apply(operation, *tensors)
 
 
@@ -121,7 +121,7 @@ class _Recomputed(Function):
 
 
 def _pullback(operation: Operation, wanted: tuple[int, ...], outputs: int) -> Operation:
-    """Return (gradients of the outputs, tensors) -> the gradients of the tensors `wanted`."""
+    """Return a function of (gradients of the outputs, tensors) that gives the gradients of the tensors `wanted`."""
 
     def pulled(*args: Tensor) -> tuple[Tensor, ...]:
         grads, tensors = args[:outputs], args[outputs:]
@@ -131,9 +131,9 @@ def _pullback(operation: Operation, wanted: tuple[int, ...], outputs: int) -> Op
 
 
 def _push(operation: Operation, moved: tuple[int, ...]) -> Operation:
-    """Return (directions of the tensors `moved`, tensors) -> the derivatives of the outputs.
+    """Return a function of (directions of the tensors `moved`, tensors) that gives the derivatives of the outputs.
 
-    It is the gradient of the gradient, which is linear in what it starts from: forward mode cannot be nested.
+    It is a gradient of the gradient, which is linear in the output gradient, because forward mode cannot be nested.
     """
 
     def pushed(*args: Tensor) -> tuple[Tensor, ...]:
@@ -145,7 +145,7 @@ def _push(operation: Operation, moved: tuple[int, ...]) -> Operation:
 
 
 def _of(operation: Operation, tensors: tuple[Tensor, ...], places: tuple[int, ...]) -> Operation:
-    """Return the operation as one of the tensors at `places` alone."""
+    """Return the operation as a function of only the tensors at `places`."""
 
     def of(*chosen: Tensor) -> tuple[Tensor, ...]:
         every = list(tensors)

@@ -1,1 +1,1 @@
-"""Python -> ModGraph: a mod is run once under make_fx, and what it reads becomes a guard."""
+"""Python -> ModGraph: a mod runs once under make_fx, and what it reads becomes a guard."""

@@ -1,9 +1,9 @@
-"""The table from aten operators to scalar expressions, and the values of tensors of any rank, element by element.
+"""The table from aten operators to scalar expressions, and elements of tensors of any rank.
 
-A mod computes on 0-d tensors, but on the way it may hold small ones (`bias[b][h]`, a slice, a norm over 3 elements).
-`Elements.at(node, index)` is the scalar that stands at `index` of what an FX node computes: views and gathers only
-rewrite the index, elementwise operators recurse into their operands, small reductions are unrolled, and what depends
-on captured tensors alone is a load.
+A mod computes on 0-d tensors, but may use small tensors on the way (`bias[b][h]`, a slice, a norm over 3 elements).
+`Elements.at(node, index)` is the scalar at `index` of an FX node's result. Views and gathers only rewrite the index.
+Elementwise operators recurse into their operands. Small reductions are unrolled. Values that depend on captured tensors
+alone are loads.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from flexattn.graph.nodes import wide
 from flexattn.graph.operators import digamma, where
 
 MOST_UNROLLED = 64
-_MOST_NESTED = 40  # operators inside of each other before `Elements.value` starts from the innermost one
+_MOST_NESTED = 40  # nesting depth of operators at which `Elements.value` starts from the innermost one
 
 Index = tuple[Expr, ...]
 
 
 class UnknownOperator(Exception):
-    """No row of the tables computes this operator, or not with these arguments; `reason` says more where it can."""
+    """No row of the tables computes this operator with these arguments; `reason` may say more."""
 
     def __init__(self, node: fx.Node, reason: str = "") -> None:
         super().__init__(str(node.target))
@@ -40,11 +40,11 @@ class UnknownOperator(Exception):
 
 
 class Refused(UnknownOperator):
-    """As UnknownOperator, where no decomposition would help."""
+    """An UnknownOperator for which a decomposition would not help."""
 
 
 class _TooDeep(Exception):
-    """An element that has to be known before the one that was asked for: Python's stack is too short for both."""
+    """An element that must be computed before the requested one, because the recursion is too deep for both."""
 
     def __init__(self, node: fx.Node, index: Index) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def is_symbol(value: object) -> bool:
 
 
 class Elements:
-    """The scalars of an FX graph as expressions; `load` and `number` make the leaves."""
+    """The scalars of an FX graph as expressions; `load` and `number` create the leaves."""
 
     def __init__(
         self, builder: Builder, load: Callable[[fx.Node, Index], Expr | None], number: Callable[[Any], Expr]
@@ -68,7 +68,7 @@ class Elements:
         self._depth = 0
 
     def value(self, node: fx.Node) -> Expr:
-        """Return the only element of a 0-d node, however many operators stand in a row before it."""
+        """Return the only element of a 0-d node, for any depth of the graph."""
         pending: list[tuple[fx.Node, Index]] = [(node, ())]
         while True:
             try:
@@ -81,7 +81,7 @@ class Elements:
                 return found
 
     def at(self, node: fx.Node, index: Index) -> Expr:
-        """Return the element of `node` at `index`, one expression for each dimension."""
+        """Return the element of `node` at `index`, which has one expression per dimension."""
         key = (node, *(i.index for i in index))
         if key not in self._known:
             if self._depth == _MOST_NESTED:
@@ -99,7 +99,7 @@ class Elements:
             source, which = node.args
             assert isinstance(source, fx.Node)
             compute, (args, kwargs) = _entry(RESULTS, source), arguments(source)
-            if compute is None:  # the operator that has several results is the one to decompose
+            if compute is None:  # an operator with several results is decomposed as a whole
                 raise UnknownOperator(source, REASONS.get(operator_name(source), ""))
             _check_arguments(compute, source, self, source, index, which, *args, **kwargs)
             return compute(self, source, index, which, *args, **kwargs)
@@ -124,13 +124,13 @@ class Elements:
         _check_arguments(row.compute, node, *extra, *args, **kwargs)
         for value in (*args, *kwargs.values()):
             if type(value) is int and dtype is not None and not _holds(dtype, value):
-                raise Refused(node, f"of {value} in {dtype}, which does not hold it. Convert the tensor by .long()")
+                raise Refused(node, f"of {value} in {dtype}, which cannot hold it. Convert the tensor with .long()")
         operands = [self.operand(a, index, dtype, literal=row.literal_divisor and i == 1) for i, a in enumerate(args)]
         named = {k: self.operand(a, index, dtype) for k, a in kwargs.items()}
         return self.cast(row.compute(*extra, *operands, **named), result)
 
     def operand(self, arg: Any, index: Index, dtype: torch.dtype | None, literal: bool = False) -> Any:
-        """Return an argument of an elementwise operator as an expression; None, strings and dtypes pass through."""
+        """Return an argument of an elementwise operator as an expression; None, strings and dtypes are unchanged."""
         if isinstance(arg, fx.Node) and isinstance(arg.meta["val"], Tensor):
             value = self.at(arg, self.broadcast(index, arg.meta["val"].shape))
             return value if dtype is None else self.cast(value, dtype)
@@ -142,7 +142,7 @@ class Elements:
         return arg
 
     def scalar(self, value: Any, dtype: torch.dtype | None) -> Expr:
-        """Return a Python number, or a symbolic one, as an expression."""
+        """Return a Python number or a symbolic number as an expression."""
         value = value.meta["val"] if isinstance(value, fx.Node) else value
         if is_symbol(value):
             found = self.number(value)
@@ -164,7 +164,7 @@ class Elements:
         return tuple(zero if isinstance(s, int) and s == 1 else i for i, s in zip(kept, shape, strict=True))
 
     def wrapped(self, i: Expr, size: Any) -> Expr:
-        """Return index `i` counted from the front: PyTorch counts negative ones from the end."""
+        """Return index `i` with negative values counted from the end, as in PyTorch."""
         if isinstance(i.constant, int):
             return i if i.constant >= 0 else self.position(i.constant + concrete(size))
         i = i.cast(torch.int64)
@@ -201,7 +201,7 @@ class Elements:
 
 
 def operator_name(node: fx.Node) -> str:
-    """Return the name of an aten or prims operator without overload; in-place operators as those that return."""
+    """Return the name of an aten or prims operator without overload; in-place operators as their functional form."""
     target = node.target
     name = target._schema.name if isinstance(target, torch._ops.OpOverload) else str(target)
     space, _, name = name.rpartition("::")
@@ -211,21 +211,21 @@ def operator_name(node: fx.Node) -> str:
 
 
 def _entry(table: dict[str, Any], node: fx.Node) -> Any:
-    """Return the row of an operator: one for this overload alone, or one for all that have no row of their own."""
+    """Return the row of an operator: that of its overload, or else that of its name."""
     name = operator_name(node)
     overload = getattr(node.target, "_overloadname", "")
     return table.get(f"{name}.{overload}", table.get(name))
 
 
 def has_row(node: fx.Node) -> bool:
-    """Tell whether the element of a node can be computed from those of its operands."""
+    """Return whether elements of a node can be computed from elements of its operands."""
     return any(_entry(table, node) is not None for table in (ROWS, CREATION, VIEWS))
 
 
 def arguments(node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
-    """Return what an operator was given, positional as far as its schema allows, without what equals the default.
+    """Return the arguments of an operator, positional if its schema allows, without default values.
 
-    Where a result is stored says nothing of its elements: layout, device and the like are left out.
+    Arguments that do not affect the elements (layout, device and so on) are omitted.
     """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
@@ -246,7 +246,7 @@ def arguments(node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _check_arguments(compute: Callable[..., Any], node: fx.Node, *args: Any, **kwargs: Any) -> None:
-    """Raise unless a row has a parameter for everything that the operator was given: nothing is ignored."""
+    """Raise unless a row has a parameter for each argument of the operator, so that none is ignored."""
     try:
         _signature(compute).bind(*args, **kwargs)
     except TypeError as error:
@@ -259,7 +259,7 @@ def _signature(compute: Callable[..., Any]) -> inspect.Signature:
 
 
 def concrete(value: Any) -> Any:
-    """Return a symbolic number as a Python number; the trace then holds for this value alone (a guard)."""
+    """Return a symbolic number as a Python number. The trace is then valid only for this value (a guard)."""
     if isinstance(value, fx.Node):
         value = value.meta["val"]
     if isinstance(value, torch.SymFloat):
@@ -292,20 +292,20 @@ def common_dtype(args: Sequence[Any]) -> torch.dtype:
 class Row:
     """How to compute one elementwise operator.
 
-    Operands are cast before `compute` sees them: to the dtype of the result, to the common dtype of the operands, or
-    to bool. With "own" they keep theirs and `compute(elements, dtype of the result, *operands)` casts for itself.
+    Operands are first cast: to the dtype of the result, to the common dtype of the operands, or to bool. With "own"
+    they keep their dtypes, and `compute(elements, dtype of the result, *operands)` casts them itself.
     """
 
     compute: Callable[..., Expr]
     computes: str = "result"  # "result", "common", "bool" or "own"
-    literal_divisor: bool = False  # the second operand, if a number, is never a runtime value
+    literal_divisor: bool = False  # if the second operand is a number, it is a literal, never a runtime value
 
 
 _ON_BOOLEANS = {"maximum": "or", "minimum": "and"}
 
 
 def _holds(dtype: torch.dtype, value: int) -> bool:
-    """Tell whether torch computes with this number, and not with what is left of it in a narrow integer dtype."""
+    """Return whether the dtype can hold this number, so that torch does not wrap it."""
     if dtype.is_floating_point or dtype == torch.bool:
         return True
     limits = torch.iinfo(dtype)
@@ -325,7 +325,7 @@ def _rounding(name: str) -> Row:
 
 
 def _round_decimals(x: Expr, decimals: Expr | None = None) -> Expr:
-    """round(x, decimals=n) as torch computes it: scaled by a power of ten, rounded, scaled back."""
+    """round(x, decimals=n) as in torch: scale by a power of ten, round, scale back."""
     places = 0 if decimals is None else decimals.constant
     if not x.dtype.is_floating_point or places == 0:
         return x.apply("round") if x.dtype.is_floating_point else x
@@ -349,7 +349,7 @@ def _logical(on_bool: str, on_integers: str | None = None) -> Row:
 
 
 def _bitwise_not(x: Expr) -> Expr:
-    if x.dtype == torch.uint8:  # Triton's interpreter has no ~ of it
+    if x.dtype == torch.uint8:  # Triton's interpreter does not support ~ for it
         return x.apply("bitxor", 255)
     return x.apply("not" if x.dtype == torch.bool else "bitnot")
 
@@ -379,7 +379,7 @@ def _div(x: Expr, y: Expr, rounding_mode: str | None = None) -> Expr:
 
 
 def power(elements: Elements, dtype: torch.dtype, x: Expr, y: Expr) -> Expr:
-    """x ** y: small integer powers multiply, 2 ** y is exp2, the rest is pow."""
+    """x ** y: small integer powers are products, 2 ** y is exp2, everything else is pow."""
     exponent = y.constant
     x = elements.cast(x, dtype)
     if isinstance(exponent, (int, float)):
@@ -411,12 +411,12 @@ def _select(elements: Elements, dtype: torch.dtype, condition: Expr, x: Any, y: 
 
 
 def _converted(elements: Elements, dtype: torch.dtype, x: Expr, to: torch.dtype | None = None) -> Expr:
-    """Convert as the user wrote it: to a half type it rounds, though the value goes on in float32."""
+    """Convert as written by the user: a half dtype rounds, although the value is then held in float32."""
     return x if to is None else elements.cast(elements.cast(x, to), dtype)
 
 
 def _clamp(x: Expr, low: Expr | None = None, high: Expr | None = None) -> Expr:
-    """clamp, whose gradient passes at the ends; integers need none and keep the tighter bound of min and max."""
+    """clamp with torch's gradient at the ends. Integers need no gradient; min and max have tighter bounds."""
     if low is not None:
         x = where(x < low, low, x) if x.dtype.is_floating_point else x.apply("maximum", low)
     if high is not None:
@@ -508,7 +508,7 @@ ROWS: dict[str, Row] = {
 
 _LAYOUT = frozenset(("layout", "device", "pin_memory", "memory_format", "non_blocking"))
 
-# Operators that make a tensor of one value: the value.
+# Operators that create a tensor filled with one value: the value.
 CREATION: dict[str, Callable[..., Any]] = {
     "scalar_tensor": lambda value, dtype=None: value,
     "full": lambda size, value, dtype=None: value,
@@ -576,7 +576,7 @@ def _transpose(elements: Elements, node: fx.Node, index: Index, source: fx.Node,
 
 
 def _view(elements: Elements, node: fx.Node, index: Index, source: fx.Node, shape: Any = None) -> Expr:
-    """Reshape: the same linear position. Dimensions of size 1 cost nothing, the rest a division each."""
+    """Reshape: the element at the same linear position. Each dimension of size > 1 costs a division."""
     new, old = list(_shape(node)), list(_shape(source))
     zero = elements.position(0)
     pairs = [(i, n) for i, n in zip(index, new, strict=True) if not (isinstance(n, int) and n == 1)]
@@ -628,7 +628,7 @@ def _roll(
 def _cat(elements: Elements, node: fx.Node, index: Index, parts: Sequence[fx.Node], dim: int = 0) -> Expr:
     dim, dtype = dim % len(index), wide(node.meta["val"].dtype)
     i = elements.wrapped(index[dim], _shape(node)[dim])
-    parts = [p for p in parts if len(_shape(p)) == len(index)]  # an empty 1-D tensor counts for nothing
+    parts = [p for p in parts if len(_shape(p)) == len(index)]  # an empty 1-D tensor is ignored
     sizes = [concrete(_shape(p)[dim]) for p in parts]
     starts = [0, *itertools.accumulate(sizes)]
     chosen = [(p, n, at) for p, n, at in zip(parts, sizes, starts, strict=False) if n]
@@ -638,7 +638,7 @@ def _cat(elements: Elements, node: fx.Node, index: Index, parts: Sequence[fx.Nod
     result = None
     for part, size, start in reversed(chosen):
         inside = i - start
-        if len(chosen) > 1:  # the parts that are not chosen are read too, somewhere inside of them
+        if len(chosen) > 1:  # parts that are not selected are read too, so keep the index in range
             inside = inside.apply("maximum", 0).apply("minimum", size - 1)
         value = elements.cast(elements.at(part, _put(index, dim, inside)), dtype)
         result = value if result is None else where(i < start + size, value, result)
@@ -654,7 +654,7 @@ def _stack(elements: Elements, node: fx.Node, index: Index, parts: Sequence[fx.N
 
 
 def _chosen(i: Expr, values: Sequence[Expr]) -> Expr:
-    """Return values[i] for an index inside of the list."""
+    """Return values[i] for an index in range."""
     if isinstance(i.constant, int):
         return values[i.constant]
     result = values[-1]
@@ -666,7 +666,7 @@ def _chosen(i: Expr, values: Sequence[Expr]) -> Expr:
 def _padded(
     elements: Elements, node: fx.Node, index: Index, source: fx.Node, pad: Sequence[Any], value: Any = 0
 ) -> Expr:
-    """constant_pad_nd: (before, after) of the last dimension, then of the one before it."""
+    """constant_pad_nd: `pad` is (before, after) of the last dimension, then of the second to last, and so on."""
     dtype = wide(node.meta["val"].dtype)
     moved, inside = list(index), elements.builder.const(True, torch.bool)
     for n, before in enumerate(pad[::2]):
@@ -683,10 +683,10 @@ def _padded(
 def _gathered(
     elements: Elements, node: fx.Node, index: Index, source: fx.Node, chosen: Sequence[fx.Node | None]
 ) -> Expr:
-    """aten.index: index tensors broadcast; their dimensions stand where they stood if adjacent, else in front."""
+    """aten.index: index tensors broadcast. Their dimensions stay in place if adjacent, else they come first."""
     places = [d for d, c in enumerate(chosen) if c is not None]
     if any(c.meta["val"].dtype in (torch.bool, torch.uint8) for c in chosen if c is not None):
-        raise Refused(node, "by a tensor of booleans, whose result has no fixed size. Use torch.where")
+        raise Refused(node, "by a boolean tensor, whose result has no fixed size. Use torch.where")
     width = max(c.meta["val"].ndim for c in chosen if c is not None)
     front = 0 if places[-1] - places[0] + 1 != len(places) else places[0]
     advanced, rest = index[front : front + width], iter((*index[:front], *index[front + width :]))
@@ -714,7 +714,7 @@ def _gather(elements: Elements, node: fx.Node, index: Index, source: fx.Node, di
 def _embedding(
     elements: Elements, node: fx.Node, index: Index, table: fx.Node, rows: fx.Node, padding: Any = -1
 ) -> Expr:
-    """A row of a table; no gradient flows to the row at `padding`."""
+    """A row of a table. The row at `padding` receives no gradient."""
     row = elements.at(rows, index[:-1])
     value = elements.at(table, (row, index[-1]))
     return value if concrete(padding) == -1 else where(row.apply("eq", concrete(padding)), _detach(value), value)
@@ -761,20 +761,20 @@ def _cumulated(op: str) -> Callable[..., Expr]:
 def _along(
     elements: Elements, node: fx.Node, source: fx.Node, dim: int, index: Index, most: int = MOST_UNROLLED
 ) -> list[Expr]:
-    """Return the elements of `source` along a short dimension, at `index` in the others."""
+    """Return the elements of `source` along a short dimension, at `index` in the other dimensions."""
     if not _shape(source):
         return [elements.at(source, ())]
     count = elements.short(node, _shape(source)[dim], most)
     return [elements.at(source, _put(index, dim, elements.position(k))) for k in range(count)]
 
 
-# What stands at which place: extremes along a dimension, sorted rows, and places in a sorted table.
+# Operators that find positions: extremes along a dimension, sorted rows, and positions in a sorted table.
 
-_MOST_SORTED = 16  # sorting compares each element with each
+_MOST_SORTED = 16  # sorting compares all pairs of elements
 
 
 def _comes_first(x: Expr, y: Expr, op: str) -> Expr:
-    """Tell whether x stands before y where `op` ("gt" or "lt") orders them; a NaN counts as larger than any number."""
+    """Return whether x comes before y in the order of `op` ("gt" or "lt"). NaN is larger than any number."""
     before = x.apply(op, y)
     if not x.dtype.is_floating_point:
         return before
@@ -783,12 +783,12 @@ def _comes_first(x: Expr, y: Expr, op: str) -> Expr:
 
 
 def _ordered(x: Expr) -> Expr:
-    """Return a value that comparisons take: booleans as integers."""
+    """Return a value that comparisons accept: booleans as integers."""
     return x.cast(torch.int32) if x.dtype == torch.bool else x
 
 
 def _extreme_along(values: list[Expr], op: str) -> tuple[Expr, Expr]:
-    """Return the first extreme and its place; a NaN is the extreme of either kind."""
+    """Return the first extreme and its position. NaN is an extreme of both kinds."""
     best, place = values[0], values[0].builder.const(0, torch.int64)
     for k, value in enumerate(values[1:], 1):
         x, y = _ordered(value), _ordered(best)
@@ -803,7 +803,7 @@ def _row_of(
     elements: Elements, node: fx.Node, source: fx.Node, dim: int, keepdim: bool, index: Index,
     most: int = MOST_UNROLLED,
 ) -> list[Expr]:  # fmt: skip
-    """Return the elements that a result at `index`, which has `dim` or has lost it, is made from."""
+    """Return the elements that are reduced to the result at `index`; `dim` may have been removed from the index."""
     rank = len(_shape(source))
     dim = dim % max(rank, 1)
     full = index if keepdim or not rank else (*index[:dim], elements.position(0), *index[dim:])
@@ -843,7 +843,7 @@ def _both_extremes(
 
 
 def _nth(values: list[Expr], n: Expr, descending: bool, which: int) -> Expr:
-    """Return the n-th of the sorted values, or its place among the unsorted; equal ones stay in their order."""
+    """Return the n-th of the sorted values, or its original position. The sort is stable."""
     op = "gt" if descending else "lt"
     keys = [_ordered(v) for v in values]
     found = values if which == 0 else [v.builder.const(k, torch.int64) for k, v in enumerate(values)]
@@ -851,7 +851,7 @@ def _nth(values: list[Expr], n: Expr, descending: bool, which: int) -> Expr:
     for j, key in reversed(list(enumerate(keys[:-1]))):
         rank = key.builder.const(0, torch.int64)
         for k, other in enumerate(keys):
-            if k != j:  # one that stands earlier comes first unless key comes before it
+            if k != j:  # an earlier element comes first unless key comes before it
                 first = _comes_first(key, other, op).apply("not") if k < j else _comes_first(other, key, op)
                 rank = rank + first.cast(torch.int64)
         result = where(rank.apply("eq", n), found[j], result)
@@ -886,7 +886,7 @@ def _searchsorted(
     elements: Elements, node: fx.Node, index: Index, table: fx.Node, values: Any, out_int32: bool = False,
     right: bool = False, side: str | None = None, sorter: fx.Node | None = None,
 ) -> Expr:  # fmt: skip
-    """The place of a value in a sorted table, halving what is left of it; the table has 1-D rows like the values."""
+    """The position of a value in a sorted table, by bisection. Leading dimensions of the table match the values."""
     shape = _shape(table)
     leading = index[: len(shape) - 1]
     value = elements.operand(values, index, None)
@@ -894,7 +894,7 @@ def _searchsorted(
     value = elements.cast(value, dtype)
     after = right or side == "right"
     steps = 0
-    while not shape[-1] < 2**steps:  # of a symbolic size, a guard for each power of two
+    while not shape[-1] < 2**steps:  # for a symbolic size, one guard per power of two
         steps += 1
     size, found = elements.position(shape[-1]), elements.position(0)
     for step in reversed([2**k for k in range(steps)]):
@@ -940,7 +940,7 @@ def _running(op: str) -> Callable[..., Expr]:
 
 
 def _latest_extreme(values: list[Expr], op: str) -> tuple[Expr, Expr]:
-    """As _extreme_along, with the last of equal values, and of NaNs."""
+    """Like _extreme_along, but returns the last of equal values, and of NaNs."""
     best, place = values[0], values[0].builder.const(0, torch.int64)
     for k, value in enumerate(values[1:], 1):
         x, y = _ordered(value), _ordered(best)
@@ -987,7 +987,7 @@ def _median_of_all(elements: Elements, node: fx.Node, index: Index, source: fx.N
 
 
 def _middle(values: list[Expr], which: int) -> Expr:
-    """Return the lower median or its place; of values of which one is NaN, that one."""
+    """Return the lower median or its position; if a value is NaN, that value."""
     middle = _nth(values, values[0].builder.const((len(values) - 1) // 2, torch.int64), False, which)
     if values[0].dtype.is_floating_point:
         for k, value in reversed(list(enumerate(values))):
@@ -1022,11 +1022,11 @@ RESULTS: dict[str, Callable[..., Expr]] = {
     "unsafe_split_with_sizes": _split, "unbind": _unbound,
 }  # fmt: skip
 
-# Operators without a row, for a reason.
-_WRITES = "that writes at some places of a tensor. Write torch.where(torch.arange(n) == i, new, old)"
-_LOOPS = "that takes as many steps as its values say. Compute a table before the call and index it"
+# Operators without a row, with the reason.
+_WRITES = "that writes to some positions of a tensor. Write torch.where(torch.arange(n) == i, new, old)"
+_LOOPS = "whose number of steps depends on its values. Compute a table before the call and index it"
 _TABLE = "that no kernel can compute. Compute a table before the call and index it"
-_COMPLEX = "of complex numbers, which kernels do not have. Write the real and imaginary parts"
+_COMPLEX = "of complex numbers, which kernels do not support. Write the real and imaginary parts"
 REASONS: dict[str, str] = {
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "index_put", "index_add", "index_copy"), _WRITES),
     **dict.fromkeys(("gcd", "lcm", "polygamma", "special_zeta", "igamma", "igammac"), _LOOPS),
@@ -1054,7 +1054,7 @@ VIEWS: dict[str, Callable[..., Expr]] = {
 
 @dataclass(frozen=True)
 class Over:
-    """What a reduction was asked: the dimensions (None or empty: all), whether they stay with size 1, the rest."""
+    """Arguments of a reduction: the dimensions (None or empty: all), whether they are kept with size 1, and others."""
 
     dims: Any = None
     keep: bool = False
@@ -1063,9 +1063,9 @@ class Over:
 
 @dataclass(frozen=True)
 class Reduction:
-    """`combine(elements, node, values, dtype, *options)` of the unrolled elements.
+    """`combine(elements, node, values, dtype, *options)` reduces the unrolled elements.
 
-    `over` has the parameters of the operator after the source.
+    `over` takes the operator's parameters after the source.
     """
 
     combine: Callable[..., Expr]
@@ -1117,7 +1117,7 @@ def _norm(elements: Elements, node: fx.Node, values: list[Expr], dtype: torch.dt
     if order != 2:
         raise UnknownOperator(node)
     total = reduce(operator.add, [v * v for v in values])
-    zero = total.apply("eq", 0.0)  # torch's gradient at the zero vector is 0, that of sqrt is infinite
+    zero = total.apply("eq", 0.0)  # torch's gradient at the zero vector is 0, while the gradient of sqrt is infinite
     return where(zero, 0.0, where(zero, 1.0, total).apply("sqrt"))
 
 

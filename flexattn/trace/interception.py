@@ -1,7 +1,7 @@
-"""Interception: what happens to each torch function that a mod calls while it is traced.
+"""Interception: intercepts each torch function that a mod calls while it is traced.
 
-make_fx records operators only. Indexing with a tensor, literal tensors and reads of a tensor's value never get that
-far, so they are rewritten or refused here, and each recorded node learns which line of the user's made it.
+make_fx records only operators. It never sees indexing with a tensor, literal tensors and reads of a tensor's value, so
+these are rewritten or rejected here. Each recorded node is annotated with the user's line that created it.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from flexattn.trace.registered import meaning_of
 
 DATA_DEPENDENT = (
     "reads the value of a tensor in Python (if, and, or, not, int(), float(), .item(), range). The mod runs once for "
-    "all positions: write torch.where(condition, x, y) for `if`, `&`, `|`, `~` for and, or, not; a number must be "
-    "captured as a Python number (n = int(t) outside of the mod)."
+    "all positions: write torch.where(condition, x, y) for `if`, `&`, `|`, `~` for and, or, not; capture numbers as "
+    "Python numbers (n = int(t) outside of the mod)."
 )
-BEYOND_INT64 = "uses the number {number}, expected one that int64 holds. Write a smaller one, or a float."
+BEYOND_INT64 = "uses the number {number}, expected one that int64 holds. Use a smaller number, or a float."
 IN_PLACE = "changes {what} in place. Write x = x + y instead of x += y, and x = torch.where(...) instead of x[...] = y."
-CONSTANT = "constant"  # in the meta of a node: the tensor that it stands for, which no call changes
-MOST_SHOWN = 16  # numbers of a literal tensor that are nodes of their own
+CONSTANT = "constant"  # key in a node's meta: the constant tensor that the node represents
+MOST_SHOWN = 16  # literal tensors with more numbers than this become one constant node
 RANDOM = "draws random numbers ({what}). Draw them before the call and capture the tensor."
 
 
 class Interception(TorchFunctionMode):
-    """Rewrites what make_fx cannot see, refuses what cannot be traced, and notes the user's line for each node."""
+    """Rewrites what make_fx cannot see, rejects what cannot be traced, and records the user's line of each node."""
 
     def __init__(self, name: str, adopt: Callable[[Tensor], None], ask_for_layouts: Callable[[], None]) -> None:
         super().__init__()
         self.name = name
         self.adopt = adopt  # makes a tensor that was not captured an input of the trace, by calling `replace`
-        self.ask_for_layouts = ask_for_layouts  # called where the mod reads strides, which fake tensors do not have
-        self.replacement: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a real tensor, the fake one for it
-        self.requires_grad: dict[int, bool] = {}  # of the fake ones, by id
+        self.ask_for_layouts = ask_for_layouts  # called if the mod reads strides, which fake tensors do not have
+        self.replacement: dict[int, tuple[Tensor, Tensor]] = {}  # id of a real tensor -> the tensor, its fake tensor
+        self.requires_grad: dict[int, bool] = {}  # id of a fake tensor -> requires_grad of the real one
         self._is_paused = False
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave alone what the tracer itself calls."""
+        """Do not intercept the tracer's own calls."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -62,7 +62,7 @@ class Interception(TorchFunctionMode):
             self._is_paused = before
 
     def replace(self, tensor: Tensor, fake: Tensor) -> None:
-        """Let `fake` stand for a captured tensor from now on."""
+        """Use `fake` in place of a captured tensor from now on."""
         self.replacement[id(tensor)] = (tensor, fake)
         self.requires_grad[id(fake)] = tensor.requires_grad
 
@@ -88,7 +88,7 @@ class Interception(TorchFunctionMode):
         return result
 
     def known(self, value: Any) -> Any:
-        """Replace real tensors by the fake ones that stand for them."""
+        """Replace real tensors by their fake tensors."""
         if isinstance(value, Tensor):
             if id(value) not in self.replacement:
                 if type(innermost(value)) is _fake_tensor_type():
@@ -116,7 +116,7 @@ class Interception(TorchFunctionMode):
 
 @contextlib.contextmanager
 def refused_functions(name: str) -> Iterator[None]:
-    """Refuse each torch.autograd.Function that this thread applies: its own backward would not be used."""
+    """Reject each torch.autograd.Function that this thread applies, because its own backward would not be used."""
     original = Function.__dict__["apply"]
     tracing = threading.get_ident()
 
@@ -127,8 +127,8 @@ def refused_functions(name: str) -> Iterator[None]:
             return like(*args, **kwargs)
         raise UnsupportedError(
             f"{name}: found the torch.autograd.Function {cls.__name__} at {user_line()}, expected plain operations. "
-            f"Its own backward would not be used: write what its forward computes, with detach() where the gradient "
-            f"stops, or register that function: flexattn.register_operator({cls.__name__}, like=...)."
+            f"Its own backward would not be used: write what its forward computes, with detach() to stop the "
+            f"gradient, or register it: flexattn.register_operator({cls.__name__}, like=...)."
         )
 
     def undo() -> None:
@@ -146,7 +146,7 @@ def _fake_tensor_type() -> type:
 
 
 def _gather(source: Tensor, index: Any) -> Tensor:
-    """tensor[index] where 0-d integer tensors gather, as any other index tensor does."""
+    """tensor[index], where 0-d integer tensors gather like other index tensors."""
     items = list(index) if isinstance(index, tuple) else [index]
     if not any(isinstance(i, (Tensor, list, range)) for i in items):
         return source[index]
@@ -188,7 +188,7 @@ def _select(source: Tensor, dim: int, index: Any) -> Tensor:
 
 
 def _literal_tensor(data: Any, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-    """torch.tensor of scalars and short lists as a node that shows its value."""
+    """torch.tensor of scalars and short lists, as nodes that show their values."""
     if isinstance(data, Tensor):
         return data.clone() if dtype is None else data.to(dtype)
     if isinstance(data, (list, tuple)):
@@ -209,7 +209,7 @@ def _literal_tensor(data: Any, dtype: Any = None, device: Any = None, **_: Any) 
 
 
 def _count(data: Any) -> int:
-    """Return how many numbers a nested list holds, 0 where one of them is no plain number but a symbol or a tensor."""
+    """Return the number of plain numbers in a nested list, or 0 if it contains a symbol or a tensor."""
     if type(data) not in (list, tuple):
         return int(type(data) in (int, float, bool))
     counts = [_count(d) for d in data]
@@ -217,7 +217,7 @@ def _count(data: Any) -> int:
 
 
 def _constant(data: Any, dtype: Any, device: Any) -> Tensor:
-    """Return a tensor of numbers alone as one node that keeps it: it is made once, whatever the number of calls."""
+    """Return a tensor of plain numbers as one constant node. It is created once, not once per call."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -277,7 +277,7 @@ def _is_user_file(filename: str) -> bool:
 
 
 def user_line() -> str:
-    """Return file:line of the innermost frame that is the user's."""
+    """Return file:line of the innermost frame in the user's code."""
     followed = current_line(_is_user_file)
     if followed is not None:
         return followed
@@ -301,7 +301,7 @@ def line_of_node(node: fx.Node) -> str:
 
 
 def explain_operator(unknown: UnknownOperator) -> str:
-    """Return what to say of an operator that no row computes: its name, the user's line, why, and what to do."""
+    """Return the message for an unsupported operator: its name, the user's line, the reason, and the fix."""
     what = f"the operator {unknown.node.target} at {line_of_node(unknown.node)}"
     if unknown.reason:
         return f"{what} {unknown.reason}."
@@ -309,7 +309,7 @@ def explain_operator(unknown: UnknownOperator) -> str:
     if library not in ("aten", "prims"):
         like = "torch.tanh" if "tanh" in name else "a function of torch operations"
         return (
-            f"{what}, expected one that PyTorch decomposes, or that is registered. Say what it computes: "
+            f"{what}, expected one that PyTorch decomposes, or that is registered. Register what it computes: "
             f"flexattn.register_operator(torch.ops.{library}.{name.partition('.')[0]}, like={like})."
         )
     return (
@@ -319,12 +319,12 @@ def explain_operator(unknown: UnknownOperator) -> str:
 
 
 def explain_failure(error: Exception, kind: str, name: str) -> ModError:
-    """Turn what running the mod raised into an error that names the line and the mend."""
+    """Convert an exception raised by the mod to an error that names the line and the fix."""
     where = _line_of(error.__traceback__)
     text = str(error)
     if "value out of a tracing tensor" in text or type(error).__name__.startswith(("DataDependent", "GuardOnData")):
         return ModError(f"{name} at {where} {DATA_DEPENDENT}")
     return ModError(
         f"{name} at {where} raised {type(error).__name__}: {text or 'no message'}. A {kind}_mod is called "
-        f"with 0-d tensors; what works on those works here."
+        f"with 0-d tensors and must accept them."
     )

@@ -1,7 +1,7 @@
-"""Memo: the traces of this process, by the code of the mod that was traced.
+"""Memo: the traces of this process, by the code of the traced mod.
 
-No user's object is kept alive by it: guards hold weak references, and the key is an id, which need not be right, since
-the guard decides.
+It keeps no user object alive. Guards hold weak references, and keys are ids. A reused id is harmless, because the guard
+decides.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from flexattn.trace.follow import Guard
 from flexattn.trace.scalarize import Traced
 
 _MOST_KEYS = 512
-_MOST_TRACES = 64  # of one key; the one that was made last is tried first
+_MOST_TRACES = 64  # per key; the newest is tried first
 
 
 class Known(NamedTuple):
-    """A trace, and the guard that tells where it holds."""
+    """A trace and its guard."""
 
     guard: Guard
     traced: Traced
-    source: str  # of the guard
+    source: str  # source code of the guard
 
 
 _known: OrderedDict[tuple[Any, ...], list[Known]] = OrderedDict()
-_same_code: dict[types.CodeType, int] = {}  # id of the first code object that was equal to it
+_same_code: dict[types.CodeType, int] = {}  # code object -> id of the first equal code object
 
 
 def find(mod: Any, variant: tuple[Any, ...]) -> Sequence[Known]:
-    """Return the traces that may hold for a mod."""
+    """Return the traces whose guards may pass for a mod."""
     root = _root(mod)
     found = _known.get((id(root), *variant))
-    if found is None and isinstance(root, types.CodeType) and root in _same_code:  # the same source, run again
+    if found is None and isinstance(root, types.CodeType) and root in _same_code:  # the same source, executed again
         found = _known.get((_same_code[root], *variant))
     return found or ()
 
 
 def keep(mod: Any, variant: tuple[Any, ...], known: Known) -> None:
-    """Keep a trace for mods of the same code."""
+    """Store a trace for mods with the same code."""
     root = _root(mod)
     place = id(root)
     if isinstance(root, types.CodeType):
@@ -56,13 +56,13 @@ def keep(mod: Any, variant: tuple[Any, ...], known: Known) -> None:
 
 
 def clear() -> None:
-    """Forget all traces."""
+    """Remove all traces."""
     _known.clear()
     _same_code.clear()
 
 
 def _root(mod: Any) -> object:
-    """Return the code that a mod runs first, or its class."""
+    """Return the code object that runs first when a mod is called, or the mod's class."""
     while type(mod) is functools.partial:
         mod = mod.func
     mod = mod.__func__ if type(mod) is types.MethodType else mod

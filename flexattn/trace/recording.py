@@ -1,7 +1,7 @@
-"""Recording: one run of a mod under make_fx, on fake 0-d tensors, that leaves an FX graph and the record of its reads.
+"""Recording: one run of a mod under make_fx on fake 0-d tensors. It returns an FX graph and the record of its reads.
 
-`follow` runs the mod. What it reads comes in on the way: each captured tensor as a fake tensor of symbolic sizes, each
-captured number as a symbolic one, so that the graph holds for other values and other sizes, too.
+`follow` runs the mod. Each captured tensor becomes a fake tensor with symbolic sizes when the mod reads it, and each
+captured number a symbolic number, so the graph is valid for other values and sizes.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from flexattn.trace.scalarize import Kind, Recorded, python_text
 Mod = Callable[..., Any]
 Decompositions = dict[Any, Callable[..., Any]]
 
-_MOST_ADOPTED = 64  # tensors that a mod uses and no guard can find
+_MOST_ADOPTED = 64  # tensors that a mod uses but no guard can find
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run assumes. A run that finds otherwise is made again."""
+    """Assumptions of a run. If the run shows that one is wrong, it is repeated with another setting."""
 
-    device: torch.device  # of the tensors that the mod captures
-    layouts: bool = False  # whether the mod asks for strides: then it is traced for those of its tensors alone
-    natively: bool = False  # whether Python itself runs the mod, and nothing is recorded
+    device: torch.device  # of the captured tensors
+    layouts: bool = False  # whether the mod reads strides; the trace is then valid only for the strides of its tensors
+    natively: bool = False  # whether Python runs the mod; then nothing is recorded
 
 
 class Restart(BaseException):
-    """The run has to be made again, with another setting."""
+    """The run must be repeated with another setting."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
 
 
 class Inputs:
-    """The inputs of the FX graph, made when the mod reads them."""
+    """The inputs of the FX graph, created when the mod reads them."""
 
     def __init__(self, setting: Setting, kind: Kind, name: str) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -76,7 +76,7 @@ class Inputs:
             return [torch.empty((), dtype=score_dtype, device=device), *indices] if kind == "score" else indices
 
     def number(self, value: int | float, position: int, name: str) -> Any:
-        """Return the symbol of a number that the mod reads."""
+        """Return the symbol for a number that the mod reads."""
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
         source = _source(f"n{position}")
@@ -88,8 +88,8 @@ class Inputs:
         return found
 
     def tensor(self, value: Tensor, position: int, name: str) -> None:
-        """Make a tensor that the mod reads an input."""
-        with self.interception.paused():  # these reads are not the mod's
+        """Make a tensor that the mod reads an input of the graph."""
+        with self.interception.paused():  # these reads are not part of the mod
             check_plain(self.argument, value, name)
             if value.is_complex() or value.is_quantized:
                 text = f"found a captured tensor of {value.dtype}, expected a real dtype"
@@ -102,7 +102,7 @@ class Inputs:
             self.interception.replace(value, fake)
 
     def text(self, symbol: Any) -> str:
-        """Return how the guard computes a symbol from its variables."""
+        """Return the expression by which the guard computes a symbol from its variables."""
         record = self.record
         assert record is not None
         if record.reason:  # there will be no guard
@@ -112,7 +112,7 @@ class Inputs:
         return re.sub(r"\b([tn])\[(\d+)\]", lambda found: f"({variables[found[1]][int(found[2])]})", text)
 
     def name_of(self, symbol: Any) -> str:
-        """Return the user's name of a number that a symbol is computed from."""
+        """Return the user's name of a number in a symbol's expression."""
         return next((self.symbol_names[str(s)] for s in sorted(symbol.node.expr.free_symbols, key=str)), "number")
 
     def _fake(self, tensor: Tensor, position: int) -> Tensor:
@@ -126,7 +126,7 @@ class Inputs:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
     def scripted(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a scripted function: its operators are recorded, but what torch asks on the way is not the mod's."""
+        """Call a scripted function. Its operators are recorded; torch's own reads during the call are not."""
         args, kwargs = self.interception.known(args), self.interception.known(kwargs)
         with self.interception.paused():
             found = function(*args, **kwargs)
@@ -135,12 +135,12 @@ class Inputs:
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """Let torch compute on real tensors, as it does outside of the trace."""
+        """Let torch compute on real tensors, outside of the trace."""
         with self.interception.paused(), _disable_current_modes():
             yield
 
     def _sizes(self, shape: torch.Size, position: int) -> list[Any]:
-        """Return symbols of the sizes of a tensor; 0 and 1 are guarded and stay as they are."""
+        """Return symbols for the sizes of a tensor. Sizes 0 and 1 are guarded and stay literal."""
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
         sizes: list[Any] = []
@@ -155,14 +155,14 @@ class Inputs:
         return sizes
 
     def _adopt(self, tensor: Tensor) -> None:
-        """Make a tensor an input that the mod got from where no guard can look."""
+        """Make a tensor an input if the mod got it from a location that no guard can read."""
         record = self.record
         assert record is not None
-        record.unguarded("it uses a tensor that it makes or gets anew in each run")
+        record.unguarded("it uses a tensor that it creates or receives in each run")
         if len(record.tensors) >= _MOST_ADOPTED:
             raise UnsupportedError(
-                f"{self.name}: found more than {_MOST_ADOPTED} tensors that are made anew in each run of the mod, "
-                f"expected captured tensors. Make them before the call and capture them."
+                f"{self.name}: found more than {_MOST_ADOPTED} tensors that are created in each run of the mod, "
+                f"expected captured tensors. Create them before the call and capture them."
             )
         self.tensor(tensor, len(record.tensors), f"captured_{len(record.tensors)}")
         record.tensors.append(tensor)
@@ -175,7 +175,7 @@ class Inputs:
 def record_run(
     mod: Mod, kind: Kind, name: str, score_dtype: torch.dtype, decompositions: Decompositions
 ) -> tuple[Recorded, Record]:
-    """Run `mod`; again where it turns out that the setting is another one."""
+    """Run `mod`, repeatedly if the setting turns out to be wrong."""
     setting, reason = Setting(torch.device("cpu"), natively=not IS_KNOWN_VERSION), "this version of Python is not known"
     while True:
         try:
@@ -193,14 +193,14 @@ def record_run(
 
 
 def _is_watched() -> bool:
-    """Tell whether a debugger, a profiler or a coverage tool looks at this thread."""
+    """Return whether a debugger, a profiler or a coverage tool watches this thread."""
     monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
     tools = monitoring is not None and any(monitoring.get_tool(i) is not None for i in range(6))
     return tools or sys.gettrace() is not None or sys.getprofile() is not None
 
 
 def _show(mod: Mod, kind: Kind, name: str, score_dtype: torch.dtype, setting: Setting) -> None:
-    """Let Python run the mod once more, for the tools that watch it: its breakpoints are hit, its lines are counted."""
+    """Run the mod once more in Python, for tools that watch it: breakpoints are hit and lines are counted."""
     with contextlib.suppress(Exception):
         _run(mod, kind, name, score_dtype, {}, replace(setting, natively=True))
 
@@ -263,7 +263,7 @@ def _set_module_methods(methods: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _module_methods_as(methods: dict[str, Any]) -> Iterator[None]:
-    """Undo what fx changes: the mod would run it, and the guard would expect it later."""
+    """Undo fx's changes. Otherwise the mod would run fx's methods, and the guard would expect them later."""
     changed = _module_methods()
     _set_module_methods(methods)
     try:
@@ -273,7 +273,7 @@ def _module_methods_as(methods: dict[str, Any]) -> Iterator[None]:
 
 
 def _placeholder(name: str, value: Any) -> fx.Node:
-    """Give the graph that is being traced one more input."""
+    """Add an input to the graph that is being traced."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 
     mode = get_proxy_mode()
@@ -291,7 +291,7 @@ def _no_autocast(device_type: str) -> torch.autocast:
 
 
 def _result_node(graph: fx.Graph, result: Any) -> Any:
-    """Return the FX node of a returned tensor; anything else as it is."""
+    """Return the FX node of a returned tensor. Other results are returned unchanged."""
     (returned,) = next(n for n in graph.nodes if n.op == "output").args
     if not isinstance(result, Tensor):
         return result

@@ -1,4 +1,4 @@
-"""registered: what users say of operators that PyTorch does not know: a custom operator, an autograd.Function."""
+"""registered: definitions by users of operators that PyTorch does not know (custom operators, autograd.Functions)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _count = 0
 
 
 def register_operator(op: Any, like: Callable[..., Any]) -> None:
-    """Let mods call a custom operator: say that it computes what `like` computes.
+    """Let mods call a custom operator, by defining that it computes what `like` computes.
 
-    `op` is what ``torch.library.custom_op`` gives, an operator of ``torch.ops``, or a class derived from
-    ``torch.autograd.Function``. `like` takes the same arguments: a function of torch, or a Python function of torch
-    operations. Kernels compute `like`, and gradients are those of `like`. A later registration replaces an earlier one.
+    `op` is the result of ``torch.library.custom_op``, an operator of ``torch.ops``, or a subclass of
+    ``torch.autograd.Function``. `like` takes the same arguments. It is a torch function, or a Python function of torch
+    operations. Kernels compute `like`, with the gradients of `like`. A later registration replaces an earlier one.
 
     Example::
 
@@ -35,12 +35,12 @@ def register_operator(op: Any, like: Callable[..., Any]) -> None:
 
 
 def meaning_of(op: Any) -> Callable[..., Any] | None:
-    """Return what was registered for an operator or an autograd.Function."""
+    """Return the function registered for an operator or an autograd.Function."""
     return _meanings.get(op)
 
 
 def registrations() -> int:
-    """Return how many there were: traces made before another one do not hold."""
+    """Return the number of registrations. Traces made before a later registration are invalid."""
     return _count
 
 

@@ -1,7 +1,7 @@
-"""Scalarize: the FX graph of a traced mod as a ModGraph, and how to find its captures and numbers in each call.
+"""Scalarize: the FX graph of a traced mod as a ModGraph, and how to find its captures and numbers at each call.
 
-What depends on captured tensors alone becomes the prologue, a function that torch runs once per call, under autograd;
-its results are the captures of the graph. Arithmetic on numbers and sizes alone becomes the numbers of the graph.
+Operations on captured tensors alone become the prologue, a function that torch runs once per call, under autograd.
+Its results are the captures of the graph. Arithmetic on numbers and sizes alone becomes the numbers of the graph.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from flexattn.trace.interception import CONSTANT, DATA_DEPENDENT, IN_PLACE, MOST
 
 Kind = Literal["score", "mask"]
 
-_MOST_NUMBERS = 64  # of one mod, whose graphs are kept
+_MOST_NUMBERS = 64  # sets of number values per mod with a cached graph
 
 
-_NUMBERS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}  # what the user calls them
+_NUMBERS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}  # their types in the user's code
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a run left: the FX graph, its inputs, what it returned, and the name of every symbol's source."""
+    """The result of a run: the FX graph, its inputs, its return value, and the source of every symbol."""
 
     graph: fx.Graph
     result: Any  # an FX node, or a Python or symbolic number
     inputs: dict[fx.Node, str]
     tensors: list[fx.Node]
     numbers: list[fx.Node]
-    names: dict[fx.Node, str]  # of tensors, by the user
+    names: dict[fx.Node, str]  # the user's names of the tensors
     sources: dict[str, str]  # symbol -> Python text over t (tensors) and n (numbers)
     symbol_names: dict[str, str]  # symbol -> the user's name
     environment: Any  # the ShapeEnv, whose guards may still grow
@@ -48,20 +48,20 @@ class Recorded:
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A graph and how to find its values in what the guard of a mod of this kind returns."""
+    """A graph, and how to find its values in what the guard of this trace returns."""
 
     graph: ModGraph
     numbers: Callable[[Sequence[Tensor], Sequence[int | float]], tuple[int | float, ...]] | None
-    picks: tuple[int, ...] | None  # captures that are leaves as they stand; None: the prologue computes them
+    picks: tuple[int, ...] | None  # captures that are leaves themselves; None: the prologue computes them
     prologue: Callable[..., tuple[Tensor, ...]] | None
-    prologue_text: str  # what it computes
-    prologue_numbers: tuple[int, ...]  # that it reads
-    conditions: tuple[str, ...]  # on tensors t and numbers n, under which the graph holds
-    tensor_names: tuple[str, ...]  # of the user, for messages
+    prologue_text: str  # identifies what it computes
+    prologue_numbers: tuple[int, ...]  # the numbers that it reads
+    conditions: tuple[str, ...]  # on tensors t and numbers n, under which the graph is valid
+    tensor_names: tuple[str, ...]  # the user's names, for messages
     _graphs: dict[tuple[int | float, ...], ModGraph] = field(default_factory=dict)  # by the values of numbers
 
     def _narrowed(self, numbers: tuple[int | float, ...]) -> ModGraph:
-        """Return the graph for these numbers; calls repeat the same few."""
+        """Return the graph for these numbers, cached because calls repeat the same few values."""
         if (graph := self._graphs.get(numbers)) is None:
             if len(self._graphs) >= _MOST_NUMBERS:
                 self._graphs.clear()
@@ -69,9 +69,9 @@ class Traced:
         return graph
 
     def bind(self, tensors: Sequence[Tensor], numbers: Sequence[int | float], guarded: bool) -> BoundMod:
-        """Return the mod with the values of this call; the prologue runs here.
+        """Return the mod with the values of this call. The prologue runs here.
 
-        `guarded`: what the mod computes follows from this object, the tensors and the numbers.
+        `guarded`: the mod is fully determined by this object, the tensors and the numbers.
         """
         if self.picks is not None:
             captures = tuple([tensors[i] for i in self.picks])
@@ -88,7 +88,7 @@ class Traced:
 
 
 def scalarize(recorded: Recorded, kind: Kind, name: str, score_dtype: torch.dtype, location: str) -> Traced:
-    """Split the FX graph into prologue and scalar expressions."""
+    """Split the FX graph into a prologue and scalar expressions."""
     called = mod_in_messages(kind, name)
     _refuse_mutation_and_randomness(recorded, called)
     _refuse_unknown_values(recorded, called)
@@ -118,11 +118,11 @@ def scalarize(recorded: Recorded, kind: Kind, name: str, score_dtype: torch.dtyp
 
 
 def _output(elements: Elements, result: Any, kind: Kind, name: str, dtype: torch.dtype) -> Expr:
-    """Return the result of the mod as an expression of the dtype that its kind must have."""
+    """Return the result of the mod as an expression of the dtype required for its kind."""
     if isinstance(result, fx.Node):
         value = result.meta["val"]
         if value.ndim > 0:
-            mend = "Index the captured tensor down to one element, as in scale[0]."
+            mend = "Index the captured tensor down to one element, for example scale[0]."
             raise ModError(
                 f"{name}, line {line_of_node(result)}: found a result of shape {list(value.shape)}, "
                 f"expected a scalar (a 0-d tensor). {mend}"
@@ -135,7 +135,7 @@ def _output(elements: Elements, result: Any, kind: Kind, name: str, dtype: torch
         if kind == "mask" and value.dtype != torch.bool:
             raise ModError(
                 f"{name}, line {line_of_node(result)}: found a result of dtype {value.dtype}, expected "
-                f"torch.bool. Write a comparison, such as `!= 0`."
+                f"torch.bool. Write a comparison, for example `!= 0`."
             )
         return elements.cast(elements.value(result), dtype)
     if kind == "mask" and isinstance(result, (bool, torch.SymBool)):
@@ -154,7 +154,7 @@ _COMPLEX_SCORE = "Return its real part or its absolute value."
 
 
 class _Leaves:
-    """The leaves of the graph under construction: inputs, loads from what the prologue gives, and numbers."""
+    """The leaves of the graph under construction: inputs, loads from captures, and numbers."""
 
     def __init__(self, recorded: Recorded, score_dtype: torch.dtype) -> None:
         self.recorded = recorded
@@ -173,7 +173,7 @@ class _Leaves:
         self._moving, self._captured = _dependence(recorded)
 
     def load(self, node: fx.Node, index: Index) -> Expr | None:
-        """Return an input or a load, or None for a node that has to be computed from its operands."""
+        """Return an input or a load, or None for a node that must be computed from its operands."""
         if node in self._inputs:
             return self._inputs[node]
         if node in self._moving or (node not in self._captured and _is_constant(node)):
@@ -187,7 +187,7 @@ class _Leaves:
         return self.builder.load(self.roots.index(node), value.dtype, index).cast(wide(value.dtype))
 
     def number(self, symbol: Any) -> Expr:
-        """Return a symbolic number as a leaf that the host computes from the user's numbers and sizes."""
+        """Return a symbolic number as a leaf, which the host computes from the user's numbers and sizes."""
         expression = symbol.node.expr
         if expression.is_number:
             value = float(expression) if isinstance(symbol, torch.SymFloat) else int(expression)
@@ -212,7 +212,7 @@ class _Leaves:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Tell whether a node that reads neither inputs nor captures is better computed in the graph than loaded."""
+    """Return whether to compute a node that reads neither inputs nor captures in the graph, instead of loading it."""
     if CONSTANT in node.meta:
         return False
     name = operator_name(node)
@@ -222,7 +222,7 @@ def _is_constant(node: fx.Node) -> bool:
 
 
 def _dependence(recorded: Recorded) -> tuple[set[fx.Node], dict[fx.Node, str]]:
-    """Return the nodes that depend on the mod's inputs, and a name for each of the others that reads a capture."""
+    """Return the nodes that depend on the mod's inputs, and names for other nodes that read a captured tensor."""
     moving = set(recorded.inputs)
     captured = dict(recorded.names)
     for node in recorded.graph.nodes:
@@ -257,13 +257,13 @@ def _refuse_mutation_and_randomness(recorded: Recorded, name: str) -> None:
     for node in recorded.graph.nodes:
         if node.op == "get_attr" and any(CONSTANT not in user.meta for user in node.users):
             raise UnsupportedError(
-                f"{name}: found a tensor that a library made or keeps, used at {line_of_node(next(iter(node.users)))}, "
-                f"expected tensors that the mod captures. Make it before the call and capture it."
+                f"{name}: found a tensor that a library creates or keeps, at {line_of_node(next(iter(node.users)))}, "
+                f"expected captured tensors. Create it before the call and capture it."
             )
 
 
 def _refuse_unknown_values(recorded: Recorded, name: str) -> None:
-    """Raise for numbers and sizes that only the values of tensors tell (nonzero, unique, a tensor as a number)."""
+    """Raise for numbers and sizes that depend on tensor values (nonzero, unique, a tensor as a number)."""
     for node in recorded.graph.nodes:
         found = node.meta.get("val")
         if node.op == "call_function" and found is not None and _is_unknown(found):
@@ -284,13 +284,13 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _without_unused(graph: ModGraph, leaves: _Leaves) -> tuple[ModGraph, list[fx.Node], list[str]]:
-    """Drop captures and numbers that no node reads any more (folding can remove the last use)."""
+    """Drop unused captures and numbers (folding can remove the last use)."""
     kept, captures, numbers = without_unused(graph)
     return kept, [leaves.roots[i] for i in captures], [leaves.number_texts[i] for i in numbers]
 
 
 def python_text(expression: Any, sources: dict[str, str]) -> str:
-    """Return a sympy expression over symbols as Python over t and n."""
+    """Return a sympy expression over symbols as Python text over t and n."""
     from torch.utils._sympy.printers import PythonPrinter
 
     class Printer(PythonPrinter):
@@ -326,20 +326,20 @@ def _prologue(recorded: Recorded, roots: list[fx.Node]) -> fx.GraphModule:
             copies[node] = graph.get_attr(name)
         else:
             copies[node] = graph.node_copy(node, lambda n: copies[n])
-            copies[node].meta = {}  # the fake tensors in it would keep the whole trace alive
-            if node.target in _VIEWS:  # a capture of other strides may have to be copied
+            copies[node].meta = {}  # its fake tensors would keep the whole trace alive
+            if node.target in _VIEWS:  # a capture with other strides may need a copy
                 copies[node].target = torch.ops.aten.reshape.default
     graph.output(tuple(copies[r] for r in roots))
     return fx.GraphModule(constants, graph)
 
 
 def _text_of(prologue: fx.GraphModule) -> str:
-    """Return what is equal for prologues that compute the same."""
+    """Return a text that is equal for prologues that compute the same."""
     return prologue.code + "".join(f"{t.dtype} {t.tolist()}\n" for t in prologue.buffers())
 
 
 def _ancestors(roots: list[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that `roots` are computed from, and themselves."""
+    """Return `roots` and all nodes that they are computed from."""
     found: set[fx.Node] = set()
     stack = list(roots)
     while stack:

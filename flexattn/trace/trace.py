@@ -1,10 +1,11 @@
-"""Trace: a score_mod or mask_mod as Python -> ModGraph, once for each kind of mod.
+"""Trace: a score_mod or mask_mod in Python -> ModGraph, cached.
 
-A mod runs once on 0-d fake tensors under make_fx (`recording`). The FX graph then splits (`scalarize`): operations on
-captures alone are a *prologue* that torch runs at each call, under autograd; the rest becomes scalar expressions.
+A mod runs once on 0-d fake tensors under make_fx (`recording`). The FX graph is then split (`scalarize`). Operations on
+captured tensors alone form a *prologue* that torch runs at each call, under autograd. The rest becomes scalar
+expressions.
 
-What the run read became a guard (`follow`). At each call the guards of traces kept for the mod's code (`memo`) read the
-same places again. One that holds gives the tensors and numbers of this call; where none does, the mod is traced anew.
+What the run read becomes a guard (`follow`). At each call, the guards of traces for the mod's code (`memo`) read the
+same locations again. If one passes, it returns this call's tensors and numbers. Otherwise the mod is retraced.
 """
 
 from __future__ import annotations
@@ -38,25 +39,25 @@ Mod = Callable[..., Any]
 
 _lock = Lock()
 _stats = {"traces": 0, "hits": 0}
-_retraced: dict[tuple[str, str], int] = {}  # by location and reason: how often a mod was traced for it
+_retraced: dict[tuple[str, str], int] = {}  # (location, reason) -> number of retraces
 _MOST_RETRACED = 1000
 
 
 def stats() -> dict[str, int]:
-    """Return how many calls traced, and how many were served from the memo, in this process."""
+    """Return how many calls traced, and how many used a cached trace, in this process."""
     return dict(_stats)
 
 
 def variant_of(kind: Kind, score_dtype: torch.dtype) -> tuple[object, ...]:
-    """Return what traces of one mod differ in."""
+    """Return what distinguishes traces of one mod."""
     return kind, score_dtype, torch.get_default_dtype(), registrations()
 
 
 def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> BoundMod:
     """Return `mod` as a graph, with the captured tensors and numbers of this call.
 
-    A gradient is that of the operations recorded; `detach` and `torch.no_grad` stop it. Of a mask_mod no gradient
-    flows. A `torch.autograd.Function` in a score_mod is refused, since its own backward would not be used.
+    Gradients are those of the recorded operations; `detach` and `torch.no_grad` stop them. A mask_mod has no gradient.
+    A `torch.autograd.Function` in a score_mod is rejected, because its own backward would not be used.
     """
     variant = variant_of(kind, score_dtype)
     for known in memo.find(mod, variant):
@@ -79,7 +80,7 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
 
 
 def _warn(kind: Kind, traced: Traced, record: Record) -> None:
-    """Warn once of a mod that is traced at each call; of one that only sets something up, not at its first call."""
+    """Warn once about a mod that is traced at each call. If it may only initialize something, skip its first call."""
     place = (traced.graph.location, record.reason)
     count = _retraced.get(place, 0) + 1
     if len(_retraced) < _MOST_RETRACED:
@@ -87,7 +88,7 @@ def _warn(kind: Kind, traced: Traced, record: Record) -> None:
     if count == (2 if record.may_end else 1):
         where = f" ({traced.graph.location})" if traced.graph.location else ""
         warnings.warn(
-            f"{kind}_mod {traced.graph.name}{where} is traced at each call: {record.reason}. Take that out of the mod: "
+            f"{kind}_mod {traced.graph.name}{where} is traced at each call: {record.reason}. Move it out of the mod: "
             f"compute it before the call, and let the mod capture a tensor or a number.",
             RetraceWarning,
             stacklevel=_frames_of_ours(),
@@ -95,7 +96,7 @@ def _warn(kind: Kind, traced: Traced, record: Record) -> None:
 
 
 def _frames_of_ours() -> int:
-    """Return how many frames of this package lie between `_warn` and the user's call."""
+    """Return the number of frames of this package between `_warn` and the user's call."""
     frame, count = sys._getframe(1), 1
     while frame is not None and is_ours(frame.f_globals.get("__name__")):
         frame, count = frame.f_back, count + 1
@@ -104,7 +105,7 @@ def _frames_of_ours() -> int:
 
 @undisturbed("flexattn")
 def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> tuple[Traced, Record]:
-    """Trace until every operator has a row."""
+    """Trace, adding decompositions until every operator has a row."""
     name = mod_name(mod, kind)
     called = mod_in_messages(kind, name)
     _check_call(mod, kind, name)
@@ -117,7 +118,7 @@ def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> tuple[Traced,
         except UnknownOperator as unknown:
             target = unknown.node.target
             decomposition = None if isinstance(unknown, Refused) else _decomposition(target)
-            if asked is None or not str(target).startswith("prims"):  # those come from decompositions, not from users
+            if asked is None or not str(target).startswith("prims"):  # prims come from decompositions, not from users
                 asked = unknown
             if decomposition is None or target in decompositions:
                 what = explain_operator(unknown if unknown.reason else asked)
@@ -132,7 +133,7 @@ def _decomposition(target: Any) -> Callable[..., Any] | None:
     return meaning_of(target) or decomposition_table.get(target)
 
 
-# Checks that need no run.
+# Checks that do not run the mod.
 
 
 def mod_name(mod: Mod, kind: Kind) -> str:
@@ -145,7 +146,7 @@ def mod_name(mod: Mod, kind: Kind) -> str:
 
 
 def _function_of(mod: Mod) -> Any:
-    """Return what partials call in the end. Of other objects no attribute is read: they may make up any."""
+    """Return the function that partials finally call. No attributes of other objects are read: they may be computed."""
     inner: Any = mod
     while isinstance(inner, functools.partial):
         inner = inner.func
@@ -153,7 +154,7 @@ def _function_of(mod: Mod) -> Any:
 
 
 def location_of(mod: Mod) -> str:
-    """Return file:line of the code of a mod, or an empty string for what is not written in Python."""
+    """Return file:line of the code of a mod, or an empty string if it is not written in Python."""
     inner = _function_of(mod)
     inner = type(inner).forward if isinstance(inner, torch.nn.Module) else inner
     inner = inner if inspect.isfunction(inner) else getattr(type(inner), "__call__", None)  # noqa: B004
@@ -162,7 +163,7 @@ def location_of(mod: Mod) -> str:
 
 
 def _check_call(mod: Mod, kind: Kind, name: str) -> None:
-    """Raise unless `mod` can be called with the positional arguments of its kind."""
+    """Raise unless `mod` accepts the positional arguments of its kind."""
     inputs, others = (SCORE_INPUTS, MASK_INPUTS) if kind == "score" else (MASK_INPUTS, SCORE_INPUTS)
     wanted = f"{kind}_mod({', '.join(inputs)})"
     if not callable(mod):
@@ -185,7 +186,7 @@ def _check_call(mod: Mod, kind: Kind, name: str) -> None:
 
 
 def _binds(signature: inspect.Signature, count: int) -> bool:
-    """Tell whether `count` positional arguments fit: all parameters without default, or *args."""
+    """Return whether `count` positional arguments fit: all parameters without default, or *args."""
     required = [p for p in signature.parameters.values() if p.default is p.empty]
     if any(p.kind is p.KEYWORD_ONLY for p in required):
         return False

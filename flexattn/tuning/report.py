@@ -1,4 +1,4 @@
-"""trials: what tuning measured, to be read by a person and kept as rows of a table."""
+"""report: results of tuning, for printing and as rows of a tile table."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 from flexattn.compile.tiles import Tile, TileKey, TileRow
 
-GAIN = 1.02  # how many times as fast a tile must be to take the place of the one in use
+GAIN = 1.02  # speedup that a tile needs to replace the current one
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A tile with the milliseconds of each round, or a note that says why there are none."""
+    """A tile with the milliseconds of each round, or a note that says why it was not measured."""
 
     tile: Tile
     milliseconds: tuple[float, ...] = ()
@@ -34,7 +34,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class KernelTuning:
-    """The trials of one kernel, that of the tile that was in use first."""
+    """The trials of one kernel, starting with the current tile."""
 
     architecture: str
     key: TileKey
@@ -42,13 +42,13 @@ class KernelTuning:
 
     @property
     def best(self) -> Trial:
-        """The fastest, or the tile in use where none is clearly faster."""
+        """The fastest trial, or the current tile if none is clearly faster."""
         fastest = min(self.trials, key=lambda trial: trial.median)
         return fastest if fastest.median * GAIN < self.trials[0].median else self.trials[0]
 
     @property
     def gain(self) -> float:
-        """How many times as fast the best is as the tile in use."""
+        """Speedup of the best tile over the current one."""
         return self.trials[0].median / self.best.median
 
     def __str__(self) -> str:
@@ -65,12 +65,12 @@ class KernelTuning:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What `flexattn.tune` measured; `print` it to read it."""
+    """Results of `flexattn.tune`; `print` it to read it."""
 
     device: str
     kernels: tuple[KernelTuning, ...]
-    fixed: tuple[str, ...] = ()  # kernels of the call that have one tile only: Hopper's own
-    file: Path | None = None  # where the best tiles were remembered
+    fixed: tuple[str, ...] = ()  # kernels of the call with only one tile: the Hopper kernels
+    file: Path | None = None  # where the best tiles were stored
 
     def rows(self) -> tuple[TileRow, ...]:
         """Return the best tiles as rows of a table."""
@@ -78,6 +78,6 @@ class Tuning:
         return tuple(TileRow(k.architecture, k.key, k.best.tile, self.device, date) for k in self.kernels)
 
     def __str__(self) -> str:
-        fixed = [f"{name}: Hopper's own kernel, whose tile is fixed" for name in self.fixed]
+        fixed = [f"{name}: Hopper kernel, whose tile is fixed" for name in self.fixed]
         kept = f"remembered in {self.file}" if self.file else "not remembered"
         return "\n\n".join([f"tiles on {self.device}, {kept}", *map(str, self.kernels), *fixed])

@@ -1,7 +1,7 @@
-"""tuning: the tiles that make the Triton kernels of a problem fastest, measured on its own tensors and mask.
+"""search: finds the fastest tiles of a problem's Triton kernels by measuring them on its own tensors and mask.
 
-Candidates are the tile in use, those one step away from it, and all that were ever best for the kernel. They are
-compiled side by side, checked against the results of the tile in use, and timed in rounds of random order.
+Candidates are the current tile, tiles one step away from it, and all tiles in the table for the kernel. They are
+compiled in parallel, checked against the results of the current tile, and timed in rounds of random order.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from flexattn.runtime.launch import forget_launches, run, runner
 from flexattn.tuning.report import KernelTuning, Trial, Tuning
 
 TUNED = ("forward", "backward_dq", "backward_dkdv")
-SLOW = 2.0  # how many times as slow as the fastest a tile may be at first sight and still be timed in rounds
-SPILLS = 512  # bytes of stack of a thread beyond which a candidate is left out
-SAMPLE_MS = 5.0  # shortest time of a sample
-COVER_CYCLES = 2_000_000  # about 1 ms in which the host enqueues a sample, so that its time is not in it
-# Relative rmse from the results of the tile in use, by which a tile that Triton compiles wrongly is found.
+SLOW = 2.0  # a tile slower than the fastest by this factor in the first measurement is not timed in rounds
+SPILLS = 512  # bytes of stack per thread above which a candidate is discarded
+SAMPLE_MS = 5.0  # minimum duration of a sample
+COVER_CYCLES = 2_000_000  # about 1 ms in which the host enqueues a sample, so that host time is not measured
+# Relative rmse from the results of the current tile, to detect tiles that Triton miscompiles.
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 3e-3}
 
-# What may be halved and doubled, alone or together, and within what.
+# Fields that may be halved and doubled, alone or together, and their limits.
 _STEPS = (("BLOCK_M",), ("BLOCK_N",), ("num_warps",), ("BLOCK_M", "num_warps"), ("BLOCK_N", "num_warps"))
 _LIMITS = {"BLOCK_M": (16, LARGEST_TILE), "BLOCK_N": (16, LARGEST_TILE), "num_warps": (4, 8)}
 _STAGES = (1, 4)
@@ -51,17 +51,17 @@ _STAGES = (1, 4)
 
 @dataclass(frozen=True)
 class Effort:
-    """What is measured, and how much."""
+    """What to measure, and how much."""
 
-    kernels: tuple[str, ...]  # of TUNED
-    seconds: float  # for compiling: candidates that are not ready then are left out
-    processes: int  # that compile side by side
+    kernels: tuple[str, ...]  # a subset of TUNED
+    seconds: float  # time limit for compiling; unfinished candidates are discarded
+    processes: int  # parallel compile processes
     rounds: int
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One kernel of a problem as the engine would launch it."""
+    """One kernel of a problem, as the engine would launch it."""
 
     spec: KernelSpec
     problem: Problem  # as the kernel sees it
@@ -77,16 +77,16 @@ class _Call:
         run(self.spec, self.problem, self.tensors, self.arrays)
 
     def results(self) -> dict[str, Tensor]:
-        """Return what the kernel writes, by name."""
+        """Return the outputs of the kernel by name."""
         written = ("o", "lse_ptr") if self.plan.is_forward else self.spec.gradients
         everything = {**self.tensors, **self.arrays}
         return {name: t for name, t in everything.items() if name in written or name.endswith("_grad_ptr")}
 
 
 def tune_problem(problem: Problem, effort: Effort, keep: bool) -> Tuning:
-    """Measure candidates for each kernel of a problem, and remember the best where `keep` asks for it."""
+    """Measure candidates for each kernel of a problem, and store the best if `keep` is set."""
     if keep:
-        remembered_rows()  # raises here, before anything is measured, where the table cannot be read
+        remembered_rows()  # raises before anything is measured if the table cannot be read
     learns = wants_gradient(problem)
     with torch.no_grad(), _current(problem.query.device):
         calls = _calls(problem, learns)
@@ -105,7 +105,7 @@ def tune_problem(problem: Problem, effort: Effort, keep: bool) -> Tuning:
 
 
 def candidates(plan: KernelPlan, problem: Problem, tensors: Tensors) -> tuple[KernelPlan, ...]:
-    """Return plans that differ from `plan` in their tiles alone, all of which may fit; the first is `plan` itself."""
+    """Return plans that differ from `plan` only in their tiles, all of which may fit; the first is `plan` itself."""
     tiles = dict.fromkeys((*_near(plan), *tiles_of(plan.kernel)))
     tiles.pop(plan.tile, None)
     others = (plan_with_tile(plan.spec, problem, plan.target, tensors, tile) for tile in tiles)
@@ -113,7 +113,7 @@ def candidates(plan: KernelPlan, problem: Problem, tensors: Tensors) -> tuple[Ke
 
 
 def _near(plan: KernelPlan) -> Iterator[Tile]:
-    """Yield the tiles one step away from a plan's."""
+    """Yield the tiles one step away from a plan's tile."""
     tile = plan.tile
     for names in _STEPS:
         for factor in (0.5, 2):
@@ -131,7 +131,7 @@ def _near(plan: KernelPlan) -> Iterator[Tile]:
 
 
 def _calls(problem: Problem, learns: bool) -> tuple[_Call, ...]:
-    """Return the kernels of a forward, and of a backward where the problem learns, without running any."""
+    """Return the kernels of a forward, and of a backward if the problem needs gradients, without running any."""
     target, calls = target_of(problem.query.device), []
 
     def keep(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -> None:
@@ -162,12 +162,12 @@ def _tune(call: _Call, plans: Sequence[KernelPlan], notes: Mapping[KernelSource,
     able = {tile: runs[tile] for tile, trial in trials.items() if not trial.note}
     for tile, milliseconds in _time(able, call.problem.query.device, effort).items():
         trials[tile] = Trial(tile, milliseconds)
-    _results(call, runs[plans[0].tile])  # what kernels after this one read
+    _results(call, runs[plans[0].tile])  # later kernels read these results
     return KernelTuning(str(call.plan.target), tile_key(call.plan), tuple(trials.values()))
 
 
 def _refusal(plan: KernelPlan) -> str:
-    """Return why a compiled candidate is not worth running, or cannot be."""
+    """Return why a compiled candidate is not worth running, or cannot run."""
     try:
         kernel = build(render(plan), plan.target)
         if plan.target.backend != "interpreter":
@@ -180,29 +180,29 @@ def _refusal(plan: KernelPlan) -> str:
 
 
 def _results(call: _Call, run: Callable[[], None]) -> dict[str, Tensor]:
-    """Run a kernel and return copies of what it wrote."""
+    """Run a kernel and return copies of its outputs."""
     for name, tensor in call.results().items():
-        tensor.fill_(0.0 if name.endswith("_grad_ptr") else math.nan)  # gradients of captured tensors are added to
+        tensor.fill_(0.0 if name.endswith("_grad_ptr") else math.nan)  # gradients of captured tensors are accumulated
     run()
     return {name: tensor.clone() for name, tensor in call.results().items()}
 
 
 def _difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], dtype: torch.dtype) -> str:
-    """Return what differs from the expected by more than rounding, "" where nothing does."""
+    """Return what differs from the expected results by more than rounding, or ""."""
     for name, tensor in found.items():
         ours, theirs = tensor.float(), expected[name].float()
         same = (ours == theirs) | (ours.isnan() & theirs.isnan())
         distance = torch.where(same, 0.0, ours - theirs).norm()
         scale = theirs[theirs.isfinite()].norm().clamp_min(1e-30)
         if not (error := float(distance / scale)) <= TOLERANCE.get(dtype, 0.0):  # true for nan
-            return f"wrong: {name.removesuffix('_ptr')} is {error:.1e} from that of the tile in use"
+            return f"wrong: {name.removesuffix('_ptr')} is {error:.1e} from that of the current tile"
     return ""
 
 
 def _time(
     runs: Mapping[Tile, Callable[[], None]], device: torch.device, effort: Effort
 ) -> dict[Tile, tuple[float, ...]]:
-    """Return milliseconds of each round, rounds in random order; what is slow at first sight has one round alone."""
+    """Return milliseconds per round, in random order. Slow tiles in the first measurement get only one round."""
     first = {tile: min(sample(run, 1, device) for _ in range(3)) for tile, run in runs.items()}
     limit = SLOW * min(first.values())
     samples = {tile: [once] if once > limit else [] for tile, once in first.items()}
@@ -217,7 +217,7 @@ def _time(
 
 
 def sample(run: Callable[[], object], launches: int, device: torch.device) -> float:
-    """Return milliseconds per run, over `launches` runs back to back."""
+    """Return milliseconds per run, over `launches` consecutive runs."""
     if device.type != "cuda":
         start = time.perf_counter()
         for _ in range(launches):

@@ -1,7 +1,7 @@
-"""Follow: run a mod as Python would and record every place that it reads, as a guard that reads them again.
+"""Follow: run a mod as Python would, and record every location that it reads as a guard that reads them again.
 
-`Follower(record).mod(*inputs)` runs it; `guard_of(record, conditions)` gives the guard. What no guard can see (changes
-that the mod makes, functions of C that are not known, randomness, clocks) is noted in `record.reason`.
+`Follower(record).mod(*inputs)` runs it; `guard_of(record, conditions)` returns the guard. What a guard cannot check
+(the mod's own changes, unknown C functions, randomness, clocks) is noted in `record.reason`.
 """
 
 from flexattn.trace.follow import instructions as instructions

@@ -1,4 +1,4 @@
-"""Attributes: Python's lookup of attributes, step by step, so that each place that decides the result is recorded.
+"""Attributes: Python's attribute lookup, step by step, so that each location that decides the result is recorded.
 
 The rules are those of object.__getattribute__, type.__getattribute__ and super in the Python data model: data
 descriptors of the class, then the instance's own dict, then other attributes of the class, then __getattr__.
@@ -21,14 +21,14 @@ from flexattn.trace.follow.record import Record
 
 MISSING: Any = object()
 
-# Types of Python and torch whose attributes are functions of the value.
+# Types of Python and torch whose attributes depend only on the value.
 _IMMUTABLE: frozenset[type] = frozenset((
     int, float, bool, complex, str, bytes, range, slice, type(None), type(...), type(NotImplemented), torch.dtype,
     torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo, types.CodeType,
 ))  # fmt: skip
-_TupleGetter = type(vars(collections.namedtuple("_Pair", "x y"))["x"])  # what a field of a namedtuple is in its class
+_TupleGetter = type(vars(collections.namedtuple("_Pair", "x y"))["x"])  # descriptor type of a namedtuple field
 BUILTIN_CONTAINERS: frozenset[type] = frozenset((list, tuple, dict, set, frozenset))
-# What looks up attributes by the rules of object.__getattribute__.
+# Implementations that look up attributes by the rules of object.__getattribute__.
 _GENERIC = tuple(
     cls.__getattribute__
     for cls in (
@@ -44,17 +44,17 @@ _LAYOUT_OF_TENSOR = frozenset(("is_leaf", "grad", "grad_fn", "data_ptr", "_versi
 
 
 class Unfollowable(Exception):
-    """The interpreter cannot run this code: Python itself has to."""
+    """The interpreter cannot run this code, so Python must run it."""
 
 
 class Refusal(Exception):
-    """The mod does what cannot be traced; the text says what, and what to write instead."""
+    """The mod does something that cannot be traced. The text says what, and what to write instead."""
 
     line = ""  # file:line
 
 
 class Attributes:
-    """Reads attributes. `call` comes from a later layer."""
+    """Reads attributes. `call` is implemented by a later layer."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -64,17 +64,16 @@ class Attributes:
         raise NotImplementedError
 
     def unguarded(self, reason: str, may_end: bool = False) -> None:
-        """Note that a guard cannot see something that the mod reads or changes; the mod is then traced at each call."""
+        """Note that a guard cannot check what the mod reads or changes. The mod is then traced at each call."""
         self.record.unguarded(reason, may_end)
 
     # Classes.
 
     def class_attribute(self, cls: type, name: str, mro: Iterable[type] | None = None) -> Any:
-        """Return what the class, or the first of its bases that has it, holds under `name`; MISSING where none does."""
+        """Return the attribute `name` of the class or of its first base that has it; MISSING if none has it."""
         for base in cls.__mro__ if mro is None else mro:
-            if (
-                not base.__flags__ & HEAP_TYPE or base.__module__ == "torch.autograd.function"
-            ):  # which the trace changes
+            # The trace modifies torch.autograd.function.
+            if not base.__flags__ & HEAP_TYPE or base.__module__ == "torch.autograd.function":
                 if name in base.__dict__:
                     return base.__dict__[name]
                 continue
@@ -85,7 +84,7 @@ class Attributes:
         return MISSING
 
     def special(self, value: Any, name: str) -> Any:
-        """Return the method that an operator calls, bound to `value`; MISSING where its class has none."""
+        """Return the method that an operator calls, bound to `value`; MISSING if its class has none."""
         found = self.class_attribute(type(value), name)
         if found is MISSING or found is None:
             return found
@@ -97,7 +96,7 @@ class Attributes:
         """Return `value.name`."""
         kind = type(value)
         if isinstance(value, Tensor) and name == "requires_grad" and self.record.has(value):
-            with torch._C.DisableTorchFunction():  # the tensor of the trace never does; the guard compares it
+            with torch._C.DisableTorchFunction():  # the trace's tensor never requires a gradient; the guard checks it
                 return value.requires_grad
         if isinstance(value, Tensor):
             return self._of_tensor(value, name)
@@ -129,7 +128,7 @@ class Attributes:
         return self._foreign(value, name)
 
     def of_instance(self, value: Any, name: str) -> Any:
-        """Return `value.name` by object.__getattribute__."""
+        """Return `value.name` according to object.__getattribute__."""
         kind = type(value)
         of_class = self.class_attribute(kind, name)
         descriptor = type(of_class)
@@ -154,13 +153,13 @@ class Attributes:
         return self.record.read(value, "object.__getattribute__({}, '__dict__')", own)
 
     def _is_data(self, descriptor: type) -> bool:
-        """Tell whether a class has __set__ or __delete__: its instances come before what an object holds itself."""
+        """Return whether a class has __set__ or __delete__. Its instances precede the object's own dict."""
         if not descriptor.__flags__ & HEAP_TYPE:
             return hasattr(descriptor, "__set__")
         return any(self.class_attribute(descriptor, n) is not MISSING for n in ("__set__", "__delete__"))
 
     def _bind(self, found: Any, value: Any, owner: type, name: str) -> Any:
-        """Return what an attribute of a class gives for its instance `value`, or for the class itself (None)."""
+        """Return the result of binding a class attribute to its instance `value`, or to the class itself (None)."""
         kind = type(found)
         if kind in (types.FunctionType, functools._lru_cache_wrapper):
             return found if value is None else types.MethodType(found, value)
@@ -193,7 +192,7 @@ class Attributes:
         return found if get is MISSING else self.call(get, (found, value, owner))
 
     def _cached(self, found: functools.cached_property[Any], value: Any, owner: type, name: str) -> Any:
-        """Let Python compute a cached property, on real tensors; then it is an attribute like any other."""
+        """Let Python compute a cached property on real tensors. It is then an ordinary attribute."""
         with self.record.symbols.outside():
             found.__get__(value, owner)
         return self.of_instance(value, name)
@@ -207,7 +206,7 @@ class Attributes:
         return self.record.read(value, f"object.__getattribute__({{}}, {name!r})", found, name)
 
     def _computed(self, descriptor: types.GetSetDescriptorType, value: Any, name: str) -> Any:
-        """Return an attribute that C code computes: those of Python's own objects are known."""
+        """Return an attribute computed by C code. Those of Python's own objects are known."""
         if name == "__dict__":
             return self._own_dict(value)
         if name == "__class__":
@@ -220,7 +219,7 @@ class Attributes:
         return found
 
     def type_of(self, value: Any) -> type:
-        """Return `type(value)` as the user knows it: of lifted numbers and fake tensors, what they stand for."""
+        """Return `type(value)` as the user sees it: for lifted numbers and fake tensors, the type of the original."""
         if isinstance(value, LIFTED):
             return type(value.original)
         if isinstance(value, Tensor) and not self.record.has(value):
@@ -256,7 +255,7 @@ class Attributes:
         return self.call(fallback, (name,))
 
     def library_value(self, module: types.ModuleType, name: str, found: Any) -> Any:
-        """Return an object that a library keeps, under a guard: os.environ, torch.backends..., constants of math."""
+        """Return an object owned by a library, with a guard: os.environ, torch.backends..., constants of math."""
         self.record.permanent(module)
         return self.record.read_item(module, "{}.__dict__[{}]", name, found, name, literal=True)
 
@@ -269,7 +268,7 @@ class Attributes:
         if name in own:
             return self.record.read_item(own, "{}[{}]", name, own[name], name)
         self.record.check(own, "{1} not in {0}", name)
-        return getattr(function, name)  # what the type `function` gives, or AttributeError
+        return getattr(function, name)  # an attribute of the type `function`, or AttributeError
 
     def _of_method(self, method: types.MethodType, name: str) -> Any:
         function = self.record.read(method, "{}.__func__", method.__func__, name)
@@ -279,7 +278,7 @@ class Attributes:
         return self.get_attribute(function, name)
 
     def of_class(self, cls: Any, name: str) -> Any:
-        """Return `cls.name` by type.__getattribute__."""
+        """Return `cls.name` according to type.__getattribute__."""
         if name in ("__name__", "__qualname__", "__module__", "__mro__", "__bases__", "__doc__"):
             return self.record.read(cls, f"{{}}.{name}", getattr(cls, name), name)
         if name == "__dict__":
@@ -305,7 +304,7 @@ class Attributes:
         return self._bind(found, None if owner is cls else owner, cls, name)
 
     def _foreign(self, value: Any, name: str) -> Any:
-        """Return an attribute that C code of somebody computes."""
+        """Return an attribute computed by unknown C code."""
         found = getattr(value, name)
         if isinstance(value, functools.partial) and name in ("func", "args", "keywords"):
             return self.record.read(value, f"{{}}.{name}", found, name)
@@ -336,7 +335,7 @@ class Attributes:
         return self.record.read_item(own, "{}[{}]", name, own[name], name)
 
     def from_torch(self, value: Any) -> Any:
-        """Return a result of torch as the mod sees it: symbols are lifted numbers."""
+        """Return a result of torch as the mod sees it: symbols become lifted numbers."""
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return from_symbol(value)
         if isinstance(value, torch.Size):

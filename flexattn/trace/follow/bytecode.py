@@ -1,4 +1,4 @@
-"""Bytecode: a code object as the instructions and the exception table that `frames` executes."""
+"""Bytecode: a code object as the instructions and exception table that `frames` executes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-VERSIONS = ((3, 11), (3, 12), (3, 13))  # whose instructions `frames` knows
+VERSIONS = ((3, 11), (3, 12), (3, 13))  # versions whose instructions `frames` implements
 IS_KNOWN_VERSION = sys.version_info[:2] in VERSIONS
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction; `target` is the position in `Program.instructions` that a jump goes to."""
+    """One instruction; `target` is the position of a jump target in `Program.instructions`."""
 
     opname: str
     arg: int
@@ -28,7 +28,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """Where an exception raised at offsets in [start, end) is handled, with the stack cut to `depth`."""
+    """Where an exception raised at offsets in [start, end) is handled, with the stack truncated to `depth`."""
 
     start: int
     end: int
@@ -45,7 +45,7 @@ class Program:
     handlers: tuple[Handler, ...]
 
     def handler_at(self, offset: int) -> Handler | None:
-        """Return the handler of an exception raised by the instruction at `offset`, None where there is none."""
+        """Return the handler of an exception raised by the instruction at `offset`, or None."""
         return next((h for h in self.handlers if h.start <= offset < h.end), None)
 
 
@@ -53,7 +53,7 @@ class Program:
 def program_of(code: types.CodeType) -> Program:
     """Decode a code object."""
     decoded = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")]
-    # A jump may lead to the prefix of an instruction: it then means the instruction behind it.
+    # A jump may target the prefix of an instruction, which means the instruction after it.
     offsets = [i.offset for i in decoded]
     position: dict[int, int] = {}
     for instruction in dis.get_instructions(code, show_caches=True):
@@ -66,7 +66,7 @@ def program_of(code: types.CodeType) -> Program:
     for i in decoded:
         line = (i.positions.lineno if i.positions is not None else None) or line
         target = position[i.argval] if i.opcode in jumps else -1
-        argval = code.co_consts[i.arg or 0] if i.opname == "KW_NAMES" else i.argval  # `dis` leaves it out
+        argval = code.co_consts[i.arg or 0] if i.opname == "KW_NAMES" else i.argval  # `dis` omits it
         instructions.append(Instruction(i.opname, i.arg or 0, argval, i.argrepr, i.offset, line, target))
     handlers = [
         Handler(start, end, position[target], depth, push) for start, end, target, depth, push in _exception_table(code)

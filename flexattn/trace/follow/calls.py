@@ -1,7 +1,7 @@
 """Calls: what each kind of callable does when the mod calls it.
 
-Functions of Python are run by `frames`. Functions of C are known by name (`known_calls`), or see plain data only, or
-are run as they are and make the mod one that is traced at each call.
+Python functions are run by `frames`. C functions are either known by name (`known_calls`), or receive only plain data,
+or are called natively, and the mod is then traced at each call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flexattn.trace.follow.libraries import HEAP_TYPE, is_library, is_library_cl
 from flexattn.trace.follow.lifted import literal
 from flexattn.trace.follow.operators import Operators, is_plain
 
-# Modules of torch whose Python functions are operators; others of torch are followed like the user's own code.
+# Modules of torch whose Python functions are operators. Others in torch are followed like the user's own code.
 _OPERATOR_MODULES = (
     "torch", "torch.functional", "torch.nn.functional", "torch._tensor", "torch.special", "torch.linalg", "torch.fft",
     "torch._jit_internal", "torch.overrides", "torch._ops", "torch._C", "torch._VF", "torch.types", "torch._utils",
@@ -28,7 +28,7 @@ _OPERATOR_MODULES = (
     "torch.autograd.function", "torch.autograd.functional", "torch._tensor_str", "torch.masked",
     "torch._functorch.predispatch",
 )  # fmt: skip
-# Functions of torch that depend on nothing but their arguments, or on what the trace itself sets.
+# Functions of torch that depend only on their arguments, or on state that the trace sets itself.
 _PURE_OF_TORCH = frozenset((
     "result_type", "promote_types", "can_cast", "is_tensor", "broadcast_shapes", "is_grad_enabled", "sym_int",
     "sym_float", "sym_max", "sym_min", "sym_not", "sym_ite", "sym_sqrt", "sym_sum", "is_autocast_enabled",
@@ -37,13 +37,13 @@ _PURE_OF_TORCH = frozenset((
     "is_tracing", "typename",
 ))  # fmt: skip
 _OUR_MODS = ("flexattn.mods", "flexattn.block_mask.slices")
-# Modules of C whose functions depend on nothing but the data that they are given.
+# C modules whose functions depend only on their arguments.
 _PURE_MODULES = frozenset(("math", "cmath", "_operator", "_bisect", "_struct", "itertools", "_functools"))
 _OF_C = (
     types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
 )  # fmt: skip
-_OPAQUE_LIBRARIES = frozenset(("numpy", "random", "secrets", "uuid", "tempfile"))  # which are not followed
-_STORES = frozenset(("append", "appendleft", "pop", "__setitem__"))  # methods that keep or return an argument
+_OPAQUE_LIBRARIES = frozenset(("numpy", "random", "secrets", "uuid", "tempfile"))  # not followed
+_STORES = frozenset(("append", "appendleft", "pop", "__setitem__"))  # methods that store or return an argument
 _IMMUTABLE_OWNERS = (str, bytes, int, float, complex, bool, range, type(None), torch.Size, torch.dtype, torch.device)
 
 Known = Callable[..., Any]
@@ -54,7 +54,7 @@ def _is_heap_type(cls: type) -> bool:
 
 
 class NativeExit:
-    """The __exit__ of a context manager of torch, which Python itself runs."""
+    """The __exit__ of a torch context manager, which Python runs natively."""
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
@@ -64,13 +64,13 @@ class NativeExit:
 
 
 class Calls(Operators):
-    """Calls functions. `run` comes from a later layer."""
+    """Calls functions. `run` is implemented by a later layer."""
 
-    known_functions: dict[int, tuple[Any, Known]] = {}  # by id: the function, what it does here  # noqa: RUF012
+    known_functions: dict[int, tuple[Any, Known]] = {}  # id -> the function, its implementation  # noqa: RUF012
     known_methods: dict[tuple[type, str], Known] = {}  # noqa: RUF012
 
     def run(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function of Python; see `frames`."""
+        """Run a Python function; see `frames`."""
         raise NotImplementedError
 
     def arguments_of_super(self) -> tuple[type, Any]:
@@ -109,11 +109,11 @@ class Calls(Operators):
 
     def _call_function(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         original = function.__dict__.get("_torchdynamo_orig_callable")
-        module = function.__globals__.get("__name__") or ""  # its __module__ may be that of a function that it wraps
+        module = function.__globals__.get("__name__") or ""  # its __module__ may be that of a function it wraps
         if original is not None and module.partition(".")[0] == "torch":  # made by torch.compile
             place = "{}.__dict__['_torchdynamo_orig_callable']"
             return self.call(self.record.read(function, place, original), args, kwargs)
-        if is_ours(module) and not module.startswith(_OUR_MODS):  # a call inside of a mod: it says what is wrong
+        if is_ours(module) and not module.startswith(_OUR_MODS):  # a call inside of a mod, which raises its own error
             return function(*args, **kwargs)
         if module in _OPERATOR_MODULES and not any(isinstance(a, types.FunctionType) for a in args):
             return self._call_torch(function, args, kwargs)
@@ -187,7 +187,7 @@ class Calls(Operators):
     def _is_of_torch(self, function: Any) -> bool:
         if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.jit.ScriptFunction)):
             return True
-        if not isinstance(function, _OF_C):  # of others, `__self__` is what the user's own code says
+        if not isinstance(function, _OF_C):  # otherwise `__self__` is defined by the user's code
             return False
         owner = getattr(function, "__self__", None)
         if isinstance(owner, Tensor):
@@ -259,7 +259,7 @@ class Calls(Operators):
         return self.call_unknown(function, args, kwargs)
 
     def _call_method(self, method: Any, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method that C code has for an object of its own type, or of a class derived from it."""
+        """Call a method implemented in C for an object of its type or of a derived class."""
         known = self.known_methods.get((method.__objclass__, method.__name__))
         if known is not None:
             return known(self, owner, *args, **kwargs)
@@ -268,7 +268,7 @@ class Calls(Operators):
         is_data = all(self.is_data(self.deep_contents(a)) for a in (*args, *kwargs.values()))
         if (is_plain(owner) or isinstance(owner, _IMMUTABLE_OWNERS)) and is_data:
             return method(*map(self.for_python, (owner, *args)), **{k: self.for_python(v) for k, v in kwargs.items()})
-        derived = (int, float, str, bytes)  # whose values a guard has seen, as it has that of an enum
+        derived = (int, float, str, bytes)  # a guard has checked their values, as for an enum
         if isinstance(owner, derived) and all(is_plain(a) or isinstance(a, derived) for a in args) and not kwargs:
             return method(owner, *map(literal, args))
         is_new = not self.record.has(owner) and is_library_class(type(owner))
@@ -281,7 +281,7 @@ class Calls(Operators):
         return self.call_unknown(method, (owner, *args), kwargs)
 
     def call_unknown(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call what nobody here knows, as Python does; the mod is traced at each call."""
+        """Call an unknown function natively. The mod is then traced at each call."""
         name = getattr(function, "__qualname__", type(function).__qualname__)
         module = getattr(function, "__module__", None)
         owner = getattr(function, "__self__", None)
@@ -292,6 +292,6 @@ class Calls(Operators):
             given = [self.deep_contents(a) for a in args]
             if all(is_plain(a) for a in given):
                 return function(*map(self.for_python, given), **{k: self.for_python(v) for k, v in kwargs.items()})
-        self.unguarded(f"it calls {name}, which may give something else each time")
+        self.unguarded(f"it calls {name}, which may return a different result each time")
         found = function(*map(self.for_native, args), **{k: self.for_native(v) for k, v in kwargs.items()})
         return self.record.drawn(found) if type(found) in (int, float) else found

@@ -1,7 +1,7 @@
-"""Frames: functions of Python, run instruction by instruction, with their locals, exceptions and control flow.
+"""Frames: Python functions, run instruction by instruction, with their locals, exceptions and control flow.
 
-A mod is run by this interpreter while it is traced, so that everything it reads is recorded. What each instruction does
-is in the table OPERATIONS, which `instructions` fills.
+This interpreter runs a mod while it is traced, so that everything it reads is recorded. The table OPERATIONS defines
+each instruction. `instructions` fills it.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from flexattn.trace.follow.attributes import Refusal, Unfollowable
 from flexattn.trace.follow.bytecode import Instruction, Program, program_of
 from flexattn.trace.follow.calls import Calls
 
-Function = Any  # a types.FunctionType, of which type checkers make a method where it is an attribute
+Function = Any  # a types.FunctionType, which type checkers would treat as a method if it is an attribute
 MOST_STEPS = 2_000_000  # instructions of one mod
 MOST_FRAMES = 200
 
 
 @dataclass
 class Frame:
-    """A function that runs."""
+    """A running function."""
 
     function: Function
     program: Program
-    names: dict[str, Any]  # locals; of a variable that an inner function shares, its cell
+    names: dict[str, Any]  # locals; for a variable shared with an inner function, its cell
     stack: list[Any] = field(default_factory=list)
     position: int = 0
     line: int = 0
     keywords: tuple[str, ...] = ()  # of the next call
-    handled: BaseException | None = None  # what a bare `raise` raises
+    handled: BaseException | None = None  # the exception that a bare `raise` re-raises
 
     def push(self, *values: Any) -> None:
         self.stack.extend(values)
@@ -55,18 +55,18 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """How a frame was left: by a return, or by a yield."""
+    """How a frame was left: by a return or by a yield."""
 
     value: Any
     finished: bool
 
 
 Operation = Callable[["Frames", Frame, Instruction], Left | None]
-OPERATIONS: dict[str, Operation] = {}  # by the name of the instruction
+OPERATIONS: dict[str, Operation] = {}  # by opname
 
 
 def operation(*names: str) -> Callable[[Operation], Operation]:
-    """Note what an instruction does."""
+    """Register the implementation of instructions."""
 
     def note(handler: Operation) -> Operation:
         OPERATIONS.update(dict.fromkeys(names, handler))
@@ -81,7 +81,7 @@ def _unknown(f: Frames, frame: Frame, i: Instruction) -> None:
 
 
 class Frames(Calls):
-    """Runs functions of Python."""
+    """Runs Python functions."""
 
     passed_on: tuple[type[BaseException], ...] = (Unfollowable, FlexAttentionError)  # exceptions that no mod can catch
     given_up: BaseException | None = None  # the first of them
@@ -90,10 +90,10 @@ class Frames(Calls):
         super().__init__(record)
         self.frames: list[Frame] = []
         self._steps = 0
-        self.made_in: dict[int, tuple[Any, Function]] = {}  # functions that the mod made: where
+        self.made_in: dict[int, tuple[Any, Function]] = {}  # id -> a function created by the mod, its creator
 
     def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function of Python."""
+        """Run a Python function."""
         code = function.__code__
         if code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
             raise Unfollowable("it calls an async function")
@@ -119,7 +119,7 @@ class Frames(Calls):
                 frame.push(sent)
 
     def _execute(self, frame: Frame, error: BaseException | None = None) -> Left:
-        """Run a frame until it returns or yields; `error` is raised in it first."""
+        """Run a frame until it returns or yields. If `error` is given, raise it in the frame first."""
         if len(self.frames) >= MOST_FRAMES:
             raise Unfollowable("it calls functions in each other too deeply")
         self.frames.append(frame)
@@ -155,14 +155,14 @@ class Frames(Calls):
             raise Unfollowable(f"it runs more than {MOST_STEPS:,} instructions")
 
     def _give_up(self, frame: Frame, instruction: Instruction, error: BaseException) -> None:
-        """Leave a frame with an error that is not the mod's: `finally` and `with` run, `except` does not."""
+        """Leave a frame with an error that the mod must not catch: `finally` and `with` run, `except` does not."""
         self.given_up = self.given_up or error
         if frame.program.handler_at(instruction.offset) is None:
             raise error
         self._handle(frame, instruction, error)
 
     def _handle(self, frame: Frame, instruction: Instruction, error: BaseException) -> None:
-        """Go to the handler of an exception, or raise it out of the frame."""
+        """Jump to the handler of an exception, or raise it out of the frame."""
         if error.__context__ is None and frame.handled is not error:
             error.__context__ = frame.handled
         handler = frame.program.handler_at(instruction.offset)
@@ -230,13 +230,13 @@ class Frames(Calls):
             raise TypeError(f"{function.__name__}() missing required arguments: {', '.join(map(repr, missing))}")
 
     def owner_of(self, function: Function) -> Function:
-        """Return the function, or where the mod made it while it ran, the function of the user that made it."""
+        """Return the function, or if the mod created it while it ran, the user's function that created it."""
         while not self.record.has(function) and id(function) in self.made_in:
             function = self.made_in[id(function)][1]
         return function
 
     def global_scope(self, frame: Frame) -> dict[str, Any]:
-        """Return the globals of a frame, with a place."""
+        """Return the globals of a frame, with a variable in the guard."""
         scope = frame.function.__globals__
         if not self.record.has(scope):
             self.record.read(self.owner_of(frame.function), "{}.__globals__", scope)
@@ -257,11 +257,11 @@ class Frames(Calls):
         value = found[name]
         if isinstance(value, (types.BuiltinFunctionType, type)) and value.__module__ in ("builtins", "_io"):
             return value
-        self.record.permanent(found)  # a name that the user has put there
+        self.record.permanent(found)  # a name added by the user
         return self.record.read_item(found, "{}[{}]", name, value, name)
 
     def cell_value(self, frame: Frame, name: str) -> Any:
-        """Return the value of a variable that functions share."""
+        """Return the value of a variable shared between functions."""
         cell = frame.names[name]
         try:
             value = cell.cell_contents
@@ -274,7 +274,7 @@ class Frames(Calls):
         return self.record.read(cell, "{}.cell_contents", value, name)
 
     def make_function(self, frame: Frame, code: types.CodeType) -> Function:
-        """Return a function of the mod's own; its closure is filled in before it is called."""
+        """Return a function created by the mod. Its closure is filled in before it is called."""
         cells = tuple(frame.names[n] for n in code.co_freevars)
         made = types.FunctionType(code, frame.function.__globals__, code.co_name, None, cells or None)
         made.__module__ = frame.function.__module__
@@ -290,7 +290,7 @@ class Frames(Calls):
         return self.cell_value(frame, "__class__"), first
 
     def line(self, is_users: Callable[[str], bool]) -> str | None:
-        """Return file:line of the innermost frame that is the user's."""
+        """Return file:line of the innermost frame in the user's code."""
         for frame in reversed(self.frames):
             if is_users(frame.function.__code__.co_filename):
                 return f"{frame.function.__code__.co_filename}:{frame.line}"
@@ -298,7 +298,7 @@ class Frames(Calls):
 
 
 def _with_line(error: BaseException, frame: Frame) -> types.TracebackType | None:
-    """Return the traceback of an exception with an entry for the user's line, as Python itself would have made it."""
+    """Return the traceback of an exception with an entry for the user's line, as if Python had created it."""
     code = frame.function.__code__
     text = "\n" * (frame.line - 1) + "raise error"
     fake = compile(text, code.co_filename, "exec").replace(co_name=code.co_name, co_qualname=code.co_qualname)
@@ -328,7 +328,7 @@ class Follower(Frames):
             return self.call(self.record.start(), inputs)
         finally:
             running.pop()
-            if self.given_up is not None:  # though a `finally` raised something else, or returned
+            if self.given_up is not None:  # even if a `finally` raised something else, or returned
                 raise self.given_up
 
 
@@ -341,5 +341,5 @@ _running = _Running()
 
 
 def current_line(is_users: Callable[[str], bool]) -> str | None:
-    """Return file:line of the user's code that a follower of this thread runs; None where none does."""
+    """Return file:line of the user's code that a follower in this thread runs, or None."""
     return next((line for f in reversed(_running.followers) if (line := f.line(is_users)) is not None), None)

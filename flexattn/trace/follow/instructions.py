@@ -1,6 +1,6 @@
-"""Instructions: what each instruction of Python 3.11 to 3.13 does, by `attributes`, `operators` and `calls`.
+"""Instructions: the implementation of each instruction of Python 3.11 to 3.13, with `attributes`, `operators`, `calls`.
 
-`f` is the interpreter, `frame` the function that runs, `i` the instruction with its argument.
+`f` is the interpreter, `frame` the running function, `i` the instruction with its argument.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from flexattn.trace.follow.frames import Frame, Frames, Left, operation
 from flexattn.trace.follow.libraries import is_library
 from flexattn.trace.follow.operators import is_plain
 
-_CALLABLE_FIRST = sys.version_info >= (3, 13)  # whether the callable of a call lies below its NULL
-_POPPED_AT_END = sys.version_info >= (3, 12)  # whether a loop's end has instructions that the loop itself skips
+_CALLABLE_FIRST = sys.version_info >= (3, 13)  # whether the callable of a call is below its NULL on the stack
+_POPPED_AT_END = sys.version_info >= (3, 12)  # whether a loop ends with instructions that the loop itself skips
 _NULL: Any = type("Null", (), {"__repr__": lambda self: "NULL"})()
 
 
@@ -67,7 +67,7 @@ def _load_const(f: Frames, frame: Frame, i: Instruction) -> None:
 
 
 def _unshared(value: Any) -> Any:
-    """Return a constant that is no object of the user: the compiler makes equal tuples of a file one object."""
+    """Return a constant with new containers: the compiler may share equal tuples of a file with the user's objects."""
     kind = type(value)
     return kind([_unshared(v) for v in value]) if kind in (tuple, frozenset) else value
 
@@ -211,7 +211,7 @@ def _import_from(f: Frames, frame: Frame, i: Instruction) -> None:
 @operation("LOAD_ATTR")
 def _load_attr(f: Frames, frame: Frame, i: Instruction) -> None:
     value = f.get_attribute(frame.pop(), i.argval)
-    if _POPPED_AT_END and i.arg & 1:  # from 3.12 on: a method to be called
+    if _POPPED_AT_END and i.arg & 1:  # since 3.12: a method to be called
         _push_callable(frame, value)
     else:
         frame.push(value)
@@ -401,7 +401,7 @@ def _for_iter(f: Frames, frame: Frame, i: Instruction) -> None:
         frame.position = i.target
         while frame.program.instructions[frame.position].opname == "END_FOR":
             frame.position += 1
-            if _CALLABLE_FIRST:  # from 3.13 on END_FOR is followed by a POP_TOP of the iterator
+            if _CALLABLE_FIRST:  # since 3.13, END_FOR is followed by a POP_TOP of the iterator
                 frame.position += 1
 
 
@@ -412,7 +412,7 @@ def _end_for(f: Frames, frame: Frame, i: Instruction) -> None:
 
 @operation("RETURN_GENERATOR")
 def _return_generator(f: Frames, frame: Frame, i: Instruction) -> None:
-    frame.push(None)  # what the first `next` sends
+    frame.push(None)  # sent by the first `next`
 
 
 @operation("YIELD_VALUE")
@@ -509,7 +509,7 @@ def _set_function_attribute(f: Frames, frame: Frame, i: Instruction) -> None:
         made.__kwdefaults__ = value
     elif i.arg & 4:
         made.__annotations__ = dict(zip(value[::2], value[1::2], strict=True)) if type(value) is tuple else value
-    frame.push(made)  # its closure was taken from the frame when it was made
+    frame.push(made)  # its closure was taken from the frame when it was created
 
 
 # Containers.
@@ -751,7 +751,7 @@ def _match_class(f: Frames, frame: Frame, i: Instruction) -> None:
 
 
 def _match_args(f: Frames, cls: type, count: int) -> tuple[str, ...]:
-    """Return the attributes that positional patterns name; none where the one pattern is for the subject itself."""
+    """Return the attribute names of positional patterns; none if the single pattern matches the subject itself."""
     try:
         names = f.get_attribute(cls, "__match_args__")
     except AttributeError:

@@ -1,4 +1,4 @@
-"""The functions and methods of C that mods call, and what each does here."""
+"""The C functions and methods that mods commonly call, and their implementations."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _is_subclass(f: Calls, value: Any, cls: Any) -> bool:
 
 
 def _asked_again(f: Calls, ask: Callable[[Any, Any], bool], value: Any, cls: Any) -> bool:
-    """Return what an abstract class or a protocol answers; the guard asks again, since that depends on much."""
+    """Return the answer of an abstract class or a protocol. The guard asks again, because it depends on much state."""
     if not is_plain(value) and type(value) not in BUILTIN_CONTAINERS and not f.record.has(value):
         f.unguarded(f"it calls {ask.__name__}() of a new object and {cls.__name__}, which has its own rules")
     found = ask(value, cls)
@@ -167,7 +167,7 @@ def _object_init(f: Calls, value: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _is_objects(f: Calls, cls: type, name: str) -> bool:
-    """Tell whether a class has a method from `object`."""
+    """Return whether a class inherits a method from `object`."""
     return f.class_attribute(cls, name) is object.__dict__[name]
 
 
@@ -232,7 +232,7 @@ def _abs(f: Calls, value: Any) -> Any:
 
 
 def _by_method(f: Calls, value: Any, function: Callable[..., Any], method: str, *rest: Any) -> Any:
-    """Return a function of one value that Python looks up in its class."""
+    """Return a function of one value that Python implements by a method of its class."""
     if is_plain(value):
         return function(literal(value), *map(literal, rest))
     if isinstance(value, Tensor):
@@ -344,7 +344,7 @@ def _any(f: Calls, values: Any) -> bool:
     return any(f.truth(v) for v in f.items(values))
 
 
-# Iterables. What they take is read first; the iterator itself is Python's own, over new containers.
+# Iterables. Their items are read first; the iterator itself is Python's own, over new containers.
 
 
 @_function(iter)
@@ -498,7 +498,7 @@ _FUNCTIONS[operator.is_] = lambda f, x, y: f.identical(x, y)
 _FUNCTIONS[operator.is_not] = lambda f, x, y: not f.identical(x, y)
 
 
-# Methods of Python's containers that read; those that change are run as they are where the mod made the container.
+# Reading methods of Python's containers. Methods that change a container run natively if the mod created it.
 
 
 def _method(*names: str, of: tuple[type, ...]) -> Callable[[Any], Any]:
@@ -513,7 +513,7 @@ _DICTS = (dict, collections.OrderedDict)
 
 
 def _template(owner: Any, cls: type) -> str:
-    """Return how a guard reads an item: by the class where a derived one may have its own."""
+    """Return how a guard reads an item. For derived classes it calls the base class, whose method is not overridden."""
     return "{}[{}]" if type(owner) is cls else f"{cls.__name__}.__getitem__({{}}, {{}})"
 
 
@@ -683,9 +683,9 @@ def _join(f: Calls, owner: str, values: Any) -> str:
 
 @_method("__call__", of=(operator.attrgetter, operator.itemgetter, operator.methodcaller))
 def _getter(f: Calls, owner: Any, value: Any) -> Any:
-    """Do what a getter stands for; its arguments never change."""
+    """Apply an itemgetter, attrgetter or methodcaller. Its arguments never change."""
     kind, given = owner.__reduce__()[:2]
-    if kind is not type(owner) or not f.is_data(given):  # a method with keywords, or keys that are objects
+    if kind is not type(owner) or not f.is_data(given):  # a methodcaller with keywords, or keys that are objects
         return f.call_unknown(owner, (value,), {})
     f.record.check(owner, "{}.__reduce__()[1] == {}", given)
     if kind is operator.methodcaller:
@@ -709,7 +709,7 @@ def _context_variable(f: Calls, owner: Any, *default: Any) -> Any:
 for _name in ("__next__", "send", "throw", "close"):
     _METHODS[types.GeneratorType, _name] = lambda f, owner, *args, _name=_name: getattr(owner, _name)(*args)
 
-# Torch: what looks at Python objects.
+# Torch functions that inspect Python objects.
 
 _FUNCTIONS[torch.is_tensor] = lambda f, x: isinstance(x, Tensor)
 

@@ -1,4 +1,4 @@
-"""Which modules are libraries: their functions and classes are taken as they are, without a guard."""
+"""Which modules are libraries. Their functions and classes are treated as constants, without a guard."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from functools import lru_cache
 
 _PACKAGES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton", "sympy", "functorch"}
 _OURS = "flexattn"
-HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: types without it are of C and cannot be changed
+HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: types without it are static C types and cannot be changed
 
 
 @lru_cache(4096)
 def is_library(module: str | None) -> bool:
-    """Tell whether a module belongs to Python, torch, or what torch stands on."""
+    """Return whether a module belongs to Python, torch, or torch's dependencies."""
     return module is not None and module != "__main__" and module.partition(".")[0] in _PACKAGES
 
 
 def is_library_class(cls: type) -> bool:
-    """Tell whether a class is Python's own or a library's. One of exec() without a name says that it is of builtins."""
+    """Return whether a class belongs to Python or a library. A class from a nameless exec() claims to be builtin."""
     return not cls.__flags__ & HEAP_TYPE or (cls.__module__ != "builtins" and is_library(cls.__module__))
 
 
 @lru_cache(4096)
 def is_ours(module: str | None) -> bool:
-    """Tell whether a module belongs to this package."""
+    """Return whether a module belongs to this package."""
     return module is not None and module.partition(".")[0] == _OURS

@@ -1,9 +1,9 @@
-"""Lifted numbers: Python ints and floats of the user that become runtime arguments of kernels.
+"""Lifted numbers: the user's Python ints and floats that become runtime arguments of kernels.
 
-A lifted number is a number with a symbol of torch beside it. Arithmetic on lifted numbers gives lifted numbers: that on
-ints is exact, and their symbols do it; that on floats and numbers of numpy is done again by the guard, since symbols
-round differently. What depends on the value itself (a comparison, a format, a call of C code) leaves a guard in the
-ShapeEnv of the symbol.
+A lifted number is a number with a torch symbol. Arithmetic on lifted numbers gives lifted numbers. Arithmetic on ints
+is exact and done by the symbols. Arithmetic on floats and numpy numbers is repeated by the guard, because symbols round
+differently. An operation that depends on the value itself (a comparison, a format, a call of C code) adds a guard to
+the symbol's ShapeEnv.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class LiftedInt(int):
     """An int whose value is an argument of the kernel."""
 
     symbol: Symbol
-    original: Any  # what the user holds: an int, or a number of numpy
-    text: str  # the variable of the guard that has `original`; empty where only the symbol tells
+    original: Any  # the user's object: an int, or a numpy number
+    text: str  # the guard's variable that holds `original`; empty if only the symbol is known
 
 
 class LiftedFloat(float):
@@ -36,16 +36,16 @@ class LiftedFloat(float):
 
 LIFTED = (LiftedInt, LiftedFloat)
 
-# Arithmetic on ints that symbols do. ShapeEnv has no symbolic form, or another meaning, for the others.
+# Int arithmetic done by symbols. For other functions, ShapeEnv has no symbolic form, or another meaning.
 _SYMBOLIC: frozenset[Callable[..., Any]] = frozenset((
     operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg,
 ))  # fmt: skip
 
 
 def is_liftable(value: Any) -> bool:
-    """Tell whether a number can be a runtime argument: an int of 64 bits or a finite float.
+    """Return whether a number can be a runtime argument: a 64-bit int or a finite float.
 
-    A zero that is a float stays a literal: a guard on the value of a symbol does not see its sign.
+    A float zero stays a literal, because a guard on a symbol's value does not see its sign.
     """
     return -(2**63) <= value < 2**63 if isinstance(value, int) else math.isfinite(value) and value != 0
 
@@ -60,7 +60,7 @@ def lifted(value: int | float, symbol: Symbol, original: Any = None, text: str =
 
 
 def from_symbol(symbol: Any) -> Any:
-    """Return a symbol that torch computed as a lifted number; a constant one as a plain number."""
+    """Return a symbol computed by torch as a lifted number; a constant symbol as a plain number."""
     if isinstance(symbol, torch.SymBool):
         return bool(symbol)
     if symbol.node.expr.is_number:
@@ -70,7 +70,7 @@ def from_symbol(symbol: Any) -> Any:
 
 
 def symbolic(value: Any) -> Any:
-    """Return what torch functions take for a value: the symbol of a lifted number, anything else as it is."""
+    """Return a value as torch functions take it: for a lifted number its symbol, otherwise the value itself."""
     return value.symbol if isinstance(value, LIFTED) else value
 
 
@@ -79,7 +79,7 @@ def _operand(value: Any) -> Any:
 
 
 def literal(value: Any) -> Any:
-    """Return a number as the user holds it, and guard its value."""
+    """Return a number as the user's object, and guard its value."""
     if not isinstance(value, LIFTED):
         return value
     int(value.symbol) if isinstance(value, LiftedInt) else float(value.symbol)
@@ -92,16 +92,16 @@ def _number(value: Any) -> Any:
 
 
 def is_python_int(value: Any) -> bool:
-    """Tell whether a number is an int of Python, not one of numpy."""
+    """Return whether a number is a Python int, not a numpy integer."""
     return type(value.original if isinstance(value, LIFTED) else value) in (int, bool)
 
 
 def calculate(function: Callable[..., Any], *operands: Any) -> Any:
-    """Return `function` of ints, some of them lifted: as a lifted int where symbols can say it."""
+    """Return `function` of ints, some of them lifted. The result is lifted if symbols can express it."""
     result = function(*map(_number, operands))
     if function in _SYMBOLIC and is_liftable(result):
         if function in (operator.floordiv, operator.mod):
-            compare(operator.ne, operands[1], 0)  # what symbols simplify may hide a division by zero
+            compare(operator.ne, operands[1], 0)  # symbol simplification may hide a division by zero
         symbol: Any = function(*map(_operand, operands))
         if isinstance(symbol, torch.SymInt) and symbol.node.hint == result:
             return lifted(result, symbol)
@@ -109,7 +109,7 @@ def calculate(function: Callable[..., Any], *operands: Any) -> Any:
 
 
 def compare(function: Callable[..., bool], x: Any, y: Any) -> bool:
-    """Return a comparison of numbers, some of them lifted, and guard its outcome."""
+    """Return a comparison of numbers, some of them lifted, and guard its result."""
     wanted = function(_number(x), _number(y))
     if not isinstance(x, LIFTED) and not isinstance(y, LIFTED):
         return wanted

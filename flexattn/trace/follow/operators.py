@@ -1,4 +1,4 @@
-"""Operators: arithmetic, comparisons, items, truth and iteration, by the methods that Python would call."""
+"""Operators: arithmetic, comparisons, items, truth and iteration, through the methods that Python would call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flexattn.trace.follow.attributes import BUILTIN_CONTAINERS, MISSING, Attrib
 from flexattn.trace.follow.lifted import LIFTED, calculate, compare, is_python_int, literal, symbolic
 from flexattn.trace.follow.record import MOST_LIFTED
 
-# Symbol in the source: function, method, reflected method.
+# Symbol in the source -> function, method, reflected method.
 BINARY: dict[str, tuple[Callable[..., Any], str, str]] = {
     "+": (operator.add, "__add__", "__radd__"), "-": (operator.sub, "__sub__", "__rsub__"),
     "*": (operator.mul, "__mul__", "__rmul__"), "/": (operator.truediv, "__truediv__", "__rtruediv__"),
@@ -41,15 +41,15 @@ UNARY: dict[str, tuple[Callable[..., Any], str]] = {
 }  # fmt: skip
 
 _COMPARISONS = frozenset(method for _, method, _ in COMPARE.values())
-_IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: all types of C that Python itself brings
+_IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: all of Python's own C types
 _NUMBERS = (bool, int, float, complex)
-# Of objects whose identity, or whose value of a builtin type, a guard has seen.
+# Hash methods of objects whose identity, or value of a builtin type, a guard has checked.
 _HASHES = (object.__hash__, enum.Enum.__hash__, str.__hash__, bytes.__hash__, int.__hash__, float.__hash__)
 _PLAIN: frozenset[type] = frozenset((
     int, float, bool, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice, torch.dtype,
     torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo,
 ))  # fmt: skip
-# How a guard computes a number again.
+# How a guard recomputes a number.
 _TEMPLATES: dict[Callable[..., Any], str] = {
     **{function: f"({{}}) {symbol} ({{}})" for symbol, (function, _, _) in BINARY.items()},
     **{function: f"{symbol}({{}})" for symbol, (function, _) in UNARY.items()},
@@ -58,19 +58,20 @@ _TEMPLATES: dict[Callable[..., Any], str] = {
 
 
 def is_plain(value: Any) -> bool:
-    """Tell whether C code that gets this value can read nothing but the value: numbers, strings, constants of torch."""
+    """Return whether C code can read only the value itself from it: numbers, strings, torch constants."""
     return type(value) in _PLAIN or isinstance(value, (*LIFTED, np.generic))
 
 
 class Operators(Attributes):
     """Applies operators."""
 
-    # What native code may take.
+    # Arguments of native code.
 
     def contents(self, value: Any) -> Any:
-        """Return a container of the user as a new one of what it holds, each item read under guard.
+        """Return a user's container as a new container with the same items, each read under guard.
 
-        Anything else, and what the mod itself made, comes back as it is. Long containers of plain data are literal.
+        Other values, and containers created by the mod, are returned unchanged. Long containers of plain data are
+        literal.
         """
         kind = type(value)
         if kind not in BUILTIN_CONTAINERS or not self.record.has(value):
@@ -93,7 +94,7 @@ class Operators(Attributes):
         return kind([self.record.read_item(value, "{}[{}]", i, v, "captured") for i, v in enumerate(value)])
 
     def keys(self, value: dict[Any, Any]) -> list[Any]:
-        """Return the keys of a dict, guarding them and their order."""
+        """Return the keys of a dict, and guard them and their order."""
         keys = list(value)
         if self.record.has(value):
             if all(is_plain(k) for k in keys):
@@ -104,12 +105,12 @@ class Operators(Attributes):
         return keys
 
     def _check_types(self, value: Any, template: str, found: list[Any]) -> None:
-        """Guard the types of equal keys: 1, 1.0 and True are one key."""
+        """Guard the types of equal keys: 1, 1.0 and True are the same key."""
         if not all(type(key) in (str, bytes, type(None)) for key in value):
             self.record.check(value, template, found)
 
     def deep_contents(self, value: Any) -> Any:
-        """Return a value with all containers in it replaced by their contents."""
+        """Return a value with all nested containers replaced by their contents."""
         value = self.contents(value)
         kind = type(value)
         if kind in (list, tuple, set, frozenset):
@@ -121,7 +122,7 @@ class Operators(Attributes):
         return value
 
     def for_python(self, value: Any) -> Any:
-        """Return a value for C code of Python: containers read, numbers literal."""
+        """Return a value for Python's C code: containers are read, numbers are literal."""
         return self._converted(self.deep_contents(value), literal)
 
     def for_native(self, value: Any) -> Any:
@@ -138,7 +139,7 @@ class Operators(Attributes):
         return value
 
     def for_torch(self, value: Any) -> Any:
-        """Return a value for a torch function: containers read, numbers symbolic."""
+        """Return a value for a torch function: containers are read, numbers are symbolic."""
         return self._converted(self.deep_contents(value), symbolic)
 
     def _converted(self, value: Any, convert: Callable[[Any], Any]) -> Any:
@@ -152,7 +153,7 @@ class Operators(Attributes):
         return convert(value)
 
     def is_data(self, value: Any) -> bool:
-        """Tell whether a value is plain data or tensors, through all containers that the mod made or has read."""
+        """Return whether a value is plain data or tensors, including the contents of containers created or read."""
         kind = type(value)
         if kind in (list, tuple, set, frozenset):
             return all(map(self.is_data, value))
@@ -174,7 +175,7 @@ class Operators(Attributes):
         return found
 
     def in_place(self, symbol: str, x: Any, y: Any) -> Any:
-        """Return what `x <symbol>= y` leaves in x."""
+        """Return the new value of x after `x <symbol>= y`."""
         kind = type(x)
         if isinstance(x, Tensor):
             return IN_PLACE[symbol](x, self.for_torch(y))
@@ -191,7 +192,7 @@ class Operators(Attributes):
         return self.binary(symbol, x, y)
 
     def _native(self, function: Callable[..., Any], x: Any, y: Any) -> Any:
-        """Return a function of two operands that C code may see; MISSING for others."""
+        """Return a function of two operands that C code may see; MISSING for other operands."""
         if isinstance(x, Tensor) or isinstance(y, Tensor):
             if self._is_for_torch(x) and self._is_for_torch(y):
                 return self.from_torch(function(self.for_torch(x), self.for_torch(y)))
@@ -228,7 +229,7 @@ class Operators(Attributes):
         return isinstance(value, (Tensor, *LIFTED)) or is_plain(value) or type(value) in BUILTIN_CONTAINERS
 
     def _by_methods(self, x: Any, y: Any, method: str, reflected: str) -> Any:
-        """Call the methods of the operands in Python's order; NotImplemented where none answers."""
+        """Call the methods of the operands in Python's order; return NotImplemented if none of them answers."""
         order = [(x, method, y), (y, reflected, x)]
         is_comparison = method in _COMPARISONS
         if type(x) is type(y) and not is_comparison:
@@ -239,7 +240,7 @@ class Operators(Attributes):
                 order.reverse()
         for owner, name, other in order:
             if is_plain(owner) or type(owner) in BUILTIN_CONTAINERS:
-                continue  # Python's own types answer NotImplemented to those that they do not know
+                continue  # Python's own types return NotImplemented for unknown types
             function = self.special(owner, name)
             if function is MISSING or function is None:
                 continue
@@ -249,7 +250,7 @@ class Operators(Attributes):
         return NotImplemented
 
     def is_subclass(self, cls: type, base: type) -> bool:
-        """Return whether a class derives from another one, and guard its bases."""
+        """Return whether a class derives from another, and guard its bases."""
         self.record.class_place(cls)
         return base in cls.__mro__
 
@@ -266,7 +267,7 @@ class Operators(Attributes):
         return self.call(found, ())
 
     def compare(self, symbol: str, x: Any, y: Any) -> Any:
-        """Return `x <symbol> y` of a comparison."""
+        """Return the comparison `x <symbol> y`."""
         function, method, reflected = COMPARE[symbol]
         if (isinstance(x, LIFTED) or isinstance(y, LIFTED)) and self._is_exact(x) and self._is_exact(y):
             return compare(function, x, y)
@@ -300,7 +301,7 @@ class Operators(Attributes):
         return COMPARE[symbol][0](x, y)
 
     def identical(self, x: Any, y: Any) -> bool:
-        """Return `x is y`, under guard where either is an object of the user."""
+        """Return `x is y`, guarded if either is a user's object."""
         same = x is y or (isinstance(x, LIFTED) and isinstance(y, LIFTED) and x.original is y.original)
         if isinstance(x, LIFTED) or isinstance(y, LIFTED):
             return literal(x) is literal(y)
@@ -343,7 +344,7 @@ class Operators(Attributes):
         return length
 
     def returned(self, value: Any, method: str, kind: type) -> Any:
-        """Return what a method has returned; TypeError where Python does not take that."""
+        """Return the result of a method; raise TypeError if Python would not accept its type."""
         if not isinstance(value, kind):
             raise TypeError(f"{method} returned {type(value).__name__}, expected {kind.__name__}")
         return value
@@ -354,7 +355,7 @@ class Operators(Attributes):
         if isinstance(value, Tensor):
             return self.from_torch(value[self.for_torch(key)])
         if isinstance(key, Tensor) and (kind in (list, tuple, str, range)):
-            return value[key]  # asks the tensor for its value, which is refused with the user's line
+            return value[key]  # reads the tensor's value, which is rejected with the user's line
         if kind is torch.Size or is_plain(value):
             return value[self.for_python(key)]
         if kind is dict:
@@ -372,7 +373,7 @@ class Operators(Attributes):
         return self.call(found, (key,))
 
     def item_of_dict(self, value: dict[Any, Any], key: Any, template: str = "{}[{}]") -> Any:
-        """Return an item of a dict by dict.__getitem__; KeyError where it has none."""
+        """Return an item of a dict by dict.__getitem__; raise KeyError if it has none."""
         key = self.for_python(key)
         self.check_key(key)
         if not dict.__contains__(value, key):
@@ -381,7 +382,7 @@ class Operators(Attributes):
         return self.record.read_item(value, template, key, dict.__getitem__(value, key))
 
     def check_key(self, key: Any) -> None:
-        if self.record.has(key) and not isinstance(key, tuple | frozenset):  # the guard looks up what it finds there
+        if self.record.has(key) and not isinstance(key, tuple | frozenset):  # the guard looks up the object it reads
             return
         if not self.is_data(key) and not isinstance(key, type):
             cls = type(key)
@@ -465,7 +466,7 @@ class Operators(Attributes):
         return bool(type(value).__flags__ & _IMMUTABLE_TYPE) and hasattr(type(value), "__next__")
 
     def next(self, iterator: Any) -> Any:
-        """Return `next(iterator)`; StopIteration at its end."""
+        """Return `next(iterator)`; raise StopIteration at its end."""
         if self._is_native_iterator(iterator):
             if self.record.has(iterator):
                 self.unguarded("it takes values of a captured iterator")
@@ -476,7 +477,7 @@ class Operators(Attributes):
         return self.call(method, ())
 
     def items(self, value: Any) -> Iterator[Any]:
-        """Yield what a `for` loop over `value` sees."""
+        """Yield the items of a `for` loop over `value`."""
         iterator = self.iterate(value)
         while True:
             try:
@@ -501,7 +502,7 @@ class Operators(Attributes):
         return isinstance(value, Tensor) and not self.record.has(value)
 
     def kept_by(self, owner: Any, value: Any) -> Any:
-        """Return what an object keeps of a value: what outlives the mod has plain numbers."""
+        """Return the value as an object stores it: captured objects, which outlive the mod, store plain numbers."""
         if not self.record.has(owner):
             return value
         if self._holds_computed(value):
@@ -554,7 +555,7 @@ class Operators(Attributes):
     # Text.
 
     def format(self, value: Any, conversion: Callable[[Any], str] | None, spec: str) -> str:
-        """Return what an f-string writes for a value."""
+        """Return the text of a value in an f-string."""
         if conversion is None and type(value) is str and not spec:
             return value
         if isinstance(value, (*LIFTED, np.generic)) or type(value) in (*_PLAIN, *BUILTIN_CONTAINERS):
@@ -575,7 +576,7 @@ class Operators(Attributes):
             method = self.class_attribute(type(value), name)
             if isinstance(method, types.FunctionType):
                 return format(self.returned(self.call(method, (value,)), name, str), spec)
-            if method is not object.__str__:  # which calls __repr__
+            if method is not object.__str__:  # object.__str__ calls __repr__
                 break
-        self.unguarded(f"it writes an object of {type(value).__name__} as text")
+        self.unguarded(f"it formats an object of {type(value).__name__} as text")
         return format(conversion(value) if conversion is not None else value, spec)

@@ -1,8 +1,9 @@
-"""Record: the places that a mod read while it ran, as the lines of a guard that reads them again.
+"""Record: the locations that a mod read while it ran, as the lines of a guard that reads them again.
 
-Each place is a variable of the guard, computed from that of its owner: `v2 = v1.__closure__[0].cell_contents`. What was
-found there is checked by type, value or identity. Tensors and numbers may have other values: the guard returns them. An
-object without a place was made by the mod while it ran. It needs no guard: it follows from what was read.
+Each location is a variable of the guard, computed from that of its owner: `v2 = v1.__closure__[0].cell_contents`. The
+object at a location is checked by type, value or identity. Values of tensors and numbers may change: the guard returns
+them. An object without a location was created by the mod while it ran. It needs no guard, because it follows from what
+was read.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from torch import Tensor
 from flexattn.trace.follow.libraries import HEAP_TYPE, is_library, is_library_class
 from flexattn.trace.follow.lifted import LIFTED, is_liftable, lifted
 
-MOST_LINES = 20_000  # of a guard; a mod that reads more places is traced at each call
-MOST_LIFTED = 64  # numbers of longer containers stay literals: nobody wants a kernel with more arguments
+MOST_LINES = 20_000  # of a guard; a mod that needs more is traced at each call
+MOST_LIFTED = 64  # numbers of longer containers stay literals, to limit the number of kernel arguments
 
 _SINGLETONS: tuple[Any, ...] = (None, True, False, ..., NotImplemented)
 _VALUES: frozenset[type] = frozenset((
@@ -36,7 +37,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 class Symbols(Protocol):
-    """Who makes the inputs of the trace for what the mod reads."""
+    """Creates the inputs of the trace for what the mod reads."""
 
     def number(self, value: int | float, position: int, name: str) -> Any:
         """Return the symbol of the number at `position` in the guard's results."""
@@ -45,18 +46,18 @@ class Symbols(Protocol):
         """Make the tensor an input of the trace."""
 
     def scripted(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call what torch.jit.script has made."""
+        """Call a function created by torch.jit.script."""
 
     def text(self, symbol: Any) -> str:
-        """Return how the guard computes a symbol from its variables."""
+        """Return the expression by which the guard computes a symbol from its variables."""
         ...
 
     def name_of(self, symbol: Any) -> str:
-        """Return the user's name of a number that a symbol is computed from."""
+        """Return the user's name of a number in a symbol's expression."""
         ...
 
     def outside(self) -> AbstractContextManager[None]:
-        """Return a context in which torch computes as it does outside of the trace."""
+        """Return a context in which torch computes outside of the trace."""
         ...
 
 
@@ -72,10 +73,10 @@ class Record:
     tensor_variables: list[str] = field(default_factory=list)
     numbers: list[int | float] = field(default_factory=list)
     number_variables: list[str] = field(default_factory=list)
-    reason: str = ""  # why the guard cannot prove that nothing changed; empty where it can
-    may_end: bool = False  # the mod has only set something that it had not read: it may do so once
-    _places: dict[int, tuple[Any, str]] = field(default_factory=dict)  # by id: the object, its variable
-    _known: dict[str, Any] = field(default_factory=dict)  # by the text of a read: what was found
+    reason: str = ""  # why the guard cannot prove that nothing changed; empty if it can
+    may_end: bool = False  # the mod has only set something that it had not read, which it may do once
+    _places: dict[int, tuple[Any, str]] = field(default_factory=dict)  # id -> the object, its variable
+    _known: dict[str, Any] = field(default_factory=dict)  # text of a read -> the object found
     _constant_names: dict[tuple[str, int], str] = field(default_factory=dict)
     _count: int = 0
 
@@ -84,16 +85,16 @@ class Record:
         return self._observe("mod", self.root, "mod", literal=False)
 
     def unguarded(self, reason: str, may_end: bool = False) -> None:
-        """Note that the mod has read or changed what a guard cannot see."""
+        """Note that the mod has read or changed something that a guard cannot check."""
         self.may_end = may_end and (self.may_end or not self.reason)
         self.reason = self.reason or reason
 
     def drawn(self, value: int | float) -> Any:
-        """Return a number that is another one at each call, lifted, so that no kernel is compiled for it."""
+        """Return a number that differs at each call as a lifted number, so that no kernel is compiled for it."""
         return self._new_number("", value, value, "drawn") if is_liftable(value) else value
 
     def computed(self, template: str, operands: Sequence[Any], value: Any) -> Any:
-        """Return the number that `template` gives for other numbers, lifted; the guard computes it again."""
+        """Return the number computed by `template` from other numbers, lifted. The guard recomputes it."""
         texts = [self._text_of_number(o) for o in operands]
         name = next((self.symbols.name_of(o.symbol) for o in operands if isinstance(o, LIFTED)), "number")
         return self._at(template.format(*texts), value, name, literal=False)
@@ -104,13 +105,13 @@ class Record:
         return self.text_of(value)
 
     def has(self, owner: object) -> bool:
-        """Tell whether an object existed before the mod ran."""
+        """Return whether an object existed before the mod ran."""
         return id(owner) in self._places
 
     def read(self, owner: object, template: str, value: Any, name: str = "captured", literal: bool = False) -> Any:
-        """Return `value`, which stands at `template` of `owner`, as the mod sees it, and guard it.
+        """Return `value`, located at `template` of `owner`, as the mod sees it, and guard it.
 
-        `template` is Python text with {} for the owner. A number comes back lifted, unless `literal`.
+        `template` is Python text with {} for the owner. A number is returned lifted, unless `literal`.
         """
         place = self._places.get(id(owner))
         return value if place is None else self._at(template.format(place[1]), value, name, literal)
@@ -118,14 +119,14 @@ class Record:
     def read_item(
         self, owner: object, template: str, key: Any, value: Any, name: str = "", literal: bool = False
     ) -> Any:
-        """Do the same for an item: `template` has {} for the owner and {} for the key."""
+        """Like `read`, for an item: `template` has {} for the owner and {} for the key."""
         place = self._places.get(id(owner))
         if place is None:
             return value
         return self._at(template.format(place[1], self.text_of(key)), value, name or _name_of(key), literal)
 
     def alias(self, owner: object, template: str, part: object) -> None:
-        """Give a part of an object, which is never replaced, a place; guard that it is still what two owners share."""
+        """Give a part of an object, which is never replaced, a variable; guard that two owners still share it."""
         place = self._places.get(id(owner))
         if place is None:
             return
@@ -136,39 +137,39 @@ class Record:
             self._line(f"if {text} is not {known[1]}: return None")
 
     def permanent(self, value: object) -> None:
-        """Give an object of a library, which is never replaced, a place."""
+        """Give a library object, which is never replaced, a variable."""
         if id(value) not in self._places:
             self._places[id(value)] = (value, self._constant("c", value, value))
 
     def check(self, owner: object, template: str, *values: Any) -> None:
-        """Guard that a condition holds: text with {} for the owner and for each value."""
+        """Guard a condition: text with {} for the owner and for each value."""
         place = self._places.get(id(owner))
         if place is not None:
             self._line(f"if not ({template.format(place[1], *map(self.text_of, values))}): return None")
 
     def check_same(self, x: object, y: object, same: bool) -> None:
-        """Guard whether two objects are one."""
+        """Guard whether two objects are identical."""
         places = [self._places.get(id(o)) for o in (x, y)]
         texts = [p[1] if p is not None else self.identity(o) for p, o in zip(places, (x, y), strict=True)]
         if any(p is not None for p in places):
             self._line(f"if {texts[0]} is {'not ' * same}{texts[1]}: return None")
 
     def class_place(self, cls: type) -> None:
-        """Give a class whose identity is guarded a place, and guard its order of bases."""
+        """Give a class whose identity is guarded a variable, and guard its base order."""
         if id(cls) in self._places or not cls.__flags__ & HEAP_TYPE:
             return
         self._place(cls, self.identity(cls))
         self.check_bases(cls)
 
     def check_bases(self, cls: type) -> None:
-        """Guard the order in which the bases of a class are searched."""
+        """Guard the method resolution order of a class."""
         for i, base in enumerate(cls.__mro__):
             if i and base is not object:
                 self._line(f"if {self._places[id(cls)][1]}.__mro__[{i}] is not {self.identity(base)}: return None")
         self.check(cls, "len({}.__mro__) == {}", len(cls.__mro__))
 
     def snapshot(self, owner: object, value: Any) -> bool:
-        """Guard the whole contents of a container of plain data; return False where it holds anything else."""
+        """Guard the whole contents of a container of plain data; return False if it contains anything else."""
         place = self._places.get(id(owner))
         if place is None:
             return True
@@ -190,7 +191,7 @@ class Record:
         return self._constant("c", value, value)
 
     def identity(self, value: Any) -> str:
-        """Return the text of an object to compare with `is`; the guard keeps no object of the user alive."""
+        """Return the text of an object for a comparison with `is`. The guard keeps no user object alive."""
         if _is_permanent(value):
             return self._constant("c", value, value)
         try:
@@ -207,7 +208,7 @@ class Record:
         return self._constant_names[key]
 
     def _place_nothing(self, value: Any) -> None:
-        """Keep a constant's id from being given to another object while the mod runs."""
+        """Keep a reference to a constant, so that its id is not reused while the mod runs."""
         self._known[f"constant {id(value)}"] = value
 
     def _line(self, text: str) -> None:
@@ -216,7 +217,7 @@ class Record:
         self._known[text] = True
         self.lines.append(text)
         if len(self.lines) > MOST_LINES:
-            self.unguarded("it reads too many places to compare them at each call")
+            self.unguarded("it reads too many values to compare at each call")
 
     def _place(self, value: Any, text: str) -> str:
         """Give an object a variable of the guard."""
@@ -265,7 +266,7 @@ class Record:
         return variable
 
     def _differs(self, variable: str, value: Any) -> str:
-        if type(value) is float and (value != value or value == 0):  # nan, and 0.0 beside -0.0
+        if type(value) is float and (value != value or value == 0):  # nan, and 0.0 as opposed to -0.0
             return f"repr({variable}) != {repr(value)!r}"
         return f"{variable} != {self.text_of(value) if type(value) is not float else self.constant(value)}"
 
@@ -292,7 +293,7 @@ class Record:
         return lifted(value, symbol, original, text or variable)
 
     def _object(self, text: str, value: Any, name: str) -> None:
-        """Guard the kind of an object; what is read of it later is guarded then."""
+        """Guard the kind of an object. What is read from it later is guarded then."""
         if isinstance(value, Tensor):
             self._tensor(self._place(value, text), value, name)
             return
@@ -312,14 +313,14 @@ class Record:
             self._line(f"if {variable} is not {self.identity(value)}: return None")
         elif isinstance(value, np.generic):
             self._line(f"if {variable}.tobytes() != {self.constant(value.tobytes())}: return None")
-        elif isinstance(value, int | float | str | bytes):  # of a class derived from these
+        elif isinstance(value, int | float | str | bytes):  # an instance of a derived class
             base = next(b for b in (int, float, str, bytes) if isinstance(value, b))
             text = f"{base.__name__}.__getnewargs__({variable}) != {self.constant(base.__getnewargs__(value))}"  # type: ignore[attr-defined]
             self._line(f"if {text}: return None")
 
     def _tensor(self, variable: str, value: Tensor, name: str) -> None:
         self.symbols.tensor(value, len(self.tensors), name)
-        with torch._C.DisableTorchFunction():  # these reads are not the mod's
+        with torch._C.DisableTorchFunction():  # these reads are not part of the mod
             self._check_tensor(variable, value)
         self.tensors.append(value)
         self.tensor_variables.append(variable)
@@ -341,7 +342,7 @@ class Record:
 
 
 def _is_marshalled(value: Any) -> bool:
-    """Tell whether marshal writes types and values; of an array it writes bytes alone."""
+    """Return whether marshal writes types and values; of an array it writes only bytes."""
     kind = type(value)
     if kind in (list, tuple):
         return all(map(_is_marshalled, value))
@@ -355,7 +356,7 @@ def _name_of(key: Any) -> str:
 
 
 def _is_permanent(value: Any) -> bool:
-    """Tell whether an object lasts as long as the process anyway: what libraries define, and functions of C."""
+    """Return whether an object lives as long as the process: definitions in libraries, and C functions."""
     if isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)):
         owner = getattr(value, "__self__", None)
         return owner is None or isinstance(owner, (types.ModuleType, type))
