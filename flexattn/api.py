@@ -97,7 +97,7 @@ def flex_attention(
         It is differentiable to any order, by forward mode and by torch.func too; beyond first gradients in plain torch.
 
     Example:
-        >>> import flexattn
+        >>> import flexattn, torch
         >>> q = k = v = torch.randn(1, 2, 64, 32)
         >>> mask = flexattn.create_block_mask(flexattn.mods.causal, None, None, 64, 64, device="cpu")
         >>> flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: 20 * torch.tanh(score / 20), mask).shape
@@ -152,6 +152,7 @@ def explain(
     Raises what flex_attention and create_block_mask raise, and ArgumentError where arguments do not go together.
 
     Example:
+        >>> import torch
         >>> q = k = v = torch.randn(1, 2, 64, 32)
         >>> explain(q, k, v, lambda score, b, h, q_idx, kv_idx: -score).score
         def score_mod(score, b, h, q_idx, kv_idx):
@@ -210,6 +211,7 @@ def tune(
         a tile, ArgumentError for other kernels, or where the file of tiles cannot be read.
 
     Example:
+        >>> import torch
         >>> q = k = v = torch.randn(1, 2, 64, 32, device="cuda", requires_grad=True)  # doctest: +SKIP
         >>> print(tune(q, k, v))  # doctest: +SKIP
     """
