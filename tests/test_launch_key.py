@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from flexattn import api, create_block_mask, mods
+from flexattn.block_mask import BlockMask
+from flexattn.call.dropout import Dropout
 from flexattn.call.problem import Problem
 from flexattn.compile import scalars
 from flexattn.compile.arguments import TensorDescriptor
@@ -29,6 +31,7 @@ from flexattn.compile.kernels import DELTA, KERNELS
 from flexattn.compile.schedule import backward_kernels, plan_step
 from flexattn.compile.shared_memory import fit
 from flexattn.engines import triton
+from flexattn.graph.mod_graph import BoundMod
 from flexattn.machine.target import Target
 from flexattn.runtime import launch
 from flexattn.runtime.load import LoadedKernel
@@ -97,7 +100,7 @@ class Call:
             "none": None,
             "bias": lambda s, b, h, q_idx, kv_idx: s + bias,
             "table": lambda s, b, h, q_idx, kv_idx: s * bias + table[h, q_idx] + other[kv_idx],
-            "distance": lambda s, b, h, q_idx, kv_idx: s + table[h, q_idx - kv_idx + 255],
+            "pairs": lambda s, b, h, q_idx, kv_idx: s + table[h, (q_idx * 7 + kv_idx) % 256],
             "gate": lambda s, b, h, q_idx, kv_idx: s * table[h, 0],
             "cap": mods.softcap(20.0),
         }[self.score]
@@ -107,6 +110,7 @@ class Call:
         mod = {
             "none": None,
             "causal": mods.causal,
+            "documents": mods.document_causal(torch.arange(512) // 100),
             "anticausal": lambda b, h, q_idx, kv_idx: q_idx <= kv_idx,
             "window": lambda b, h, q_idx, kv_idx: (q_idx - kv_idx < window) & (ids[q_idx] == ids[kv_idx % 200]),
         }[self.mask]
@@ -136,7 +140,7 @@ TABLE = Call(score="table", mask="window", sink="rows")
 CAPTURED = replace(TABLE, needs=(False, True, True))
 EXACT = Call(dtype=torch.float32, score="bias", mask="causal")
 DROPPED = Call(dropout=0.1, score="bias")
-DISTANCE = Call(score="distance")
+PAIRS = Call(score="pairs")
 GATE = Call(score="gate", deterministic=True)
 WIDE = Call(D=256, Dv=256, stored=(3, 8, 512, 256))
 
@@ -153,7 +157,7 @@ def variants(call: Call) -> Iterator[Call]:
         {"options": (("BLOCK_M", 32), ("BACKEND", "TRITON"))}, {"options": (("num_warps", 2), ("BACKEND", "TRITON"))},
         {"options": (("USE_TMA", False), ("BACKEND", "TRITON"))}, {"options": (("FLOAT32_PRECISION", "tf32"),)},
         {"score": "cap"}, {"score": "bias"}, {"score": "none"}, {"bias": 0.75}, {"mask": "causal"}, {"mask": "none"},
-        {"mask": "anticausal"},
+        {"mask": "anticausal"}, {"mask": "documents"},
         {"window": 40}, {"mask_batches": 2}, {"mask_heads": 4}, {"mask_batches": 2, "mask_heads": 4}, {"block": 64},
         {"block": (128, 64)}, {"overhangs": True}, {"ids": 300}, {"sink": "none"}, {"sink": "heads"},
         {"sink": "number"}, {"sink_step": 2}, {"dropout": 0.5}, {"dropout": 0.0}, {"max_scores": True}, {"d_lse": True},
@@ -169,7 +173,7 @@ def variants(call: Call) -> Iterator[Call]:
             yield other
 
 
-BASES = (PLAIN, TABLE, EXACT, DROPPED, DISTANCE, GATE, WIDE)
+BASES = (PLAIN, TABLE, EXACT, DROPPED, PAIRS, GATE, WIDE)
 CALLS = [
     *dict.fromkeys(itertools.chain.from_iterable(map(variants, BASES))),
     CAPTURED,
@@ -319,3 +323,23 @@ def test_each_element_of_the_key_is_needed(meanings: Meanings, element: str) -> 
 def test_every_kernel_is_among_the_calls(meanings: Meanings) -> None:
     launched = set().union(*meanings["signature"].values())
     assert {meant.plan.kernel for meant in launched if isinstance(meant, Outcome)} == set(KERNELS)
+
+
+def test_every_field_of_a_problem_varies() -> None:
+    """A new field of Problem needs a call here that has another value of it."""
+    problems = [call.problem() for call in CALLS]
+    same = {f.name for f in fields(Problem) if len({described(getattr(p, f.name)) for p in problems}) < 2}
+    assert same == {"runs"}  # only masks built on a GPU have them; KernelProblems writes them into the mask
+
+
+def described(value: object) -> object:
+    match value:
+        case Tensor():
+            return tuple(value.shape), value.stride(), value.dtype
+        case BoundMod():
+            return value.graph, value.numbers
+        case BlockMask():
+            return value.shape, value.BLOCK_SIZE
+        case Dropout():
+            return value.drop_below
+    return value
