@@ -214,7 +214,9 @@ def test_what_is_combined_with_captured_tensors_is_watched(name: str, other: Any
     block_mask = create_block_mask(mask, 1, 1, 8, 8, device="cpu", BLOCK_SIZE=4)
     flex_attention(x, x, x, block_mask=block_mask)
     setattr(cfg, name, other)
-    with pytest.raises(MutationError):
+    with pytest.raises(
+        MutationError, match="block_mask: a number that mask_mod combines with a captured tensor is another one"
+    ):
         flex_attention(x, x, x, block_mask=block_mask)
 
 
@@ -228,5 +230,7 @@ def test_a_tensor_that_the_mod_makes_is_watched() -> None:
     block_mask = create_block_mask(mask, 1, 1, 8, 8, device="cpu", BLOCK_SIZE=4)
     flex_attention(x, x, x, block_mask=block_mask)
     cfg.spans[0] = 3.0
-    with pytest.raises(MutationError):
+    with pytest.raises(
+        MutationError, match="block_mask: a number that mask_mod combines with a captured tensor is another one"
+    ):
         flex_attention(x, x, x, block_mask=block_mask)
