@@ -35,10 +35,11 @@ from flexattn.engines.autograd import Engine, attention
 from flexattn.errors import ArgumentError, DtypeError, MaskError, OptionError, UnsupportedError, message
 from flexattn.explain import Explanation, target_named
 from flexattn.graph.bound import bound as bounds_of
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.capture_axes import places_last
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.facts import analyze
-from flexattn.graph.mod_graph import BoundMod, ModGraph, Node
+from flexattn.graph.nodes import Const
 from flexattn.graph.tables_by_distance import by_distance
 from flexattn.machine.target import Target, target_of
 from flexattn.machine.triton_versions import is_interpreting
@@ -368,8 +369,7 @@ def _score(score_mod: Mod | None, query: Tensor) -> BoundMod | None:
     if score_mod is None:
         return None
     bound = trace(score_mod, "score", torch.float64 if query.dtype == torch.float64 else torch.float32)
-    result = _result(bound.graph)
-    if result.op == "input" and result.value == "score":
+    if bound.graph.is_input(bound.graph.output, "score"):
         return None
     return place_captures(bound, query.device, "score_mod")
 
@@ -377,16 +377,12 @@ def _score(score_mod: Mod | None, query: Tensor) -> BoundMod | None:
 def _mask(blocks: BlockMask, query: Tensor, by_hand: bool) -> BoundMod | None:
     """Trace the mod of a mask, whose lists may be made by hand; None where it is true everywhere."""
     bound = trace(blocks.mask_mod, "mask")
-    result = _result(bound.graph)
-    if result.op == "const" and result.value:
+    result = bound.graph.nodes[bound.graph.output]
+    if isinstance(result, Const) and result.value:
         return None
     check_mask_reads(blocks, bound, query, by_hand)
     blocks.check_captures(bound)
     return place_captures(bound, query.device, "mask_mod")
-
-
-def _result(graph: ModGraph) -> Node:
-    return graph.nodes[graph.outputs[0]]  # type: ignore[index]
 
 
 def _blocks(block_mask: BlockMask | upstream.BlockMask | None) -> BlockMask | None:

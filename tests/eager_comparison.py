@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.differentiate import differentiate
-from flexattn.graph.mod_graph import BoundMod
 from flexattn.trace.trace import stats, trace
 
 B, H, M, N = 2, 3, 11, 13
@@ -51,14 +51,15 @@ def gradients(bound: BoundMod, score: Tensor, grad: Tensor, leaves: list[Tensor]
     d_score, *d_sites = graph.evaluate(inputs, bound.captures, bound.numbers)
     buffers = {i: torch.zeros_like(bound.captures[i]) for i in wrt}
     for site, d_site in zip(graph.sites, d_sites, strict=True):
-        node = graph.nodes[site]
+        node = graph.loads[site]
+        assert d_site is not None
         index = graph.evaluate(inputs, bound.captures, bound.numbers, outputs=node.args)
         place = tuple(i.long().expand(len(PLACES)) for i in index if i is not None)
-        d_site = d_site.expand(len(PLACES)).to(bound.captures[node.value].dtype)  # type: ignore
+        d_site = d_site.expand(len(PLACES)).to(bound.captures[node.capture].dtype)
         if place:
-            buffers[node.value].index_put_(place, d_site, accumulate=True)  # type: ignore
+            buffers[node.capture].index_put_(place, d_site, accumulate=True)
         else:
-            buffers[node.value] += d_site.sum()  # type: ignore
+            buffers[node.capture] += d_site.sum()
     if not wrt or not leaves:
         return [d_score, *(None for _ in leaves)]
     outputs = [bound.captures[i] for i in wrt]

@@ -16,7 +16,7 @@ from flexattn import create_block_mask, flex_attention, mods
 from flexattn.block_mask import RunLists
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.lower_bounds import BoundsText
-from flexattn.graph.mod_graph import BoundMod
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.machine.target import Target
 from flexattn.mask_build import kernels as mask_kernels
 from flexattn.mask_build.kernels import MaskPlan, plan_mask

@@ -8,7 +8,9 @@ from collections.abc import Callable
 import torch
 from hypothesis import strategies as st
 
-from flexattn.graph.mod_graph import MASK_INPUTS, BoundMod, Builder, Capture, Expr, Number
+from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.builder import Builder, Expr
+from flexattn.graph.nodes import MASK_INPUTS, Capture, Number
 
 Write = Callable[..., Expr]  # write(builder, b, h, q_idx, kv_idx)
 COMPARE = ("eq", "ge", "gt", "le", "lt", "ne")

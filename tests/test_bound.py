@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from mod_grammar import CAPTURES, COMPARE, NUMBERS, booleans, build, floats, integers, on_grid
 
 from flexattn.graph.bound import BOX_INPUTS, FULL, INDEX_LIMIT, Bounds, bound, classify_boxes, nonnegative, ranges
-from flexattn.graph.mod_graph import SCORE_INPUTS, BoundMod
+from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.nodes import SCORE_INPUTS
 from flexattn.graph.operators import OPS
 from flexattn.mask_build import boxes as boxes_module
 from flexattn.mask_build.boxes import classify_by_boxes
@@ -371,7 +372,7 @@ def test_nonnegative():
 
     mod = build(write, (torch.zeros(4, 4), torch.zeros(4, dtype=torch.int32)), inputs=SCORE_INPUTS)
     proved = nonnegative(mod.graph)
-    loads = [[proved[a] for a in node.args] for node in mod.graph.nodes if node.op == "load" and node.value == 0]
+    loads = [[proved[a] for a in node.args] for node in mod.graph.loads.values() if node.capture == 0]
     assert sorted(loads) == sorted([[True, True], [True, False], [True, False]])
     assert dict(zip(("b",), ranges(build(lambda bu, b, h, q, kv: b).graph), strict=True)) == {"b": (0, INDEX_LIMIT - 1)}
 

@@ -15,8 +15,8 @@ from flexattn import explain
 from flexattn.call.problem import Problem
 from flexattn.compile.capture_sums import SUM_BITS, CaptureSums, _scale, _sum_factor, has_known_bounds, largest_of_rows
 from flexattn.compile.kernel_plan import KernelPlan
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.differentiate import differentiate
-from flexattn.graph.mod_graph import BoundMod
 from flexattn.trace.trace import trace
 
 B, H, M, N = 2, 4, 96, 160

@@ -18,7 +18,7 @@ from torch.nn.attention import flex_attention as upstream
 from flexattn import mods
 from flexattn.block_mask import BlockMask
 from flexattn.errors import ArgumentError, DeviceError, IndexRangeError, ModError
-from flexattn.graph.mod_graph import BoundMod
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.mask_build import boxes
 from flexattn.mask_build import cache as mask_cache
 from flexattn.mask_build import create as create_module

@@ -18,9 +18,11 @@ from flexattn.compile.render import render
 from flexattn.errors import CompileError
 from flexattn.graph.bound import EMPTY, classify_boxes
 from flexattn.graph.bound import bound as bounding
+from flexattn.graph.builder import Builder, Expr
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.facts import analyze
-from flexattn.graph.mod_graph import SCORE_INPUTS, Builder, Capture, Expr, ModGraph
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.nodes import SCORE_INPUTS, Capture
 from flexattn.trace.trace import trace
 
 SPANS = 300

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mod_grammar import CAPTURES, COMPARE, NUMBERS, booleans, briefly, build, integers, on_grid
 
-from flexattn.graph.facts import Sum, analyze
-from flexattn.graph.mod_graph import SCORE_INPUTS, BoundMod
+from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.facts import analyze
+from flexattn.graph.linear import Linear
+from flexattn.graph.nodes import SCORE_INPUTS
 
 SIZE = 40
 
@@ -150,7 +152,7 @@ def affine(inner: st.SearchStrategy) -> st.SearchStrategy:
     )
 
 
-def value_of(mod: BoundMod, total: Sum, q: torch.Tensor) -> torch.Tensor:
+def value_of(mod: BoundMod, total: Linear, q: torch.Tensor) -> torch.Tensor:
     """Evaluate a sum that does not read kv_idx, for each q."""
     zero = torch.zeros((), dtype=torch.int32)
     inputs = {"b": zero, "h": zero, "q_idx": q.int(), "kv_idx": zero}

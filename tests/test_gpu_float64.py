@@ -17,7 +17,7 @@ from flexattn.call.problem import Problem
 from flexattn.engines import cpu, gpu_float64
 from flexattn.engines.second_order import tangents
 from flexattn.errors import OptionError, UnsupportedError
-from flexattn.graph.mod_graph import BoundMod
+from flexattn.graph.bound_mod import BoundMod
 
 M, N = 37, 45
 

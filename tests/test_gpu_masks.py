@@ -32,7 +32,7 @@ from torch import Tensor
 from flexattn import BlockMask, create_block_mask, flex_attention, mods
 from flexattn.block_mask import RunLists
 from flexattn.errors import IndexRangeError
-from flexattn.graph.mod_graph import BoundMod
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.machine.target import target_of
 from flexattn.mask_build import cache as mask_cache
 from flexattn.mask_build.create import classify

@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from flexattn.graph.index_range import Affine, affine, index_ranges, shift_invariant
+from flexattn.graph.index_range import index_ranges
+from flexattn.graph.linear import Affine, affine, shift_invariant
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.trace.trace import trace
 

@@ -14,8 +14,10 @@ from flexattn import mods
 from flexattn.compile.lower import Dialect, lower, lower_score
 from flexattn.compile.mod_plan import CaptureLayout, ModPlan
 from flexattn.compile.scatter import SUMS, lower_scatter, lower_sizes, scatter_arguments, size_names
+from flexattn.graph.builder import Builder
 from flexattn.graph.differentiate import differentiate
-from flexattn.graph.mod_graph import GRAD_INPUTS, Builder, Capture, ModGraph, Node, Number
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.nodes import GRAD_INPUTS, Capture, Const, Input, Number, Operation
 from flexattn.trace.trace import trace
 
 GPU = Dialect(ptx=True)
@@ -117,8 +119,8 @@ def test_a_constant_that_is_converted_twice_is_no_literal_with_a_method(value: f
     graph = ModGraph(
         "f", ("b", "h", "q_idx", "kv_idx"), (), (),
         (
-            Node("input", (), torch.int32, "kv_idx"), Node("const", (), torch.int64, value),
-            Node("cast", (1,), torch.int64), Node("cast", (2,), torch.float64), Node("lt", (3, 0), torch.bool),
+            Input("kv_idx", torch.int32), Const(value, torch.int64), Operation("cast", (1,), torch.int64),
+            Operation("cast", (2,), torch.float64), Operation("lt", (3, 0), torch.bool),
         ),
         (4,),
     )  # fmt: skip

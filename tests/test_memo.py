@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexattn import flex_attention, mods
 from flexattn.errors import RetraceWarning
-from flexattn.graph import mod_graph as graph
+from flexattn.graph import bound_mod
 from flexattn.trace.trace import stats, trace
 
 GLOBAL_GAIN = 1.5
@@ -191,7 +191,7 @@ def test_a_long_list_is_placed_on_a_device_once(monkeypatch: pytest.MonkeyPatch)
     numbers, there = list(range(5000)), torch.device("meta")
     mod = lambda s, b, h, q, k: s + torch.tensor(numbers)[q]  # noqa: E731
     (first,) = trace(mod, "score").on(there).captures
-    monkeypatch.setattr(graph, "_literal_on", None)
+    monkeypatch.setattr(bound_mod, "_literal_on", None)
     assert first.device == there and trace(mod, "score").on(there).captures[0] is first
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from expecttest import assert_expected_inline
 
-from flexattn.graph.mod_graph import MASK_INPUTS, SCORE_INPUTS, BoundMod, Builder, Capture, Expr, ModGraph, Number, wide
+from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.builder import Builder, Expr, rewrite, without_unused
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS, Capture, Const, Number, wide
 
 
 def softcap(cap: float = 20.0, name: str = "softcap") -> ModGraph:
@@ -84,16 +87,41 @@ def test_evaluation_broadcasts() -> None:
     torch.testing.assert_close(bound(score, zero, h, zero, zero), expected)
 
 
-def test_copy_replaces_inputs() -> None:
-    builder = Builder()
-    shifted = builder.input("score", torch.float32) + 1.0
-    copied = builder.copy(softcap(), {"score": shifted})
+def test_rewrite_replaces_nodes() -> None:
     graph = softcap()
-    twice: Expr = copied[graph.outputs[0]]  # type: ignore[index]
-    composed = builder.build("composed", SCORE_INPUTS, graph.captures, graph.numbers, [twice])
+
+    def shifted(builder: Builder, i: int, _: list[Expr]) -> Expr | None:
+        return builder.input("score", torch.float32) + 1.0 if graph.is_input(i, "score") else None
+
+    composed = rewrite(graph, shifted)
+    assert rewrite(graph, lambda *_: None) == graph
     bias, score, zero = torch.ones(1, dtype=torch.bfloat16), torch.randn(5), torch.zeros((), dtype=torch.int32)
     expected = BoundMod(graph, (bias,), (1.0,))(score + 1.0, zero, zero, zero, zero)
     torch.testing.assert_close(BoundMod(composed, (bias,), (1.0,))(score, zero, zero, zero, zero), expected)
+
+
+def test_without_unused_renumbers_what_is_left() -> None:
+    builder = Builder()
+    first, _, third = (builder.load(i, torch.float32, ()) for i in range(3))
+    shift = builder.number(1, torch.float64).cast(torch.float32)
+    about = tuple(Capture(name, torch.float32, 0) for name in "xyz")
+    numbers = (Number("n", torch.float64), Number("m", torch.float64))
+    graph = builder.build("f", SCORE_INPUTS, about, numbers, [third + first + shift])
+    kept, captures, positions = without_unused(graph)
+    assert (captures, positions) == ((0, 2), (1,))
+    assert (kept.captures, kept.numbers) == ((about[0], about[2]), (numbers[1],))
+    x, y, z = torch.tensor(3.0), torch.tensor(5.0), torch.tensor(7.0)
+    inputs = dict.fromkeys(SCORE_INPUTS, torch.zeros(()))
+    assert (
+        graph.evaluate(inputs, (x, y, z), (2.0, 4.0)) == kept.evaluate(inputs, (x, z), (4.0,)) == (torch.tensor(14.0),)
+    )
+
+
+def test_constants_are_equal_as_they_print() -> None:
+    assert Const(0.0, torch.float32) != Const(-0.0, torch.float32)
+    assert Const(1, torch.int32) != Const(True, torch.int32)
+    assert Const(float("nan"), torch.float32) == Const(float("nan"), torch.float32)
+    assert hash(Const(float("nan"), torch.float32)) == hash(Const(float("nan"), torch.float32))
 
 
 def test_wide() -> None:

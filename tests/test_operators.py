@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from flexattn.graph.builder import Builder, Expr
 from flexattn.graph.differentiate import differentiate
-from flexattn.graph.mod_graph import SCORE_INPUTS, Builder, Capture, Expr, ModGraph
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.nodes import SCORE_INPUTS, Capture
 from flexattn.graph.operators import OPS, identity_of, where
 
 FLOATS = [-2.5, -1.0, -0.3, 0.0, 0.4, 1.0, 1.7, 3.0]
@@ -152,7 +154,7 @@ def test_gradients(name: str) -> None:
         return
     wanted = torch.autograd.grad(OPS[name].torch(*columns), floats, grad, allow_unused=True)
     by_name = dict(zip(("score", "y"), wanted, strict=False))
-    sites = [graph.captures[graph.nodes[s].value].name for s in graph.sites]  # type: ignore[index]
+    sites = [graph.captures[graph.loads[s].capture].name for s in graph.sites]
     for leaf, value in zip(("score", *sites), found, strict=True):
         assert value is not None
         torch.testing.assert_close(value.detach().expand_as(grad), by_name[leaf])

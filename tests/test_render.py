@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from flexattn import create_block_mask, explain, mods
-from flexattn.compile.kernel_plan import CAPTURES, KernelPlan
+from flexattn.compile.kernel_plan import KernelPlan
+from flexattn.compile.kernels import CAPTURES
 from flexattn.compile.render import render
 from flexattn.compile.templates import templates_folder
 
@@ -48,9 +49,9 @@ WORKS = works()
 
 def variants(plan: KernelPlan) -> list[KernelPlan]:
     if plan.is_hopper:
-        return [plan, replace(plan, max_scores=True)]
-    if plan.sums and plan.kernel != CAPTURES:
-        return [plan, *variants(replace(plan, kernel=CAPTURES))]
+        return [plan, replace(plan, features=(*plan.features, "max_scores"))]
+    if plan.sums and plan.spec is not CAPTURES:
+        return [plan, *variants(replace(plan, spec=CAPTURES))]
     if plan.kernel == "backward_dq_rows":
         return [plan, replace(plan, aligned=False)]
     loose = replace(plan, aligned=False, tma=False)
@@ -58,8 +59,8 @@ def variants(plan: KernelPlan) -> list[KernelPlan]:
         plan,
         replace(plan, tma=False),
         loose,
-        replace(loose, wide_rows=True, full_overhangs=True, max_scores=True),
-        replace(plan, has_dlse=True),
+        replace(loose, wide_rows=True, full_overhangs=True, features=("max_scores",)),
+        replace(plan, features=("dlse",)),
     ]
 
 

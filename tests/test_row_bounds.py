@@ -14,7 +14,7 @@ from flexattn.compile.lower import Dialect
 from flexattn.compile.mod_plan import ModPlan
 from flexattn.compile.plan import number_type
 from flexattn.compile.row_bounds import lower_row_bounds
-from flexattn.graph.mod_graph import BoundMod
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.trace.trace import trace
 
 

@@ -19,8 +19,8 @@ from flexattn.block_mask.record import BuildCounts, CaptureRecord, Shell, lift, 
 from flexattn.block_mask.runs import RunLists, Runs, run_lists_of
 from flexattn.block_mask.slices import SlicedMod, as_tensor, offset_of, positions, sliced_length
 from flexattn.errors import ArgumentError, IndexRangeError, MaskError, UnsupportedError, message
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import EqualRuns
-from flexattn.graph.mod_graph import BoundMod
 from flexattn.mods.combine import noop_mask
 from flexattn.torch_state.modes import undisturbed
 from flexattn.torch_state.uncompiled import uncompiled

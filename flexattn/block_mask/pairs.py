@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexattn.block_mask.runs import Runs
 from flexattn.errors import DeviceError, message
-from flexattn.graph.mod_graph import BoundMod
+from flexattn.graph.bound_mod import BoundMod
 
 # Pairs asked at a time: a graph keeps some 4 bytes a pair for each of its nodes.
 _PAIRS = {"cpu": 2**21}

@@ -14,8 +14,9 @@ from torch import Tensor
 from flexattn.block_mask.captures import substitute, survey
 from flexattn.block_mask.runs import RunLists
 from flexattn.errors import MutationError
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import EqualRuns
-from flexattn.graph.mod_graph import BoundMod, ModGraph
+from flexattn.graph.mod_graph import ModGraph
 
 Mod = Callable[..., Any]
 Seen = tuple["weakref.ref[Tensor]", int | None]  # a tensor and its version

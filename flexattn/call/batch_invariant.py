@@ -20,12 +20,14 @@ from torch import Tensor
 
 from flexattn.block_mask import BlockMask, LaterRunLists, RunLists, Runs, run_lists_of
 from flexattn.call.problem import Problem
-from flexattn.graph.mod_graph import MASK_INPUTS, BoundMod, Builder, Capture, Expr, ModGraph
+from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.builder import Builder, Expr
+from flexattn.graph.dependence import each_place
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.nodes import MASK_INPUTS, Capture
 from flexattn.mods.combine import noop_mask
 from flexattn.options import LARGEST_TILE
 from flexattn.torch_state.transforms import outside
-
-_EACH_PLACE = frozenset(("q_idx", "kv_idx"))
 
 
 def in_one_class(problem: Problem) -> Problem:
@@ -153,12 +155,12 @@ def _listed(graph: ModGraph | None, size: tuple[int, int], own: tuple[bool, bool
 
 def _asked_where(builder: Builder, graph: ModGraph, partial: Expr) -> Expr:
     """Append the graph, which reads a captured tensor for a place only where `partial`: elsewhere it may have none."""
-    copied: list[Expr] = []
-    for node, dependence in zip(graph.nodes, graph.dependence, strict=True):
-        args = [copied[a] for a in node.args]
-        if node.op == "load" and dependence >= _EACH_PLACE:
-            args = [partial.apply("where", a, builder.const(0, a.dtype)) for a in args]
-        copied.append(builder.add(node.op, tuple(a.index for a in args), node.dtype, node.value))
-    output = graph.outputs[0]
-    assert output is not None
-    return copied[output]
+
+    def guarded(builder: Builder, i: int, made: list[Expr]) -> Expr | None:
+        load = graph.loads.get(i)
+        if load is None or not each_place(graph, i):
+            return None
+        index = [partial.apply("where", made[a], builder.const(0, made[a].dtype)) for a in load.args]
+        return builder.load(load.capture, load.dtype, index)
+
+    return builder.copy(graph, guarded)[graph.output]

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from flexattn.block_mask import BlockMask
 from flexattn.call.dropout import Dropout
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import EqualRuns
-from flexattn.graph.mod_graph import BoundMod, ModGraph
+from flexattn.graph.mod_graph import ModGraph
 from flexattn.options import option
 
 Needs = tuple[bool, bool, bool, bool]  # which of query, key, value and the sink want a gradient

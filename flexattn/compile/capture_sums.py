@@ -18,7 +18,8 @@ from torch import Tensor
 from flexattn.call.problem import Problem
 from flexattn.compile.scatter import scatter_captures
 from flexattn.graph.index_range import index_ranges
-from flexattn.graph.mod_graph import ModGraph, Node
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.nodes import Const, Input, Load, Node, NumberRef, Operation
 
 # Sums stay below 2**SUM_BITS steps. 4 bits are left, since the weights of a row sum to 1 only up to rounding.
 SUM_BITS = 59
@@ -46,10 +47,10 @@ def _has_sums(problem: Problem) -> bool:
     graph = problem.score_grad
     if graph is None or not graph.sites:
         return False
-    used = [graph.nodes[site].value for site in graph.sites]
+    used = [graph.loads[site].capture for site in graph.sites]
     places = (*problem.query.shape[:3], problem.key.size(2))
     return len(used) > len(set(used)) or any(
-        math.prod(_unnamed(graph, graph.nodes[site], places)) > 1 for site in graph.sites
+        math.prod(_unnamed(graph, graph.loads[site], places)) > 1 for site in graph.sites
     )
 
 
@@ -127,15 +128,15 @@ def _sum_factor(problem: Problem, capture: int, measured: bool) -> float:
     factors = (1.0,) * len(graph.sites) if measured else _factors_of(problem)
     total = 0.0
     for site, factor in zip(graph.sites, factors, strict=True):
-        if graph.nodes[site].value == capture:
+        if graph.loads[site].capture == capture:
             assert factor is not None
-            total += factor * math.prod(_unnamed(graph, graph.nodes[site], problem.query.shape[:3]))
+            total += factor * math.prod(_unnamed(graph, graph.loads[site], problem.query.shape[:3]))
     return max(1.0, total)
 
 
-def _unnamed(graph: ModGraph, site: Node, sizes: tuple[int, ...]) -> tuple[int, ...]:
+def _unnamed(graph: ModGraph, site: Load, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return those sizes (of b, h, q_idx, kv_idx) that are not an index of the site: a cell is reached from all."""
-    named = {graph.nodes[a].value for a in site.args if graph.nodes[a].op == "input"}
+    named = {node.name for a in site.args if isinstance(node := graph.nodes[a], Input)}
     return tuple(size for name, size in zip(_PLACES, sizes, strict=False) if name not in named)
 
 
@@ -160,16 +161,18 @@ def _factors(
 
 def _size(graph: ModGraph, node: Node, args: list[float | None], numbers: tuple[int | float, ...]) -> float | None:
     """Return the largest size of a node where its operands have these sizes and `grad` that of 1."""
-    match node.op:
-        case "input":
-            return 1.0 if node.value == "grad" else None
-        case "const" | "number":
-            return abs(float(numbers[int(str(node.value))] if node.op == "number" else node.value))  # type: ignore[arg-type]
-        case "div" if args[0] is not None and args[1] and _is_number(graph, node.args[1]):
+    match node:
+        case Input(name):
+            return 1.0 if name == "grad" else None
+        case NumberRef(position):
+            return abs(float(numbers[position]))
+        case Const(value):
+            return abs(float(value))
+        case Operation("div") if args[0] is not None and args[1] and _is_number(graph, node.args[1]):
             return args[0] / args[1]
-        case "cast" if graph.nodes[node.args[0]].dtype == torch.bool:
+        case Operation("cast") if graph.nodes[node.args[0]].dtype == torch.bool:
             return 1.0
-        case "where":
+        case Operation("where"):
             args = args[1:]
     if node.op in _AT_MOST_ONE:
         return 1.0
@@ -180,4 +183,4 @@ def _size(graph: ModGraph, node: Node, args: list[float | None], numbers: tuple[
 
 def _is_number(graph: ModGraph, position: int) -> bool:
     node = graph.nodes[position]
-    return node.op in ("const", "number") or (node.op == "cast" and _is_number(graph, node.args[0]))
+    return isinstance(node, (Const, NumberRef)) or (node.op == "cast" and _is_number(graph, node.args[0]))

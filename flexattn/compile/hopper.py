@@ -25,9 +25,10 @@ from flexattn.compile.kernels import (
     SIZES,
 )
 from flexattn.compile.lower import Dialect, lower, lower_score
-from flexattn.compile.plan import gathers, has_descriptor
+from flexattn.compile.plan import has_descriptor
 from flexattn.compile.row_bounds import lower_row_bounds
 from flexattn.compile.tiles import Tile
+from flexattn.graph.dependence import loads_each_place
 from flexattn.machine.triton_versions import has_gluon
 from flexattn.options import option
 
@@ -91,7 +92,7 @@ def _refusal_of_order(plan: KernelPlan, problem: Problem) -> str | None:
 
 def _refusal_of_tables(plan: KernelPlan, problem: Problem) -> str | None:
     """Reject tables read for each score: except for the fused backward, Triton is as fast (docs/kernels.md)."""
-    reads = plan.score is not None and gathers(plan.score.graph)
+    reads = plan.score is not None and bool(loads_each_place(plan.score.graph))
     return "the score_mod reads a table at each place" if reads else None
 
 

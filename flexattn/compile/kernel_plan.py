@@ -203,7 +203,7 @@ class KernelPlan:
         if self.grad is None or not self.spec.gradients:
             return False
         output = self.grad.graph.outputs[0]
-        return output is None or self.grad.graph.nodes[output].value != "grad"
+        return output is None or not self.grad.graph.is_input(output, "grad")
 
     @property
     def sums(self) -> str:

@@ -19,8 +19,10 @@ import torch
 from flexattn.compile.mod_plan import TRITON_DTYPE, ModPlan, layout_unit
 from flexattn.errors import CompileError, message
 from flexattn.graph.bound import ranges
-from flexattn.graph.index_range import affine
-from flexattn.graph.mod_graph import ModGraph, Node
+from flexattn.graph.dependence import computed_from, each_place, uses
+from flexattn.graph.linear import affine
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.nodes import Const, Input, Load, Node, NumberRef, Operation, RangeLoad, Scalar
 from flexattn.graph.operators import OPS
 
 # Integers of at most this size are exact in float32, and so are sums of a few lengths below INDEX_LIMIT.
@@ -107,11 +109,7 @@ def early_loads(mod: ModPlan) -> tuple[int, ...]:
     if mod.role == "mask":
         return ()
     graph = mod.graph
-    return tuple(
-        i
-        for i in mod.inside
-        if {"q_idx", "kv_idx"} <= graph.dependence[i] and not graph.dependence[i] & {"score", "grad"}
-    )
+    return tuple(i for i in mod.inside if each_place(graph, i) and not graph.dependence[i] & {"score", "grad"})
 
 
 def lower_early_loads(mod: ModPlan, function: str, dialect: Dialect, streamed: str) -> str:
@@ -184,10 +182,10 @@ class Writer:
         stops = _stops(self.graph)
         if not stops:
             return
-        needed = _operands_of(self.graph, position)
-        outer, self._near = self._near, needed | {position}
+        needed = computed_from(self.graph, position)
+        outer, self._near = self._near, needed
         for stop in stops:
-            if stop in needed and stop not in self.names:
+            if stop in needed and stop != position and stop not in self.names:
                 self.names[stop] = self._write(self.graph.nodes[stop], stop)
         self._near = outer
 
@@ -197,17 +195,18 @@ class Writer:
         return name
 
     def _write(self, node: Node, position: int) -> str:
-        match node.op:
-            case "input" if node.value == "score":
+        match node:
+            case Input("score"):
                 return self.assign("score * sm_scale")
-            case "input":
-                return str(node.value)
-            case "number":
-                return self.mod.number_name(int(str(node.value)))
-            case "const":
-                return literal(node.value)
-            case "load":
+            case Input(name):
+                return name
+            case NumberRef(number):
+                return self.mod.number_name(number)
+            case Const(value):
+                return literal(value)
+            case Load():
                 return self._load(node, position)
+        match node.op:
             case "cast":
                 return self._cast(node)
             case "mul" | "div" if node.dtype.is_floating_point and not self.dialect.exact and self.varies(position):
@@ -245,7 +244,7 @@ class Writer:
         source = self.graph.nodes[node.args[0]]
         if node.dtype == torch.float32 and not source.dtype.is_floating_point and self._float_range(node.args[0]):
             return self._float_value(node.args[0])
-        if source.op == "const":
+        if isinstance(source, Const):
             return literal(source.value)
         if node.dtype == torch.bool:
             return self.assign(f"{self.value(node.args[0])} != 0")
@@ -299,9 +298,9 @@ class Writer:
         node = self.graph.nodes[position]
         if not self.varies(position):
             return [], [position], []
-        if node.op == "input" and node.value == "score" and position not in self.names:
+        if isinstance(node, Input) and node.name == "score" and position not in self.names:
             return ["score"], ["sm_scale"], []
-        used_once = _uses(self.graph)[position] <= 1
+        used_once = uses(self.graph)[position] <= 1
         if node.op == "mul" and node.dtype.is_floating_point and used_once and position not in self.names:
             parts = [self._factors(a) for a in node.args]
             return parts[0][0] + parts[1][0], parts[0][1] + parts[1][1], parts[0][2] + parts[1][2]
@@ -331,30 +330,24 @@ class Writer:
         name = {"floordiv": "floor_div", "mod": "floor_mod", "fmod": "trunc_mod"}[node.op]
         return self.assign(f"{name}_{_kind(node)}({x}, {y})")
 
-    def _load(self, node: Node, position: int) -> str:
-        capture_position = int(str(node.value))
+    def _load(self, node: Load, position: int) -> str:
+        capture_position = node.capture
         name, capture = self.mod.capture_name(capture_position), self.graph.captures[capture_position]
         index = [self.wrapped(a, f"{name}_size{d}") for d, a in enumerate(node.args)]
-        reads = frozenset().union(*(self.graph.dependence[a] for a in node.args))
-        each_place = {"q_idx", "kv_idx"} <= reads or bool(reads & {"score", "grad"})
+        reads = self.graph.dependence[position]
+        guarded = each_place(self.graph, position) or bool(reads & {"score", "grad"})
         address = self.address(node, index, name)
         scattered = bool(node.args) and "q_idx" in self.graph.dependence[node.args[-1]]
         if not node.args or position in self.mod.inside:
             guard = "None"
-        elif each_place and not self.dialect.checked:
+        elif guarded and not self.dialect.checked:
             guard = "live"
         else:
             guard = " & ".join(f"({i} >= 0) & ({i} < {name}_size{d})" for d, i in enumerate(index))
             if self.dialect.checked:
                 guard = self.assign(guard)
                 self.checks.append((capture_position, guard))
-        if (
-            self.dialect.ptx
-            and each_place
-            and scattered
-            and capture.dtype in _GATHERED
-            and not reads & {"score", "grad"}
-        ):
+        if self.dialect.ptx and guarded and scattered and capture.dtype in _GATHERED and not reads & {"score", "grad"}:
             address = self._far_address(node, name) or address
             return self.assign(f"gather{8 * capture.dtype.itemsize}({address}, {guard})")
         text = f"tl.load({address})" if guard == "None" else f"tl.load({address}, mask={guard}, other=0)"
@@ -374,14 +367,14 @@ class Writer:
         """Return an index expression with PyTorch's wrap-around, which provably non-negative ones do not need."""
         value = self.value(position)
         node = self.graph.nodes[position]
-        if node.op == "const":
-            return value if int(str(node.value)) >= 0 else self.assign(f"{value} + {size}")
+        if isinstance(node, Const):
+            return value if node.value >= 0 else self.assign(f"{value} + {size}")
         if self.nonnegative[position]:
             return value
         return self.assign(f"tl.where({value} < 0, {value} + {size}, {value})")
 
-    def address(self, node: Node, index: list[str], name: str) -> str:
-        position = int(str(node.value))  # of the capture
+    def address(self, node: Load | RangeLoad, index: list[str], name: str) -> str:
+        position = node.capture
         layout, ndim = self.mod.layouts[position], self.graph.captures[position].ndim
         unit = f" * {layout_unit(self.graph.captures[position].dtype)}" if layout.aligned else ""
         terms = [
@@ -390,24 +383,24 @@ class Writer:
         ]
         return " + ".join([f"{name}_ptr", *(f"({t})" for t in terms)])
 
-    def _far_address(self, node: Node, name: str) -> str | None:
+    def _far_address(self, node: Load, name: str) -> str | None:
         """Return the address of a load whose indices are sums, formed in int64 with the streamed indices first.
 
         Then the places of a thread differ by constants, which the instruction holds: of 4 instructions for each score
         1 is left, and equal addresses are loaded once (for q_idx - kv_idx 18 of 32; 517 instructions become 395).
         """
         sums = [affine(self.graph, a) for a in node.args]
-        layout = self.mod.layouts[int(str(node.value))]
+        layout = self.mod.layouts[node.capture]
         if self.streamed is None or not layout.dense:
             return None
         uniform, far, own = [f"{name}_ptr"], [], []
         transposed = self.streamed == "q_idx"
-        unit = f" * {layout_unit(self.graph.captures[int(str(node.value))].dtype)}" if layout.aligned else ""
+        unit = f" * {layout_unit(self.graph.captures[node.capture].dtype)}" if layout.aligned else ""
         for d, form in enumerate(sums):
             if form is None:
                 return None
             stride = "" if d == len(sums) - 1 else f" * ({name}_stride{d}{unit})"
-            uniform += [f"{_times(sign, self._wide(self.value(n)))}{stride}" for sign, n in form.rest]
+            uniform += [f"{_times(factor, self._wide(self.value(n)))}{stride}" for n, factor in form.rest]
             of_far, of_own = (form.q, form.kv) if transposed else (form.kv, form.q)
             far += [f"{_times(of_far, 'far')}{stride}"] if of_far else []
             own += [f"{_times(of_own, self._wide('kv_idx' if transposed else 'q_idx'))}{stride}"] if of_own else []
@@ -427,12 +420,12 @@ class Writer:
     def _float_value(self, position: int) -> str:
         if position not in self.float_names:
             node = self.graph.nodes[position]
-            if node.op == "const":
-                return repr(float(str(node.value)))
-            if node.op == "input" and node.value == self.dialect.columns:
+            if isinstance(node, Const):
+                return repr(float(node.value))
+            if isinstance(node, Input) and node.name == self.dialect.columns:
                 return self._with_offset(position, self.assign("near.to(tl.float32)"), "+")
-            if node.op == "input":
-                text = f"{node.value}.to(tl.float32)"
+            if isinstance(node, Input):
+                text = f"{node.name}.to(tl.float32)"
             elif node.op in ("add", "sub") and (split := self._split_sum(node)):
                 return self._with_offset(position, *split)
             else:
@@ -475,27 +468,6 @@ def _stops(graph: ModGraph) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _operands_of(graph: ModGraph, position: int) -> set[int]:
-    """Return all nodes that a node is computed from."""
-    found: set[int] = set()
-    stack = [position]
-    while stack:
-        new = set(graph.nodes[stack.pop()].args) - found
-        found |= new
-        stack += new
-    return found
-
-
-@lru_cache(64)
-def _uses(graph: ModGraph) -> tuple[int, ...]:
-    """For each node, how many others read it."""
-    counts = [0] * len(graph.nodes)
-    for node in graph.nodes:
-        for a in set(node.args):
-            counts[a] += 1
-    return tuple(counts)
-
-
 @lru_cache(64)
 def _summands(graph: ModGraph) -> frozenset[int]:
     return frozenset(a for node in graph.nodes if node.op in ("add", "sub", "neg") for a in node.args)
@@ -509,12 +481,12 @@ def _magnitudes(graph: ModGraph) -> tuple[int | None, ...]:
         parts = [found[a] for a in node.args]
         known = [p for p in parts if p is not None]
         size = None
-        match node.op:
-            case "input" if node.value in ("q_idx", "kv_idx"):
+        match node:
+            case Input("q_idx" | "kv_idx"):
                 size = INDEX_LIMIT, 0
-            case "const" if node.dtype != torch.bool and not node.dtype.is_floating_point:
-                size = abs(int(str(node.value))), 0
-            case "add" | "sub" | "neg" | "abs" | "maximum" | "minimum" if len(known) == len(parts):
+            case Const(value) if node.dtype != torch.bool and not node.dtype.is_floating_point:
+                size = abs(int(value)), 0
+            case Operation("add" | "sub" | "neg" | "abs" | "maximum" | "minimum") if len(known) == len(parts):
                 size = sum(b for b, _ in known), 1 + max(n for _, n in known)
         found.append(size if size is not None and size[0] <= EXACT_FLOAT32 and size[1] <= _MOST_SUMMED else None)
     return tuple(None if f is None else f[0] for f in found)
@@ -528,7 +500,7 @@ def _is_literal(text: str) -> bool:
     return text[0] in "-0123456789" or text in ("True", "False") or text.startswith('float("')
 
 
-def literal(value: object) -> str:
+def literal(value: Scalar) -> str:
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return f'float("{value}")'
     return repr(value)

@@ -14,7 +14,9 @@ import torch
 from flexattn.compile.lower import Dialect, Writer, literal
 from flexattn.compile.mod_plan import TRITON_DTYPE, TRITON_POINTER, ModPlan
 from flexattn.graph.bound import bound
-from flexattn.graph.mod_graph import Builder, ModGraph, Node
+from flexattn.graph.builder import Builder, Expr, rewrite
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.nodes import Input, Load, Node, NumberRef, RangeLoad
 
 
 @dataclass(frozen=True)
@@ -73,31 +75,34 @@ def lower_bounds(mod: ModPlan, dialect: Dialect) -> BoundsText:
 
 def _of_one_head(graph: ModGraph) -> ModGraph:
     """Return the bounding graph for boxes of one batch and one head: both ends are the same node."""
-    builder = Builder()
-    same = {f"{name}_{end}": builder.input(name, torch.int64) for name in ("b", "h") for end in ("lo", "hi")}
-    nodes = builder.copy(graph, same)
-    inputs = ("b", "h", "q_lo", "q_hi", "kv_lo", "kv_hi")
-    outputs = [None if o is None else nodes[o] for o in graph.outputs]
-    return builder.build(graph.name, inputs, graph.captures, graph.numbers, outputs, location=graph.location)
+    same = {f"{name}_{end}": name for name in ("b", "h") for end in ("lo", "hi")}
+
+    def one_head(builder: Builder, i: int, _: list[Expr]) -> Expr | None:
+        match graph.nodes[i]:
+            case Input(name) if name in same:
+                return builder.input(same[name], torch.int64)
+        return None
+
+    return rewrite(graph, one_head, inputs=("b", "h", "q_lo", "q_hi", "kv_lo", "kv_hi"))
 
 
 class _BoxWriter(Writer):
     def __init__(self, mod: ModPlan, dialect: Dialect) -> None:
         super().__init__(mod, dialect, bounded=False)
         self.tables: list[TableSpec] = []
-        self._ranges: dict[tuple[object, tuple[int, ...]], tuple[str, str]] = {}
+        self._ranges: dict[tuple[int, tuple[int, ...]], tuple[str, str]] = {}
 
     def _write(self, node: Node, position: int) -> str:
-        match node.op:
-            case "range_min" | "range_max":
-                key = (node.value, node.args)
+        match node:
+            case RangeLoad(op, capture):
+                key = (capture, node.args)
                 if key not in self._ranges:
                     self._ranges[key] = self._range(node)
-                return self._ranges[key][node.op == "range_max"]
-            case "number":
-                name = self.mod.number_name(int(str(node.value)))
+                return self._ranges[key][op == "range_max"]
+            case NumberRef(number):
+                name = self.mod.number_name(number)
                 return self.assign(f"tl.cast({name}, tl.{TRITON_DTYPE[node.dtype]})")
-            case "load":
+            case Load():
                 loaded = super()._write(node, position)
                 return (
                     loaded
@@ -106,10 +111,10 @@ class _BoxWriter(Writer):
                 )
         return super()._write(node, position)
 
-    def _range(self, node: Node) -> tuple[str, str]:
+    def _range(self, node: RangeLoad) -> tuple[str, str]:
         """Write the least and the greatest element over a box of indices; the whole range of the dtype if not known."""
-        capture = self.graph.captures[int(str(node.value))]
-        name = self.mod.capture_name(int(str(node.value)))
+        capture = self.graph.captures[node.capture]
+        name = self.mod.capture_name(node.capture)
         least, most = _limits(capture.dtype)
         pairs = list(zip(node.args[::2], node.args[1::2], strict=True))
         ranged = [axis for axis, (low, high) in enumerate(pairs) if low != high]
@@ -147,16 +152,20 @@ class _BoxWriter(Writer):
 
     def _own(self, low: int, high: int) -> str | None:
         """Return "q" (or "kv") where a range is that of the block itself."""
-        first, last = (self.graph.nodes[x].value if self.graph.nodes[x].op == "input" else None for x in (low, high))
-        return "q" if (first, last) == ("q_lo", "q_hi") else "kv" if (first, last) == ("kv_lo", "kv_hi") else None
+        match self.graph.nodes[low], self.graph.nodes[high]:
+            case Input("q_lo"), Input("q_hi"):
+                return "q"
+            case Input("kv_lo"), Input("kv_hi"):
+                return "kv"
+        return None
 
-    def _element(self, node: Node, index: list[str], known: str) -> str:
-        address = self.address(node, index, self.mod.capture_name(int(str(node.value))))
-        dtype = TRITON_DTYPE[table_dtype(self.graph.captures[int(str(node.value))].dtype)]
+    def _element(self, node: RangeLoad, index: list[str], known: str) -> str:
+        address = self.address(node, index, self.mod.capture_name(node.capture))
+        dtype = TRITON_DTYPE[table_dtype(self.graph.captures[node.capture].dtype)]
         return self.assign(f"tl.load({address}, mask={known}, other=0).to(tl.{dtype})")
 
-    def _from_table(self, node: Node, axis: int, index: list[tuple[str, str]], known: str) -> tuple[str, str]:
-        capture = int(str(node.value))
+    def _from_table(self, node: RangeLoad, axis: int, index: list[tuple[str, str]], known: str) -> tuple[str, str]:
+        capture = node.capture
         own = self._own(*node.args[2 * axis : 2 * axis + 2])
         spec = TableSpec(capture, axis, own)
         if spec not in self.tables:

@@ -8,7 +8,8 @@ import torch
 
 from flexattn.call.problem import Problem
 from flexattn.compile.arguments import Argument, FromProblem, FromShapes
-from flexattn.graph.mod_graph import BoundMod, ModGraph
+from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.mod_graph import ModGraph
 
 TRITON_DTYPE = {
     torch.float64: "float64", torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16",

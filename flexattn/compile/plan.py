@@ -19,8 +19,10 @@ from flexattn.compile.shared_memory import fit
 from flexattn.compile.tile_choice import choose
 from flexattn.compile.tiles import Tile, TileKey
 from flexattn.errors import OptionError, message
+from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.dependence import adds_to_score, loads_by, loads_each_place
 from flexattn.graph.index_range import Range, index_ranges
-from flexattn.graph.mod_graph import BoundMod, ModGraph
+from flexattn.graph.mod_graph import ModGraph
 from flexattn.machine.target import Target
 from flexattn.options import LARGEST_TILE, option
 
@@ -128,7 +130,7 @@ def _tile(
         tile = replace(tile, **{rows: min(getattr(tile, rows), _UNALIGNED_ROWS)})
     if problem.dropout is not None and spec.owns_keys:  # with more D 256 has 1.3 to 2.4 KB of spills
         tile = replace(tile, BLOCK_M=min(tile.BLOCK_M, 32), PARTIAL_M=0)
-    if problem.score is not None and _indexes_by_score(problem.score.graph):
+    if problem.score is not None and loads_by(problem.score.graph, "score"):
         # A load whose address depends on a product cannot be pipelined: Triton 3.6 fails on it.
         tile = replace(tile, num_stages=1)
     return tile
@@ -145,31 +147,9 @@ def _with_options(tile: Tile, names: tuple[str, str], phase: Phase, problem: Pro
 def score_kind(graph: ModGraph) -> str:
     """Return which of KINDS a score_mod is."""
     (output,) = graph.outputs
-    if output is None or not _adds(graph, output):
+    if output is None or not adds_to_score(graph, output):
         return "transforms"
-    return "gathers" if gathers(graph) else "adds"
-
-
-def gathers(graph: ModGraph) -> bool:
-    """Tell whether a mod reads a table at each place."""
-    return any(n.op == "load" and {"q_idx", "kv_idx"} <= graph.dependence[i] for i, n in enumerate(graph.nodes))
-
-
-def _adds(graph: ModGraph, position: int) -> bool:
-    """Tell whether a node is the score with something added to it that does not depend on the score."""
-    node = graph.nodes[position]
-    if node.op == "input":
-        return node.value == "score"
-    if node.op not in ("add", "sub"):
-        return False
-    x, y = node.args
-    if "score" not in graph.dependence[y]:
-        return _adds(graph, x)
-    return node.op == "add" and "score" not in graph.dependence[x] and _adds(graph, y)
-
-
-def _indexes_by_score(graph: ModGraph) -> bool:
-    return any(n.op == "load" and "score" in graph.dependence[i] for i, n in enumerate(graph.nodes))
+    return "gathers" if loads_each_place(graph) else "adds"
 
 
 def _batch_invariant(spec: KernelSpec, problem: Problem) -> bool:
@@ -212,8 +192,7 @@ def _mod_plan(mod: BoundMod | None, role: str, problem: Problem) -> ModPlan | No
     layouts = tuple(_layout(t) for t in mod.captures)
     plan = ModPlan(mod.graph, role, layouts, tuple(number_type(n) for n in mod.numbers))
     # Only for loads of each place: a guard of rows or columns costs nothing, and a bit more would be a kernel more.
-    graph, each_place = mod.graph, {"q_idx", "kv_idx"}
-    loads = [i for i, node in enumerate(graph.nodes) if node.op == "load" and each_place <= graph.dependence[i]]
+    loads = loads_each_place(mod.graph)
     if not loads:
         return plan
     # A tile may pass the last row or column by less than its own size.
@@ -221,7 +200,7 @@ def _mod_plan(mod: BoundMod | None, role: str, problem: Problem) -> ModPlan | No
     whole = problem.block_mask is None or not any(size % LARGEST_TILE for size in problem.block_mask.BLOCK_SIZE)
     tiled = [n if whole and n % LARGEST_TILE == 0 else n + LARGEST_TILE - 1 for n in (M, N)]
     valid, touched = (index_ranges(mod.graph, mod.numbers, (B, H, *lengths)) for lengths in ((M, N), tiled))
-    sizes = {i: mod.captures[int(str(mod.graph.nodes[i].value))].shape for i in loads}
+    sizes = {i: mod.captures[mod.graph.loads[i].capture].shape for i in loads}
     indices = {a for i in loads for a in mod.graph.nodes[i].args}
     return replace(
         plan,

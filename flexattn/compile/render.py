@@ -29,7 +29,7 @@ from flexattn.compile.scatter import (
     size_names,
 )
 from flexattn.compile.templates import environment
-from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.dependence import loads_by
 
 
 @lru_cache(512)
@@ -72,7 +72,7 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "qk_parts": split_head_dim(plan.D), "v_parts": split_head_dim(plan.Dv),
         "has_score": plan.score is not None, "scales_gradient": plan.scales_gradient,
         "early_score": bool(plan.score and early_loads(plan.score)),
-        "loads_by_batch": bool(plan.score and _loads_by_batch(plan.score.graph)),
+        "loads_by_batch": bool(plan.score and loads_by(plan.score.graph, "b")),
         "early_grad": bool(plan.grad and plan.scales_gradient and early_loads(plan.grad)),
         "has_mask": plan.mask is not None, "has_blocks": plan.blocks is not None,
         "full_tail": plan.cuts_blocks or plan.full_overhangs, "max_scores": "max_scores" in plan.features,
@@ -101,11 +101,6 @@ def _parameters(plan: KernelPlan) -> str:
     """Return the kernel's parameters as the lines of its definition."""
     names = [f"{a.name}," for a in plan.spec.arguments(plan)]
     return textwrap.fill(" ".join(names), 110, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
-
-
-def _loads_by_batch(graph: ModGraph) -> bool:
-    """Tell whether what a mod reads differs between batches."""
-    return any(node.op == "load" and "b" in graph.dependence[i] for i, node in enumerate(graph.nodes))
 
 
 def _scatter_names(plan: KernelPlan) -> dict[str, object]:

@@ -15,13 +15,15 @@ from flexattn.call.problem import Problem
 from flexattn.compile.arguments import Argument, FromShapes, FromTensors
 from flexattn.compile.lower import Dialect, Writer, mod_parameters
 from flexattn.compile.mod_plan import ModPlan
-from flexattn.graph.index_range import affine, shift_invariant
-from flexattn.graph.mod_graph import ModGraph, Node
+from flexattn.graph.dependence import after_loads_each_place, each_place
+from flexattn.graph.linear import affine, shift_invariant
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.nodes import Load
 
 
 def scatter_captures(graph: ModGraph) -> tuple[int, ...]:
     """Return the captured tensors that receive a gradient, each once, in order."""
-    return tuple(sorted({int(str(graph.nodes[s].value)) for s in graph.sites}))
+    return tuple(sorted({graph.loads[s].capture for s in graph.sites}))
 
 
 # |contribution| in units of an integer sum: what is larger is no number, or the sum's scale is wrong.
@@ -83,8 +85,8 @@ def needs_live(mod: ModPlan) -> bool:
     captured tensor at each place, which it may not do elsewhere.
     """
     graph = mod.graph
-    passed = all(o is not None and graph.nodes[o].value == "grad" for o in graph.outputs[1:])
-    return not passed or any(_loads_each_place(graph, a) for site in graph.sites for a in graph.nodes[site].args)
+    passed = all(o is not None and graph.is_input(o, "grad") for o in graph.outputs[1:])
+    return not passed or any(after_loads_each_place(graph)[a] for site in graph.sites for a in graph.nodes[site].args)
 
 
 def scatter_loads(mod: ModPlan, sums: str) -> tuple[tuple[str, str], ...]:
@@ -114,7 +116,7 @@ def lower_sizes(mod: ModPlan, function: str, dialect: Dialect) -> str:
     body = [line for i in range(len(graph.sites)) for line in _contribution(writer, i)]
     sizes = []
     for position in scatter_captures(graph):
-        sites = [i for i, site in enumerate(graph.sites) if graph.nodes[site].value == position]
+        sites = [i for i, site in enumerate(graph.sites) if graph.loads[site].capture == position]
         sizes.append(" + ".join(f"row_sizes(d{i})" for i in sites))
     result = f"return ({', '.join(sizes)},)"
     return writer.function(function, [*mod_parameters(graph), "live", "m0", "n0"], [*body, result], buffers)
@@ -135,11 +137,11 @@ def lower_scatter(mod: ModPlan, function: str, dialect: Dialect, sums: str) -> s
         body += _contribution(writer, i)
         if _along_diagonals(graph, site):
             one_cell = not all(affine(graph, a) for a in graph.nodes[site].args)
-            name = mod.capture_name(int(str(graph.nodes[site].value)))
+            name = mod.capture_name(graph.loads[site].capture)
             body += _add_diagonals(i, f"{function}_place{i}", arguments, one_cell, _ADD[sums], name)
             continue
         for axis, index in ((0, "q_idx"), (1, "kv_idx")):
-            if index not in _reads(graph, site):
+            if index not in graph.dependence[site]:
                 body.append(f"d{i} = tl.sum(d{i}, {axis}, keep_dims=True)")
         body += _add(mod, i, f"{function}_place{i}", arguments, sums)
     text = writer.function(function, [*mod_parameters(graph), "live", "m0", "n0"], [*body, "return"], buffers)
@@ -154,7 +156,7 @@ def same_in_all_batches(graph: ModGraph) -> bool:
     """
     own = {"b", "score", "grad"}
     return bool(graph.sites) and all(
-        _each_place(graph, site) and not _reads(graph, site) & own and not _along_diagonals(graph, site)
+        each_place(graph, site) and not graph.dependence[site] & own and not _along_diagonals(graph, site)
         for site in graph.sites
     )
 
@@ -190,18 +192,18 @@ def lower_additions(mod: ModPlan, function: str, dialect: Dialect, sums: str) ->
 
 def _places(mod: ModPlan, dialect: Dialect, function: str, buffers: list[str]) -> list[str]:
     """Return the texts of the functions that give the address of each site."""
-    sites = [(mod.graph.nodes[site], site) for site in mod.graph.sites]
+    sites = [(mod.graph.loads[site], site) for site in mod.graph.sites]
     return [_place(mod, dialect, *of, f"{function}_place{i}", buffers) for i, of in enumerate(sites)]
 
 
 def _add(mod: ModPlan, i: int, place: str, arguments: str, sums: str) -> list[str]:
     """Return statements that add d{i} at the addresses of its places."""
     graph, site = mod.graph, mod.graph.sites[i]
-    name = mod.capture_name(int(str(graph.nodes[site].value)))
+    name = mod.capture_name(graph.loads[site].capture)
     pointers, inside = (f"tl.broadcast_to({x}, d{i}.shape)" for x in ("pointers", "inside"))
     return [
         f"pointers, inside = {place}(b, h, q_idx, kv_idx, live, {arguments})",
-        *(["if live is not None:", "    inside = inside & live"] if _each_place(graph, site) else []),
+        *(["if live is not None:", "    inside = inside & live"] if each_place(graph, site) else []),
         _ADD[sums].format(pointers=pointers, value=f"d{i}", inside=inside, name=name),
     ]
 
@@ -217,15 +219,6 @@ def _contribution(writer: Writer, i: int) -> list[str]:
     ]
 
 
-def _reads(graph: ModGraph, site: int) -> frozenset[str]:
-    """Return what the index of a site depends on."""
-    return frozenset().union(*(graph.dependence[a] for a in graph.nodes[site].args))
-
-
-def _each_place(graph: ModGraph, site: int) -> bool:
-    return {"q_idx", "kv_idx"} <= _reads(graph, site)
-
-
 def adds_along_diagonals(graph: ModGraph) -> bool:
     """Tell whether the gradients of a graph's captured tensors are first summed along the diagonals of a tile."""
     return any(_along_diagonals(graph, site) for site in graph.sites)
@@ -233,23 +226,15 @@ def adds_along_diagonals(graph: ModGraph) -> bool:
 
 def _along_diagonals(graph: ModGraph, site: int) -> bool:
     """Tell whether the index of a site is the same along diagonals, and read from nothing but q_idx and kv_idx."""
-    args = graph.nodes[site].args
-    return _each_place(graph, site) and all(
-        shift_invariant(graph)[a] and not _loads_each_place(graph, a) and not graph.dependence[a] & {"score", "grad"}
-        for a in args
-    )
+    if not each_place(graph, site) or graph.dependence[site] & {"score", "grad"}:
+        return False
+    return all(shift_invariant(graph)[a] and not after_loads_each_place(graph)[a] for a in graph.loads[site].args)
 
 
-def _loads_each_place(graph: ModGraph, position: int) -> bool:
-    node = graph.nodes[position]
-    own = node.op == "load" and {"q_idx", "kv_idx"} <= graph.dependence[position]
-    return own or any(_loads_each_place(graph, a) for a in node.args)
-
-
-def _place(mod: ModPlan, dialect: Dialect, node: Node, site: int, function: str, buffers: list[str]) -> str:
+def _place(mod: ModPlan, dialect: Dialect, node: Load, site: int, function: str, buffers: list[str]) -> str:
     """Return the text of a function that gives the address of a site in its buffer, and whether it is inside."""
     writer = Writer(mod, dialect)
-    position = int(str(node.value))
+    position = node.capture
     name, layout = mod.capture_name(position), mod.layouts[position]
     index = [writer.wrapped(a, f"{name}_size{d}") for d, a in enumerate(node.args)]
     strides = [f" * {name}_grad_stride{d}" for d in range(len(index) - 1)] + [""]

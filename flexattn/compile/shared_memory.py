@@ -17,6 +17,7 @@ from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.mod_plan import ModPlan
 from flexattn.compile.scatter import adds_along_diagonals
 from flexattn.errors import CompileError, message
+from flexattn.graph.dependence import PLACES
 
 _FEWEST_ROWS = 8
 _ALIGNMENT = 1024  # of the operands of wgmma and tcgen05
@@ -289,10 +290,8 @@ class _Load:
 @lru_cache(1024)
 def _loads(mod: ModPlan) -> tuple[_Load, ...]:
     graph, found = mod.graph, []
-    for position, node in enumerate(graph.nodes):
-        if node.op != "load":
-            continue
-        capture, indices = int(str(node.value)), {"q_idx", "kv_idx"} & graph.dependence[position]
+    for position, node in graph.loads.items():
+        capture, indices = node.capture, PLACES & graph.dependence[position]
         layout, each_place = mod.layouts[capture], len(indices) == 2
         rows = each_place and layout.dense and "q_idx" not in graph.dependence[node.args[-1]]
         found.append(_Load(graph.captures[capture].dtype.itemsize, layout.aligned, bool(indices), each_place, rows))

@@ -16,7 +16,7 @@ from torch.func import vjp
 from flexattn.call.problem import Needs, Problem
 from flexattn.engines.second_order import tangents
 from flexattn.errors import MutationError, message
-from flexattn.graph.mod_graph import BoundMod
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.process.config import debug, settings
 from flexattn.torch_state.modes import undisturbed
 from flexattn.torch_state.transforms import is_transforming, one_by_one, refuse_batched, tangent_rule

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from flexattn.call.problem import Problem
-from flexattn.graph.mod_graph import ModGraph, Node
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.nodes import Const, Input, Load, Node, NumberRef, Operation, Scalar
 from flexattn.graph.operators import OPS
 
 
@@ -47,9 +48,9 @@ class TileGraph:
         nodes = self.graph.nodes
         self._fixed: dict[int, Tensor] = {}
         for i, node in enumerate(nodes):
-            if node.op == "number":
-                self._fixed[i] = self._fixed_value(self.numbers[node.value], node)  # type: ignore[index]
-            elif node.op == "const":
+            if isinstance(node, NumberRef):
+                self._fixed[i] = self._fixed_value(self.numbers[node.position], node)
+            elif isinstance(node, Const):
                 self._fixed[i] = self._fixed_value(node.value, node)
         sites = (a for s in self.graph.sites for a in nodes[s].args)
         self._kept = {o for o in (*self.graph.outputs, *sites) if o is not None}
@@ -59,7 +60,7 @@ class TileGraph:
             if a not in self._kept:
                 self._released[i].append(a)
 
-    def _fixed_value(self, value: object, node: Node) -> Tensor:
+    def _fixed_value(self, value: Scalar, node: Node) -> Tensor:
         return torch.tensor(value, dtype=node.dtype, device=self.device)
 
     def run(self, inputs: dict[str, Tensor], shape: torch.Size, writable: tuple[str, ...] = ()) -> dict[int, Tensor]:
@@ -71,17 +72,17 @@ class TileGraph:
         values = dict(self._fixed)
         own: set[int] = set()  # full-size values that nobody else holds
         for i, node in enumerate(self.graph.nodes):
-            match node.op:
-                case "input":
-                    values[i] = inputs[str(node.value)]
-                    if node.value in writable:
+            match node:
+                case Input(name):
+                    values[i] = inputs[name]
+                    if name in writable:
                         own.add(i)
                     continue
-                case "number" | "const":
+                case NumberRef() | Const():
                     continue
-                case "load":
+                case Load():
                     values[i] = self._load(node, values)
-                case "cast" | "detach":
+                case Operation("cast" | "detach"):
                     values[i] = values[node.args[0]].to(node.dtype)
                     if values[i] is values[node.args[0]]:
                         own.discard(node.args[0])  # two nodes hold it now
@@ -99,8 +100,8 @@ class TileGraph:
                     del values[a]
         return {i: values[i] for i in self._kept}
 
-    def _load(self, node: Node, values: dict[int, Tensor]) -> Tensor:
-        source = self.captures[node.value]  # type: ignore[index]
+    def _load(self, node: Load, values: dict[int, Tensor]) -> Tensor:
+        source = self.captures[node.capture]
         if not node.args:
             return source.to(node.dtype)
         index = [self._inside(node, d, values[a]) for d, a in enumerate(node.args)]
@@ -111,10 +112,10 @@ class TileGraph:
         line = source.as_strided((span,), (1,))
         return line.index_select(0, place.reshape(-1)).view(place.shape).to(node.dtype)
 
-    def _inside(self, node: Node, dimension: int, index: Tensor) -> Tensor:
+    def _inside(self, node: Load, dimension: int, index: Tensor) -> Tensor:
         """Note the places where the index is out of range, and clamp it there."""
-        capture = self.graph.captures[node.value]  # type: ignore[index]
-        size = self.captures[node.value].shape[dimension]  # type: ignore[index]
+        capture = self.graph.captures[node.capture]
+        size = self.captures[node.capture].shape[dimension]
         low, high = (int(x) for x in index.aminmax())
         if low >= -size and high < size:
             return index
@@ -144,7 +145,7 @@ class CaptureGradients:
         self._captures = captures
         self.sums: dict[int, Tensor] = {}  # by position of the capture; contiguous, float32 or float64
         for site in gradient.sites:
-            position: int = gradient.nodes[site].value  # type: ignore[assignment]
+            position = gradient.loads[site].capture
             wide = torch.promote_types(captures[position].dtype, dtype)
             self.sums[position] = torch.zeros(captures[position].shape, dtype=wide, device=captures[position].device)
 
@@ -162,8 +163,8 @@ class CaptureGradients:
         for site, output in zip(self._gradient.sites, self._gradient.outputs[1:], strict=True):
             if output is None:
                 continue
-            node = self._gradient.nodes[site]
-            into = self.sums[node.value]  # type: ignore[index]
+            node = self._gradient.loads[site]
+            into = self.sums[node.capture]
             if into.numel() == 0:
                 continue
             grad = values[output].expand(shape)

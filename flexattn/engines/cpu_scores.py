@@ -131,7 +131,7 @@ class Scores:
             s = self.plain_scores(strip, tile, query, self.problem.scale)
             plain = s.view(shape)
             values = self.score.run(self.indices(strip, tile) | {"score": plain}, shape, writable=("score",))
-            modified = values[self.score.graph.outputs[0]]  # type: ignore[index]
+            modified = values[self.score.graph.output]
             if modified is not plain:
                 plain.copy_(modified)
             if self.score.outside:
@@ -151,7 +151,7 @@ class Scores:
         *heads, rows, _ = self.shape(strip, tile)
         shape = torch.Size((*heads, rows, tile.width - tile.full))
         values = self.mask.run(self.indices(strip, tile, tile.full), shape)
-        asked = values[self.mask.graph.outputs[0]]  # type: ignore[index]
+        asked = values[self.mask.graph.output]
         if states is not None and states.partial is not None:
             asked = asked & states.partial
         for outside in self.mask.outside:

@@ -17,8 +17,10 @@ from torch import Tensor
 from flexattn.block_mask import BlockMask, Runs
 from flexattn.call.dropout import Dropout
 from flexattn.call.problem import Problem
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.differentiate import differentiate
-from flexattn.graph.mod_graph import BoundMod, ModGraph, load_element, wide
+from flexattn.graph.mod_graph import ModGraph, load_element
+from flexattn.graph.nodes import wide
 from flexattn.torch_state.transforms import recomputed
 
 _PAIRS = 1 << 20  # some 30 tensors of that size live at once in a second derivative
@@ -98,7 +100,7 @@ class _Mod:
         """Return the derivative at those places, where the score moves along `d_score` and captures along theirs."""
         learned = tuple(i for i, c in enumerate(captures) if c.is_floating_point())
         gradient = differentiate(self.graph, learned)
-        sites = [gradient.nodes[s] for s in gradient.sites]
+        sites = [gradient.loads[s] for s in gradient.sites]
         inputs = _select(indices, places)
         inputs["grad"] = torch.ones_like(inputs["score"])
         wanted = (*gradient.outputs, *(a for site in sites for a in site.args))
@@ -106,7 +108,8 @@ class _Mod:
         factors = [next(values) for _ in gradient.outputs]
         moved = [d_score.masked_select(places)]
         for site in sites:
-            moved.append(_load(directions[site.value], tuple(next(values) for _ in site.args)))  # type: ignore[index]
+            index = [next(values) for _ in site.args]
+            moved.append(_load(directions[site.capture], tuple(i for i in index if i is not None)))
         terms = [f * x for f, x in zip(factors, moved, strict=True) if f is not None]
         return sum(terms, torch.zeros_like(moved[0]))
 

@@ -29,7 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexattn.graph.mod_graph import Builder, Expr, ModGraph, Node
+from flexattn.graph.builder import Builder, Expr
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.nodes import Const, Input, Load, NumberRef, Operation, RangeLoad, Scalar
 from flexattn.graph.operators import OPS
 
 Pair = tuple[Expr, Expr]
@@ -61,22 +63,23 @@ def bound(graph: ModGraph) -> ModGraph:
     safe = _static(graph)[1]
     builder = Builder()
 
-    def leaf(node: Node) -> Pair:
-        if node.op == "input" and node.value in _ENDS:
-            low, high = _ENDS[str(node.value)]
-            return builder.input(low, torch.int64), builder.input(high, torch.int64)
-        if node.op == "number":
-            value = builder.number(node.value, node.dtype)  # type: ignore[arg-type]
+    def leaf(node: Input | NumberRef) -> Pair:
+        if isinstance(node, NumberRef):
+            value = builder.number(node.position, node.dtype)
             return _without_nan(value, value) if node.dtype.is_floating_point else (value, value)
+        if node.name in _ENDS:
+            low, high = _ENDS[node.name]
+            return builder.input(low, torch.int64), builder.input(high, torch.int64)
         return _unknown(builder, node.dtype)
 
-    def load(node: Node, index: list[Pair]) -> Pair:
+    def load(node: Load, index: list[Pair]) -> Pair:
         language = _language(node.dtype)
         ends = tuple(e.index for pair in index for e in pair)
         if not index:
-            value = builder.load(node.value, language, ())  # type: ignore[arg-type]
+            value = builder.load(node.capture, language, ())
             return _without_nan(value, value) if language.is_floating_point else (value, value)
-        low, high = (builder.add(op, ends, language, node.value) for op in ("range_min", "range_max"))
+        low = builder.add(RangeLoad("range_min", node.capture, ends, language))
+        high = builder.add(RangeLoad("range_max", node.capture, ends, language))
         return _without_nan(low, high) if language.is_floating_point else (low, high)
 
     pairs, _ = _bound_nodes(graph, builder, leaf, load, safe)
@@ -111,27 +114,33 @@ def _static(graph: ModGraph, bits: tuple[int, ...] = ()) -> tuple[tuple[tuple[An
     """Bound every node with constants for inputs: the rules fold away. Also tell which nodes need no check."""
     builder = Builder()
 
-    def leaf(node: Node) -> Pair:
-        if node.op == "input" and node.value in _ENDS:
-            return builder.const(0, torch.int64), builder.const(INDEX_LIMIT - 1, torch.int64)
-        if node.op == "number" and bits and node.dtype == torch.int64 and bits[node.value] < 63:  # type: ignore[index]
-            most = 1 << bits[node.value]  # type: ignore[index]
-            return builder.const(-most, torch.int64), builder.const(most, torch.int64)
+    def leaf(node: Input | NumberRef) -> Pair:
+        match node:
+            case Input(name) if name in _ENDS:
+                return builder.const(0, torch.int64), builder.const(INDEX_LIMIT - 1, torch.int64)
+            case NumberRef(position) if bits and node.dtype == torch.int64 and bits[position] < 63:
+                most = 1 << bits[position]
+                return builder.const(-most, torch.int64), builder.const(most, torch.int64)
         return _unknown(builder, node.dtype)
 
-    def load(node: Node, index: list[Pair]) -> Pair:
-        capture = graph.captures[node.value].dtype  # type: ignore[index]
+    def load(node: Load, index: list[Pair]) -> Pair:
+        capture = graph.captures[node.capture].dtype
         return _cast(_unknown(builder, capture), capture, node.dtype)
 
     pairs, safe = _bound_nodes(graph, builder, leaf, load, None)
-    return tuple((low.constant, high.constant) for low, high in pairs), safe
+    return tuple((_constant(low), _constant(high)) for low, high in pairs), safe
+
+
+def _constant(end: Expr) -> Scalar:
+    assert end.constant is not None
+    return end.constant
 
 
 def _bound_nodes(
     graph: ModGraph,
     builder: Builder,
-    leaf: Callable[[Node], Pair],
-    load: Callable[[Node, list[Pair]], Pair],
+    leaf: Callable[[Input | NumberRef], Pair],
+    load: Callable[[Load, list[Pair]], Pair],
     safe: tuple[bool, ...] | None,
 ) -> tuple[list[Pair], tuple[bool, ...]]:
     """Bound each node; where `safe` says so without the check that its pair still is one."""
@@ -140,27 +149,29 @@ def _bound_nodes(
     for i, node in enumerate(graph.nodes):
         args = [pairs[a] for a in node.args]
         checked = False
-        match node.op:
-            case "const":
-                value = builder.const(node.value, _language(node.dtype))  # type: ignore[arg-type]
-                pair = _unknown(builder, node.dtype) if node.value != node.value else (value, value)
-            case "input" | "number":
+        match node:
+            case Const(value):
+                end = builder.const(value, _language(node.dtype))
+                pair = _unknown(builder, node.dtype) if value != value else (end, end)
+            case Input() | NumberRef():
                 pair = leaf(node)
-            case "load":
+            case Load():
                 pair = load(node, args)
-            case "cast":
+            case Operation("cast"):
                 source = graph.nodes[node.args[0]].dtype
                 pair = _cast(args[0], source, node.dtype)
                 checked = _fits(args[0], node.dtype)
-            case _:
+            case Operation():
                 dtypes = [graph.nodes[a].dtype for a in node.args]
                 pair, checked = _bound_operation(node, args, dtypes, safe is not None and safe[i])
+            case RangeLoad():
+                raise TypeError(f"{node}: a bounding graph has no bounds of its own")
         pairs.append(pair)
         proved.append(checked)
     return pairs, tuple(proved)
 
 
-def _bound_operation(node: Node, args: list[Pair], dtypes: list[torch.dtype], safe: bool) -> tuple[Pair, bool]:
+def _bound_operation(node: Operation, args: list[Pair], dtypes: list[torch.dtype], safe: bool) -> tuple[Pair, bool]:
     builder = args[0][0].builder
     spec = OPS[node.op]
     unknown = _unknown(builder, node.dtype)
@@ -186,21 +197,27 @@ def _bound_operation(node: Node, args: list[Pair], dtypes: list[torch.dtype], sa
         return pair, True
     if ok.constant is True:
         # From infinite end points a smaller box can come to inf - inf.
-        return pair, not node.dtype.is_floating_point or all(math.isfinite(e.constant) for e in pair)  # type: ignore[arg-type]
+        return pair, not node.dtype.is_floating_point or all(math.isfinite(_constant(e)) for e in pair)
     return (_where(ok, pair[0], unknown[0]), _where(ok, pair[1], unknown[1])), False
 
 
-def _in_range(node: Node, pair: Pair, args: list[Pair]) -> Expr:
+def _in_range(node: Operation, pair: Pair, args: list[Pair]) -> Expr:
     """Tell whether the pair is what the mod computes, without wrap-around in the node's dtype or in our int64."""
     limits = torch.iinfo(node.dtype)
     ok = _both(pair[0] >= limits.min, pair[1] <= limits.max)
     if node.op in _MAY_LEAVE_INT64 and (node.dtype == torch.int64 or node.op == "pow"):
-        low, high = OPS[node.op].bound(*(tuple(e.cast(torch.float64) for e in a) for a in args))  # type: ignore[misc]
+        low, high = _rule(node.op)(*(tuple(e.cast(torch.float64) for e in a) for a in args))
         ok = _both(ok, _both(low >= -(2.0**62), high <= 2.0**62))
     return ok
 
 
-def _at_points(node: Node, args: list[Pair], dtypes: list[torch.dtype], unknown: Pair) -> Pair:
+def _rule(op: str) -> Callable[..., Pair]:
+    rule = OPS[op].bound
+    assert rule is not None
+    return rule
+
+
+def _at_points(node: Operation, args: list[Pair], dtypes: list[torch.dtype], unknown: Pair) -> Pair:
     """Bound an operation that has no rule: by its value where all operands are single values, else not at all."""
     if node.op not in _EXACT or node.dtype in (torch.float16, torch.bfloat16):
         return unknown
@@ -225,7 +242,7 @@ def _cast(pair: Pair, source: torch.dtype, target: torch.dtype) -> Pair:
         return pair
     if target == torch.bool:
         zero = builder.const(0, low.dtype)
-        return OPS["ne"].bound(pair, (zero, zero))  # type: ignore[misc]
+        return _rule("ne")(pair, (zero, zero))
     language = _language(target)
     if target.is_floating_point:
         low, high = low.cast(language), high.cast(language)
@@ -347,28 +364,28 @@ class Bounds:
         inputs: dict[str, Values] = dict(zip(BOX_INPUTS, ends, strict=True))
         values: list[Values] = []
         last = _last_uses(self.graph)
-        found: dict[tuple[object, ...], tuple[Values, Values]] = {}
+        found: dict[tuple[int, tuple[int, ...]], tuple[Values, Values]] = {}
         with np.errstate(all="ignore"):
             for node in self.graph.nodes:
                 args = [values[a] for a in node.args]
-                match node.op:
-                    case "input":
-                        value = inputs[str(node.value)]
-                    case "number":
-                        value = _DTYPES[node.dtype](self.numbers[node.value])  # type: ignore[index]
-                    case "const":
-                        value = _DTYPES[node.dtype](node.value)  # type: ignore[arg-type]
-                    case "load":
-                        value = self._array(node.value)[()].astype(_DTYPES[node.dtype])  # type: ignore[arg-type]
-                    case "range_min" | "range_max":
-                        key = (node.value, node.args)
+                match node:
+                    case Input(name):
+                        value = inputs[name]
+                    case NumberRef(position):
+                        value = _DTYPES[node.dtype](self.numbers[position])
+                    case Const(constant):
+                        value = _DTYPES[node.dtype](constant)
+                    case Load(capture):
+                        value = self._array(capture)[()].astype(_DTYPES[node.dtype])
+                    case RangeLoad(op, capture):
+                        key = (capture, node.args)
                         if key not in found:
                             found[key] = self._range(node, args)
-                        value = found[key][node.op == "range_max"]
-                    case "cast":
+                        value = found[key][op == "range_max"]
+                    case Operation("cast"):
                         value = _cast_numpy(args[0], node.dtype)
-                    case _:
-                        value = _NUMPY[node.op](*args) if node.op in _NUMPY else _by_torch(node.op, args)
+                    case Operation(op):
+                        value = _NUMPY[op](*args) if op in _NUMPY else _by_torch(op, args)
                 values.append(value)
                 for a in last[len(values) - 1]:
                     values[a] = None
@@ -387,9 +404,9 @@ class Bounds:
             self._arrays[capture] = tensor.cpu().numpy()
         return self._arrays[capture]
 
-    def _range(self, node: Node, ends: list[Values]) -> tuple[Values, Values]:
+    def _range(self, node: RangeLoad, ends: list[Values]) -> tuple[Values, Values]:
         """Return the least and greatest element of a capture over a box of indices, which may differ in one axis."""
-        array = self._array(node.value)  # type: ignore[arg-type]
+        array = self._array(node.capture)
         index = [_wrap(low, high, size) for low, high, size in zip(ends[::2], ends[1::2], array.shape, strict=True)]
         axes = [i for i, (low, high, _) in enumerate(index) if not np.array_equal(low, high)]
         known = np.logical_and.reduce(np.broadcast_arrays(*(ok for _, _, ok in index)))
@@ -403,7 +420,7 @@ class Bounds:
         elif not axes:
             low = high = array[tuple(low for low, _, _ in index)]
         else:
-            table = self._table(node.value, axis)  # type: ignore[arg-type]
+            table = self._table(node.capture, axis)
             low, high = table([low for i, (low, _, _) in enumerate(index) if i != axis], *index[axis][:2])
         least, most = _limits(array.dtype)
         dtype = _DTYPES[node.dtype]

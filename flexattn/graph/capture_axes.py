@@ -11,10 +11,12 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from flexattn.graph.mod_graph import BoundMod, ModGraph
+from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.builder import Builder, Expr, rewrite
+from flexattn.graph.dependence import PLACES, each_place
+from flexattn.graph.mod_graph import ModGraph
 
 _LARGEST = 2**24  # elements of a tensor that is copied
-_PLACES = frozenset(("q_idx", "kv_idx"))
 
 
 def places_last(bound: BoundMod) -> BoundMod:
@@ -41,16 +43,14 @@ def _orders(graph: ModGraph) -> tuple[tuple[int, tuple[int, ...]], ...]:
     Left out are captures that are not read at each place, or not always by the same axes.
     """
     found: dict[int, set[tuple[int, ...]]] = {}
-    each_place = set[int]()
-    for n, node in enumerate(graph.nodes):
-        if node.op == "load":
-            capture, axes = int(str(node.value)), range(len(node.args))
-            order = sorted(axes, key=lambda axis: bool(graph.dependence[node.args[axis]] & _PLACES))
-            found.setdefault(capture, set()).add(tuple(order))
-            each_place |= {capture} if graph.dependence[n] >= _PLACES else set()
+    at_each = set[int]()
+    for n, load in graph.loads.items():
+        order = sorted(range(len(load.args)), key=lambda axis: bool(graph.dependence[load.args[axis]] & PLACES))
+        found.setdefault(load.capture, set()).add(tuple(order))
+        at_each |= {load.capture} if each_place(graph, n) else set()
     return tuple(
         (i, order) for i, orders in found.items() for order in orders
-        if len(orders) == 1 and i in each_place and order != tuple(sorted(order))
+        if len(orders) == 1 and i in at_each and order != tuple(sorted(order))
     )  # fmt: skip
 
 
@@ -58,11 +58,13 @@ def _orders(graph: ModGraph) -> tuple[tuple[int, tuple[int, ...]], ...]:
 def _reordered(graph: ModGraph, orders: tuple[tuple[int, tuple[int, ...]], ...]) -> ModGraph:
     """Return the graph that reads captures whose axes have another order."""
     order_of = dict(orders)
-    nodes = tuple(
-        replace(node, args=tuple(node.args[axis] for axis in order_of[int(str(node.value))]))
-        if node.op == "load" and int(str(node.value)) in order_of else node
-        for node in graph.nodes
-    )  # fmt: skip
+
+    def reordered(builder: Builder, i: int, made: list[Expr]) -> Expr | None:
+        load = graph.loads.get(i)
+        if load is None or load.capture not in order_of:
+            return None
+        return builder.load(load.capture, load.dtype, [made[load.args[axis]] for axis in order_of[load.capture]])
+
     names = (f"{c.name}_places_last" if i in order_of else c.name for i, c in enumerate(graph.captures))
     captures = tuple(replace(c, name=name) for c, name in zip(graph.captures, names, strict=True))
-    return replace(graph, nodes=nodes, captures=captures)
+    return rewrite(graph, reordered, captures=captures)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from flexattn.graph.mod_graph import GRAD_INPUTS, Builder, Expr, ModGraph, wide
+from flexattn.graph.builder import Builder, Expr
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.nodes import GRAD_INPUTS, Input, Load, Operation, wide
 from flexattn.graph.operators import OPS
 
 
@@ -17,10 +19,10 @@ def differentiate(graph: ModGraph, wrt: tuple[int, ...]) -> ModGraph:
     and what is detached carry none.
     """
     builder = Builder()
-    grad = builder.input("grad", graph.nodes[graph.outputs[0]].dtype)  # type: ignore[index]
+    grad = builder.input("grad", graph.nodes[graph.output].dtype)
     nodes = builder.copy(graph)
     needed = _reach_leaves(graph, wrt)
-    gradients: dict[int, Expr] = {graph.outputs[0]: grad}  # type: ignore[dict-item]
+    gradients: dict[int, Expr] = {graph.output: grad}
     for i in reversed(range(len(graph.nodes))):
         if i not in gradients or not needed[i]:
             continue
@@ -28,9 +30,8 @@ def differentiate(graph: ModGraph, wrt: tuple[int, ...]) -> ModGraph:
             if needed[operand]:
                 present = gradients.get(operand)
                 gradients[operand] = contribution if present is None else present + contribution
-    leaves = {node.value: i for i, node in enumerate(graph.nodes) if node.op == "input"}
-    sites = [i for i, node in enumerate(graph.nodes) if node.op == "load" and node.value in wrt and needed[i]]
-    sites = [i for i in sites if _is_used(gradients.get(i))]
+    leaves = {node.name: i for i, node in enumerate(graph.nodes) if isinstance(node, Input)}
+    sites = [i for i, load in graph.loads.items() if load.capture in wrt and needed[i] and _is_used(gradients.get(i))]
     d_score = gradients.get(leaves["score"]) if "score" in leaves else None
     outputs = [d_score if _is_used(d_score) else None, *(gradients[i] for i in sites)]
     return builder.build(
@@ -47,7 +48,13 @@ def _reach_leaves(graph: ModGraph, wrt: tuple[int, ...]) -> list[bool]:
     """Tell for each node whether a gradient through it arrives at the score or at a load in `wrt`."""
     needed: list[bool] = []
     for node in graph.nodes:
-        leaf = (node.op == "input" and node.value == "score") or (node.op == "load" and node.value in wrt)
+        match node:
+            case Input(name):
+                leaf = name == "score"
+            case Load(capture):
+                leaf = capture in wrt
+            case _:
+                leaf = False
         through = node.op not in ("load", "detach") and any(needed[a] for a in node.args)
         needed.append(node.dtype.is_floating_point and (leaf or through))
     return needed
@@ -56,7 +63,7 @@ def _reach_leaves(graph: ModGraph, wrt: tuple[int, ...]) -> list[bool]:
 def _contributions(graph: ModGraph, i: int, gradient: Expr, nodes: list[Expr]) -> list[tuple[int, Expr]]:
     """Return what node i passes on of its gradient, as (operand, contribution) pairs."""
     node = graph.nodes[i]
-    if node.op in ("input", "number", "const", "load"):
+    if not isinstance(node, Operation):
         return []
     if node.op == "cast":
         return [(node.args[0], gradient.cast(wide(graph.nodes[node.args[0]].dtype)))]

@@ -6,13 +6,17 @@ comparisons with what is known of a row, instead of an element for each column. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from flexattn.graph.mod_graph import BoundMod, Capture, ModGraph, Node
+from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.builder import Builder, Expr, rewrite
+from flexattn.graph.dependence import PLACES
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.nodes import Capture, Input, Load, Node
 
 
 @dataclass(frozen=True)
@@ -53,25 +57,18 @@ def _with_runs(graph: ModGraph, captures: tuple[int, ...], by_key: bool) -> ModG
     first = len(graph.captures)
     about = [graph.captures[i] for i in captures]
     added = [Capture(f"{c.name}_{end}", torch.int32, c.ndim) for c in about for end in ("starts", "ends")]
-    nodes: list[Node] = []
-    places: list[int] = []  # of the nodes of `graph` in `nodes`
-    for node in graph.nodes:
-        capture, index, q_idx, kv_idx = _compared(graph, node) or (None, (), 0, 0)
-        if capture in captures:
-            row, column = (places[i] for i in ((kv_idx, q_idx) if by_key else (q_idx, kv_idx)))
-            starts, at = first + 2 * captures.index(capture), (*(places[i] for i in index), row)
-            n = len(nodes)
-            nodes += [
-                Node("load", at, torch.int32, starts), Node("load", at, torch.int32, starts + 1),
-                Node("le", (n, column), torch.bool), Node("lt", (column, n + 1), torch.bool),
-            ]  # fmt: skip
-            node = Node("and", (n + 2, n + 3), torch.bool)
-        else:
-            node = replace(node, args=tuple(places[a] for a in node.args))
-        places.append(len(nodes))
-        nodes.append(node)
-    outputs = tuple(None if o is None else places[o] for o in graph.outputs)
-    return replace(graph, captures=(*graph.captures, *added), nodes=tuple(nodes), outputs=outputs)
+
+    def in_run(builder: Builder, i: int, made: list[Expr]) -> Expr | None:
+        capture, index, q_idx, kv_idx = _compared(graph, graph.nodes[i]) or (None, (), 0, 0)
+        if capture not in captures:
+            return None
+        row, column = (made[n] for n in ((kv_idx, q_idx) if by_key else (q_idx, kv_idx)))
+        at, position = [*(made[n] for n in index), row], first + 2 * captures.index(capture)
+        start, end = (builder.load(position + side, torch.int32, at) for side in (0, 1))
+        return (start <= column).apply("and", column < end)
+
+    # The loads that were compared stay, as the estimate of shared memory counts them.
+    return rewrite(graph, in_run, captures=(*graph.captures, *added), keep_unused=True)
 
 
 def _compared(graph: ModGraph, node: Node) -> tuple[int, tuple[int, ...], int, int] | None:
@@ -79,13 +76,16 @@ def _compared(graph: ModGraph, node: Node) -> tuple[int, tuple[int, ...], int, i
     if node.op != "eq":
         return None
     x, y = (graph.nodes[a] for a in node.args)
-    if x.op != "load" or y.op != "load" or x.value != y.value or x.args[:-1] != y.args[:-1] or not x.args:
+    if not isinstance(x, Load) or not isinstance(y, Load):
         return None
-    capture = int(str(x.value))
-    names = {graph.nodes[n.args[-1]].value: n.args[-1] for n in (x, y) if graph.nodes[n.args[-1]].op == "input"}
+    if x.capture != y.capture or x.args[:-1] != y.args[:-1] or not x.args:
+        return None
+    capture = x.capture
+    last = ((n.args[-1], graph.nodes[n.args[-1]]) for n in (x, y))
+    names = {node.name: n for n, node in last if isinstance(node, Input)}
     integers = not graph.captures[capture].dtype.is_floating_point and graph.captures[capture].dtype != torch.bool
     if set(names) != {"q_idx", "kv_idx"} or not integers:
         return None
-    if any(graph.dependence[a] & {"q_idx", "kv_idx"} for a in x.args[:-1]):
+    if any(graph.dependence[a] & PLACES for a in x.args[:-1]):
         return None
     return capture, x.args[:-1], names["q_idx"], names["kv_idx"]

@@ -8,13 +8,16 @@ captured numbers: a graph holds for all numbers of the same magnitudes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
 from flexattn.errors import ModError, message
 from flexattn.graph.bound import ranges
-from flexattn.graph.mod_graph import Builder, Expr, ModGraph, Node
+from flexattn.graph.builder import Builder, Expr, rewrite
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.nodes import Const, Input, Load, NumberRef, Operation
 
 # Magnitudes of captured integers, as a number of bits. Sums of lengths and a few small numbers stay inside of int32.
 _SMALL, _MEDIUM, _LARGE = 24, 30, 63
@@ -40,8 +43,8 @@ def _limits(graph: ModGraph) -> tuple[tuple[int, int, int], ...]:
     found: dict[int, tuple[int, int]] = {}
     for node in graph.nodes:
         source = graph.nodes[node.args[0]] if node.op == "cast" else node
-        if source.op == "number" and source.dtype == torch.int64:
-            position = int(str(source.value))
+        if isinstance(source, NumberRef) and source.dtype == torch.int64:
+            position = source.position
             whole = not node.dtype.is_floating_point and node.dtype != torch.bool
             limits = torch.iinfo(node.dtype if whole else torch.int64)
             low, high = found.get(position, (limits.min, limits.max))
@@ -57,26 +60,28 @@ def _does_not_fit(graph: ModGraph, position: int, value: int | float, low: int, 
 
 @lru_cache(512)
 def _narrowed(graph: ModGraph, bits: tuple[int, ...], location: str) -> ModGraph:
-    builder = Builder()
-    values: list[Expr] = []
-    for node, (low, high) in zip(graph.nodes, ranges(graph, bits), strict=True):
-        fits = node.dtype == torch.int64 and _INT32.min <= low and high <= _INT32.max
-        dtype = torch.int32 if fits else node.dtype
-        values.append(_copied(builder, graph, node, [values[a] for a in node.args], dtype))
-    outputs = [None if o is None else values[o].cast(graph.nodes[o].dtype) for o in graph.outputs]
-    return builder.build(graph.name, graph.inputs, graph.captures, graph.numbers, outputs, location=location)
+    found = ranges(graph, bits)
+
+    def narrow(builder: Builder, i: int, made: list[Expr]) -> Expr | None:
+        dtype, (low, high) = graph.nodes[i].dtype, found[i]
+        fits = dtype == torch.int64 and _INT32.min <= low and high <= _INT32.max
+        return _narrow(builder, graph, i, made, torch.int32 if fits else dtype)
+
+    return replace(rewrite(graph, narrow), location=location)
 
 
-def _copied(builder: Builder, graph: ModGraph, node: Node, args: list[Expr], dtype: torch.dtype) -> Expr:
-    """Append a node with these operands, whose result `dtype` holds; an int64 operand may come as int32."""
-    match node.op:
-        case "const":
-            return builder.const(node.value, dtype)  # type: ignore[arg-type]
-        case "number":
-            return builder.number(int(str(node.value)), node.dtype).cast(dtype)
-        case "input" | "load":
-            return builder.add(node.op, tuple(a.index for a in args), node.dtype, node.value)
-        case "cast":
+def _narrow(builder: Builder, graph: ModGraph, i: int, made: list[Expr], dtype: torch.dtype) -> Expr | None:
+    """Append node i, whose result `dtype` holds; an int64 operand may come as int32."""
+    node = graph.nodes[i]
+    args = [made[a] for a in node.args]
+    match node:
+        case Const(value):
+            return builder.const(value, dtype)
+        case NumberRef(position):
+            return builder.number(position, node.dtype).cast(dtype)
+        case Input() | Load():
+            return None
+        case Operation("cast"):
             return args[0].cast(dtype)
     before = [graph.nodes[a].dtype for a in node.args]
     wide = [x for x, d in zip(args, before, strict=True) if d == torch.int64]

@@ -13,14 +13,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.graph.index_range import shift_invariant
-from flexattn.graph.mod_graph import BoundMod, Builder, Capture, Expr, ModGraph, Number
+from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.builder import Builder, Expr, without_unused
+from flexattn.graph.dependence import PLACES, computed_from
+from flexattn.graph.linear import shift_invariant
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.nodes import Capture, Load, Number
 from flexattn.process.tensor_cache import kept
 from flexattn.torch_state.transforms import outside
 
 _LARGEST = 2**24  # elements of a tensor by distance
 _CHEAP = frozenset(("input", "number", "const", "add", "sub", "neg", "cast", "detach", "minimum", "maximum"))
-_PLACES = frozenset(("q_idx", "kv_idx"))
 
 
 class _Site(NamedTuple):
@@ -55,29 +58,18 @@ def by_distance(bound: BoundMod, M: int, N: int) -> BoundMod:
 def _sites(graph: ModGraph) -> tuple[_Site, ...]:
     """Return the loads of which one index depends on places, costs much, and is a function of their distance alone."""
     found: dict[_Site, None] = {}
-    for node in graph.nodes:
-        if node.op != "load":
-            continue
-        axes = [axis for axis, a in enumerate(node.args) if graph.dependence[a] - {"b", "h"}]
-        if len(axes) == 1 and _is_costly_distance(graph, node.args[axes[0]]):
-            found[_Site(int(str(node.value)), axes[0], node.args[axes[0]])] = None
+    for load in graph.loads.values():
+        axes = [axis for axis, a in enumerate(load.args) if graph.dependence[a] - {"b", "h"}]
+        if len(axes) == 1 and _is_costly_distance(graph, load.args[axes[0]]):
+            found[_Site(load.capture, axes[0], load.args[axes[0]])] = None
     return tuple(found)
 
 
 def _is_costly_distance(graph: ModGraph, index: int) -> bool:
-    ops = {graph.nodes[n].op for n in _under(graph, index)}
+    ops = {graph.nodes[n].op for n in computed_from(graph, index)}
     return (
-        shift_invariant(graph)[index] and graph.dependence[index] <= _PLACES and "load" not in ops and not ops <= _CHEAP
+        shift_invariant(graph)[index] and graph.dependence[index] <= PLACES and "load" not in ops and not ops <= _CHEAP
     )
-
-
-def _under(graph: ModGraph, position: int) -> set[int]:
-    """Return a node and all that it is computed from."""
-    found = {position}
-    for n in range(position, -1, -1):
-        if n in found:
-            found.update(graph.nodes[n].args)
-    return found
 
 
 @kept(2**26)
@@ -86,7 +78,7 @@ def _index(
 ) -> Tensor | None:
     """Return the index of each distance from 1 - N to M - 1, int32; None where one is outside of `size`."""
     builder = Builder()
-    copied = _copy(builder, graph, {}, {n: n for n in range(len(graph.numbers))}, {})
+    copied = builder.copy(graph)
     alone = builder.build(graph.name, graph.inputs, (), graph.numbers, [copied[position]])
     with torch.inference_mode(False), torch.no_grad(), outside():
         distance = torch.arange(1 - N, M, dtype=torch.int32, device=device)
@@ -101,60 +93,30 @@ def _index(
 @lru_cache(256)
 def _rewritten(graph: ModGraph, sites: tuple[_Site, ...]) -> tuple[ModGraph, tuple[int, ...], tuple[int, ...]]:
     """Return the graph that reads appended captures by distance, and which captures and numbers it keeps."""
-    loads = {n: s for n, node in enumerate(graph.nodes) if node.op == "load" for s in sites if _is_at(graph, n, s)}
-    needed = set[int]().union(*(_needed(graph, o, frozenset(loads)) for o in graph.outputs if o is not None))
-    of = {
-        op: sorted({int(str(graph.nodes[n].value)) for n in needed - loads.keys() if graph.nodes[n].op == op})
-        for op in ("load", "number")
-    }
-    captures, numbers = of["load"], of["number"]
+    last_key, first = len(graph.numbers), len(graph.captures)
+    replaced = {n: i for n, load in graph.loads.items() for i, site in enumerate(sites) if _is_at(load, site)}
     builder = Builder()
-    last_key = builder.number(len(numbers), torch.int64).cast(torch.int32)
-    distance = builder.input("q_idx", torch.int32).apply("sub", builder.input("kv_idx", torch.int32)) + last_key
-    capture_of = {old: new for new, old in enumerate(captures)}
-    new_capture = {s: len(captures) + i for i, s in enumerate(sites)}
-    replaced = {n: (new_capture[s], s.axis, distance) for n, s in loads.items()}
-    copied = _copy(builder, graph, capture_of, {old: new for new, old in enumerate(numbers)}, replaced)
+    distance = builder.number(last_key, torch.int64).cast(torch.int32)
+    distance = builder.input("q_idx", torch.int32).apply("sub", builder.input("kv_idx", torch.int32)) + distance
+
+    def at_distance(_: Builder, n: int, made: list[Expr]) -> Expr | None:
+        if n not in replaced:
+            return None
+        load, axis = graph.loads[n], sites[replaced[n]].axis
+        others = [made[a] for i, a in enumerate(load.args) if i != axis]
+        return builder.load(first + replaced[n], load.dtype, [*others, distance])
+
+    made = builder.copy(graph, at_distance)
     about = [graph.captures[s.capture] for s in sites]
-    made = builder.build(
+    rewritten = builder.build(
         graph.name, graph.inputs,
-        (*(graph.captures[i] for i in captures), *(Capture(f"{c.name}_by_distance", c.dtype, c.ndim) for c in about)),
-        (*(graph.numbers[i] for i in numbers), Number("last_key", torch.int64)),
-        [None if o is None else copied[o] for o in graph.outputs], location=graph.location,
+        (*graph.captures, *(Capture(f"{c.name}_by_distance", c.dtype, c.ndim) for c in about)),
+        (*graph.numbers, Number("last_key", torch.int64)),
+        [None if o is None else made[o] for o in graph.outputs], location=graph.location,
     )  # fmt: skip
-    return made, tuple(captures), tuple(numbers)
+    kept, captures, numbers = without_unused(rewritten)
+    return kept, captures[: -len(sites)], numbers[:-1]
 
 
-def _is_at(graph: ModGraph, load: int, site: _Site) -> bool:
-    node = graph.nodes[load]
-    return int(str(node.value)) == site.capture and len(node.args) > site.axis and node.args[site.axis] == site.index
-
-
-def _needed(graph: ModGraph, output: int, replaced: frozenset[int]) -> set[int]:
-    """Return the nodes that an output is computed from where some loads are replaced."""
-    found = {output}
-    for n in range(output, -1, -1):
-        if n in found:
-            site = graph.nodes[n]
-            found.update(a for a in site.args if n not in replaced or not graph.dependence[a] & _PLACES)
-    return found
-
-
-def _copy(
-    builder: Builder, graph: ModGraph, captures: dict[int, int], numbers: dict[int, int],
-    replaced: dict[int, tuple[int, int, Expr]],
-) -> dict[int, Expr]:  # fmt: skip
-    """Append the nodes whose captures and numbers are known; `replaced` loads read (capture, axis, distance)."""
-    copied: dict[int, Expr] = {}
-    for n, node in enumerate(graph.nodes):
-        args = [copied.get(a) for a in node.args]
-        if n in replaced:
-            capture, axis, distance = replaced[n]
-            others = [a for i, a in enumerate(args) if i != axis]
-            copied[n] = builder.load(capture, node.dtype, [*(a for a in others if a is not None), distance])
-        elif None not in args:
-            known = {"load": captures, "number": numbers}.get(node.op)
-            value = node.value if known is None else known.get(int(str(node.value)))
-            if known is None or value is not None:
-                copied[n] = builder.add(node.op, tuple(a.index for a in args if a is not None), node.dtype, value)
-    return copied
+def _is_at(load: Load, site: _Site) -> bool:
+    return load.capture == site.capture and len(load.args) > site.axis and load.args[site.axis] == site.index

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import BuiltMask, Seen, is_same, seen
-from flexattn.graph.mod_graph import BoundMod
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.process.forks import Lock
 
 MEMORY = 2**28  # bytes of lists, and of copies of tensors

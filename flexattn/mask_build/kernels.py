@@ -17,8 +17,9 @@ from flexattn.compile.lower_bounds import BoundsText, TableSpec, lower_bounds, t
 from flexattn.compile.mod_plan import TRITON_DTYPE, TRITON_POINTER, CaptureLayout, ModPlan
 from flexattn.compile.plan import number_type
 from flexattn.compile.templates import environment
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import captures_compared
-from flexattn.graph.mod_graph import BoundMod, ModGraph
+from flexattn.graph.mod_graph import ModGraph
 from flexattn.machine.target import Target
 from flexattn.process.forks import cached_property
 

@@ -16,7 +16,7 @@ import torch
 
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.lower_bounds import table_dtype
-from flexattn.graph.mod_graph import BoundMod
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.machine.target import Target
 from flexattn.mask_build.kernels import (
     PLACES,

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from flexattn.block_mask import BuildCounts, BuiltMask, LaterRunLists
 from flexattn.errors import IndexRangeError, message
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import EqualRuns
-from flexattn.graph.mod_graph import BoundMod
 from flexattn.machine.target import Target, processors, target_of
 from flexattn.mask_build.boxes import MOST_RUNS, too_many_runs
 from flexattn.mask_build.kernels import MaskPlan

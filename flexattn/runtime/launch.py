@@ -29,7 +29,7 @@ from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
 from flexattn.compile.kernels import DELTA
 from flexattn.compile.scalars import tiles_of
 from flexattn.compile.schedule import KernelProblems, backward_kernels, plan_step
-from flexattn.graph.mod_graph import BoundMod
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.machine.target import processors, target_of
 from flexattn.runtime.build import Kernel
 from flexattn.runtime.load import load

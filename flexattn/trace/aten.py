@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from flexattn.graph.mod_graph import Builder, Expr, wide
+from flexattn.graph.builder import Builder, Expr
+from flexattn.graph.nodes import wide
 from flexattn.graph.operators import digamma, where
 
 MOST_UNROLLED = 64

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from flexattn.errors import FlexAttentionError, ModError, UnsupportedError
-from flexattn.graph.mod_graph import MASK_INPUTS, SCORE_INPUTS
+from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS
 from flexattn.process.forks import temporary
 from flexattn.torch_state.modes import users_device
 from flexattn.torch_state.subclasses import check_plain

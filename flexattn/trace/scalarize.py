@@ -15,8 +15,11 @@ import torch
 from torch import Tensor, fx
 
 from flexattn.errors import ModError, UnsupportedError, mod_in_messages
-from flexattn.graph.mod_graph import MASK_INPUTS, SCORE_INPUTS, BoundMod, Builder, Capture, Expr, ModGraph, Number, wide
+from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.builder import Builder, Expr, without_unused
+from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.narrow import narrowed
+from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS, Capture, Number, wide
 from flexattn.trace.aten import Elements, Index, has_row, is_symbol, operator_name
 from flexattn.trace.interception import CONSTANT, DATA_DEPENDENT, IN_PLACE, MOST_SHOWN, RANDOM, line_of_node
 
@@ -282,19 +285,8 @@ def _is_view(node: fx.Node) -> bool:
 
 def _without_unused(graph: ModGraph, leaves: _Leaves) -> tuple[ModGraph, list[fx.Node], list[str]]:
     """Drop captures and numbers that no node reads any more (folding can remove the last use)."""
-    loads = sorted({n.value for n in graph.nodes if n.op == "load"})  # type: ignore[type-var]
-    used = sorted({n.value for n in graph.nodes if n.op == "number"})  # type: ignore[type-var]
-    builder = Builder()
-    position = {"load": {old: new for new, old in enumerate(loads)}, "number": {o: n for n, o in enumerate(used)}}
-    copied: list[Expr] = []
-    for node in graph.nodes:
-        value = position[node.op][node.value] if node.op in position else node.value  # type: ignore[index]
-        copied.append(builder.add(node.op, tuple(copied[a].index for a in node.args), node.dtype, value))
-    kept = builder.build(
-        graph.name, graph.inputs, tuple(graph.captures[i] for i in loads), tuple(graph.numbers[i] for i in used),  # type: ignore[index]
-        [copied[o] for o in graph.outputs if o is not None], location=graph.location,
-    )  # fmt: skip
-    return kept, [leaves.roots[i] for i in loads], [leaves.number_texts[i] for i in used]  # type: ignore[index]
+    kept, captures, numbers = without_unused(graph)
+    return kept, [leaves.roots[i] for i in captures], [leaves.number_texts[i] for i in numbers]
 
 
 def python_text(expression: Any, sources: dict[str, str]) -> str:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from flexattn.errors import ModError, RetraceWarning, UnsupportedError, mod_in_messages
-from flexattn.graph.mod_graph import MASK_INPUTS, SCORE_INPUTS, BoundMod
+from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS
 from flexattn.process.config import debug, settings
 from flexattn.process.forks import Lock
 from flexattn.torch_state.modes import undisturbed

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from mod_grammar import CAPTURES, COMPARE, NUMBERS, Write, booleans, build, floats
 from torch import Tensor
 
-from flexattn.graph.mod_graph import MASK_INPUTS, ModGraph, Node
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.nodes import MASK_INPUTS, Node
 from flexattn.graph.operators import OPS
 
 # A last bit more or less in these, and whether a comparison holds changes: machines compute them differently.

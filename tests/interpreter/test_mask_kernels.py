@@ -31,7 +31,7 @@ from mod_grammar import CAPTURES, NUMBERS, booleans, build
 from flexattn import mods
 from flexattn.block_mask import BuildCounts
 from flexattn.errors import ArgumentError, IndexRangeError
-from flexattn.graph.mod_graph import BoundMod
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.machine.target import INTERPRETER, Target
 from flexattn.mask_build import boxes
 from flexattn.mask_build import launch_plan as mask_recipe

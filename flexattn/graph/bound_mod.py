@@ -1,0 +1,69 @@
+"""BoundMod: a graph with the tensors and numbers of a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.process.tensor_cache import kept
+from flexattn.torch_state.transforms import outside
+
+
+@dataclass(frozen=True)
+class BoundMod:
+    """A graph with the values of this call: captured tensors (after the prologue, under autograd) and numbers."""
+
+    graph: ModGraph
+    captures: tuple[Tensor, ...] = ()
+    numbers: tuple[int | float, ...] = ()
+    reached: tuple[Tensor, ...] = field(default=(), compare=False)  # the user's tensors, which captures come from
+    reached_names: tuple[str, ...] = field(default=(), compare=False)
+    source: tuple[object, tuple[int | float, ...]] | None = field(default=None, compare=False)  # see `origin`
+    prologue: tuple[str, tuple[int | float, ...]] = field(default=("", ()), compare=False)  # its text and its numbers
+
+    @property
+    def origin(self) -> object:
+        """What is equal for mods that compute the same of what they reached; None where that is not known."""
+        return None if self.source is None else (self.source[0], repr(self.source[1]))  # tells 0.0 from -0.0
+
+    def on(self, device: torch.device) -> BoundMod:
+        """Return the mod with those captures of the CPU on `device` that may be anywhere: scalars and literals."""
+        if all(c.device == device for c in self.captures):
+            return self
+        described = zip(self.captures, self.graph.captures, strict=True)
+        moved = tuple(_on(device, c, about.literal) for c, about in described)
+        return BoundMod(self.graph, moved, self.numbers)
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """Run the mod on tensors given in the order of its inputs."""
+        (out,) = self.graph.evaluate(dict(zip(self.graph.inputs, inputs, strict=True)), self.captures, self.numbers)
+        assert out is not None
+        return out
+
+
+def _on(device: torch.device, capture: Tensor, literal: bool) -> Tensor:
+    if capture.device.type != "cpu" or (capture.dim() and not literal):
+        return capture
+    if not literal or capture.numel() == 0:
+        return capture.to(device)
+    placed = _placed.get(capture) if capture.numel() > _LARGE else None
+    if placed is None or placed.device != device:
+        data = capture.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        placed = _literal_on(device, data, capture.dtype, capture.shape)
+        if capture.numel() > _LARGE:
+            _placed[capture] = placed
+    return placed
+
+
+_LARGE = 1024  # elements; a trace has one tensor for a literal as long as this, so looking for its bytes is not needed
+_placed = WeakTensorKeyDictionary()  # by literal: its copy on a GPU
+
+
+@kept(2**26)
+def _literal_on(device: torch.device, data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    with torch.inference_mode(False), outside():
+        return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape).to(device, copy=True)

@@ -1,0 +1,163 @@
+"""linear: integers as sums `c1 * x1 + c2 * x2 + ... + c0` of the nodes that are no sums themselves.
+
+An int32 or int64 sum is this modulo 2**32 or 2**64: what wraps around is noted, not excluded (`exact`, `may_wrap`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from flexattn.graph.bound import never_wraps
+from flexattn.graph.dependence import PLACES
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.nodes import Const, Operation
+
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+_SUMS = ("add", "sub", "neg", "mul", "cast")
+_MOST_TERMS = 16  # of the index of a load
+
+
+@dataclass(frozen=True)
+class Linear:
+    """An integer as a sum of constant multiples of nodes."""
+
+    terms: tuple[tuple[int, int], ...] = ()  # (node, factor) in the order of the mod, no factor 0
+    constant: int = 0
+    exact: bool = True  # no sum in it may wrap around
+
+    def plus(self, other: Linear, factor: int = 1) -> Linear:
+        factors = dict(self.terms)
+        for node, f in other.terms:
+            factors[node] = factors.get(node, 0) + f * factor
+        terms = tuple((n, f) for n, f in factors.items() if f)
+        return Linear(terms, self.constant + other.constant * factor, self.exact and other.exact)
+
+    def times(self, factor: int) -> Linear:
+        return Linear(exact=self.exact).plus(self, factor)
+
+    def factor(self, node: int | None) -> int:
+        return next((factor for n, factor in self.terms if n == node), 0)
+
+    def without(self, node: int | None) -> Linear:
+        return replace(self, terms=tuple(t for t in self.terms if t[0] != node))
+
+    def sorted(self) -> Linear:
+        """Return the sum with its terms by node: equal sums are then equal objects."""
+        return replace(self, terms=tuple(sorted(self.terms)))
+
+
+def is_integer(graph: ModGraph, position: int) -> bool:
+    dtype = graph.nodes[position].dtype
+    return not dtype.is_floating_point and dtype != torch.bool
+
+
+@lru_cache(512)
+def linear_forms(graph: ModGraph, moving: frozenset[str] | None = None) -> tuple[Linear, ...]:
+    """Return each node as a sum of multiples of others; one that is none is itself.
+
+    With `moving` (names of inputs), a node that depends on none of these is not taken apart.
+    """
+    safe = never_wraps(graph)
+    found: list[Linear] = []
+    for i, node in enumerate(graph.nodes):
+        parts = [found[a] for a in node.args]
+        form = None
+        fixed = moving is not None and not graph.dependence[i] & moving
+        match node:
+            case _ if fixed or not is_integer(graph, i):
+                pass
+            case Const(value):
+                form = Linear((), int(value))
+            case Operation("add"):
+                form = parts[0].plus(parts[1])
+            case Operation("sub"):
+                form = parts[0].plus(parts[1], -1)
+            case Operation("neg"):
+                form = parts[0].times(-1)
+            case Operation("mul") if not parts[0].terms or not parts[1].terms:
+                factor, other = (parts[0], parts[1]) if not parts[0].terms else (parts[1], parts[0])
+                form = replace(other.times(factor.constant), exact=other.exact and factor.exact)
+            case Operation("cast") if is_integer(graph, node.args[0]) and (safe[i] or _is_of_places(graph, i)):
+                form = parts[0]
+        if form is not None and not isinstance(node, Const):
+            form = replace(form, exact=form.exact and safe[i])
+        found.append(Linear(((i, 1),)) if form is None else form)
+    return tuple(found)
+
+
+def _is_of_places(graph: ModGraph, position: int) -> bool:
+    """Tell whether a cast that may wrap around is taken as one that does not: of places, which are no large numbers."""
+    return graph.nodes[position].dtype in (torch.int32, torch.int64) and bool(graph.dependence[position] & PLACES)
+
+
+def is_sum(graph: ModGraph, position: int) -> bool:
+    """Tell whether a node is taken apart."""
+    return graph.nodes[position].op in _SUMS and linear_forms(graph)[position].terms != ((position, 1),)
+
+
+def may_wrap(graph: ModGraph, position: int) -> set[int]:
+    """Return the sums in the linear form of a node that may wrap around."""
+    safe, found, pending = never_wraps(graph), set[int](), [position]
+    while pending:
+        node = pending.pop()
+        if is_sum(graph, node):
+            found |= set() if safe[node] else {node}
+            pending += graph.nodes[node].args
+    return found
+
+
+@dataclass(frozen=True)
+class Affine:
+    """An index as q * q_idx + kv * kv_idx + the sum of multiples of nodes that depend on neither."""
+
+    q: int
+    kv: int
+    rest: tuple[tuple[int, int], ...]  # (node, factor)
+
+
+@lru_cache(1024)
+def affine(graph: ModGraph, position: int) -> Affine | None:
+    """Return a node as a sum of indices, None if anything but adding and subtracting is done to q_idx and kv_idx."""
+    form = linear_forms(graph, PLACES)[position]
+    q, kv = (sum(f for n, f in form.terms if graph.is_input(n, name)) for name in ("q_idx", "kv_idx"))
+    rest = tuple((n, f) for n, f in form.terms if not graph.is_input(n, *PLACES))
+    known = not any(graph.dependence[n] & PLACES for n, _ in rest)
+    return Affine(q, kv, rest) if known and len(rest) <= _MOST_TERMS else None
+
+
+@lru_cache(512)
+def shift_invariant(graph: ModGraph, assuming_exact: bool = False) -> tuple[bool, ...]:
+    """For each node, whether it stays the same when q_idx and kv_idx grow by one number, as q_idx - kv_idx does.
+
+    Of a sum that wraps around this holds as well, but not of comparisons of such sums: they count as invariant only
+    where `assuming_exact`.
+    """
+    forms = linear_forms(graph)
+    found: list[bool] = []
+    for i, node in enumerate(graph.nodes):
+        sums = compared_or_summed(graph, i)
+        if not graph.dependence[i] & PLACES:
+            found.append(True)
+        elif not node.args:
+            found.append(False)
+        elif not sums or not (assuming_exact or len(sums) == 1 or all(forms[s].exact for s in sums)):
+            found.append(all(found[a] for a in node.args))
+        else:
+            total = forms[sums[0]] if len(sums) == 1 else forms[sums[0]].plus(forms[sums[1]], -1)
+            growth = sum(f for n, f in total.terms if graph.is_input(n, *PLACES))
+            others = (n for n, _ in total.terms if not graph.is_input(n, *PLACES))
+            found.append(not growth and all(found[n] for n in others))
+    return tuple(found)
+
+
+def compared_or_summed(graph: ModGraph, position: int) -> tuple[int, ...]:
+    """Return the sums that a node is made of: itself, or the two sides of a comparison of integers."""
+    node = graph.nodes[position]
+    if not graph.dependence[position] & PLACES:
+        return ()
+    if node.op in COMPARISONS and is_integer(graph, node.args[0]):
+        return node.args
+    return (position,) if is_integer(graph, position) and is_sum(graph, position) else ()

@@ -1,0 +1,237 @@
+"""row_bounds: the columns of a row of scores that a mask lets attend, as bounds low <= column < high.
+
+Comparisons of integers are solved for the column, kv_idx say. There are two results:
+
+- `row_bounds`: one interval and the conditions that are none, as a tree over the `and`, `or` and `not` of the mask. A
+  kernel computes the interval once for each row.
+- `row_union`: a union of intervals that contains all that attends. The reader sees it (`explain`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from flexattn.graph.linear import COMPARISONS, Linear, is_integer, linear_forms, may_wrap
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.nodes import Const, Operation
+
+_MOST_NESTED = 12  # operations that are looked into for one interval
+_MOST_INTERVALS = 4  # in a union; more are no help to the reader
+_NEGATED = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A comparison solved for the column: column >= bound ("low") or column < bound ("high")."""
+
+    side: Literal["low", "high"]
+    bound: Linear
+
+
+@dataclass(frozen=True)
+class WholeRows:
+    """All columns of those rows for which a node is true; it does not depend on the column."""
+
+    node: int
+
+
+@dataclass(frozen=True)
+class Complement:
+    """The columns on the other side of a bound."""
+
+    of: RowInterval
+
+
+@dataclass(frozen=True)
+class Both:
+    """The columns that two intervals have in common."""
+
+    x: RowInterval
+    y: RowInterval
+
+
+@dataclass(frozen=True)
+class Either:
+    """The columns of one of two intervals, which are bounded on the same side alone."""
+
+    x: RowInterval
+    y: RowInterval
+
+
+@dataclass(frozen=True)
+class Condition:
+    """The columns for which a node is true, where these are no interval: a test of each place."""
+
+    node: int
+
+
+RowInterval = Solved | WholeRows | Complement | Both | Either | Condition
+
+
+@lru_cache(512)
+def row_bounds(graph: ModGraph, column: str) -> RowInterval:
+    """Return a mask as intervals of its rows; what is no interval is a Condition, or one of a conjunction."""
+    return _conjunction(graph, column, graph.output, 0)
+
+
+def _conjunction(graph: ModGraph, column: str, position: int, depth: int) -> RowInterval:
+    interval = _interval(graph, column, position, depth)
+    if interval is not None:
+        return interval
+    node = graph.nodes[position]
+    if node.op != "and" or depth == _MOST_NESTED:
+        return Condition(position)
+    return Both(*(_conjunction(graph, column, a, depth + 1) for a in node.args))
+
+
+def _interval(graph: ModGraph, column: str, position: int, depth: int) -> RowInterval | None:
+    """Return a node as an interval without conditions."""
+    node = graph.nodes[position]
+    if column not in graph.dependence[position]:
+        return WholeRows(position)
+    if node.op in ("lt", "le", "gt", "ge"):
+        forms = linear_forms(graph, frozenset((column,)))
+        left, right = (forms[a] for a in node.args)
+        exact = is_integer(graph, node.args[0]) and left.exact and right.exact
+        return _solve(graph, column, *_totals(node.op, left.plus(right, -1))) if exact else None
+    if node.op not in ("and", "or", "not") or depth == _MOST_NESTED:
+        return None
+    found = [_interval(graph, column, a, depth + 1) for a in node.args]
+    known = [x for x in found if x is not None]
+    if len(known) < len(found):
+        return None
+    if node.op == "and":
+        return Both(*known)
+    if node.op == "not":
+        return Complement(*known) if len(bounded_sides(known[0])) < 2 else None
+    return Either(*known) if len(set().union(*map(bounded_sides, known))) < 2 else None
+
+
+def bounded_sides(interval: RowInterval) -> frozenset[str]:
+    """Return on which sides an interval has a bound."""
+    match interval:
+        case Solved(side):
+            return frozenset((side,))
+        case WholeRows():
+            return frozenset(("high",))
+        case Complement(of):
+            return frozenset({"low": "high", "high": "low"}[side] for side in bounded_sides(of))
+        case Both(x, y):
+            return bounded_sides(x) | bounded_sides(y)
+        case Either(x, y):
+            return bounded_sides(x) & bounded_sides(y)
+        case Condition():
+            return frozenset()
+
+
+def _totals(op: str, difference: Linear) -> list[Linear]:
+    """Return the sums that are at most 0 where `difference op 0` holds."""
+    if op in ("lt", "gt"):  # of integers: a < b is a <= b - 1
+        difference = difference.plus(Linear((), 1 if op == "lt" else -1))
+    negated = difference.times(-1)
+    return [difference, negated] if op == "eq" else [difference] if op in ("lt", "le") else [negated]
+
+
+def _solve(graph: ModGraph, column: str, total: Linear) -> Solved | None:
+    """Solve total <= 0 for the column, where it stands alone with a factor of 1 or -1."""
+    own = next((n for n, _ in total.terms if graph.is_input(n, column)), None)
+    factor, rest = total.factor(own), total.without(own)
+    if factor not in (1, -1) or any(column in graph.dependence[n] for n, _ in rest.terms):
+        return None
+    return Solved("low", rest) if factor == -1 else Solved("high", rest.times(-1).plus(Linear((), 1)))
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Keys max(low) <= kv_idx < min(high) of a row. `exact`: these all attend; otherwise only some of them may."""
+
+    low: tuple[Linear, ...] = ()
+    high: tuple[Linear, ...] = ()
+    exact: bool = True
+
+
+def row_union(graph: ModGraph) -> tuple[tuple[Interval, ...] | None, set[int]]:
+    """Return intervals whose union holds every key of a row, and the sums that must not wrap around for that.
+
+    It is None where the intervals are many, or one bounds nothing.
+    """
+    assumed = set[int]()
+    asked = _asked(graph)
+    found: dict[tuple[int, bool], tuple[Interval, ...]] = {}
+    for node, wanted in asked:
+        found[node, wanted] = _union_of(graph, node, wanted, found, assumed)
+    union = found[graph.output, True]
+    known = all(x.low or x.high or x.exact for x in union) and len(union) <= _MOST_INTERVALS
+    return union if known else None, assumed
+
+
+def _asked(graph: ModGraph) -> list[tuple[int, bool]]:
+    """Return the nodes under `and`, `or` and `not` of a mask, with whether they are wanted true or false."""
+    pending, asked = [(graph.output, True)], {(graph.output, True)}
+    while pending:
+        position, wanted = pending.pop()
+        node = graph.nodes[position]
+        if node.op in ("and", "or", "not"):
+            new = {(a, wanted != (node.op == "not")) for a in node.args} - asked
+            asked |= new
+            pending += new
+    return sorted(asked)
+
+
+def _union_of(
+    graph: ModGraph, i: int, wanted: bool, found: dict[tuple[int, bool], tuple[Interval, ...]], assumed: set[int]
+) -> tuple[Interval, ...]:
+    """Return the keys for which node i is `wanted` as a union of intervals that may hold more than these."""
+    node = graph.nodes[i]
+    both = "and" if wanted else "or"
+    match node:
+        case Const(value):
+            return (Interval(),) if bool(value) == wanted else ()
+        case Operation("not"):
+            return found[node.args[0], not wanted]
+        case Operation("and" | "or") if node.op == both:
+            left, right = (found[a, wanted] for a in node.args)
+            if len(left) * len(right) > _MOST_INTERVALS**2:
+                return (Interval(exact=False),)
+            return tuple(
+                Interval(_distinct(x.low + y.low), _distinct(x.high + y.high), x.exact and y.exact)
+                for x in left
+                for y in right
+            )
+        case Operation("and" | "or"):
+            either = tuple(dict.fromkeys(x for a in node.args for x in found[a, wanted]))
+            return either if len(either) <= _MOST_INTERVALS**2 else (Interval(exact=False),)
+        case Operation(op) if op in COMPARISONS and is_integer(graph, node.args[0]):
+            assumed |= {n for a in node.args for n in may_wrap(graph, a)}
+            return (_compare(graph, i, op if wanted else _NEGATED[op], assumed),)
+    return (Interval(exact=False),)
+
+
+def _distinct(items: tuple[Linear, ...]) -> tuple[Linear, ...]:
+    return tuple(dict.fromkeys(items))
+
+
+def _compare(graph: ModGraph, i: int, op: str, assumed: set[int]) -> Interval:
+    """Solve a comparison for kv_idx, which may stand inside of one abs."""
+    if op == "ne":
+        return Interval(exact=False)
+    left, right = (linear_forms(graph)[a] for a in graph.nodes[i].args)
+    totals = [x for total in _totals(op, left.plus(right, -1)) for x in _without_abs(graph, total, assumed)]
+    solved = [_solve(graph, "kv_idx", total) for total in totals]
+    low, high = (
+        tuple(s.bound.sorted() for s in solved if s is not None and s.side == side) for side in ("low", "high")
+    )
+    return Interval(low, high, None not in solved)
+
+
+def _without_abs(graph: ModGraph, total: Linear, assumed: set[int]) -> list[Linear]:
+    """Replace abs(x) + rest <= 0 by x + rest <= 0 and -x + rest <= 0."""
+    for n, factor in total.terms:
+        node = graph.nodes[n]
+        if node.op == "abs" and factor == 1 and "kv_idx" in graph.dependence[n]:
+            assumed |= may_wrap(graph, node.args[0])
+            inner = linear_forms(graph)[node.args[0]]
+            return [total.without(n).plus(inner, sign) for sign in (1, -1)]
+    return [total]
