@@ -31,7 +31,7 @@ from flexattn.compile.kernels import DELTA, KERNELS
 from flexattn.compile.schedule import backward_kernels, plan_step
 from flexattn.compile.shared_memory import fit
 from flexattn.engines import triton
-from flexattn.graph.mod_graph import BoundMod
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.machine.target import Target
 from flexattn.runtime import launch
 from flexattn.runtime.load import LoadedKernel
