@@ -20,9 +20,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexattn import api, create_block_mask, mods
+from flexattn import create_block_mask, mods
 from flexattn.block_mask import BlockMask
+from flexattn.call import call as arguments_of
 from flexattn.call.dropout import Dropout
+from flexattn.call.pose import pose
 from flexattn.call.problem import Problem
 from flexattn.compile import scalars
 from flexattn.compile.arguments import TensorDescriptor
@@ -57,6 +59,7 @@ class Call:
     Dv: int = 64
     dtype: torch.dtype = torch.bfloat16
     scale: float = 0.5
+    negative_zero: bool = False  # a scale of -0.0
     stored: tuple[int, int, int, int] = (3, 8, 512, 128)
     first: tuple[tuple[str, int], ...] = ()
     widths: tuple[tuple[str, int], ...] = ()  # other row lengths in memory, by tensor
@@ -129,10 +132,11 @@ class Call:
         v = self.tensor("v", self.Bkv, self.Hkv, self.N, self.Dv)
         rows = torch.zeros(self.B, self.Hq * self.sink_step)[:, :: self.sink_step]
         sinks = {"none": None, "number": 0.5, "heads": rows[0], "rows": rows}
-        return api._pose(
-            q.requires_grad_(), k, v, self.score_mod(), self.block_mask(), self.scale, True, dict(self.options),
-            self.max_scores, sinks[self.sink], self.dropout, on_gpu=True,
+        arguments = arguments_of.Call(
+            q.requires_grad_(), k, v, self.score_mod(), self.block_mask(), -0.0 if self.negative_zero else self.scale, True, dict(self.options),
+            sinks[self.sink], self.dropout, self.max_scores,
         )  # fmt: skip
+        return pose(arguments, on_gpu=True)
 
 
 PLAIN = Call()
@@ -151,7 +155,7 @@ def variants(call: Call) -> Iterator[Call]:
     changes: list[dict[str, object]] = [
         {"B": 1, "Bkv": 1}, {"B": 1, "Bkv": 1, "stored": (3, 16, 256, 128)}, {"Bkv": 1}, {"Hq": 2}, {"Hkv": 4},
         {"Hkv": 1}, {"M": 200}, {"M": 1}, {"N": 200}, {"D": 32}, {"Dv": 32}, {"dtype": torch.float16},
-        {"dtype": torch.float32}, {"scale": 0.25}, {"scale": -0.5}, {"scale": 0.0},
+        {"dtype": torch.float32}, {"scale": 0.25}, {"scale": -0.5}, {"scale": 0.0}, {"negative_zero": True},
         {"stored": (3, 8, 600, 128)}, {"stored": (3, 9, 512, 128)}, {"options": (("EXACT", True),)},
         {"options": (("BACKEND", "TRITON"),)}, {"options": (("BATCH_INVARIANT", True),)},
         {"options": (("BLOCK_M", 32), ("BACKEND", "TRITON"))}, {"options": (("num_warps", 2), ("BACKEND", "TRITON"))},

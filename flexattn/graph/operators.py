@@ -1,7 +1,7 @@
 """The table of scalar operations: what each computes in torch, its Triton text, its derivative and its bound.
 
-A row is everything that flexattn knows about an operation; `tests/test_operators.py` walks the table. Rules for derivatives
-and bounds receive `graph.Expr` objects and use their operators, so this module imports nothing of the package.
+A row is everything that flexattn knows about an operation; `tests/test_operators.py` checks every row. Rules for
+derivatives and bounds receive `Expr` objects and use their operators, so this module imports nothing of the package.
 
 Triton texts use `{0}`, `{1}`... for operands, and the subset that Triton and Gluon share. `tl.` and `libdevice.` are
 names that every generated file imports. A derivative rule `grad(g, out, *operands)` returns one value (or None) for
