@@ -132,8 +132,9 @@ class Call:
         v = self.tensor("v", self.Bkv, self.Hkv, self.N, self.Dv)
         rows = torch.zeros(self.B, self.Hq * self.sink_step)[:, :: self.sink_step]
         sinks = {"none": None, "number": 0.5, "heads": rows[0], "rows": rows}
+        scale = -0.0 if self.negative_zero else self.scale
         arguments = arguments_of.Call(
-            q.requires_grad_(), k, v, self.score_mod(), self.block_mask(), -0.0 if self.negative_zero else self.scale, True, dict(self.options),
+            q.requires_grad_(), k, v, self.score_mod(), self.block_mask(), scale, True, dict(self.options),
             sinks[self.sink], self.dropout, self.max_scores,
         )  # fmt: skip
         return pose(arguments, on_gpu=True)
