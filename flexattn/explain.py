@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from flexattn.block_mask import BlockMask
+from flexattn.call.call import Call, Mod
+from flexattn.call.pose import pose
+from flexattn.call.problem import Problem
 from flexattn.compile.kernel_plan import KernelPlan
-from flexattn.compile.render import KernelSource
+from flexattn.compile.kernel_source import KernelSource
+from flexattn.compile.plan import tile_origin
+from flexattn.compile.render import render
+from flexattn.engines import triton
+from flexattn.engines.choice import engine_of, gpu_engine_of
 from flexattn.errors import ArgumentError, message
-from flexattn.graph.facts import ModFacts
+from flexattn.graph.bound import bound as bounds_of
+from flexattn.graph.differentiate import differentiate
+from flexattn.graph.facts import ModFacts, analyze
 from flexattn.graph.mod_graph import ModGraph
-from flexattn.machine.target import Target, named
+from flexattn.machine.target import Target, named, target_of
+from flexattn.mask_build.create import create_block_mask
+from flexattn.mask_build.kernels import plan_mask
+from flexattn.mask_build.launch_plan import sources
+from flexattn.trace.trace import trace
 
 
 @dataclass(frozen=True)
@@ -87,6 +101,79 @@ def _blocks(mask: BlockMask) -> str:
 
 def _rule(title: str) -> str:
     return f"-- {title} ".ljust(80, "-")
+
+
+def explain_call(call: Call, target: str | None) -> Explanation:
+    """Explain a call, for a GPU architecture if one is named, else for its own device."""
+    problem = pose(call, seeded=False, on_gpu=target is not None)
+    score, mask = problem.score, problem.mask
+    if score is not None and problem.score_grad is None:
+        problem = replace(problem, score_grad=differentiate(score.graph, ()))
+    engine = gpu_engine_of(problem) if target else engine_of(problem)
+    plans = (
+        triton.plans(problem, target_named(target) if target else target_of(problem.query.device))
+        if engine is triton
+        else ()
+    )
+    return Explanation(
+        score=None if score is None else score.graph,
+        gradient=problem.score_grad,
+        mask=None if mask is None else mask.graph,
+        score_facts=None if score is None else analyze(score.graph),
+        mask_facts=None if mask is None else analyze(mask.graph),
+        block_mask=problem.block_mask,
+        engine=engine.__name__.rpartition(".")[2],  # type: ignore[attr-defined]
+        plans=tuple(plan for plan, _ in plans),
+        origins=tuple(tile_origin(plan) for plan, _ in plans),
+        reasons=tuple(reason for _, reason in plans),
+        sources=tuple(render(plan) for plan, _ in plans),
+        mask_sources=_mask_sources(problem, plans[0][0].target) if plans else (),
+        batch_invariant=problem.batch_invariant,
+    )
+
+
+def explain_mods(
+    score_mod: Mod | None, mask_mod: Mod | None, sizes: Mapping[str, int | None], block_size: int | tuple[int, int]
+) -> Explanation:
+    if score_mod is None and mask_mod is None:
+        mend = "Pass query, key and value, or score_mod or mask_mod."
+        raise ArgumentError(message("explain", "nothing", "tensors or mods", mend))
+    B, H, Q_LEN, KV_LEN = sizes.values()
+    if mask_mod is None:
+        reject_sizes(sizes, "a mask_mod, of which a mask is built", "Pass mask_mod, or leave it out.")
+    elif Q_LEN is None or KV_LEN is None:
+        reject_sizes(sizes, "both Q_LEN and KV_LEN beside it", "Pass both to build the mask, or leave it out.")
+    score = None if score_mod is None else trace(score_mod, "score").graph
+    mask = None if mask_mod is None else trace(mask_mod, "mask").graph
+    blocks = None
+    if mask_mod is not None and Q_LEN is not None and KV_LEN is not None:
+        blocks = create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, BLOCK_SIZE=block_size)
+    return Explanation(
+        score=score,
+        gradient=None if score is None else differentiate(score, tuple(range(len(score.captures)))),
+        mask=mask,
+        score_facts=None if score is None else analyze(score),
+        mask_facts=None if mask is None else analyze(mask),
+        block_mask=blocks,
+        mask_bounds=None if mask is None else bounds_of(mask),
+    )
+
+
+def reject_sizes(sizes: Mapping[str, int | None], expected: str, mend: str) -> None:
+    for name, size in sizes.items():
+        if size is not None:
+            raise ArgumentError(message(name, size, expected, mend))
+
+
+def _mask_sources(problem: Problem, target: Target) -> tuple[KernelSource, ...]:
+    """Return the kernels that build the mask of a problem on a GPU; none where it is built otherwise."""
+    mask = problem.block_mask
+    if mask is None or not mask.is_built or target.backend != "cuda":
+        return ()
+    bound = trace(mask.mask_mod, "mask")
+    plan = plan_mask(bound, target)
+    evaluates = mask.build_counts is not None and mask.build_counts.blocks > 0
+    return () if plan is None else sources(plan, bound, (mask.B, mask.H, *mask.seq_lengths), mask.BLOCK_SIZE, evaluates)
 
 
 def target_named(name: str) -> Target:

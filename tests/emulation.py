@@ -50,7 +50,7 @@ def emulated(card: str) -> Iterator[None]:
     target = target_named(card)
     with (
         kernels_loaded_by(load_in_emulator),
-        patch.object(api, "_engine", lambda problem: api.triton),
+        patch.object(api, "engine_of", lambda problem: api.triton),
         patch.object(scalars, "l2_bytes", lambda device: 40 << 20),
         patch.multiple(launch, target_of=lambda device: target, processors=lambda device: 100),
     ):

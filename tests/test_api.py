@@ -277,12 +277,14 @@ def test_explain_runs_nothing() -> None:
 HOST_TIME = """
 import time, torch
 import flexattn
-from flexattn import api
+from flexattn.call.call import Call
+from flexattn.call.pose import pose
+from flexattn.engines import cpu
 torch.set_num_threads(1)
 q = k = v = torch.randn(1, 2, 64, 16)
 mask = flexattn.create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 64, 64, device="cpu")
-out = api.cpu.forward(api._pose(q, k, v, None, mask, None, False, None, False))
-api.cpu.forward = lambda problem: out
+out = cpu.forward(pose(Call(q, k, v, None, mask)))
+cpu.forward = lambda problem: out
 def batch():
     start = time.process_time()
     for _ in range(200):

@@ -123,7 +123,7 @@ def test_alignment_is_what_divisible_says():
 
 def test_register_limit():
     assert ".maxnreg 200" in build(dataclasses.replace(PRODUCT, maxnreg=200), SM90).ptx
-    with pytest.raises(CompileError) as failure:  # the accumulators alone need more
+    with pytest.raises(CompileError, match="product cannot be compiled") as failure:  # the accumulators alone need more
         build(dataclasses.replace(PRODUCT, maxnreg=24), SM90)
     assert len(str(failure.value)) < 3000, "the assembler's complaint without the whole PTX"
 

@@ -344,8 +344,10 @@ def test_one_batch_of_lists_made_by_hand_serves_all() -> None:
     made = per_batch(create_block_mask, 2, None)
     lists = (made.kv_num_blocks[:1], made.kv_indices[:1], made.full_kv_num_blocks[:1], made.full_kv_indices[:1])
     by_hand = flexattn.BlockMask.from_kv_blocks(*lists, 16, made.mask_mod, (32, 32))
-    torch.testing.assert_close(call(block_mask=by_hand)(), V)
-    torch.testing.assert_close(call(q=Q[1:], k=K[1:], v=V[1:], block_mask=made[1])(), V[1:])
+    v = torch.arange(32.0)[:, None].expand(2, 4, 32, 16)  # the mean of the keys that a row attends to
+    rows = ones(1, 4, 32, 16)
+    torch.testing.assert_close(call(v=v, block_mask=by_hand)(), torch.cat((9.5 * rows, 10 * rows)))
+    torch.testing.assert_close(call(q=Q[1:], k=K[1:], v=v[1:], block_mask=made[1])(), 10 * rows)
 
 
 def test_scalars_of_the_cpu_go_along_with_any_device() -> None:

@@ -11,8 +11,10 @@ import torch
 from elsewhere import back, elsewhere, there
 from torch import Tensor
 
-from flexattn import AuxRequest, api, create_block_mask, explain, flex_attention, tune
+from flexattn import AuxRequest, create_block_mask, explain, flex_attention, tune
 from flexattn.block_mask import BlockMask
+from flexattn.call.call import Call
+from flexattn.call.pose import pose
 from flexattn.call.problem import Problem
 from flexattn.engines import cpu, gpu_float64
 from flexattn.engines.second_order import tangents
@@ -66,7 +68,7 @@ def posed(arguments: dict[str, Any]) -> Problem:
     query, key, value = (x.requires_grad_() for x in (drawn(2, 4, M, 8), drawn(2, 2, N, 8), drawn(2, 2, N, 6)))
     options = {"score_mod": None, "block_mask": None, "scale": None, "kernel_options": None, **given}
     torch.manual_seed(0)
-    return api._pose(query, key, value, enable_gqa=True, max_scores=True, **options)
+    return pose(Call(query, key, value, enable_gqa=True, max_scores=True, **options))
 
 
 def moved(problem: Problem, move: Any) -> Problem:

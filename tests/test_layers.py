@@ -74,12 +74,7 @@ def test_a_module_is_named_for_what_is_in_it(module: Path) -> None:
     assert not parts & VAGUE_NAMES
 
 
-UNFINISHED = {"compile"}  # two sentences, or none: remove a package here with its docstring
-PACKAGES = [
-    pytest.param(m, marks=pytest.mark.xfail(strict=True) if str(m.parent) in UNFINISHED else ())
-    for m in MODULES
-    if m.name == "__init__.py"
-]
+PACKAGES = [m for m in MODULES if m.name == "__init__.py"]
 
 
 @pytest.mark.parametrize("module", PACKAGES, ids=str)

@@ -202,8 +202,15 @@ def test_a_mod_that_is_traced_again_is_the_same() -> None:
         again.check_captures(trace(mods.or_masks(mods.document(ids), mods.sliding_window(3)), "mask"))
 
 
-@pytest.mark.parametrize(("name", "other"), [("shift", 3), ("factor", 3.0), ("operator", torch.sub)])
-def test_what_is_combined_with_captured_tensors_is_watched(name: str, other: Any) -> None:
+A_NUMBER = "a number that mask_mod combines with a captured tensor is another one"
+ANOTHER_GRAPH = "what mask_mod computes from the tensors that it captures is something else"
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "text"),
+    [("shift", 3, A_NUMBER), ("factor", 3.0, A_NUMBER), ("operator", torch.sub, ANOTHER_GRAPH)],
+)
+def test_what_is_combined_with_captured_tensors_is_watched(name: str, other: Any, text: str) -> None:
     """It goes into a tensor that is computed before the kernel, and is no number of the kernel."""
     cfg, table = SimpleNamespace(shift=1, factor=1.0, operator=torch.add), torch.tensor(2.0)
 
@@ -214,7 +221,7 @@ def test_what_is_combined_with_captured_tensors_is_watched(name: str, other: Any
     block_mask = create_block_mask(mask, 1, 1, 8, 8, device="cpu", BLOCK_SIZE=4)
     flex_attention(x, x, x, block_mask=block_mask)
     setattr(cfg, name, other)
-    with pytest.raises(MutationError):
+    with pytest.raises(MutationError, match=f"block_mask: {text}, expected the values that the mask was built from"):
         flex_attention(x, x, x, block_mask=block_mask)
 
 
@@ -228,5 +235,7 @@ def test_a_tensor_that_the_mod_makes_is_watched() -> None:
     block_mask = create_block_mask(mask, 1, 1, 8, 8, device="cpu", BLOCK_SIZE=4)
     flex_attention(x, x, x, block_mask=block_mask)
     cfg.spans[0] = 3.0
-    with pytest.raises(MutationError):
+    with pytest.raises(
+        MutationError, match="block_mask: a number that mask_mod combines with a captured tensor is another one"
+    ):
         flex_attention(x, x, x, block_mask=block_mask)

@@ -39,7 +39,7 @@ def test_lists_that_are_made_when_asked_for(copied):
     assert not {"partial", "full", "order"} & vars(lists).keys()
     assert all(map(torch.equal, lists.tensors, want.tensors))
     assert lists.order is lists.order
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="others"):
         lists.others  # noqa: B018
 
 

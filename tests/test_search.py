@@ -10,6 +10,8 @@ import torch
 
 import flexattn
 from flexattn import api, mods
+from flexattn.call.call import Call
+from flexattn.call.pose import pose
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.render import render
 from flexattn.compile.schedule import plan_step
@@ -37,7 +39,7 @@ def calls(monkeypatch, D: int = 64, spread: int = 0, grad: bool = True, dtype: t
     monkeypatch.setattr("flexattn.runtime.launch.target_of", lambda device: SM90)
     q, k, v = (torch.zeros(1, 2, 256, D + spread, dtype=dtype)[..., :D].requires_grad_(grad) for _ in range(3))
     mask = flexattn.create_block_mask(mods.causal, None, None, 256, 256, device="cpu")
-    problem = api._pose(q, k, v, mods.softcap(20.0), mask, None, False, {"BACKEND": "TRITON", **options}, False)
+    problem = pose(Call(q, k, v, mods.softcap(20.0), mask, kernel_options={"BACKEND": "TRITON", **options}))
     with torch.no_grad():
         return {call.kernel: call for call in tuning._calls(problem, grad)}
 
@@ -153,7 +155,7 @@ def test_tune_refuses_what_it_cannot_tune(monkeypatch):
         flexattn.tune(q, q, q)
     with pytest.raises(ArgumentError, match=r"kernels: found \['backward'\], expected names of forward, backward_dq"):
         flexattn.tune(q, q, q, kernels=("backward",))
-    monkeypatch.setattr(api, "_engine", lambda problem: triton)
+    monkeypatch.setattr(api, "engine_of", lambda problem: triton)
     with pytest.raises(OptionError, match="kernel_options: found BLOCK_M, bwd_num_stages, expected none that choose"):
         flexattn.tune(q, q, q, kernel_options={"BLOCK_M": 32, "bwd_num_stages": 1, "EXACT": True})
 

@@ -1,1 +1,1 @@
-"""Problem -> KernelPlan -> KernelSource: tiles, shared memory, lowered mods, filled templates. Nothing runs here."""
+"""Problem -> KernelPlan -> KernelSource: kernel table, tiles, shared memory, lowered mods, filled templates."""

@@ -1,6 +1,6 @@
 """The table of scalar operations: what each computes in torch, its Triton text, its derivative and its bound.
 
-A row is everything that flexattn knows about an operation; `tests/test_ops.py` walks the table. Rules for derivatives
+A row is everything that flexattn knows about an operation; `tests/test_operators.py` walks the table. Rules for derivatives
 and bounds receive `graph.Expr` objects and use their operators, so this module imports nothing of the package.
 
 Triton texts use `{0}`, `{1}`... for operands, and the subset that Triton and Gluon share. `tl.` and `libdevice.` are

@@ -6,6 +6,7 @@ computed once for each such signature and kept, so a repeated call plans nothing
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,7 +88,9 @@ def signature(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tens
     """Return the cache key of a launch: all that its plan and its numbers depend on."""
     mask, q, k = problem.block_mask, problem.query, problem.key
     return (
-        spec, q.dtype, q.device, q.shape, k.shape, problem.value.shape, problem.scale, problem.options,
+        spec, q.dtype, q.device, q.shape, k.shape, problem.value.shape, problem.scale,
+        math.copysign(1.0, problem.scale),  # 0.0 and -0.0 are equal
+        problem.options,
         problem.max_scores, tuple(arrays), torch.backends.cuda.matmul.allow_tf32, problem.score_grad,
         None if problem.sink is None else (problem.sink.shape, problem.sink.stride()),
         None if problem.dropout is None else problem.dropout.drop_below,

@@ -47,7 +47,7 @@ def test_check(check: Callable[[Setting], None]) -> None:
 @given(cases().filter(lambda case: case.dtype != torch.bfloat16))
 def test_random_problems_match_the_reference(case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "_engine", lambda problem: api.triton)
+        patch.setattr(api, "engine_of", lambda problem: api.triton)
         compare(case, assert_right)
 
 

@@ -1,0 +1,120 @@
+"""pose: Call -> Problem. Everything before an engine: the arguments are checked, mods traced and differentiated."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as upstream
+
+from flexattn.block_mask import BlockMask, from_torch
+from flexattn.call.batch_invariant import in_one_class
+from flexattn.call.call import Call, Mod
+from flexattn.call.dropout import check_dropout
+from flexattn.call.problem import Problem
+from flexattn.call.sinks import check_sink
+from flexattn.call.validate import (
+    DEVICES,
+    DTYPES,
+    check_block_mask,
+    check_mask_reads,
+    check_scale,
+    check_tensors,
+    place_captures,
+)
+from flexattn.errors import DtypeError, MaskError, message
+from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.capture_axes import places_last
+from flexattn.graph.differentiate import differentiate
+from flexattn.graph.nodes import Const
+from flexattn.graph.tables_by_distance import by_distance
+from flexattn.options import option, validate_options
+from flexattn.torch_state.transforms import is_transforming
+from flexattn.trace.trace import trace
+
+
+def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
+    """Return the problem that a call asks to solve.
+
+    Args:
+        call: the arguments, unchecked.
+        seeded: whether dropout draws its seed from torch's generator; not where nothing will be computed.
+        on_gpu: treat the tensors as on a GPU, wherever they are.
+    """
+    query, key, value = check_tensors(*_autocast(call.query, call.key, call.value), call.enable_gqa)
+    options = validate_options(call.kernel_options)
+    scale = check_scale(call.scale, query.shape[3])
+    score = _score(call.score_mod, query)  # Python -> BoundMod
+    invariant = option(options, "BATCH_INVARIANT") is True
+    if score is not None and not invariant:  # the size limit of a table by distance depends on the lengths
+        score = by_distance(score, query.shape[2], key.shape[2])  # BoundMod -> BoundMod
+        if on_gpu or not query.is_cpu:
+            score = places_last(score)  # BoundMod -> BoundMod
+    captures = () if score is None else score.captures
+    sink = check_sink(call.sink, query)
+    learnable = (query, key, value, *captures, *(() if sink is None else (sink,)))
+    transformed = is_transforming()  # then any tensor may be differentiated
+    gradient = transformed or (torch.is_grad_enabled() and any(x.requires_grad for x in learnable))
+    blocks = _blocks(call.block_mask)  # PyTorch's BlockMask -> BlockMask
+    mask = None
+    if blocks is not None:
+        check_block_mask(blocks, query, key, backward=gradient)
+        by_hand = blocks is call.block_mask and not blocks.is_built
+        mask = _mask(blocks, query, by_hand)  # Python -> BoundMod
+    learned = tuple(i for i, c in enumerate(captures) if c.requires_grad or (transformed and c.is_floating_point()))
+    score_grad = differentiate(score.graph, learned) if gradient and score is not None else None  # ModGraph -> ModGraph
+    runs = () if mask is None or blocks is None else blocks.equal_runs()
+    dropout = check_dropout(call.dropout_p, query.device, seeded)  # last: a call that is rejected draws nothing
+    problem = Problem(
+        query, key, value, scale, score, mask, blocks, score_grad, runs, options, sink, dropout, call.max_scores
+    )
+    return in_one_class(problem) if invariant else problem
+
+
+def _autocast(query: object, key: object, value: object) -> tuple[object, object, object]:
+    """Cast to the dtype of the autocast region around the call, as scaled_dot_product_attention does."""
+    kind = query.device.type if isinstance(query, Tensor) else ""
+    if kind not in DEVICES or not torch.is_autocast_enabled(kind):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(kind)
+    return _cast(query, dtype), _cast(key, dtype), _cast(value, dtype)
+
+
+def _cast(x: object, dtype: torch.dtype) -> object:
+    return x.to(dtype) if isinstance(x, Tensor) and x.dtype in DTYPES and x.dtype != torch.float64 else x
+
+
+def _score(score_mod: Mod | None, query: Tensor) -> BoundMod | None:
+    """Trace score_mod for scores of this query; None where it returns its score unchanged."""
+    if score_mod is None:
+        return None
+    bound = trace(score_mod, "score", torch.float64 if query.dtype == torch.float64 else torch.float32)
+    if bound.graph.is_input(bound.graph.output, "score"):
+        return None
+    return place_captures(bound, query.device, "score_mod")
+
+
+def _mask(blocks: BlockMask, query: Tensor, by_hand: bool) -> BoundMod | None:
+    """Trace the mod of a mask, whose lists may be made by hand; None where it is true everywhere."""
+    bound = trace(blocks.mask_mod, "mask")
+    result = bound.graph.nodes[bound.graph.output]
+    if isinstance(result, Const) and result.value:
+        return None
+    check_mask_reads(blocks, bound, query, by_hand)
+    blocks.check_captures(bound)
+    return place_captures(bound, query.device, "mask_mod")
+
+
+def _blocks(block_mask: BlockMask | upstream.BlockMask | None) -> BlockMask | None:
+    """Return the mask as ours; PyTorch's stand-in for "no mask", a single boundless block, becomes None."""
+    if block_mask is None or isinstance(block_mask, BlockMask):
+        return block_mask
+    if not isinstance(block_mask, upstream.BlockMask):
+        mend = "Make one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)."
+        raise DtypeError(message("block_mask", f"a {type(block_mask).__name__}", "a BlockMask or None", mend))
+    boundless = upstream._LARGE_SPARSE_BLOCK_SIZE
+    if tuple(block_mask.BLOCK_SIZE) == (boundless, boundless) and block_mask.mask_mod is upstream.noop_mask:
+        return None
+    if block_mask.mask_mod is getattr(upstream, "_sliced_mask_mod_error", None):
+        mend = "Slice flexattn's own mask: its mask_mod follows."
+        raise MaskError(message("block_mask", "a slice of PyTorch's BlockMask", "a mask with its mask_mod", mend))
+    return from_torch(block_mask)

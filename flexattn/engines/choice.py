@@ -1,0 +1,44 @@
+"""choice: which engine computes a problem."""
+
+from __future__ import annotations
+
+import torch
+
+from flexattn.call.problem import Problem
+from flexattn.engines import cpu, empty, gpu_float64, triton
+from flexattn.engines.autograd import Engine
+from flexattn.errors import OptionError, message
+from flexattn.machine.triton_versions import is_interpreting
+from flexattn.options import option
+
+
+def engine_of(problem: Problem) -> Engine:
+    """Choose who runs the problem: by the device, or as kernel_options["BACKEND"] says."""
+    query, backend = problem.query, option(problem.options, "BACKEND") or "AUTO"
+    if query.numel() == 0 or problem.key.shape[2] == 0:
+        return empty
+    if query.device.type == "cuda":
+        engine = gpu_engine_of(problem)
+        return engine if engine is gpu_float64 else _triton(query.device, str(backend))
+    return _triton(query.device, str(backend)) if backend in ("TRITON", "HOPPER") else cpu
+
+
+def gpu_engine_of(problem: Problem) -> Engine:
+    if problem.query.dtype != torch.float64:
+        return triton
+    for name, value in problem.options:
+        if name in ("BACKEND", "fwd_BACKEND", "bwd_BACKEND") and value != "AUTO":
+            found = f"{name}={value!r} with float64 on a GPU"
+            raise OptionError(message("kernel_options", found, "AUTO", f"Leave {name} out."))
+    return gpu_float64
+
+
+def _triton(device: torch.device, backend: str) -> Engine:
+    if backend == "CPU":
+        mend = "Leave BACKEND out, or move the tensors to the CPU."
+        raise OptionError(message("kernel_options", f"BACKEND='CPU' with tensors on {device}", "AUTO or TRITON", mend))
+    if device.type == "cpu" and not is_interpreting():
+        mend = "Leave BACKEND out, or set TRITON_INTERPRET=1 before Python starts to run kernels in the interpreter."
+        found = f"BACKEND={backend!r} with tensors on the CPU"
+        raise OptionError(message("kernel_options", found, "AUTO or CPU", mend))
+    return triton

@@ -1,0 +1,345 @@
+"""The cache key of a launch: equal keys mean equal launches, and each part of the key is needed for that.
+
+CALLS differ from each other in one thing each. Each is planned on a card that is not here, and nothing is compiled. Two
+launches with one key must have the same plan, arguments and programs. Then the same is tried with keys that lack one
+element: it must fail, or the element is either superfluous or without a call here that shows its use.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexattn import api, create_block_mask, mods
+from flexattn.block_mask import BlockMask
+from flexattn.call.dropout import Dropout
+from flexattn.call.problem import Problem
+from flexattn.compile import scalars
+from flexattn.compile.arguments import TensorDescriptor
+from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
+from flexattn.compile.kernels import DELTA, KERNELS
+from flexattn.compile.schedule import backward_kernels, plan_step
+from flexattn.compile.shared_memory import fit
+from flexattn.engines import triton
+from flexattn.graph.bound_mod import BoundMod
+from flexattn.machine.target import Target
+from flexattn.runtime import launch
+from flexattn.runtime.load import LoadedKernel
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
+
+Key = Callable[[KernelSpec, Problem, Mapping[str, Tensor], Mapping[str, Tensor]], tuple[object, ...]]
+SM90 = Target("cuda", 90, 32)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of flex_attention. `stored` is the shape that a tensor is a corner of, `first` where that begins."""
+
+    B: int = 2
+    Hq: int = 4
+    Hkv: int = 2
+    Bkv: int = 2
+    M: int = 256
+    N: int = 256
+    D: int = 64
+    Dv: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    scale: float = 0.5
+    stored: tuple[int, int, int, int] = (3, 8, 512, 128)
+    first: tuple[tuple[str, int], ...] = ()
+    widths: tuple[tuple[str, int], ...] = ()  # other row lengths in memory, by tensor
+    options: tuple[tuple[str, object], ...] = ()
+    score: str = "none"
+    bias: float = 0.5
+    table: tuple[int, ...] = (4, 600)
+    table_stored: tuple[int, ...] = (4, 1024)
+    table_first: int = 0
+    table_learns: bool = True
+    mask: str = "none"
+    window: int = 9
+    mask_batches: int | None = None
+    mask_heads: int | None = None
+    block: int | tuple[int, int] = 128
+    separate: bool = True
+    overhangs: bool = False  # full blocks reach past the lengths
+    ids: int = 256
+    sink: str = "none"
+    sink_step: int = 1
+    dropout: float = 0.0
+    max_scores: bool = False
+    d_lse: bool = False
+    needs: tuple[bool, bool, bool] = (True, True, True)
+    tf32: bool = False
+    deterministic: bool = False
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        B, H, rows, width = self.stored
+        strides = (H * rows * width, rows * width, dict(self.widths).get(name, width), 1)
+        storage = torch.zeros(B * H * rows * 2 * width, dtype=self.dtype)
+        return storage.as_strided(shape, strides, dict(self.first).get(name, 0))
+
+    def score_mod(self) -> Any:
+        table = torch.zeros(self.table_stored)[tuple(slice(n) for n in self.table)]
+        if self.table_first:
+            table = torch.zeros(5000).as_strided(table.shape, table.stride(), self.table_first)
+        table.requires_grad_(self.table_learns)
+        bias, other = self.bias, torch.zeros(512)
+        return {
+            "none": None,
+            "bias": lambda s, b, h, q_idx, kv_idx: s + bias,
+            "table": lambda s, b, h, q_idx, kv_idx: s * bias + table[h, q_idx] + other[kv_idx],
+            "pairs": lambda s, b, h, q_idx, kv_idx: s + table[h, (q_idx * 7 + kv_idx) % 256],
+            "gate": lambda s, b, h, q_idx, kv_idx: s * table[h, 0],
+            "cap": mods.softcap(20.0),
+        }[self.score]
+
+    def block_mask(self) -> Any:
+        window, ids = self.window, torch.zeros(512, dtype=torch.int32)[: self.ids]
+        mod = {
+            "none": None,
+            "causal": mods.causal,
+            "documents": mods.document_causal(torch.arange(512) // 100),
+            "anticausal": lambda b, h, q_idx, kv_idx: q_idx <= kv_idx,
+            "window": lambda b, h, q_idx, kv_idx: (q_idx - kv_idx < window) & (ids[q_idx] == ids[kv_idx % 200]),
+        }[self.mask]
+        if mod is None:
+            return None
+        sizes = (self.mask_batches, self.mask_heads, self.M, self.N)
+        mask = create_block_mask(
+            mod, *sizes, device="cpu", BLOCK_SIZE=self.block, separate_full_blocks=self.separate
+        )  # fmt: skip
+        mask.full_overhangs = self.overhangs
+        return mask
+
+    def problem(self) -> Problem:
+        q = self.tensor("q", self.B, self.Hq, self.M, self.D)
+        k = self.tensor("k", self.Bkv, self.Hkv, self.N, self.D)
+        v = self.tensor("v", self.Bkv, self.Hkv, self.N, self.Dv)
+        rows = torch.zeros(self.B, self.Hq * self.sink_step)[:, :: self.sink_step]
+        sinks = {"none": None, "number": 0.5, "heads": rows[0], "rows": rows}
+        return api._pose(
+            q.requires_grad_(), k, v, self.score_mod(), self.block_mask(), self.scale, True, dict(self.options),
+            self.max_scores, sinks[self.sink], self.dropout, on_gpu=True,
+        )  # fmt: skip
+
+
+PLAIN = Call()
+TABLE = Call(score="table", mask="window", sink="rows")
+CAPTURED = replace(TABLE, needs=(False, True, True))
+EXACT = Call(dtype=torch.float32, score="bias", mask="causal")
+DROPPED = Call(dropout=0.1, score="bias")
+PAIRS = Call(score="pairs")
+GATE = Call(score="gate", deterministic=True)
+WIDE = Call(D=256, Dv=256, stored=(3, 8, 512, 256))
+
+
+def variants(call: Call) -> Iterator[Call]:
+    """Yield the call and those that differ from it in one thing each."""
+    yield call
+    changes: list[dict[str, object]] = [
+        {"B": 1, "Bkv": 1}, {"B": 1, "Bkv": 1, "stored": (3, 16, 256, 128)}, {"Bkv": 1}, {"Hq": 2}, {"Hkv": 4},
+        {"Hkv": 1}, {"M": 200}, {"M": 1}, {"N": 200}, {"D": 32}, {"Dv": 32}, {"dtype": torch.float16},
+        {"dtype": torch.float32}, {"scale": 0.25}, {"scale": -0.5}, {"scale": 0.0},
+        {"stored": (3, 8, 600, 128)}, {"stored": (3, 9, 512, 128)}, {"options": (("EXACT", True),)},
+        {"options": (("BACKEND", "TRITON"),)}, {"options": (("BATCH_INVARIANT", True),)},
+        {"options": (("BLOCK_M", 32), ("BACKEND", "TRITON"))}, {"options": (("num_warps", 2), ("BACKEND", "TRITON"))},
+        {"options": (("USE_TMA", False), ("BACKEND", "TRITON"))}, {"options": (("FLOAT32_PRECISION", "tf32"),)},
+        {"score": "cap"}, {"score": "bias"}, {"score": "none"}, {"bias": 0.75}, {"mask": "causal"}, {"mask": "none"},
+        {"mask": "anticausal"}, {"mask": "documents"},
+        {"window": 40}, {"mask_batches": 2}, {"mask_heads": 4}, {"mask_batches": 2, "mask_heads": 4}, {"block": 64},
+        {"block": (128, 64)}, {"overhangs": True}, {"ids": 300}, {"sink": "none"}, {"sink": "heads"},
+        {"sink": "number"}, {"sink_step": 2}, {"dropout": 0.5}, {"dropout": 0.0}, {"max_scores": True}, {"d_lse": True},
+        {"needs": (True, False, False)}, {"needs": (False, True, True)}, {"table": (4, 400)}, {"table": (4, 256)},
+        {"table_stored": (4, 2048)}, {"table_stored": (4, 1023)}, {"table_first": 1}, {"table_learns": False},
+        {"tf32": True}, {"deterministic": True},
+        *({"first": ((name, 1),)} for name in ("q", "k", "v")),
+        *({"widths": ((name, width),)} for name in ("q", "k", "v") for width in (129, 160)),
+    ]  # fmt: skip
+    for change in changes:
+        other = replace(call, **change)  # type: ignore[arg-type]
+        if other != call:
+            yield other
+
+
+BASES = (PLAIN, TABLE, EXACT, DROPPED, PAIRS, GATE, WIDE)
+CALLS = [
+    *dict.fromkeys(itertools.chain.from_iterable(map(variants, BASES))),
+    CAPTURED,
+    replace(CAPTURED, table_learns=False),
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a launch is, apart from addresses."""
+
+    plan: KernelPlan
+    programs: int
+    arguments: tuple[str, ...]
+    fillers: tuple[tuple[int, str], ...]
+    described: tuple[tuple[object, ...], ...]  # shapes and strides that tensor descriptors keep
+
+
+def outcome(spec: KernelSpec, problem: Problem, tensors: Mapping[str, Tensor], arrays: Mapping[str, Tensor]) -> Outcome:
+    plan, _ = plan_step(spec, problem, SM90, tensors, arrays)
+    made = launch.prepare(plan, problem, tensors)
+    plan, everything = fit(plan), {**tensors, **arrays}
+    sources = [argument.source for argument in plan.spec.arguments(plan)]
+    described = [everything[source.name] for source in sources if isinstance(source, TensorDescriptor)]
+    return Outcome(
+        plan, made.programs, tuple(map(repr, made.arguments)),
+        tuple((position, fill.__qualname__) for position, fill in made.fillers),
+        tuple((tuple(t.shape), t.stride()) for t in described),
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def settings_of(call: Call) -> Iterator[None]:
+    products = torch.backends.cuda.matmul
+    before = products.allow_tf32, torch.are_deterministic_algorithms_enabled()
+    products.allow_tf32 = call.tf32
+    torch.use_deterministic_algorithms(call.deterministic)
+    try:
+        yield
+    finally:
+        products.allow_tf32 = before[0]
+        torch.use_deterministic_algorithms(before[1])
+
+
+def keys_and_outcomes(call: Call, keys: Mapping[str, Key]) -> Iterator[tuple[str, tuple[object, ...], object]]:
+    """Yield (name of the key function, key, what it stands for) of each launch of a call, and of its schedule."""
+    found: list[tuple[tuple[Any, ...], object]] = []
+
+    def keep(spec: KernelSpec, problem: Problem, tensors: Any, arrays: Any) -> None:
+        found.append(((spec, problem, tensors, arrays), outcome(spec, problem, tensors, arrays)))
+
+    def schedule(problems: Any, tensors: Any) -> tuple[KernelSpec, ...]:
+        kernels = backward_kernels(problems, tensors, SM90)
+        found.append(((DELTA, problems.of_captures, tensors, tensors), kernels))
+        return kernels
+
+    problem = call.problem()
+    with torch.no_grad(), settings_of(call), patch.object(triton, "scheduled_backward", schedule):
+        out, lse, _ = triton.forward(problem, keep)
+        d_lse = torch.zeros_like(lse) if call.d_lse else None
+        triton.backward(problem, out, lse, torch.zeros_like(out), d_lse, (*call.needs, False), keep)
+        for arguments, meant in found:
+            for name, key in keys.items():
+                yield name, key(*arguments), meant
+
+
+Meanings = dict[str, dict[object, set[object]]]  # what each key stands for, by the function that made it
+
+
+@pytest.fixture(scope="module")
+def meanings() -> Meanings:
+    keys = {"signature": launch.signature, **mutants()}
+    found: Meanings = {name: {} for name in keys}
+    with on_sm90():
+        for call in CALLS:
+            for name, key, meant in keys_and_outcomes(call, keys):
+                found[name].setdefault(key, set()).add(meant)
+    return found
+
+
+@contextlib.contextmanager
+def on_sm90() -> Iterator[None]:
+    """Plan for a card that is not here, and compile nothing."""
+    with (
+        patch.multiple(
+            launch, load=lambda plan: LoadedKernel(fit(plan), None, None),  # type: ignore[arg-type]
+            target_of=lambda device: SM90, processors=lambda device: 100,
+        ),
+        patch.object(scalars, "l2_bytes", lambda device: 40 << 20),
+    ):  # fmt: skip
+        yield
+
+
+def ambiguous(meanings: Meanings, name: str) -> list[set[object]]:
+    return [meant for meant in meanings[name].values() if len(meant) > 1]
+
+
+# Elements that no call here needs, and why.
+NOT_NEEDED = {
+    "signature: spec": "tensors, arrays and settings tell the kernels of a problem apart",
+    "signature: q.device": "there is one device here",
+    "signature: k.shape": "batch, heads and rows are those of value, and the head dim is that of query",
+    "signature: problem.max_scores": "max_ptr is among the arrays",
+}
+
+
+def mutants() -> dict[str, Key]:
+    """Return functions that make the key without one of its elements, by the text of the element."""
+    functions = (launch.signature, launch._mod_signature)
+    found: dict[str, Key] = {}
+    for function in functions:
+        number = sum(len(node.elts) for node in tuples(tree_of(function)))
+        for index in range(number):
+            tree = tree_of(function)
+            places = [(node, i) for node in tuples(tree) for i in range(len(node.elts))]
+            node, i = places[index]
+            text = f"{function.__name__}: {ast.unparse(node.elts.pop(i))}"
+            namespace = dict(vars(launch))
+            for other in functions:
+                body = tree if other is function else tree_of(other)
+                exec(compile(ast.fix_missing_locations(body), "mutant", "exec"), namespace)
+            found[text] = namespace["signature"]
+    return found
+
+
+def tree_of(function: Callable[..., Any]) -> ast.Module:
+    return ast.parse("from __future__ import annotations\n" + inspect.getsource(function))
+
+
+def tuples(tree: ast.AST) -> list[ast.Tuple]:
+    """Return the tuples of several elements that a function returns, and those inside of them."""
+    returned = [node for node in ast.walk(tree) if isinstance(node, ast.Return) and node.value is not None]
+    found = [node for r in returned for node in ast.walk(r.value) if isinstance(node, ast.Tuple)]  # type: ignore[arg-type]
+    return [node for node in found if len(node.elts) > 1]
+
+
+def test_equal_keys_mean_equal_launches(meanings: Meanings) -> None:
+    assert len(meanings["signature"]) > len(CALLS)
+    assert ambiguous(meanings, "signature") == []
+
+
+@pytest.mark.parametrize("element", mutants())
+def test_each_element_of_the_key_is_needed(meanings: Meanings, element: str) -> None:
+    assert bool(ambiguous(meanings, element)) == (element not in NOT_NEEDED)
+
+
+def test_every_kernel_is_among_the_calls(meanings: Meanings) -> None:
+    launched = set().union(*meanings["signature"].values())
+    assert {meant.plan.kernel for meant in launched if isinstance(meant, Outcome)} == set(KERNELS)
+
+
+def test_every_field_of_a_problem_varies() -> None:
+    """A new field of Problem needs a call here that has another value of it."""
+    problems = [call.problem() for call in CALLS]
+    same = {f.name for f in fields(Problem) if len({described(getattr(p, f.name)) for p in problems}) < 2}
+    assert same == {"runs"}  # only masks built on a GPU have them; KernelProblems writes them into the mask
+
+
+def described(value: object) -> object:
+    match value:
+        case Tensor():
+            return tuple(value.shape), value.stride(), value.dtype
+        case BoundMod():
+            return value.graph, value.numbers
+        case BlockMask():
+            return value.shape, value.BLOCK_SIZE
+        case Dropout():
+            return value.drop_below
+    return value
