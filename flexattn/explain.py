@@ -166,7 +166,7 @@ def reject_sizes(sizes: Mapping[str, int | None], expected: str, mend: str) -> N
 
 
 def _mask_sources(problem: Problem, target: Target) -> tuple[KernelSource, ...]:
-    """Return the kernels that build the mask of a problem on a GPU; none where it is built otherwise."""
+    """Return the kernels that build the mask of a problem on a GPU; empty if it is built otherwise."""
     mask = problem.block_mask
     if mask is None or not mask.is_built or target.backend != "cuda":
         return ()

@@ -1,20 +1,20 @@
-"""Show that a change leaves the generated kernels as they were.
+"""Check that a change does not change the generated kernels.
 
     PYTHONPATH=<old clone> python tools/kernel_snapshot.py write before
     PYTHONPATH=<new clone> python tools/kernel_snapshot.py write after
     python tools/kernel_snapshot.py compare before after
     python tools/kernel_snapshot.py ptx before after
 
-`write` explains every problem of tools/snapshot_problems.py and writes a JSON file for each: the graphs, the engine and
-the sources with how they are compiled. No GPU is needed. `compare` sorts the sources into
+`write` explains every problem of tools/snapshot_problems.py and writes a JSON file for each, with the graphs, the
+engine and the sources with their compile options. No GPU is needed. `compare` classifies the sources as
 
     identical                 the same syntax tree without docstrings, the same types and compile options
-    identical but for names   the same after one-to-one renaming of what the file itself defines
+    identical but for names   the same after one-to-one renaming of names that the file itself defines
     different                 anything else
 
-and exits with status 1 if a kernel, a graph or an engine is different. Texts for the reader (tiles of plans, reasons,
-facts) are compared without places in files; where they differ they are listed, but this is no failure. `ptx` compiles
-the different kernels of both sides for their target and compares PTX (or AMD's assembly) up to names of registers and
+and exits with status 1 if a kernel, a graph or an engine is different. Texts for users (tiles of plans, reasons, facts)
+are compared without file locations. Differences between them are listed, but are not failures. `ptx` compiles the
+different kernels of both sides for their target and compares PTX (or AMD's assembly) up to names of registers and
 labels.
 """
 
@@ -40,20 +40,20 @@ from pathlib import Path
 from typing import Any
 
 LEAST = 360  # problems
-# All that the templates make. The name of a kernel is its kind and the names of its mods.
+# All kinds of kernels that the templates generate. The name of a kernel is its kind and the names of its mods.
 KINDS = (
     "forward", "backward_delta", "backward_dq", "backward_dkdv", "backward_captures", "backward_sizes",
     "backward_batch_captures", "backward_dq_rows", "hopper_forward", "hopper_backward", "hopper_backward_wide",
     "hopper_dq", "hopper_dkdv", "mask_classify", "mask_count", "mask_evaluate", "mask_fill", "mask_levels",
     "mask_lists", "mask_runs", "mask_scan", "mask_table",
 )  # fmt: skip
-# Fields of plans that no call of explain sets, since they come from what is asked of a call's results.
+# Fields of plans that no call of explain sets, because they depend on the requested results of a call.
 VARIANTS: tuple[tuple[Callable[[Any], bool], dict[str, str]], ...] = (
     (lambda plan: plan.kernel in ("forward", "hopper_forward"), {"feature": "max_scores"}),
     (lambda plan: plan.kernel == "backward_delta", {"feature": "dlse"}),
     (lambda plan: plan.kernel == "backward_dq" and bool(plan.sums), {"kernel": "backward_captures"}),
 )
-_FEATURE_FIELDS = {"max_scores": "max_scores", "dlse": "has_dlse"}  # of plans before there was `features`
+_FEATURE_FIELDS = {"max_scores": "max_scores", "dlse": "has_dlse"}  # in plans of versions without `features`
 COMPILED = ("signature", "divisible", "num_warps", "num_stages", "maxnreg", "fp_fusion")
 IDENTICAL, RENAMED, DIFFERENT = VERDICTS = ("identical", "identical but for names", "different")
 
@@ -64,8 +64,8 @@ Record = dict[str, Any]
 
 
 def write(folder: Path) -> int:
-    """Write a JSON file for each problem; fail where a kind of kernel does not occur."""
-    with tempfile.TemporaryDirectory() as cache:  # tiles that were tuned on this machine are not part of the snapshot
+    """Write a JSON file for each problem; fail if a kind of kernel does not occur."""
+    with tempfile.TemporaryDirectory() as cache:  # excludes tiles tuned on this machine
         os.environ["FLEXATTN_CACHE_DIR"] = cache
         return _write(folder)
 
@@ -121,7 +121,7 @@ def _source(source: Any) -> Record:
 
 
 def _variant(plan: Any, kernel: str = "", feature: str = "") -> Any:
-    """Return the plan of another kernel, or with one more feature, in the form that this version of flexattn has."""
+    """Return the plan of another kernel, or with one more feature, in the form of this version of flexattn."""
     if hasattr(plan, "spec"):
         if kernel:
             table = next(m.KERNELS for name, m in sorted(sys.modules.items()) if name.endswith(".compile.kernels"))
@@ -132,7 +132,7 @@ def _variant(plan: Any, kernel: str = "", feature: str = "") -> Any:
 
 @functools.cache
 def _renderer() -> Callable[[Any], Any]:
-    """Return what makes the source of a plan, wherever its module is: explain shows no source of VARIANTS."""
+    """Return the function that renders a plan, in any version: explain shows no source of VARIANTS."""
     modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("flexattn.")]
     found = [module.render for module in modules if isinstance(getattr(module, "render", None), Callable)]
     assert found, "no module of flexattn has a function render(plan): tell this function its new name"
@@ -140,7 +140,7 @@ def _renderer() -> Callable[[Any], Any]:
 
 
 def _without_places(text: str) -> str:
-    """Return a text without the lines of files that mods are written in."""
+    """Return a text without the file locations of mods."""
     return re.sub(r"[^\s()]*\.py:\d+", "FILE", text)
 
 
@@ -152,7 +152,7 @@ def _kind(kernel: str) -> str:
 
 
 def compare(before: Path, after: Path) -> int:
-    """Print how many sources of each kind are alike and list those that are not; 1 if there are any."""
+    """Print the verdicts per kind of kernel and list sources that differ; return 1 if there are any."""
     table: collections.Counter[tuple[str, str]] = collections.Counter()
     failures, words = [], []
     for one, other in _problems(before, after):
@@ -179,7 +179,7 @@ def compare(before: Path, after: Path) -> int:
 
 
 def verdict(one: Record | None, other: Record | None) -> str:
-    """Return which of VERDICTS two sources are; None: there is no such source."""
+    """Return the verdict on two sources; None means that a source does not exist."""
     if one is None or other is None or _options(one) != _options(other):
         return DIFFERENT
     if one["text"] == other["text"] and one["name"] == other["name"]:
@@ -190,7 +190,7 @@ def verdict(one: Record | None, other: Record | None) -> str:
 
 
 def _options(source: Record) -> list[Any]:
-    """Return how a source is compiled, its arguments by position."""
+    """Return the compile options of a source, with arguments by position."""
     names = [name for name, _ in source["signature"]]
     divisible = sorted(names.index(name) for name in source["divisible"])
     return [[kind for _, kind in source["signature"]], divisible, *(source[name] for name in COMPILED[2:])]
@@ -202,7 +202,7 @@ def _names(source: Record) -> list[str]:
 
 @functools.lru_cache(None)
 def _tree(text: str, renamed: bool) -> str:
-    """Return a digest of the syntax tree of a file, which has no comments, white space and docstrings."""
+    """Return a digest of the syntax tree of a file, without comments, whitespace and docstrings."""
     tree = _without_docstrings(ast.parse(text))
     if renamed:
         _Renaming(tree).visit(tree)
@@ -217,9 +217,9 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
 
 
 class _Renaming(ast.NodeVisitor):
-    """Number what a generated file defines: its globals in their order, arguments and variables of each function.
+    """Number the names that a generated file defines: globals in order, and arguments and variables per function.
 
-    What is imported, attributes of it, and keywords of its functions keep their names.
+    Imported names, their attributes, and keywords of their functions are kept.
     """
 
     def __init__(self, tree: ast.Module) -> None:
@@ -254,7 +254,7 @@ class _Renaming(ast.NodeVisitor):
 
 
 def _stored(tree: ast.AST) -> list[str]:
-    """Return the names that are assigned to, in the order of the text."""
+    """Return the assigned names, in the order of the text."""
     found = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     return [n.id for n in sorted(found, key=lambda n: (n.lineno, n.col_offset))]
 
@@ -276,7 +276,7 @@ def _pairs(one: Record, other: Record) -> Iterator[tuple[Record | None, Record |
 
 
 def _compiled(source: Record | None) -> str:
-    """Return how a source is compiled and its text, without what does not count."""
+    """Return the compile options and the text of a source, without irrelevant parts."""
     if source is None:
         return ""
     text = ast.unparse(_without_docstrings(ast.parse(source["text"])))
@@ -304,7 +304,7 @@ def _print_table(table: collections.Counter[tuple[str, str]]) -> None:
 
 
 def ptx(before: Path, after: Path) -> int:
-    """Compile what is different on both sides, each pair once, and say whether the assembly is; 1 if some is."""
+    """Compile each pair of different sources once and compare the assembly; return 1 if any differs."""
     pairs: dict[tuple[str, str, str], tuple[str, str, Record, Record]] = {}
     alone = 0
     for one, other in _problems(before, after):
@@ -321,7 +321,7 @@ def ptx(before: Path, after: Path) -> int:
             texts = [_assembly(source, target) for source in (a, b)]
             found[same := "identical" if texts[0] == texts[1] else "different"] += 1
             note = "" if same == "identical" else _difference(texts[0], texts[1])
-        except Exception as error:  # whatever a source or Triton raises
+        except Exception as error:  # any error of the source or of Triton
             found[same := "not compiled"] += 1
             note = f"      {type(error).__name__}: {str(error)[:500]}"
         print(f"{same}: {a['name']} for {target} ({name})", *([note] if note else []), sep="\n", flush=True)
@@ -331,7 +331,7 @@ def ptx(before: Path, after: Path) -> int:
 
 
 def _assembly(source: Record, target: str) -> str:
-    """Compile a source and return its assembly, canonical."""
+    """Compile a source and return its canonical assembly."""
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -355,14 +355,14 @@ def _assembly(source: Record, target: str) -> str:
 
 
 def _gpu(target: str) -> tuple[str, int | str, int]:
-    """Return backend, architecture and threads of a warp."""
+    """Return backend, architecture and warp size."""
     if target.startswith("sm_"):
         return "cuda", int(target[3:]), 32
     return "hip", target, 32 if int(target[3:-2]) >= 10 else 64
 
 
 def _import(file: Path, source: Record) -> Any:
-    """Run a source as a module and return its kernel; Triton reads the text of its functions again."""
+    """Run a source as a module and return its kernel. It needs a file, because Triton reads the source of functions."""
     text = source["text"]
     file.write_text(text)
     module = types.ModuleType(source["name"])
@@ -376,7 +376,7 @@ _NAME = re.compile(r"%[a-z]+\d+|\$L__\w+|\.?L[A-Z]*\w*_\d+")  # registers and la
 
 
 def canonical(text: str, comment: str) -> str:
-    """Return assembly without comments and lines for debuggers, its registers and labels numbered as they appear."""
+    """Return assembly without comments and debug lines, with registers and labels numbered in order of appearance."""
     text = re.split(r"^\s*\.section\s+\.debug", text, maxsplit=1, flags=re.M)[0]
     lines = (line.partition(comment)[0].strip() for line in text.splitlines())
     kept = [line for line in lines if line and not re.match(r"\.(loc|file|section|cfi|ident)\b", line)]

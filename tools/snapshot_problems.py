@@ -1,6 +1,6 @@
 """The problems of tools/kernel_snapshot.py: calls of `flexattn.explain` that reach every template and most branches.
 
-Only public names of flexattn are used, so that the same file runs against versions whose modules lie elsewhere.
+It uses only public names of flexattn, so the same file runs against versions with other module paths.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.nn.attention import flex_attention as upstream
 import flexattn
 from flexattn import BlockMask, Explanation, mods
 
-S = 512  # the default length: natten's grids and block_diffusion are made for it
+S = 512  # default length, which natten's grids and block_diffusion require
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One call of explain; its name says what differs from the defaults."""
+    """One call of explain. Its name lists the differences from the defaults."""
 
     target: str = "sm_90"  # "cpu": none
     dtype: str = "bfloat16"
@@ -58,7 +58,7 @@ class Problem:
         return " ".join([self.target, *(f"{n}={getattr(self, n)}" for n in changed)])
 
     def explain(self) -> Explanation:
-        """Explain the problem; raises what explain raises."""
+        """Explain the problem; errors of explain pass through."""
         torch.use_deterministic_algorithms(self.deterministic)
         try:
             return self._alone() if self.alone else self._call()
@@ -107,7 +107,7 @@ def plain(value: Any) -> Callable[[Problem], Any]:
 
 
 def with_table(shape: Callable[[Problem], tuple[int, ...]], mod: Callable[..., Any], learn: bool = True) -> Any:
-    """Return what makes a score_mod with a float32 tensor, and the lengths, as its last arguments."""
+    """Return a factory of a score_mod that takes a float32 tensor and the lengths as its last arguments."""
 
     def make(p: Problem) -> Any:
         table, M, N = torch.zeros(shape(p), requires_grad=learn), p.M, p.keys
@@ -210,7 +210,7 @@ def _floats(p: Problem) -> Any:
 
 
 def _looked_up(dtype: torch.dtype) -> Callable[[Problem], Any]:
-    """Return what reads a tensor by no block of its own, so that a table of all ranges is made of it."""
+    """Return a factory of a mask that does not index its tensor by blocks, so its range table has all levels."""
 
     def make(p: Problem) -> Any:
         ends = (torch.arange(max(p.M, p.keys)) // 64 * 64 + 64).to(dtype)
@@ -276,7 +276,7 @@ def _upstream(p: Problem) -> Any:
 
 
 def _with_runs(p: Problem) -> BlockMask:
-    """Return a document mask with the runs of its ids known, as building it on a GPU finds them."""
+    """Return a document mask with known runs of its ids, as a GPU build finds them."""
     document = ids(max(p.M, p.keys))
     starts, ends = (torch.searchsorted(document, document, right=right).int() for right in (False, True))
     mask = flexattn.create_block_mask(

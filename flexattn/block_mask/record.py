@@ -74,9 +74,9 @@ class CaptureRecord(NamedTuple):
             if before != now:
                 raise _changed(f"mask_mod's captured number {number.name!r}", f"was {before} and is {now}")
         if bound.graph is not self.graph and bound.graph.computes != self.graph.computes:
-            raise _changed("what mask_mod computes", "is something else")
+            raise _changed("what mask_mod computes", "has changed")
         if bound.prologue[0] != self.prologue[0]:
-            raise _changed("what mask_mod computes from the tensors that it captures", "is something else")
+            raise _changed("what mask_mod computes from the tensors that it captures", "has changed")
         if repr(bound.prologue[1]) != repr(self.prologue[1]):  # distinguishes 0.0 from -0.0
             raise _changed("a number that mask_mod combines with a captured tensor", "has changed")
         if all(_is_any(before, now) for before, now in zip(self.captures, bound.captures, strict=True)):

@@ -13,7 +13,7 @@ from flexattn.options import option
 
 
 def engine_of(problem: Problem) -> Engine:
-    """Choose who runs the problem: by the device, or as kernel_options["BACKEND"] says."""
+    """Return the engine for a problem, by its device or by kernel_options["BACKEND"]."""
     query, backend = problem.query, option(problem.options, "BACKEND") or "AUTO"
     if query.numel() == 0 or problem.key.shape[2] == 0:
         return empty
