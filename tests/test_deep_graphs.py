@@ -15,8 +15,9 @@ from flexattn import create_block_mask, explain, flex_attention
 from flexattn.compile.lower import CaptureLayout, Dialect, ModPlan, lower, lower_score
 from flexattn.compile.render import render
 from flexattn.errors import CompileError
-from flexattn.graph.bound import EMPTY, classify_boxes
+from flexattn.graph.bound import EMPTY
 from flexattn.graph.bound import bound as bounding
+from flexattn.graph.boxes import classify_boxes
 from flexattn.graph.builder import Builder, Expr
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.facts import analyze

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from flexattn import create_block_mask, flex_attention, mods
 from flexattn.errors import FlexAttentionError, ModError
-from flexattn.graph.bound import bound, classify_boxes
+from flexattn.graph.bound import bound
+from flexattn.graph.boxes import classify_boxes
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.trace.trace import trace
 

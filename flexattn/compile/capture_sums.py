@@ -17,9 +17,9 @@ from torch import Tensor
 
 from flexattn.call.problem import Problem
 from flexattn.compile.scatter import scatter_captures
-from flexattn.graph.index_range import index_ranges
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const, Input, Load, Node, NumberRef, Operation
+from flexattn.graph.ranges import index_ranges
 
 # Sums stay below 2**SUM_BITS steps. 4 bits are left, since the weights of a row sum to 1 only up to rounding.
 SUM_BITS = 59

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from flexattn.errors import CompileError, message
-from flexattn.graph.bound import ranges
 from flexattn.graph.dependence import computed_from, each_place, uses
 from flexattn.graph.linear import affine
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const, Input, Load, Node, NumberRef, Operation, RangeLoad, Scalar
 from flexattn.graph.operators import OPS
+from flexattn.graph.ranges import ranges
 
 TRITON_DTYPE = {
     torch.float64: "float64", torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16",

@@ -19,8 +19,8 @@ from flexattn.compile.tiles import Tile, TileKey
 from flexattn.errors import OptionError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.dependence import adds_to_score, loads_by, loads_each_place
-from flexattn.graph.index_range import Range, index_ranges
 from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.ranges import Range, index_ranges
 from flexattn.machine.target import Target
 from flexattn.options import LARGEST_TILE, option
 

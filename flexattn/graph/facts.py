@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from flexattn.graph.bound import nonnegative, ranges
 from flexattn.graph.builder import Builder, Expr, rewrite
 from flexattn.graph.linear import (
     COMPARISONS,
@@ -25,6 +24,7 @@ from flexattn.graph.linear import (
 )  # fmt: skip
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const, Input, Load, NumberRef, Operation
+from flexattn.graph.ranges import nonnegative, ranges
 from flexattn.graph.row_bounds import Interval, row_union
 
 _ORDER = ("score", "b", "h", "q_idx", "kv_idx", "grad")
