@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from mod_grammar import classify_boxes
 from torch import Tensor
 
 import flexattn.compile.lower
@@ -17,7 +18,6 @@ from flexattn.compile.render import render
 from flexattn.errors import CompileError
 from flexattn.graph.bound import EMPTY
 from flexattn.graph.bound import bound as bounding
-from flexattn.graph.boxes import classify_boxes
 from flexattn.graph.builder import Builder, Expr
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.facts import analyze

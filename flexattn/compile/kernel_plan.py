@@ -166,7 +166,7 @@ class KernelPlan:
 
     @property
     def sums(self) -> str:
-        """What becomes of the gradients of captured tensors, as scatter.SUMS calls it; "" where there are none."""
+        """How the gradients of captured tensors are summed: "float", "integer", "sizes" (`scatter.py`), "" for none."""
         if self.kernel not in SCATTERS or self.grad is None or not self.grad.graph.sites:
             return ""
         return "sizes" if self.kernel == SIZES else "integer" if self.integer_sums else "float"

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexattn.call.problem import Problem
 from flexattn.compile.capture_sums import sums_integers
 from flexattn.compile.kernel_plan import BATCH_CAPTURES, FUSED, SCATTERS, SIZES, TRANSPOSED, KernelPlan
-from flexattn.compile.lower import INDEX_LIMIT, CaptureLayout, ModPlan
+from flexattn.compile.lower import CaptureLayout, ModPlan
 from flexattn.compile.scatter import without_sites
 from flexattn.compile.shared_memory import fit
 from flexattn.compile.tile_choice import choose
@@ -19,6 +19,7 @@ from flexattn.compile.tiles import Tile, TileKey
 from flexattn.errors import OptionError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.dependence import adds_to_score, loads_by, loads_each_place
+from flexattn.graph.magnitudes import FLOAT_INDEX_LIMIT
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.ranges import Range, index_ranges
 from flexattn.machine.target import Target
@@ -67,7 +68,7 @@ def plan_kernel(
         tile=_tile(kernel, problem, target, D, Dv, aligned, tile), aligned=aligned,
         wide_rows=any(t.stride(2) >= 1 << 23 for t in tensors),
         score=score, grad=grad, mask=_mod_plan(problem.mask, "mask", problem), blocks=blocks,
-        float_index=max(problem.query.size(2), problem.key.size(2)) <= INDEX_LIMIT,
+        float_index=max(problem.query.size(2), problem.key.size(2)) <= FLOAT_INDEX_LIMIT,
         precision=_precision(problem, target), exact=_exact(problem),
         max_scores=problem.max_scores and kernel == "forward",
         has_sink=problem.sink is not None and kernel == "forward", has_dropout=problem.dropout is not None,
