@@ -1,4 +1,4 @@
-"""index_range: what is said of index expressions holds at every place."""
+"""Ranges, linear forms and shift invariance: what is said of index expressions holds at every place."""
 
 from __future__ import annotations
 
