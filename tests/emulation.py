@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -12,27 +15,27 @@ import ptx
 from torch import Tensor
 
 from flexattn import api
-from flexattn.compile.kernel_plan import KernelPlan
-from flexattn.compile.kernel_source import KernelSource
-from flexattn.compile.render import render
-from flexattn.compile.shared_memory import fit
+from flexattn.compile import scalars
 from flexattn.explain import target_named
-from flexattn.runtime import launch
-from flexattn.runtime.build import Kernel, build
+from flexattn.machine.triton_versions import Launch, Request
+from flexattn.runtime import build as build_module
+from flexattn.runtime import launch, load
+from flexattn.runtime.build import Loader, build
 
 
-class Emulated:
-    """A kernel whose launches run here."""
+def load_in_emulator(request: Request, files: dict[str, Path]) -> Launch:
+    """Return what runs a kernel's PTX here, program by program: a loader for `build`."""
+    program = ptx.parse(files["ptx"].read_text())
+    metadata = json.loads(files["json"].read_text())
+    threads, shared = 32 * metadata["num_warps"], metadata["shared"]
 
-    def __init__(self, source: KernelSource, built: Kernel) -> None:
-        self.source, self.shared = source, built.shared
-        self.program = ptx.parse(built.ptx)
-
-    def launch(self, programs: int, arguments: tuple[Any, ...]) -> None:
+    def launch(programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
         memory = ptx.Memory([a for a in arguments if isinstance(a, Tensor)])
         parameters = [_bits(a) for a in arguments] + [0, 0]  # Triton's own scratch memory, of which it asks nothing
         for index in range(programs):
-            ptx.run(self.program, parameters, index, memory, 32 * self.source.num_warps, self.shared)
+            ptx.run(program, parameters, index, memory, threads, shared)
+
+    return launch
 
 
 def _bits(argument: Tensor | float) -> int:
@@ -41,22 +44,34 @@ def _bits(argument: Tensor | float) -> int:
     return int(np.float32(argument).view(np.uint32)) if isinstance(argument, float) else int(argument)
 
 
-def _built(plan: KernelPlan) -> tuple[KernelPlan, KernelSource, Emulated]:
-    source = render(fit(plan))
-    return plan, source, Emulated(source, build(source, plan.target))
-
-
 @contextlib.contextmanager
 def emulated(card: str) -> Iterator[None]:
     """Let calls with tensors on a CPU run as on a card that has no tensor descriptors, or is told so."""
     target = target_named(card)
-    launch.forget_launches()
     with (
+        kernels_loaded_by(load_in_emulator),
         patch.object(api, "_engine", lambda problem: api.triton),
-        patch.multiple(
-            launch, built_kernel=_built, target_of=lambda device: target, l2_bytes=lambda device: 40 << 20,
-            processors=lambda device: 100,
-        ),
-    ):  # fmt: skip
+        patch.object(scalars, "l2_bytes", lambda device: 40 << 20),
+        patch.multiple(launch, target_of=lambda device: target, processors=lambda device: 100),
+    ):
         yield
-    launch.forget_launches()
+
+
+@contextlib.contextmanager
+def kernels_loaded_by(loader: Loader) -> Iterator[None]:
+    """Let launches load their kernels with `loader`, and keep none of these launches.
+
+    The current device is 0: torch with CUDA raises where there is none.
+    """
+
+    def forget() -> None:
+        launch.forget_launches()
+        load.load.cache_clear()
+
+    forget()
+    with (
+        patch.object(load, "build", functools.partial(build, loader=loader)),
+        patch.multiple(build_module, _current_device=lambda: 0, current_stream=lambda device: 0),
+    ):
+        yield
+    forget()

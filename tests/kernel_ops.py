@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from test_ops import DOMAINS, FLOATS, INTEGERS
+from test_operators import DOMAINS, FLOATS, INTEGERS
 from torch import Tensor
 
 from flexattn import AuxRequest, flex_attention

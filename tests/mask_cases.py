@@ -260,6 +260,17 @@ def brute_force(mod: Mod, B: int, H: int, Q: int, KV: int) -> Tensor:
     return torch.as_tensor(mod(*index)).expand(B, H, Q, KV)
 
 
+def classes(dense: Tensor, block_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return whether any, and whether every, pair of each block attends; what is past the ends does not."""
+    blocks = [rows.split(block_size[1], dim=3) for rows in dense.split(block_size[0], dim=2)]
+    shape = (*dense.shape[:2], len(blocks), len(blocks[0]))
+    some = torch.stack([b.flatten(2).any(2) for row in blocks for b in row], -1).view(shape)
+    every = torch.stack(
+        [b.flatten(2).all(2) & (b.shape[2:] == block_size) for row in blocks for b in row], -1
+    ).view(shape)  # fmt: skip
+    return some, every
+
+
 def attended(
     mask_mod: Mod, Q: int, KV: int, dtype: torch.dtype, device: str, **options: object
 ) -> tuple[Tensor, Tensor]:

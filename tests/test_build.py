@@ -158,7 +158,7 @@ def test_memory(cache: Path):
 
 def test_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(build_module, "_MEMORY", 2)
-    monkeypatch.setattr(build_module, "_kernel", lambda source, target, key: object())
+    monkeypatch.setattr(build_module, "_kernel", lambda source, target, key, loader: object())
     first, second, _ = (build(dataclasses.replace(PRODUCT, num_stages=n), SM90) for n in (1, 2, 3))
     assert build(dataclasses.replace(PRODUCT, num_stages=2), SM90) is second
     assert build(dataclasses.replace(PRODUCT, num_stages=1), SM90) is not first
@@ -495,6 +495,22 @@ def test_interpreter_must_be_asked_for():
         build(PRODUCT, INTERPRETER)
 
 
+def test_a_loader_launches_the_kernel_and_runs_once():
+    loaded, launched = [], []
+
+    def loader(request, files):
+        loaded.append((request.name, {"ptx", "json"} <= files.keys()))
+        return lambda *launch: launched.append(launch)
+
+    kernel = build(PRODUCT, SM90, loader)
+    assert build(PRODUCT, SM90, loader) is kernel
+    assert build(PRODUCT, SM90) is not kernel
+    for programs in (7, 8):
+        kernel.launch(programs, (1, 2), stream=9)
+    assert loaded == [("product", True)]
+    assert launched == [(7, 9, (1, 2)), (8, 9, (1, 2))]
+
+
 @no_gpu
 def test_launch_without_a_gpu():
     with pytest.raises(CompileError, match="kernel product: found no GPU"):
@@ -537,8 +553,12 @@ from test_build import PRODUCT, SM90
 from flexattn.runtime import build as build_module
 from flexattn.machine import triton_versions
 
+def load_without_c_launcher(request, files):
+    return triton_versions.launcher(triton_versions.load_kernel(request, files), direct=False)
+
 torch.cuda.is_available = lambda: True
 kernel = build_module.build(PRODUCT, SM90)
+by_run = build_module.build(PRODUCT, SM90, load_without_c_launcher)
 with triton_versions.cache_folder(build_module._triton_folder()):
     fake = CudaDriver()
 fake.get_current_device, fake.get_current_target = lambda: 0, lambda: GPUTarget("cuda", 90, 32)
@@ -547,16 +567,12 @@ try:
     a = torch.zeros(1)
     arguments = (a, a.data_ptr(), None, -5, 0.5, 1 << 40)
     kernel.launch(7, arguments, stream=9)  # the C launcher
-    launch, triton_versions._c_launch = triton_versions._c_launch, lambda compiled, run: None
-    kernel._launchers.clear()
-    kernel.launch(7, arguments, stream=9)  # CompiledKernel.run
+    by_run.launch(7, arguments, stream=9)  # CompiledKernel.run
     seen = []
     knobs.runtime.launch_enter_hook.add(lambda metadata: seen.append(metadata.get()["name"]))
-    kernel.launch(7, arguments, stream=9)  # with a profiler
+    by_run.launch(7, arguments, stream=9)  # with a profiler
+    knobs.runtime.launch_enter_hook.calls.clear()
     for wrong in (arguments[:-1], (*arguments, 0)):
-        knobs.runtime.launch_enter_hook.calls.clear()
-        triton_versions._c_launch = launch
-        kernel._launchers.clear()
         try:
             kernel.launch(7, wrong, stream=9)
         except TypeError as error:
@@ -605,9 +621,10 @@ def test_launch_reaches_the_driver(cache: Path, fake_driver: dict[str, str]):
 
 # A second GPU loads a kernel from its files again.
 DELETED = LAUNCHED.replace(
-    "    kernel.launch(7, arguments, stream=9)  # CompiledKernel.run",
+    "    by_run.launch(7, arguments, stream=9)  # CompiledKernel.run",
     """    import shutil
     shutil.rmtree(kernel.path.parent.parent)
+    build_module._current_device = lambda: 1
     kernel.launch(7, arguments, stream=9)""",
 )
 

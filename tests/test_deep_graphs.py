@@ -13,7 +13,8 @@ from torch import Tensor
 
 import flexattn.compile.lower
 from flexattn import create_block_mask, explain, flex_attention
-from flexattn.compile.lower import CaptureLayout, Dialect, ModPlan, lower, lower_score
+from flexattn.compile.lower import Dialect, lower, lower_score
+from flexattn.compile.mod_plan import CaptureLayout, ModPlan
 from flexattn.compile.render import render
 from flexattn.errors import CompileError
 from flexattn.graph.bound import EMPTY

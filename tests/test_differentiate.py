@@ -1,4 +1,4 @@
-"""Gradient graphs: what they contain and what they leave out (their values: test_trace.py, test_ops.py)."""
+"""Gradient graphs: what they contain and what they leave out (values: test_trace_score_mods, test_operators)."""
 
 from __future__ import annotations
 

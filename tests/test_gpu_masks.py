@@ -18,6 +18,7 @@ from mask_cases import (
     assert_same_lists,
     attended,
     brute_force,
+    classes,
     documents,
     extents,
     make_mask,
@@ -26,7 +27,6 @@ from mask_cases import (
     share,
 )
 from mod_grammar import CAPTURES, NUMBERS, booleans, build
-from test_classify import classes
 from torch import Tensor
 
 from flexattn import BlockMask, create_block_mask, flex_attention, mods

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ ORDER = (
     "call", "compile", "runtime", "mask_build", "engines", "tuning", "explain", "api", "__init__", "__main__",
 )  # fmt: skip
 LEAVES = ("mods", "reference")
+VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "manager", "misc"}
 HEAVY = ("sympy", "triton", "torch._dynamo", "torch.fx.experimental.symbolic_shapes")
 MODULES = sorted(p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py"))
 
@@ -64,6 +66,29 @@ def test_imports_point_to_earlier_layers(module: Path) -> None:
     elif layer != "__init__":
         late = {other for other in layers - {layer} if ORDER.index(other) > ORDER.index(layer)}
         assert not late, f"{module} imports {sorted(late)}, which come later"
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_a_module_is_named_for_what_is_in_it(module: Path) -> None:
+    parts = {part for name in module.with_suffix("").parts for part in name.split("_")}
+    assert not parts & VAGUE_NAMES
+
+
+UNFINISHED = {"block_mask", "compile", "engines"}  # two sentences, or none: remove a package here with its docstring
+PACKAGES = [
+    pytest.param(m, marks=pytest.mark.xfail(strict=True) if str(m.parent) in UNFINISHED else ())
+    for m in MODULES
+    if m.name == "__init__.py"
+]
+
+
+@pytest.mark.parametrize("module", PACKAGES, ids=str)
+def test_a_package_says_in_one_sentence_what_it_is(module: Path) -> None:
+    docstring = ast.get_docstring(_tree(module))
+    assert docstring is not None, "no docstring"
+    first = docstring.partition("\n\n")[0]
+    assert first.endswith(".")
+    assert not re.search(r"\.\s", first), "more than one sentence"
 
 
 @pytest.mark.parametrize("module", MODULES, ids=str)

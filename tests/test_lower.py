@@ -11,13 +11,13 @@ import torch
 from expecttest import TestCase
 
 from flexattn import mods
-from flexattn.compile.lower import CaptureLayout, Dialect, ModPlan, lower, lower_score
+from flexattn.compile.lower import Dialect, lower, lower_score
+from flexattn.compile.mod_plan import CaptureLayout, ModPlan
 from flexattn.compile.scatter import lower_scatter, lower_sizes, scatter_arguments, size_names
 from flexattn.graph.builder import Builder
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import GRAD_INPUTS, Capture, Const, Input, Number, Operation
-from flexattn.graph.operators import OPS
 from flexattn.trace.trace import trace
 
 GPU = Dialect(ptx=True)
@@ -211,9 +211,3 @@ def test_arguments_have_names_of_their_own_whatever_the_users_names_are(captures
     assert len(set(found)) == len(found) and all(name.isidentifier() for name in found)
     # A launch passes what ends in _ptr as a tensor.
     assert sum(name.endswith("_ptr") for name in of_mod) == len(names)
-
-
-def test_every_operation_has_a_text_that_formats():
-    for name, op in OPS.items():
-        for text in filter(None, (op.triton, op.exact_triton)):
-            assert text.format("x", "y", "z", kind="int") != text, name

@@ -10,7 +10,9 @@ import torch
 from expecttest import TestCase
 
 from flexattn import create_block_mask, explain, mods
-from flexattn.compile.kernel_plan import KERNELS, KernelPlan, split_head_dim
+from flexattn.compile.head_dims import split_head_dim
+from flexattn.compile.kernel_plan import KernelPlan
+from flexattn.compile.kernels import DELTA, DKDV, DQ, FORWARD
 from flexattn.compile.render import render
 from flexattn.compile.shared_memory import fit, shared_bytes, smaller_tiles, units
 from flexattn.compile.tiles import Tile
@@ -77,7 +79,7 @@ class Limited(Target):
 def test_plans_step_down_until_they_fit(kilobytes: int, dtype: torch.dtype):
     target = Limited("cuda", 90, 32, kilobytes << 10)
     for D in (16, 33, 64, 96, 128, 192, 256, 320, 512):
-        for kernel in KERNELS:
+        for kernel in (FORWARD, DELTA, DQ, DKDV):
             wanted = KernelPlan(kernel, target, dtype, D, D, Tile(128, 128, 8, 4, 64), aligned=True)
             smallest = list(smaller_tiles(wanted))[-1]
             own = "BLOCK_N" if smallest.transposed else "BLOCK_M"
@@ -96,7 +98,7 @@ def test_plans_step_down_until_they_fit(kilobytes: int, dtype: torch.dtype):
 
 
 def test_smaller_tiles_only_become_smaller():
-    wanted = KernelPlan("backward_dkdv", SM90, torch.float16, 128, 128, Tile(64, 128, 4, 3, 32), aligned=True)
+    wanted = KernelPlan(DKDV, SM90, torch.float16, 128, 128, Tile(64, 128, 4, 3, 32), aligned=True)
     tiles = [p.tile for p in smaller_tiles(wanted)]
     assert tiles[0] == wanted.tile and len(set(tiles)) == len(tiles)
     sizes = [shared_bytes(p) for p in smaller_tiles(wanted)]
@@ -110,21 +112,24 @@ def test_every_field_is_in_the_key():
     mod, mask = forward.score, forward.mask
     assert mod is not None and mask is not None
     changes: dict[str, tuple[KernelPlan, object]] = {
-        "kernel": (dq, "backward_dkdv"), "target": (forward, Target("cuda", 80, 32)),
+        "spec": (dq, DKDV), "target": (forward, Target("cuda", 80, 32)),
         "dtype": (forward, torch.bfloat16), "D": (forward, 128), "Dv": (forward, 40),
         "tile": (forward, replace(forward.tile, num_stages=1)),
         "aligned": (dkdv, False), "tma": (forward, False), "wide_rows": (replace(forward, tma=False), True),
         "score": (forward, replace(mod, numbers=("i64",))), "grad": (dq, None), "mask": (forward, None),
         "blocks": (forward, (64, 64)), "full_overhangs": (forward, True), "float_index": (forward, False),
-        "precision": (forward, "tf32"), "exact": (forward, True), "max_scores": (forward, True),
-        "has_dlse": (delta, True), "has_sink": (forward, True), "has_dropout": (dkdv, True), "integer_sums": (dq, True),
-            "batch_invariant": (dq, True),
+        "precision": (forward, "tf32"), "exact": (forward, True), "features": (forward, ("sink",)),
+        "integer_sums": (dq, True), "batch_invariant": (dq, True),
     }  # fmt: skip
     assert changes.keys() == {f.name for f in fields(KernelPlan)}
     for name, (plan, value) in changes.items():
         assert getattr(plan, name) != value, name
         other = replace(plan, **{name: value})
         assert digest(render(plan), plan.target) != digest(render(other), other.target), name
+    for plan in (forward, delta, dkdv):
+        for feature in plan.spec.features:
+            other = replace(plan, features=(feature.name,))
+            assert digest(render(plan), plan.target) != digest(render(other), other.target), feature.name
     for field in fields(Tile):
         value = {"PRODUCTS_FIRST": not dkdv.tile.PRODUCTS_FIRST}.get(field.name, 16)
         other = replace(dkdv, tile=replace(dkdv.tile, **{field.name: value}))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from flexattn import mods
-from flexattn.compile.lower import Dialect, ModPlan
+from flexattn.compile.lower import Dialect
+from flexattn.compile.mod_plan import ModPlan
 from flexattn.compile.plan import number_type
 from flexattn.compile.row_bounds import lower_row_bounds
 from flexattn.graph.bound_mod import BoundMod

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from flexattn import create_block_mask, explain, mods
-from flexattn.compile.kernel_plan import KernelPlan, split_head_dim
+from flexattn.compile import kernels
+from flexattn.compile.head_dims import split_head_dim
+from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.render import render
 from flexattn.compile.shared_memory import fit, shared_bytes, units
@@ -47,7 +49,7 @@ def fitted(kernel: str, card: str, dtype: torch.dtype, precision: str, D: int, D
     key = TileKey(kernel, products, D, Dv, "none" if aligned else "unaligned", True)
     tma = aligned and card in ("sm_90", "sm_100", "sm_120")
     tile = choose(key, target).tile
-    return fit(KernelPlan(kernel, target, dtype, D, Dv, tile, aligned, tma, precision=precision))
+    return fit(KernelPlan(kernels.KERNELS[kernel], target, dtype, D, Dv, tile, aligned, tma, precision=precision))
 
 
 @pytest.mark.parametrize("card", CARDS)
@@ -140,7 +142,7 @@ def test_dropout(card: str, D: int):
     """Its numbers are made where they are needed on NVIDIA's cards before sm_100; elsewhere they are exchanged."""
     for plan, _ in sources(card, torch.float16, D, D, "causal", "ieee"):
         if plan.kernel in KERNELS:
-            plan = fit(replace(plan, has_dropout=True))
+            plan = fit(replace(plan, features=("dropout",)))
             taken = allocated(render(plan), plan.target)
             assert taken <= shared_bytes(plan) <= 1.1 * taken, f"{plan} takes {taken}"
 

@@ -48,11 +48,12 @@ KINDS = (
     "mask_lists", "mask_runs", "mask_scan", "mask_table",
 )  # fmt: skip
 # Fields of plans that no call of explain sets, since they come from what is asked of a call's results.
-VARIANTS: tuple[tuple[Callable[[Any], bool], dict[str, Any]], ...] = (
-    (lambda plan: plan.kernel in ("forward", "hopper_forward"), {"max_scores": True}),
-    (lambda plan: plan.kernel == "backward_delta", {"has_dlse": True}),
+VARIANTS: tuple[tuple[Callable[[Any], bool], dict[str, str]], ...] = (
+    (lambda plan: plan.kernel in ("forward", "hopper_forward"), {"feature": "max_scores"}),
+    (lambda plan: plan.kernel == "backward_delta", {"feature": "dlse"}),
     (lambda plan: plan.kernel == "backward_dq" and bool(plan.sums), {"kernel": "backward_captures"}),
 )
+_FEATURE_FIELDS = {"max_scores": "max_scores", "dlse": "has_dlse"}  # of plans before there was `features`
 COMPILED = ("signature", "divisible", "num_warps", "num_stages", "maxnreg", "fp_fusion")
 IDENTICAL, RENAMED, DIFFERENT = VERDICTS = ("identical", "identical but for names", "different")
 
@@ -102,7 +103,7 @@ def _record(explained: Any) -> Record:
     graphs = ("score", "gradient", "mask", "mask_bounds")
     render = _renderer()
     variants = [
-        render(replace(plan, **fields)) for plan in explained.plans for applies, fields in VARIANTS if applies(plan)
+        render(_variant(plan, **change)) for plan in explained.plans for applies, change in VARIANTS if applies(plan)
     ]
     return {
         "engine": explained.engine,
@@ -117,6 +118,16 @@ def _record(explained: Any) -> Record:
 
 def _source(source: Any) -> Record:
     return {name: getattr(source, name) for name in ("name", *COMPILED, "text")}
+
+
+def _variant(plan: Any, kernel: str = "", feature: str = "") -> Any:
+    """Return the plan of another kernel, or with one more feature, in the form that this version of flexattn has."""
+    if hasattr(plan, "spec"):
+        if kernel:
+            table = next(m.KERNELS for name, m in sorted(sys.modules.items()) if name.endswith(".compile.kernels"))
+            return replace(plan, spec=table[kernel])
+        return replace(plan, features=(*plan.features, feature))
+    return replace(plan, kernel=kernel) if kernel else replace(plan, **{_FEATURE_FIELDS[feature]: True})
 
 
 @functools.cache

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from flexattn.call.problem import Problem
-from flexattn.compile.kernel_plan import KernelPlan
+from flexattn.compile.arguments import Tensors
+from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
+from flexattn.compile.kernels import (
+    BATCH_CAPTURES,
+    CAPTURES,
+    DKDV,
+    DQ,
+    FORWARD,
+    HOPPER_BACKWARD,
+    HOPPER_BACKWARD_WIDE,
+    HOPPER_DKDV,
+    HOPPER_DQ,
+    HOPPER_FORWARD,
+    SIZES,
+)
 from flexattn.compile.lower import Dialect, lower, lower_score
 from flexattn.compile.plan import has_descriptor
 from flexattn.compile.row_bounds import lower_row_bounds
@@ -18,8 +31,6 @@ from flexattn.compile.tiles import Tile
 from flexattn.graph.dependence import loads_each_place
 from flexattn.machine.triton_versions import has_gluon
 from flexattn.options import option
-
-ROWS = 64  # queries of one consumer warpgroup of the forward, keys of one of the backward
 
 # By widths: the tile, whose BLOCK_M is ROWS for each consumer; registers of a consumer are what is left of 65,536.
 TILES: dict[tuple[int, int], Tile] = {
@@ -51,59 +62,75 @@ _GLUON_NAMES = frozenset((
 ))  # fmt: skip
 
 
-def hopper_forward(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -> KernelPlan | str:
-    """Return the Gluon form of a forward's plan, or the reason why there is none."""
-    reason = _refusal(plan, problem, tensors, "fwd", ("BLOCK_M", "BLOCK_N"))
-    if reason is None and problem.scale <= 0:
-        reason = "the scale is not positive"
-    return reason or _refusal_of_tables(plan) or _with_tile(plan, "hopper_forward", TILES)
+Refusal = Callable[[KernelPlan, Problem], str | None]  # why a plan has no Hopper form, None where it may have one
 
 
-def hopper_backward(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -> KernelPlan | str:
-    """Return the plan of one kernel for dq, dk and dv, from that of dK and dV, or the reason why there is none."""
-    reason = _refusal_of_backward(plan, problem, tensors) or _refusal_of_dq(problem)
-    if reason is None and torch.are_deterministic_algorithms_enabled():
-        reason = "deterministic algorithms are asked for: it adds to dq in any order"
-    if reason is None and problem.batch_invariant:
-        reason = "BATCH_INVARIANT is asked for: it adds to dq in any order"
-    if plan.widths in WIDE_TILES:
-        return reason or _with_tile(plan, "hopper_backward_wide", WIDE_TILES)
-    return reason or _with_tile(plan, "hopper_backward", BACKWARD_TILES)
+@dataclass(frozen=True)
+class HopperForm:
+    """What may replace a plan of the Triton engine: a Gluon kernel with its tiles, where no refusal applies."""
+
+    spec: KernelSpec
+    tiles: dict[tuple[int, int], Tile]
+    refusals: tuple[Refusal, ...]
 
 
-def hopper_dq(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -> KernelPlan | str:
-    """Return the Gluon form of the plan of dQ, or the reason why there is none."""
-    reason = _refusal_of_backward(plan, problem, tensors) or _refusal_of_dq(problem) or _refusal_of_tables(plan)
-    return reason or _with_tile(plan, "hopper_dq", DQ_TILES)
+def _refusal_of_scale(plan: KernelPlan, problem: Problem) -> str | None:
+    return "the scale is not positive" if problem.scale <= 0 else None
 
 
-def hopper_dkdv(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -> KernelPlan | str:
-    """Return the Gluon form of the plan of dK and dV, or the reason why there is none."""
-    reason = _refusal_of_backward(plan, problem, tensors) or _refusal_of_tables(plan)
-    return reason or _with_tile(plan, "hopper_dkdv", BACKWARD_TILES)
-
-
-def _refusal_of_backward(plan: KernelPlan, problem: Problem, tensors: list[Tensor]) -> str | None:
-    return _refusal(plan, problem, tensors, "bwd", ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"))
-
-
-def _refusal_of_dq(problem: Problem) -> str | None:
+def _refusal_of_captures(plan: KernelPlan, problem: Problem) -> str | None:
     captured = problem.score_grad is not None and problem.score_grad.sites
     return "score_mod's captured tensors receive gradients" if captured else None
 
 
-def _refusal_of_tables(plan: KernelPlan) -> str | None:
-    """Refuse tables read at each place: but for the fused backward, Triton's kernels are as fast (docs/kernels.md)."""
+def _refusal_of_order(plan: KernelPlan, problem: Problem) -> str | None:
+    """Reject what adds to dQ in any order where the order must be fixed."""
+    if torch.are_deterministic_algorithms_enabled():
+        return "deterministic algorithms are asked for: it adds to dq in any order"
+    return "BATCH_INVARIANT is asked for: it adds to dq in any order" if problem.batch_invariant else None
+
+
+def _refusal_of_tables(plan: KernelPlan, problem: Problem) -> str | None:
+    """Reject tables read for each score: except for the fused backward, Triton is as fast (docs/kernels.md)."""
     reads = plan.score is not None and bool(loads_each_place(plan.score.graph))
     return "the score_mod reads a table at each place" if reads else None
 
 
-def _refusal(
-    plan: KernelPlan, problem: Problem, tensors: list[Tensor], phase: Literal["fwd", "bwd"], tiles: tuple[str, ...]
-) -> str | None:
+_DQ = HopperForm(HOPPER_DQ, DQ_TILES, (_refusal_of_captures, _refusal_of_tables))
+FORMS: dict[KernelSpec, HopperForm] = {
+    FORWARD: HopperForm(HOPPER_FORWARD, TILES, (_refusal_of_scale, _refusal_of_tables)),
+    **dict.fromkeys((DQ, CAPTURES, SIZES, BATCH_CAPTURES), _DQ),
+    DKDV: HopperForm(HOPPER_DKDV, BACKWARD_TILES, (_refusal_of_tables,)),
+}
+_FUSED = HopperForm(HOPPER_BACKWARD, BACKWARD_TILES, (_refusal_of_captures, _refusal_of_order))
+_FUSED_WIDE = replace(_FUSED, spec=HOPPER_BACKWARD_WIDE, tiles=WIDE_TILES)
+# kernel_options that choose a tile of the Triton engine.
+_TILE_OPTIONS = {"fwd": ("BLOCK_M", "BLOCK_N"), "bwd": ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")}
+
+
+def hopper_form(plan: KernelPlan, problem: Problem, tensors: Tensors) -> KernelPlan | str:
+    """Return the Hopper form of a plan of the Triton engine, or the reason why there is none."""
+    return _in_form(FORMS[plan.spec], plan, problem, tensors)
+
+
+def fused_backward(plan: KernelPlan, problem: Problem, tensors: Tensors) -> KernelPlan | str:
+    """Return the plan of one kernel for dq, dk and dv, from that of dK and dV, or the reason why there is none."""
+    return _in_form(_FUSED_WIDE if plan.widths in WIDE_TILES else _FUSED, plan, problem, tensors)
+
+
+def _in_form(form: HopperForm, plan: KernelPlan, problem: Problem, tensors: Tensors) -> KernelPlan | str:
+    reasons = (_refusal(plan, problem, tensors), *(refusal(plan, problem) for refusal in form.refusals))
+    reason = next((reason for reason in reasons if reason is not None), None)
+    return reason or _with_tile(plan, form.spec, form.tiles)
+
+
+def _refusal(plan: KernelPlan, problem: Problem, tensors: Tensors) -> str | None:
     """Return why no Gluon kernel computes a plan; None where one may."""
+    phase = plan.spec.phase
     target, lengths = plan.target, (problem.query.size(2), problem.key.size(2))
-    asked = [n for n in (*tiles, "num_warps", "num_stages") if option(problem.options, n, phase) is not None]
+    asked = [
+        n for n in (*_TILE_OPTIONS[phase], "num_warps", "num_stages") if option(problem.options, n, phase) is not None
+    ]
     reasons = (
         (option(problem.options, "BACKEND", phase) == "TRITON", "BACKEND is TRITON"),
         (target.backend != "cuda" or int(target.arch) != 90, f"{target} is not sm_90"),
@@ -113,20 +140,20 @@ def _refusal(
         (not has_gluon(), "this release of Triton is not known to compile it"),
         (bool(asked), f"{', '.join(asked)} chooses a tile of the Triton engine"),
         (option(problem.options, "USE_TMA", phase) is False, "USE_TMA is False"),
-        (not plan.aligned or not all(map(has_descriptor, tensors)), "TMA cannot address the tensors' rows"),
+        (not plan.aligned or not all(map(has_descriptor, tensors.values())), "TMA cannot address the tensors' rows"),
         (plan.full_overhangs, "full blocks of these lists may reach past the keys"),
         (not plan.float_index or max(lengths) >= 1 << 30, "the sequences are too long"),
     )
     return next((reason for refused, reason in reasons if refused), None)
 
 
-def _with_tile(plan: KernelPlan, kernel: str, tiles: dict[tuple[int, int], Tile]) -> KernelPlan | str:
+def _with_tile(plan: KernelPlan, spec: KernelSpec, tiles: dict[tuple[int, int], Tile]) -> KernelPlan | str:
     tile = tiles.get(plan.widths)
     if tile is None:
         return f"no tile for D {plan.D}, Dv {plan.Dv}"
     if plan.blocks and (plan.blocks[0] % tile.BLOCK_M or plan.blocks[1] % tile.BLOCK_N):
         return f"blocks of {plan.blocks[0]} x {plan.blocks[1]} are no whole tiles of {tile.BLOCK_M} x {tile.BLOCK_N}"
-    plan = replace(plan, kernel=kernel, tile=tile, tma=True)
+    plan = replace(plan, spec=spec, tile=tile, tma=True)
     missing = _missing(plan)
     return f"Gluon has no {', '.join(missing)}" if missing else plan
 

@@ -6,59 +6,23 @@ strides are multiples of 16 bytes is a field, since without it no load is vector
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Literal, Protocol
 
 import torch
 
+from flexattn.call.problem import Problem
+from flexattn.compile.arguments import Argument, Tensors
+from flexattn.compile.head_dims import pieces_of, widths_of
 from flexattn.compile.kernel_source import kernel_name
-from flexattn.compile.lower import ModPlan
+from flexattn.compile.mod_plan import ModPlan
 from flexattn.compile.tiles import Tile
 from flexattn.machine.target import Target
 
-KERNELS = ("forward", "backward_delta", "backward_dq", "backward_dkdv")
-# Widths (of q and k, of v) that Hopper's kernels are made for; narrower heads are filled with zeros by the TMA unit.
-WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
-# A program owns keys and walks queries.
-TRANSPOSED = ("backward_dkdv", "hopper_backward", "hopper_backward_wide", "hopper_dkdv")
-PAIR, FUSED = KERNELS[2:], ("hopper_backward", "backward_dq_rows")  # the ways from delta to all gradients
-# Forms of backward_dq: gradients of captured tensors without dq, and how large each row's contributions to them are.
-CAPTURES, SIZES = "backward_captures", "backward_sizes"
-BATCH_CAPTURES = "backward_batch_captures"  # a kernel of its own: contributions are summed over the batch first
-SCATTERS = ("backward_dq", CAPTURES, SIZES, BATCH_CAPTURES)
+Phase = Literal["fwd", "bwd"]
 
 MEMORY = {"float": "float32 sums: 4 bytes", "integer": "int64 sums, the same in any order: 8 bytes"}
-
-
-@dataclass(frozen=True)
-class Part:
-    """A slice of a head dim that one matrix product takes: `width` is a power of two, `used` what is there."""
-
-    index: int
-    offset: int
-    width: int
-    used: int
-
-
-def widths_of(D: int, Dv: int) -> tuple[int, int]:
-    """Return the least of WIDTHS that hold these head dims; (0, 0) where none does."""
-    return next((widths for widths in WIDTHS if widths[0] >= D and widths[1] >= Dv), (0, 0))
-
-
-def pieces_of(D: int) -> int:
-    """Return of how many pieces of 32 columns Hopper's float32 sum of dq is."""
-    return -(-D // 32)
-
-
-@lru_cache(1024)
-def split_head_dim(dim: int) -> tuple[Part, ...]:
-    """Split a head dim into powers of two: 192 = 128 + 64, 96 = 64 + 32; one padded part where two do not help."""
-    padded = max(16, 1 << (dim - 1).bit_length())
-    large = padded // 2
-    rest = max(16, 1 << (dim - large - 1).bit_length()) if dim > large else 0
-    if large >= 16 and rest and large + rest < padded:
-        return (Part(0, 0, large, large), Part(1, large, rest, dim - large))
-    return (Part(0, 0, padded, dim),)
 
 
 @dataclass(frozen=True)
@@ -78,11 +42,69 @@ RINGS = {
 }  # fmt: skip
 
 
+class Operand(Protocol):
+    """One or several arguments of a kernel, which may depend on the plan."""
+
+    def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]: ...
+
+
+@dataclass(frozen=True)
+class Feature:
+    """An optional part of a kernel. As an operand, it adds its operands to plans that have it."""
+
+    name: str
+    wanted: Callable[[Problem, Tensors], bool]  # by a problem and the arrays of the launch
+    operands: tuple[Operand, ...]
+    text: str = ""  # the line that it adds to a printed plan
+
+    def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
+        if self.name not in plan.features:
+            return ()
+        return tuple(a for operand in self.operands for a in operand.arguments(plan))
+
+
+@dataclass(frozen=True, eq=False)
+class KernelSpec:
+    """One kernel. Its signature, launch arguments, strides and features follow from `operands`, in that order."""
+
+    name: str  # also that of its template
+    phase: Phase
+    tensors: tuple[str, ...]  # [B, H, rows, D] tensors that it reads and writes
+    operands: tuple[Operand, ...]
+    shared_bytes: Callable[[KernelPlan], int]  # upper bound of the shared memory of a program
+    owns_keys: bool = False  # programs own keys and loop over queries, not the other way round
+    products: bool = True  # computes scores, so that mods and masks are part of it
+    dims: tuple[str, str] = ("q", "v")  # the tensors whose head dims are its plan's D and Dv
+    streams: tuple[str, ...] = ()  # tensors that the inner loop may load through TMA
+    gradients: tuple[str, ...] = ()  # of dq, dk, dv: what it computes
+    # What it does with gradients of captured tensors: adds them to buffers, adds what it summed over the batch, or
+    # finds how large they are.
+    captures: Literal["", "adds", "adds over batch", "sizes"] = ""
+    gluon: bool = False  # a Gluon kernel with a role for each group of warps
+    fills_padding: bool = False  # its programs also own the padding after the last row
+    persistent: bool = False  # at most one program for each multiprocessor, which takes tile after tile
+    tile_options: tuple[str, str] | None = None  # kernel_options for BLOCK_M and BLOCK_N
+    tiled_as: str = ""  # the kernel whose rows of the tile table it uses; "": its own
+    fixed_tile: Tile | None = None  # instead of one from the table
+
+    def __repr__(self) -> str:
+        return f"KernelSpec({self.name})"
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """The features that a plan of this kernel may have."""
+        return tuple(operand for operand in self.operands if isinstance(operand, Feature))
+
+    def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
+        """Return the runtime arguments of the plan's kernel, in order."""
+        return tuple(argument for operand in self.operands for argument in operand.arguments(plan))
+
+
 @dataclass(frozen=True)
 class KernelPlan:
     """One kernel: two equal plans give the same source, byte for byte."""
 
-    kernel: str  # of KERNELS, FUSED or SCATTERS, or hopper_forward, hopper_dq, hopper_dkdv: the name of a template
+    spec: KernelSpec
     target: Target
     dtype: torch.dtype
     D: int
@@ -99,29 +121,48 @@ class KernelPlan:
     float_index: bool = True  # lengths are below 2**22: index differences are exact in float32
     precision: str = "ieee"  # of float32 products: ieee, tf32 or tf32x3
     exact: bool = False
-    max_scores: bool = False
-    has_dlse: bool = False
-    has_sink: bool = False
-    has_dropout: bool = False
+    features: tuple[str, ...] = ()  # names of the spec's optional parts that the kernel has
     # Rows' bits must not hang on where the compiler found a product to fuse into a sum, which differs between the
     # places that one expression is inlined at.
     batch_invariant: bool = False
     integer_sums: bool = False  # gradients of captured tensors are added as integers: deterministic algorithms
 
     @property
+    def kernel(self) -> str:
+        """The kernel's name."""
+        return self.spec.name
+
+    @property
     def is_hopper(self) -> bool:
         """Whether it is a Gluon kernel with a role for each group of warps."""
-        return self.kernel.startswith("hopper")
+        return self.spec.gluon
+
+    @property
+    def is_forward(self) -> bool:
+        return self.spec.phase == "fwd"
 
     @property
     def transposed(self) -> bool:
-        """Whether a program owns keys and walks queries."""
-        return self.kernel in TRANSPOSED
+        """Whether a program owns keys and loops over queries."""
+        return self.spec.owns_keys
+
+    @property
+    def has_dropout(self) -> bool:
+        return "dropout" in self.features
+
+    @property
+    def scale(self) -> str:
+        """The argument that q k^T is multiplied by.
+
+        Without a score_mod nothing reads the score itself, so log2(e) is part of the scale. An exact backward keeps
+        the score in the natural domain, to avoid that rounding.
+        """
+        return "qk_scale" if self.score is None and not (self.exact and not self.is_forward) else "sm_scale"
 
     @property
     def name(self) -> str:
         """The kernel function's name, as profilers show it."""
-        return kernel_name(self.kernel, *(m.graph.name for m in (self.score, self.mask) if m is not None))
+        return kernel_name(self.spec.name, *(m.graph.name for m in (self.score, self.mask) if m is not None))
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -131,7 +172,7 @@ class KernelPlan:
     @property
     def adds_dq(self) -> bool:
         """Whether it adds to a float32 sum of dq."""
-        return self.kernel in ("hopper_backward", "hopper_backward_wide")
+        return self.spec.gluon and len(self.spec.gradients) == 3
 
     @property
     def rings(self) -> Rings:
@@ -159,17 +200,17 @@ class KernelPlan:
     @property
     def scales_gradient(self) -> bool:
         """Whether d(score) is taken and anything else than the gradient that comes in, as it is for `score + bias`."""
-        if self.grad is None or self.kernel in (CAPTURES, SIZES, BATCH_CAPTURES):
+        if self.grad is None or not self.spec.gradients:
             return False
         output = self.grad.graph.outputs[0]
         return output is None or not self.grad.graph.is_input(output, "grad")
 
     @property
     def sums(self) -> str:
-        """How the gradients of captured tensors are summed: "float", "integer", "sizes" (`scatter.py`), "" for none."""
-        if self.kernel not in SCATTERS or self.grad is None or not self.grad.graph.sites:
+        """How the kernel sums gradients of captured tensors: float, integer or sizes; "" without such gradients."""
+        if not self.spec.captures or self.grad is None or not self.grad.graph.sites:
             return ""
-        return "sizes" if self.kernel == SIZES else "integer" if self.integer_sums else "float"
+        return "sizes" if self.spec.captures == "sizes" else "integer" if self.integer_sums else "float"
 
     @property
     def unit(self) -> int:
@@ -189,6 +230,11 @@ class KernelPlan:
         if self.blocks is None:
             return False
         return bool(self.blocks[0] % self.tile.BLOCK_M if self.transposed else self.blocks[1] % self.tile.BLOCK_N)
+
+    @property
+    def has_partial_step(self) -> bool:
+        """Whether dK/dV takes fewer queries at a time in partial blocks."""
+        return self.blocks is not None and self.tile.partial_m != self.tile.BLOCK_M
 
     @property
     def tiles_per_block(self) -> int:
@@ -213,10 +259,7 @@ class KernelPlan:
         lines += [
             f"    {m.role:<8} {m.graph.name}  {m.graph.location}" for m in (self.score, self.mask) if m is not None
         ]
-        if self.has_dropout:
-            lines.append("    dropout  by Philox, from seed and place")
-        if self.has_sink:
-            lines.append("    sink     one more term of each sum")
+        lines += [f.text for f in self.spec.features if f.name in self.features and f.text]
         if self.batch_invariant:
             lines.append("    order    batch-invariant: keys ascending, nothing fused")
         if self.adds_dq:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from flexattn.compile.mod_plan import TRITON_DTYPE, ModPlan, layout_unit
 from flexattn.errors import CompileError, message
 from flexattn.graph.dependence import computed_from, each_place, uses
 from flexattn.graph.linear import affine
@@ -24,17 +25,6 @@ from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const, Input, Load, Node, NumberRef, RangeLoad, Scalar
 from flexattn.graph.operators import OPS
 from flexattn.graph.ranges import ranges
-
-TRITON_DTYPE = {
-    torch.float64: "float64", torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16",
-    torch.int64: "int64", torch.int32: "int32", torch.int16: "int16", torch.int8: "int8", torch.uint8: "uint8",
-    torch.bool: "int1",
-}  # fmt: skip
-TRITON_POINTER = {
-    torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
-    torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
-    torch.bool: "*i1",
-}  # fmt: skip
 
 MOST_OPERATIONS = 20_000  # of a mod: Triton takes minutes for as many
 
@@ -45,65 +35,9 @@ _GATHERED = (torch.float32, torch.int32, torch.float16, torch.bfloat16, torch.in
 _DOUBLE_TEXT = {"div": "{0} / {1}", "sqrt": "tl.sqrt({0})", "sigmoid": "(1.0 / (1.0 + libdevice.exp(-{0})))"}
 
 
-@dataclass(frozen=True)
-class CaptureLayout:
-    """What generated code assumes of a captured tensor's memory; sizes and strides themselves are runtime values."""
-
-    dense: bool  # the last stride is 1
-    aligned: bool  # dense, and the other strides and the pointer are multiples of 16 bytes: loads are vectorised
-    wide: bool  # offsets may pass 2**31: addresses are int64
-
-
-@dataclass(frozen=True)
-class ModPlan:
-    """A graph with everything of its runtime arguments that changes the generated text."""
-
-    graph: ModGraph
-    role: str  # "score" or "mask": the prefix of its arguments
-    layouts: tuple[CaptureLayout, ...]
-    numbers: tuple[str, ...]  # Triton types of the lifted numbers: i32, i64 or fp32
-    # For the lengths of the call: nodes that are never negative, and loads that are inside of their tensor at any place
-    # of any tile. Without that knowledge an index is wrapped as PyTorch does, and a load guarded.
-    nonnegative: tuple[int, ...] = ()
-    inside: tuple[int, ...] = ()
-
-    def arguments(self) -> tuple[tuple[str, str], ...]:
-        """Return (name, Triton type) of each runtime argument, in order."""
-        found: list[tuple[str, str]] = []
-        for i, (capture, layout) in enumerate(zip(self.graph.captures, self.layouts, strict=True)):
-            name, width = self.capture_name(i), "i64" if layout.wide else "i32"
-            found.append((f"{name}_ptr", TRITON_POINTER[capture.dtype]))
-            strides = capture.ndim - 1 if layout.dense else capture.ndim
-            found += [(f"{name}_stride{d}", width) for d in range(max(strides, 0))]
-            found += [(f"{name}_size{d}", "i32") for d in range(capture.ndim)]
-        found += [(self.number_name(i), kind) for i, kind in enumerate(self.numbers)]
-        return tuple(found)
-
-    # No two arguments have the same name, whatever the user's names are: the part after the last underscore is the
-    # position in a number's name, and a word (ptr, stride0, size0) in the names of a captured tensor's arguments, where
-    # what stands before that word ends with the position.
-    def capture_name(self, position: int) -> str:
-        return f"{self.role}_{_identifier(self.graph.captures[position].name)}_{position}"
-
-    def number_name(self, position: int) -> str:
-        return f"{self.role}_{_identifier(self.graph.numbers[position].name)}_{position}"
-
-    def argument_names(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self.arguments())
-
-
-def layout_unit(dtype: torch.dtype) -> int:
-    """Return the elements in 16 bytes: strides of aligned captures come in this unit, so that loads are vectorised."""
-    return max(1, 16 // dtype.itemsize)
-
-
 def _kind(node: Node) -> str:
     """Return which functions of the prelude are for a node."""
     return "int" if not node.dtype.is_floating_point else "double" if node.dtype == torch.float64 else "float"
-
-
-def _identifier(name: str) -> str:
-    return "".join(c if c.isalnum() and c.isascii() else "_" for c in name)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from flexattn.compile.lower import TRITON_DTYPE, TRITON_POINTER, Dialect, ModPlan, Writer, literal
+from flexattn.compile.lower import Dialect, Writer, literal
+from flexattn.compile.mod_plan import TRITON_DTYPE, TRITON_POINTER, ModPlan
 from flexattn.graph.bound import bound
 from flexattn.graph.builder import Builder, Expr, rewrite
 from flexattn.graph.mod_graph import ModGraph

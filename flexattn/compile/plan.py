@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from flexattn.call.problem import Problem
+from flexattn.compile.arguments import Tensors
 from flexattn.compile.capture_sums import sums_integers
-from flexattn.compile.kernel_plan import BATCH_CAPTURES, FUSED, SCATTERS, SIZES, TRANSPOSED, KernelPlan
-from flexattn.compile.lower import CaptureLayout, ModPlan
+from flexattn.compile.kernel_plan import KernelPlan, KernelSpec, Phase
+from flexattn.compile.mod_plan import CaptureLayout, ModPlan
 from flexattn.compile.scatter import without_sites
 from flexattn.compile.shared_memory import fit
 from flexattn.compile.tile_choice import choose
@@ -29,70 +30,59 @@ from flexattn.options import LARGEST_TILE, option
 # registers it read outside of shared memory (H200, triton 3.6; D 33, 64, 130).
 _UNALIGNED_ROWS = 32
 
-# kernel_options that set a kernel's tile, as PyTorch names them.
-_TILE_OPTIONS = {
-    "forward": ("BLOCK_M", "BLOCK_N"),
-    "backward_dkdv": ("BLOCK_M1", "BLOCK_N1"),
-    **dict.fromkeys(SCATTERS, ("BLOCK_M2", "BLOCK_N2")),
-}
+_NO_ARRAYS: Tensors = {}
 
 
 def plan_kernel(
-    kernel: str, problem: Problem, target: Target, tensors: list[Tensor], has_dlse: bool, tile: Tile | None = None
-) -> KernelPlan:
-    """Plan one kernel of a problem; `tensors` are those [B, H, rows, D] that it reads and writes.
+    spec: KernelSpec, problem: Problem, target: Target, tensors: Tensors, arrays: Tensors = _NO_ARRAYS,
+    tile: Tile | None = None,
+) -> KernelPlan:  # fmt: skip
+    """Plan one kernel of a problem; `tensors` are those of its spec, `arrays` the others that the engine passes.
 
-    `tile` takes the place of the one in the tables, and is changed as that would be.
+    `tile` replaces the one in the tables, and is changed by options and limits as that would be.
     """
-    if kernel == "backward_delta":
-        Dv = problem.value.size(-1)
-        aligned = all(is_aligned(t) for t in tensors)
-        tile = _tile(kernel, problem, target, Dv, Dv, aligned)
-        return KernelPlan(
-            kernel, target, problem.query.dtype, Dv, Dv, tile, aligned, exact=_exact(problem), has_dlse=has_dlse,
-            batch_invariant=_batch_invariant(kernel, problem),
-        )  # fmt: skip
-    D, Dv = problem.query.size(-1), problem.value.size(-1)
-    aligned = all(is_aligned(t) for t in tensors)
-    if kernel == "backward_dq_rows":
-        return KernelPlan(kernel, target, problem.query.dtype, D, Dv, Tile(64, 64, 4, 1), aligned)
-    blocks = problem.block_mask.BLOCK_SIZE if problem.block_mask is not None else None
-    score = _mod_plan(problem.score, "score", problem)
-    grad = None
-    if kernel.startswith("backward") and score is not None and problem.score_grad is not None:
-        graph = problem.score_grad if kernel in SCATTERS else without_sites(problem.score_grad)
-        assert problem.score is not None
-        grad = _mod_plan(replace(problem.score, graph=graph), "score", problem)
+    dims = {"q": problem.query.size(-1), "v": problem.value.size(-1)}
+    D, Dv = (dims[name] for name in spec.dims)
+    aligned = all(is_aligned(t) for t in tensors.values())
     plan = KernelPlan(
-        kernel=kernel, target=target, dtype=problem.query.dtype, D=D, Dv=Dv,
-        tile=_tile(kernel, problem, target, D, Dv, aligned, tile), aligned=aligned,
-        wide_rows=any(t.stride(2) >= 1 << 23 for t in tensors),
-        score=score, grad=grad, mask=_mod_plan(problem.mask, "mask", problem), blocks=blocks,
+        spec, target, problem.query.dtype, D, Dv, _tile(spec, problem, target, D, Dv, aligned, tile), aligned,
+        exact=_exact(problem), features=tuple(f.name for f in spec.features if f.wanted(problem, arrays)),
+        batch_invariant=_batch_invariant(spec, problem),
+    )  # fmt: skip
+    return _with_products(plan, problem, tensors) if spec.products else plan
+
+
+def _with_products(plan: KernelPlan, problem: Problem, tensors: Tensors) -> KernelPlan:
+    """Return the plan of a kernel that computes scores: with mods, a mask, and a tile that fits."""
+    mask, spec = problem.block_mask, plan.spec
+    score, grad = _mod_plan(problem.score, "score", problem), None
+    if spec.phase == "bwd" and problem.score is not None and problem.score_grad is not None:
+        graph = problem.score_grad if spec.captures else without_sites(problem.score_grad)
+        grad = _mod_plan(replace(problem.score, graph=graph), "score", problem)
+    plan = replace(
+        plan, wide_rows=any(t.stride(2) >= 1 << 23 for t in tensors.values()), score=score, grad=grad,
+        mask=_mod_plan(problem.mask, "mask", problem), blocks=None if mask is None else mask.BLOCK_SIZE,
         float_index=max(problem.query.size(2), problem.key.size(2)) <= FLOAT_INDEX_LIMIT,
-        precision=_precision(problem, target), exact=_exact(problem),
-        max_scores=problem.max_scores and kernel == "forward",
-        has_sink=problem.sink is not None and kernel == "forward", has_dropout=problem.dropout is not None,
-        batch_invariant=_batch_invariant(kernel, problem),
-        integer_sums=kernel in SCATTERS and kernel != SIZES and sums_integers(problem),
+        precision=_precision(problem, plan.target),
+        integer_sums=spec.captures in ("adds", "adds over batch") and sums_integers(problem),
     )  # fmt: skip
     plan = fit(plan)
-    if _may_stream(kernel, problem, plan):
-        streamed = [problem.query, tensors[3]] if kernel == "backward_dkdv" else [problem.key, problem.value]
-        # A descriptor has no guard of rows: where a tile passes the end of a block, it would bring in rows that no
-        # list reaches (NaN, perhaps). At the end of the tensor it brings zeros.
-        plan = replace(plan, tma=not plan.cuts_blocks and all(has_descriptor(t) for t in streamed))
-    plan = replace(plan, full_overhangs=problem.block_mask is not None and problem.block_mask.full_overhangs)
+    if _may_stream(plan, problem):
+        # A descriptor does not guard rows: where a tile passes the end of a block, it would load rows that no list
+        # contains, perhaps NaN. Past the end of the tensor it loads zeros.
+        plan = replace(plan, tma=not plan.cuts_blocks and all(has_descriptor(tensors[n]) for n in spec.streams))
+    plan = replace(plan, full_overhangs=mask is not None and mask.full_overhangs)
     return fit(plan)  # descriptors have buffers of their own
 
 
-def _may_stream(kernel: str, problem: Problem, plan: KernelPlan) -> bool:
-    """Tell whether tiles may come through tensor descriptors: Hopper or later, aligned rows, no user against it.
+def _may_stream(plan: KernelPlan, problem: Problem) -> bool:
+    """Whether tiles may be loaded through TMA: on Hopper or later, with aligned rows, unless the user forbids it.
 
-    Nor where calls must be alike, since a descriptor hangs on strides and on the size of blocks.
+    Batch-invariant kernels do not, because descriptors depend on strides and on the size of blocks.
     """
-    wanted = option(problem.options, "USE_TMA", "fwd" if kernel == "forward" else "bwd")
+    wanted = option(problem.options, "USE_TMA", plan.spec.phase)
     capable = plan.target.backend == "cuda" and int(plan.target.arch) >= 90 and not plan.batch_invariant
-    return capable and plan.aligned and kernel not in ("backward_delta", BATCH_CAPTURES) and wanted is not False
+    return capable and plan.aligned and bool(plan.spec.streams) and wanted is not False
 
 
 @lru_cache(512)
@@ -100,43 +90,45 @@ def tile_key(plan: KernelPlan) -> TileKey:
     """Return what the tile of a plan of the Triton engine is chosen by."""
     graph = None if plan.score is None else plan.score.graph
     masked = plan.blocks is not None
-    return _tile_key(plan.kernel, plan.dtype, plan.precision, plan.D, plan.Dv, graph, masked, plan.aligned)
+    return _tile_key(plan.spec, plan.dtype, plan.precision, plan.D, plan.Dv, graph, masked, plan.aligned)
 
 
 def tile_origin(plan: KernelPlan) -> str:
     """Return where the tile of a plan comes from, in words."""
-    if plan.is_hopper or plan.kernel in FUSED:
+    if plan.is_hopper or plan.spec.fixed_tile:
         return "measured on sm_90"
     choice = choose(tile_key(plan), plan.target, tuned=not plan.batch_invariant)
-    changed = plan.kernel in _TILE_OPTIONS and plan.tile != choice.tile
+    changed = plan.spec.tile_options is not None and plan.tile != choice.tile
     return f"instead of {choice.tile}, {choice.origin}" if changed else choice.origin
 
 
 def _tile_key(
-    kernel: str, dtype: torch.dtype, precision: str, D: int, Dv: int, score: ModGraph | None, masked: bool,
+    spec: KernelSpec, dtype: torch.dtype, precision: str, D: int, Dv: int, score: ModGraph | None, masked: bool,
     aligned: bool,
 ) -> TileKey:  # fmt: skip
     products = precision if dtype == torch.float32 and precision != "ieee" else str(dtype).removeprefix("torch.")
     kind = "unaligned" if not aligned else "none" if score is None else score_kind(score)
-    return TileKey("backward_dq" if kernel in SCATTERS else kernel, products, D, Dv, kind, masked)
+    return TileKey(spec.tiled_as or spec.name, products, D, Dv, kind, masked)
 
 
 def _tile(
-    kernel: str, problem: Problem, target: Target, D: int, Dv: int, aligned: bool, tile: Tile | None = None
+    spec: KernelSpec, problem: Problem, target: Target, D: int, Dv: int, aligned: bool, tile: Tile | None
 ) -> Tile:
-    """Choose the tile: as given or from the tables, then as kernel_options ask, then as the compiler does right."""
+    """Choose the tile: as given or from the tables, with kernel_options, within what Triton compiles correctly."""
+    if spec.fixed_tile is not None:
+        return spec.fixed_tile
     if tile is None:
         score = None if problem.score is None else problem.score.graph
         precision, masked = _precision(problem, target), problem.block_mask is not None
-        key = _tile_key(kernel, problem.query.dtype, precision, D, Dv, score, masked, aligned)
-        tile = choose(key, target, tuned=not _batch_invariant(kernel, problem)).tile
-    if kernel not in _TILE_OPTIONS:
+        key = _tile_key(spec, problem.query.dtype, precision, D, Dv, score, masked, aligned)
+        tile = choose(key, target, tuned=not _batch_invariant(spec, problem)).tile
+    if spec.tile_options is None:
         return tile
-    tile = _as_asked(tile, kernel, problem)
+    tile = _with_options(tile, spec.tile_options, spec.phase, problem)
     if not aligned:
-        rows = "BLOCK_N" if kernel == "backward_dkdv" else "BLOCK_M"
+        rows = "BLOCK_N" if spec.owns_keys else "BLOCK_M"
         tile = replace(tile, **{rows: min(getattr(tile, rows), _UNALIGNED_ROWS)})
-    if problem.dropout is not None and kernel == "backward_dkdv":  # with more D 256 has 1.3 to 2.4 KB of spills
+    if problem.dropout is not None and spec.owns_keys:  # with more D 256 has 1.3 to 2.4 KB of spills
         tile = replace(tile, BLOCK_M=min(tile.BLOCK_M, 32), PARTIAL_M=0)
     if problem.score is not None and loads_by(problem.score.graph, "score"):
         # A load whose address depends on a product cannot be pipelined: Triton 3.6 fails on it.
@@ -144,8 +136,7 @@ def _tile(
     return tile
 
 
-def _as_asked(tile: Tile, kernel: str, problem: Problem) -> Tile:
-    names, phase = _TILE_OPTIONS[kernel], "fwd" if kernel == "forward" else "bwd"
+def _with_options(tile: Tile, names: tuple[str, str], phase: Phase, problem: Problem) -> Tile:
     fields = (("BLOCK_M", names[0]), ("BLOCK_N", names[1]), ("num_warps", "num_warps"), ("num_stages", "num_stages"))
     given = {field: option(problem.options, name, phase) for field, name in fields}
     chosen = {k: v for k, v in given.items() if v is not None}
@@ -161,9 +152,9 @@ def score_kind(graph: ModGraph) -> str:
     return "gathers" if loads_each_place(graph) else "adds"
 
 
-def _batch_invariant(kernel: str, problem: Problem) -> bool:
-    """Tell whether rows of a kernel may hang on nothing beside them; dk and dv are sums over all queries as it is."""
-    return problem.batch_invariant and kernel not in TRANSPOSED
+def _batch_invariant(spec: KernelSpec, problem: Problem) -> bool:
+    """Whether a row's result must not depend on other rows. dK/dV sum over all queries, so never there."""
+    return problem.batch_invariant and not spec.owns_keys
 
 
 def _precision(problem: Problem, target: Target) -> str:
@@ -240,13 +231,3 @@ def number_type(number: int | float) -> str:
     if isinstance(number, float):
         return "fp32"
     return "i32" if -(1 << 31) <= number < 1 << 31 else "i64"
-
-
-def heads_per_group(head_bytes: int, l2: int, heads: int) -> int:
-    """Return how many heads to work on at a time, so that what they stream stays in L2.
-
-    Groups are about even: of 16 heads in groups of 3 the last one alone would leave most programs idle at the end.
-    """
-    most = max(1.0, l2 * 0.6 / max(1, head_bytes))
-    groups = max(1, round(heads / most))
-    return -(-heads // groups)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import ast
+import textwrap
 from functools import lru_cache
 
 import torch
 
 from flexattn.call.dropout import KEYS, QUERIES, ROUNDS
-from flexattn.compile.hopper_context import hopper_descriptors, hopper_names, shared_layout
-from flexattn.compile.kernel_plan import BATCH_CAPTURES, KernelPlan, Part, pieces_of, split_head_dim
+from flexattn.compile.head_dims import Part, pieces_of, split_head_dim
+from flexattn.compile.hopper_roles import hopper_names
+from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.kernel_source import KernelSource
-from flexattn.compile.lower import (
-    TRITON_DTYPE,
-    TRITON_POINTER,
-    Dialect,
-    early_loads,
-    lower,
-    lower_early_loads,
-    lower_score,
-)
+from flexattn.compile.lower import Dialect, early_loads, lower, lower_early_loads, lower_score
+from flexattn.compile.mod_plan import TRITON_DTYPE
 from flexattn.compile.scatter import (
     LARGEST_UNITS,
     adds_along_diagonals,
@@ -43,14 +37,12 @@ def render(plan: KernelPlan) -> KernelSource:
     """Return the source of a plan's kernel: a Python file that reads as a Triton program, and how to compile it."""
     names = _names(plan) | (hopper_names(plan) if plan.is_hopper else {})
     text = environment().get_template(f"{plan.kernel}.py.jinja").render(names)
-    arguments = _kernel_arguments(text, plan.name)
-    types = _argument_types(plan)
-    signature = tuple((a, types[a] if a in types else _default_type(a, plan)) for a in arguments)
+    arguments = plan.spec.arguments(plan)
     header = tuple(line for line in repr(plan).splitlines())
     return KernelSource(
-        name=plan.name, text=text, header=header, signature=signature,
-        divisible=_divisible(plan, signature), num_warps=plan.tile.num_warps, num_stages=plan.tile.num_stages,
-        maxnreg=_most_registers(plan), fp_fusion=not plan.batch_invariant,
+        name=plan.name, text=text, header=header, signature=tuple((a.name, a.type) for a in arguments),
+        divisible=tuple(a.name for a in arguments if a.divisible), num_warps=plan.tile.num_warps,
+        num_stages=plan.tile.num_stages, maxnreg=_most_registers(plan), fp_fusion=not plan.batch_invariant,
     )  # fmt: skip
 
 
@@ -83,14 +75,14 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "loads_by_batch": bool(plan.score and loads_by(plan.score.graph, "b")),
         "early_grad": bool(plan.grad and plan.scales_gradient and early_loads(plan.grad)),
         "has_mask": plan.mask is not None, "has_blocks": plan.blocks is not None,
-        "full_tail": plan.cuts_blocks or plan.full_overhangs, "max_scores": plan.max_scores,
-        "has_dlse": plan.has_dlse, "has_sink": plan.has_sink, "transposed": plan.transposed,
+        "full_tail": plan.cuts_blocks or plan.full_overhangs, "max_scores": "max_scores" in plan.features,
+        "has_dlse": "dlse" in plan.features, "has_sink": "sink" in plan.features, "transposed": plan.transposed,
+        "parameters": _parameters(plan),
         "batch_invariant": plan.batch_invariant,
         "has_dropout": plan.has_dropout, "keys_together": _keys_together(plan),
         "settles": _settles(plan),
         "dropout_arguments": _dropout_arguments(plan),
-        "dropout_parameters": ("seed_ptr", "drop_below", "keep_scale") if plan.has_dropout else (),
-        "scale": "qk_scale" if _scales_to_exp2(plan) else "sm_scale",
+        "scale": plan.scale,
         "natural": plan.exact, "to_exp2": _to_exp2(plan), "exponent": _exponent(plan),
         "score_arguments": score, "mask_arguments": mask, "mod_arguments": (*score, *mask),
         **_scatter_names(plan), "scatter_live": lambda loop: _scatter_live(plan, loop),
@@ -98,11 +90,17 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "inside": lambda loop: _inside(plan, loop), "tma": plan.tma, "products_first": plan.tile.PRODUCTS_FIRST,
         "add_product": lambda *a: _add_product(plan, *a),
         "stream": lambda *a: _stream(plan, *a), "stream_arguments": _stream_arguments(plan),
-        "stream_descriptors": tuple(d for d, _ in stream_descriptors(plan) if "partial" not in d),
-        "partial_descriptors": tuple(d for d, _ in stream_descriptors(plan) if "partial" in d),
+        "stream_descriptors": tuple(d for d in _stream_descriptors(plan) if "partial" not in d),
+        "partial_descriptors": tuple(d for d in _stream_descriptors(plan) if "partial" in d),
         "partial_arguments": tuple(_partial_name(plan, n) for n in _stream_arguments(plan)),
         "each": _each, "names": _joined, "tile": _tile, "guard": _guard, "store_guard": _store_guard,
     }  # fmt: skip
+
+
+def _parameters(plan: KernelPlan) -> str:
+    """Return the kernel's parameters as the lines of its definition."""
+    names = [f"{a.name}," for a in plan.spec.arguments(plan)]
+    return textwrap.fill(" ".join(names), 110, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def _scatter_names(plan: KernelPlan) -> dict[str, object]:
@@ -125,11 +123,6 @@ def _scatter_names(plan: KernelPlan) -> dict[str, object]:
 
 # Scores are kept in the exp2 domain where the factor log2(e) can join others. Where a plan is exact its rounding would
 # be felt: the score of a score_mod, and in the backward any score, is then kept as it is.
-
-
-def _scales_to_exp2(plan: KernelPlan) -> bool:
-    """Whether q k^T is brought into the exp2 domain by its own scale: no score_mod wants to see it."""
-    return plan.score is None and not (plan.exact and plan.kernel != "forward")
 
 
 def _to_exp2(plan: KernelPlan) -> str:
@@ -172,7 +165,7 @@ def _mods(plan: KernelPlan) -> list[str]:
         found.append(lower(plan.grad, "score_grad", dialect))
     if plan.grad and plan.sums == "sizes":
         found.append(lower_sizes(plan.grad, "score_sizes", dialect))
-    elif plan.grad and plan.sums and plan.kernel == BATCH_CAPTURES:
+    elif plan.grad and plan.sums and plan.spec.captures == "adds over batch":
         found.append(lower_contributions(plan.grad, "score_contributions", dialect))
         found.append(lower_additions(plan.grad, "score_additions", dialect, plan.sums))
     elif plan.grad and plan.sums:
@@ -276,36 +269,13 @@ def _tile(base: str, rows: str, stride: str, part: Part) -> str:
     return f"{base} + {rows}[:, None] * ({stride} * UNIT) + {columns}"
 
 
-def stream_descriptors(plan: KernelPlan) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return (argument, shape of a tile) of each tensor descriptor that the kernel streams tiles through."""
-    if plan.is_hopper:
-        return hopper_descriptors(plan)
-    if not plan.tma:
-        return ()
-    t = plan.tile
-    tensors, rows = (("q", "do"), t.BLOCK_M) if plan.transposed else (("k", "v"), t.BLOCK_N)
-    dims = (split_head_dim(plan.D), split_head_dim(plan.Dv))
-    parts = [(tensor, p) for tensor, d in zip(tensors, dims, strict=True) for p in d]
-    found = [(f"{tensor}_desc_{p.index}", (1, 1, rows, p.width)) for tensor, p in parts]
-    if _has_partial_step(plan):
-        found += [(f"{tensor}_desc_partial_{p.index}", (1, 1, t.partial_m, p.width)) for tensor, p in parts]
-    return tuple(found)
-
-
-def described(descriptor: str, tile: tuple[int, ...]) -> str:
-    """Return the tensor [B, H, rows, D], or the array of sums of rows, that a descriptor's argument describes."""
-    name = descriptor.partition("_desc")[0]
-    if len(tile) == 4:
-        return name
-    return "dq_sum_ptr" if name == "dq" else f"{name}_ptr"
-
-
-def _has_partial_step(plan: KernelPlan) -> bool:
-    return plan.kernel == "backward_dkdv" and plan.blocks is not None and plan.tile.partial_m != plan.tile.BLOCK_M
+def _stream_descriptors(plan: KernelPlan) -> tuple[str, ...]:
+    """Return the arguments that are tensor descriptors."""
+    return tuple(a.name for a in plan.spec.arguments(plan) if a.is_descriptor)
 
 
 def _partial_name(plan: KernelPlan, argument: str) -> str:
-    return argument.replace("_desc_", "_desc_partial_") if _has_partial_step(plan) else argument
+    return argument.replace("_desc_", "_desc_partial_") if plan.transposed and plan.has_partial_step else argument
 
 
 def _stream_arguments(plan: KernelPlan) -> tuple[str, ...]:
@@ -313,7 +283,7 @@ def _stream_arguments(plan: KernelPlan) -> tuple[str, ...]:
     first, second, rows = ("q", "do", "m") if plan.kernel == "backward_dkdv" else ("k", "v", "n")
     if plan.tma:
         head = ("b", "h") if plan.kernel == "backward_dkdv" else ("b_kv", "h_kv")
-        names = tuple(d for d, _ in stream_descriptors(plan) if "partial" not in d)
+        names = tuple(d for d in _stream_descriptors(plan) if "partial" not in d)
         return names if head == ("b", "h") else (*names, *head)
     return f"{first}_base", f"{second}_base", f"stride_{first}{rows}", f"stride_{second}{rows}"
 
@@ -343,65 +313,3 @@ def _guard(condition: str, rows: str, part: Part) -> str:
 def _store_guard(rows: str, part: Part) -> str:
     padded = part.used < part.width
     return f"mask=({rows})[:, None]{f' & (tl.arange(0, {part.width}) < {part.used})[None, :]' if padded else ''}"
-
-
-def _kernel_arguments(text: str, name: str) -> list[str]:
-    """Return the parameters of the kernel as the rendered file has them: the template is their one place."""
-    (kernel,) = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name == name]
-    return [a.arg for a in kernel.args.args]
-
-
-def _argument_types(plan: KernelPlan) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for mod in (plan.score, plan.mask):
-        if mod:
-            found.update(mod.arguments())
-    if plan.grad and plan.sums:
-        found.update(scatter_arguments(plan.grad, plan.sums))
-    return found
-
-
-_FLOAT_POINTERS = {"dq_sum_ptr", "lse_ptr", "sink_ptr", "shift_ptr", "max_ptr", "delta_ptr", "dlse_ptr"}
-_SCALES = {"keep_scale", "sm_scale", "qk_scale", "q_sign", "dq_scale", "dk_scale"}
-_ROW_STRIDES = {f"stride_{t}{d}" for t in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for d in ("m", "n")}
-
-
-def _default_type(argument: str, plan: KernelPlan) -> str:
-    """Return the Triton type of an argument that is not a mod's."""
-    if argument in (descriptors := dict(stream_descriptors(plan))):
-        tile = descriptors[argument]
-        dtype = torch.float32 if described(argument, tile).endswith("_ptr") else plan.dtype
-        layout = f",{shared_layout(tile, dtype)}" if plan.is_hopper else ""
-        return f"tensordesc<{TRITON_POINTER[dtype][1:]}{list(tile)}{layout}>"
-    if argument in _FLOAT_POINTERS:
-        return "*fp32"
-    if argument in _SCALES:
-        return "fp32"
-    if argument == "seed_ptr":
-        return "*i64"
-    if argument.endswith("_ptr"):
-        is_index = argument.startswith(("kv_", "q_partial", "q_full", "q_order", "counter"))
-        return "*i32" if is_index else TRITON_POINTER[plan.dtype]
-    if argument.startswith("stride_mask"):
-        return "i32"
-    if argument in _ROW_STRIDES:
-        return "i64" if plan.wide_rows else "i32"
-    return "i64" if argument.startswith("stride_") else "i32"
-
-
-def _divisible(plan: KernelPlan, signature: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
-    """Return the pointers that are multiples of 16 bytes; strides carry their alignment by being passed in units."""
-    found = []
-    ours = {"shift_ptr", "delta_ptr"}  # allocated by the engine
-    own = {"q_ptr", "k_ptr", "v_ptr", "do_ptr", "o_ptr", "dq_ptr", "dk_ptr", "dv_ptr"}
-    aligned_captures = {
-        f"{mod.capture_name(i)}_ptr"
-        for mod in (plan.score, plan.mask)
-        if mod
-        for i, layout in enumerate(mod.layouts)
-        if layout.aligned and mod.graph.captures[i].ndim
-    }
-    for name, kind in signature:
-        if kind.startswith("*") and (name in ours or (name in own and plan.aligned) or name in aligned_captures):
-            found.append(name)
-    return tuple(found)

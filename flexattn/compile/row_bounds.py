@@ -8,7 +8,8 @@ mask takes six.
 
 from __future__ import annotations
 
-from flexattn.compile.lower import Dialect, ModPlan, Writer, mod_parameters
+from flexattn.compile.lower import Dialect, Writer, mod_parameters
+from flexattn.compile.mod_plan import ModPlan
 from flexattn.graph.row_bounds import (
     Both,
     Complement,

@@ -7,10 +7,14 @@ What is added are floats, in any order, or integers, whose sum is the same in ev
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 
-from flexattn.compile.lower import Dialect, ModPlan, Writer, mod_parameters
+from flexattn.call.problem import Problem
+from flexattn.compile.arguments import Argument, FromShapes, FromTensors
+from flexattn.compile.lower import Dialect, Writer, mod_parameters
+from flexattn.compile.mod_plan import ModPlan
 from flexattn.graph.dependence import after_loads_each_place, each_place
 from flexattn.graph.linear import affine, shift_invariant
 from flexattn.graph.mod_graph import ModGraph
@@ -37,18 +41,40 @@ _ADD = {
 }
 
 
-def scatter_arguments(mod: ModPlan, sums: str) -> tuple[tuple[str, str], ...]:
-    """Return (name, Triton type) of the arguments that describe the gradient buffers of captured tensors."""
-    found: list[tuple[str, str]] = []
+def capture_sum_arguments(mod: ModPlan, sums: str) -> tuple[Argument, ...]:
+    """Return the arguments that describe the buffers of gradients of captured tensors; the last stride is 1."""
+    found: list[Argument] = []
     for position in scatter_captures(mod.graph):
         name, layout = mod.capture_name(position), mod.layouts[position]
-        found += [(f"{name}_{argument}", kind) for argument, kind in _BUFFERS[sums]]
+        found += [
+            Argument(f"{name}_{argument}", kind, FromTensors(f"{name}_{argument}")) for argument, kind in _BUFFERS[sums]
+        ]
         if sums == "sizes":
             continue
-        # Buffers are contiguous: the last stride is 1.
         strides = range(mod.graph.captures[position].ndim - 1)
-        found += [(f"{name}_grad_stride{d}", "i64" if layout.wide else "i32") for d in strides]
+        width = "i64" if layout.wide else "i32"
+        found += [Argument(f"{name}_grad_stride{d}", width, _contiguous_stride(mod, position, d)) for d in strides]
     return tuple(found)
+
+
+@lru_cache(1024)
+def _score_plan(graph: ModGraph) -> ModPlan:
+    return ModPlan(graph, "score", (), ())
+
+
+def capture_sum_name(problem: Problem, capture: int, argument: str) -> str:
+    """Return the name of an argument (grad, scale, lost, size) of a captured tensor of the score_mod."""
+    assert problem.score is not None
+    return f"{_score_plan(problem.score.graph).capture_name(capture)}_{argument}_ptr"
+
+
+def _contiguous_stride(mod: ModPlan, position: int, d: int) -> FromShapes:
+    return FromShapes(lambda problem, _: math.prod(mod.bound(problem).captures[position].shape[d + 1 :]))
+
+
+def scatter_arguments(mod: ModPlan, sums: str) -> tuple[tuple[str, str], ...]:
+    """Return (name, Triton type) of these arguments."""
+    return tuple((a.name, a.type) for a in capture_sum_arguments(mod, sums))
 
 
 def needs_live(mod: ModPlan) -> bool:

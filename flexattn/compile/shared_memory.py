@@ -12,8 +12,9 @@ from functools import lru_cache
 
 import torch
 
-from flexattn.compile.kernel_plan import BATCH_CAPTURES, KernelPlan, split_head_dim
-from flexattn.compile.lower import ModPlan
+from flexattn.compile.head_dims import split_head_dim
+from flexattn.compile.kernel_plan import KernelPlan
+from flexattn.compile.mod_plan import ModPlan
 from flexattn.compile.scatter import adds_along_diagonals
 from flexattn.errors import CompileError, message
 from flexattn.graph.dependence import PLACES
@@ -46,13 +47,18 @@ def _tiles(plan: KernelPlan, size: int) -> _Tiles:
     """Return the tiles of a plan whose operands have `size` bytes an element in shared memory."""
     t, own, streamed = plan.tile, own_rows(plan), streamed_rows(plan)
     dims = [tuple(size * p.width for p in split_head_dim(d)) for d in (plan.D, plan.Dv)]
-    held = dims[0] if plan.kernel == "forward" else dims[0] + dims[1]
+    held = dims[0] if plan.is_forward else dims[0] + dims[1]
     arrays = 2 if plan.target.pipelines_both_rows else 1
     return _Tiles(
         tuple(own * n for n in held), tuple(streamed * n for n in dims[0]), tuple(streamed * n for n in dims[1]),
         scores=own * streamed * size, rows=4 * streamed * arrays if plan.transposed else 0,
         stages=t.num_stages if _loads_ahead(plan) else 1,
     )  # fmt: skip
+
+
+def _read_again(plan: KernelPlan, t: _Tiles) -> tuple[tuple[int, ...], ...]:
+    """Return the streamed tiles that are operands of the last products, which add to what the program computes."""
+    return (t.second,) if plan.is_forward else (t.first, t.second) if plan.transposed else (t.first,)
 
 
 def own_rows(plan: KernelPlan) -> int:
@@ -79,16 +85,15 @@ def _fma(plan: KernelPlan) -> int:
     first, second, held, exchanged = sum(t.first), sum(t.second), sum(t.held), _exchanged(plan)
     ahead = (t.stages - 1) * (t.streamed + t.rows)
     if ahead and plan.tma:  # what is read transposed is copied once more
-        copies = {"forward": max(first, t.scores), "backward_dkdv": max(first, second) + t.scores}
-        return held + ahead + copies.get(plan.kernel, max(first + second, t.scores)) + _barriers(plan) + exchanged
+        copied = first if plan.is_forward else max(first, second) + t.scores if plan.transposed else first + second
+        return held + ahead + max(copied, t.scores) + _barriers(plan) + exchanged
     if ahead:
         return held + ahead + t.scores + 4 * own_rows(plan) + exchanged
     if plan.dtype.itemsize < 4:  # converted just before each product
         # The scores stay for the second part of the next product.
-        operands = {"forward": (t.second,), "backward_dkdv": (t.first, t.second)}.get(plan.kernel, (t.first,))
-        scores = (t.scores + part[0] for part in operands if len(part) > 1)
+        scores = (t.scores + part[0] for part in _read_again(plan, t) if len(part) > 1)
         return held + max(*t.parts, *scores, t.scores)
-    if plan.kernel == "forward":
+    if plan.is_forward:
         return held + max(first, t.scores + max(t.second), exchanged) + 4 * own_rows(plan)
     if not plan.transposed:
         before, places = _exchanged_before(plan), own_rows(plan) * streamed_rows(plan)
@@ -111,11 +116,11 @@ def _mma(plan: KernelPlan) -> int:
     piece = max(t.parts) if _copies(plan) else max(t.scores, of_threads)
     widest = min(max(t.parts), piece)
     # Without TMA a float32 tile that is also read transposed has no one layout: it is loaded at once, and converted.
-    twice = plan.kernel != "forward" and plan.dtype.itemsize == 4 and not plan.tma
+    twice = not plan.is_forward and plan.dtype.itemsize == 4 and not plan.tma
     if t.stages > 1 and not twice:
         return held + (t.stages - 1) * (t.streamed + t.rows) + scores + exchanged + _barriers(plan)
     ahead = (plan.tile.num_stages - 1) * t.rows + (0 if plan.transposed else (t.stages - 1) * second)
-    if plan.kernel == "forward":
+    if plan.is_forward:
         return held + max(widest, max(t.second) + scores, exchanged) + _barriers(plan)
     if plan.tma:
         return held + max(widest + scores if plan.transposed else max(widest, scores), exchanged) + _barriers(plan)
@@ -134,13 +139,13 @@ def _wgmma(plan: KernelPlan) -> int:
 def _tcgen05(plan: KernelPlan) -> int:
     """As wgmma; what a later product reads again waits one step longer, and so does each part before it."""
     t = _tiles(plan, plan.dtype.itemsize)
-    again = {"forward": (t.second[:0],), "backward_dkdv": (t.first, t.second)}.get(plan.kernel, (t.first,))
+    again = () if plan.is_forward else _read_again(plan, t)
     ahead = t.stages * t.streamed + max(1, t.stages - 1) * t.rows + _barriers(plan) + 256
     if t.stages > 1:
         ahead += sum(n * (len(part) - i) for part in again for i, n in enumerate(part))
     if plan.dtype.itemsize == 4:
         ahead += t.streamed
-    if plan.kernel == "forward" and plan.tile.num_warps > 4:
+    if plan.is_forward and plan.tile.num_warps > 4:
         ahead += 8192
     return _aligned(ahead) + sum(t.held)
 
@@ -167,17 +172,17 @@ def _mfma(plan: KernelPlan) -> int:
 
 def _one_layout(plan: KernelPlan) -> bool:
     """Whether float32 scores are an operand of the last products as they are: all have instructions of one shape."""
-    own, dims = own_rows(plan), (plan.Dv,) if plan.kernel == "forward" else (plan.D,)
+    own, dims = own_rows(plan), (plan.Dv,) if plan.is_forward else (plan.D,)
     widths = [p.width for d in (*dims, *((plan.Dv,) if plan.transposed else ())) for p in split_head_dim(d)]
     sides = {32 if min(own, other) >= 32 else 16 for other in (streamed_rows(plan), *widths)}
-    if plan.kernel == "forward":
+    if plan.is_forward:
         return plan.precision == "tf32" and sides == {16}
     return sides == {32} or (plan.precision == "tf32" and sides == {16})
 
 
 def _exchanges_sums(plan: KernelPlan) -> bool:
     """Whether scores are exchanged before they are rounded: mods read something for each, or dQ is masked."""
-    masked = plan.kernel.startswith("backward_") and not plan.transposed and plan.blocks is not None
+    masked = not plan.is_forward and not plan.transposed and plan.blocks is not None
     masked &= plan.dtype.itemsize < 4 and _loads_ahead(plan)
     return masked or any(load.each_place for mod in (plan.score, plan.mask) if mod for load in _loads(mod))
 
@@ -187,7 +192,7 @@ def _scores_of_warps(plan: KernelPlan, t: _Tiles) -> int:
 
     The last product decides that: rows are shared where its result is wider than high.
     """
-    own, width = own_rows(plan), split_head_dim(plan.Dv if plan.kernel == "forward" else plan.D)[-1].width
+    own, width = own_rows(plan), split_head_dim(plan.Dv if plan.is_forward else plan.D)[-1].width
     return 0 if own >= width else t.scores + _reductions(plan)
 
 
@@ -205,7 +210,7 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _delta(plan: KernelPlan) -> int:
+def delta_bytes(plan: KernelPlan) -> int:
     """Each row's sum, once from every warp that has a part of the row: a thread reads 16 bytes, or one element."""
     widest = plan.dtype.itemsize * max(p.width for p in split_head_dim(plan.Dv))
     of_warp = plan.target.warp_size * (16 if plan.aligned else plan.dtype.itemsize)
@@ -245,7 +250,7 @@ def _exchanged(plan: KernelPlan) -> int:
 def _exchanged_before(plan: KernelPlan) -> int:
     """Return what mods read for each place in another layout than that of the scores."""
     ahead = plan.tile.num_stages > 1 and plan.target.loads_ahead
-    late = not ahead and (units(plan) != "mma" or plan.kernel != "forward" or not _copies(plan))
+    late = not ahead and (units(plan) != "mma" or not plan.is_forward or not _copies(plan))
     read = [load for load in _each_place(plan, plan.score, plan.mask) if load.size < 4 or (load.reads_rows and late)]
     return max((min(4, max(2, load.size)) * own_rows(plan) * streamed_rows(plan) for load in read), default=0)
 
@@ -307,7 +312,7 @@ def units(plan: KernelPlan) -> str:
     return "mma" if found in ("wgmma", "tcgen05") and not warpgroups else found
 
 
-def _of_products(plan: KernelPlan) -> int:
+def product_bytes(plan: KernelPlan) -> int:
     unit = units(plan)
     taken = _UNITS[unit](plan) + _of_dropout(plan)
     if unit == "mfma":
@@ -316,10 +321,10 @@ def _of_products(plan: KernelPlan) -> int:
     if plan.precision != "tf32x3" or unit == "fma":
         return taken
     t = _tiles(plan, 4)  # three products of the parts that a TF32 number holds of each operand
-    return taken + t.streamed + (0 if plan.kernel == "forward" else 2 * t.scores)
+    return taken + t.streamed + (0 if plan.is_forward else 2 * t.scores)
 
 
-def _batch_captures(plan: KernelPlan) -> int:
+def batch_capture_bytes(plan: KernelPlan) -> int:
     """All four tiles are streamed, batch by batch; between, what was summed changes its layout to be added."""
     t, size = plan.tile, plan.dtype.itemsize
     pairs = [(t.BLOCK_M + t.BLOCK_N) * size * sum(p.width for p in split_head_dim(d)) for d in (plan.D, plan.Dv)]
@@ -328,27 +333,36 @@ def _batch_captures(plan: KernelPlan) -> int:
     return max(streamed + 256, 8 * t.BLOCK_M * t.BLOCK_N)
 
 
+def hopper_forward_bytes(plan: KernelPlan) -> int:
+    """Queries, an output tile unless it shares their buffers, and rings of keys and values."""
+    t, (D, Dv) = plan.tile, plan.widths
+    queries = t.BLOCK_M * (D * plan.tiles_of_queries + (0 if plan.shares_output else Dv))
+    return (queries + t.num_stages * t.BLOCK_N * (D + Dv)) * plan.dtype.itemsize + 1024
+
+
+def hopper_dq_bytes(plan: KernelPlan) -> int:
+    """Queries and dO, and rings of keys and values."""
+    t, (D, Dv) = plan.tile, plan.widths
+    tiles = t.BLOCK_M * (D + Dv) + t.BLOCK_N * (D * plan.key_stages + Dv * t.num_stages)
+    return tiles * plan.dtype.itemsize + 1024
+
+
+def hopper_keys_bytes(plan: KernelPlan) -> int:
+    """Keys and values, rings of queries, dO and their lse and delta, and rings of dS and dQ where it computes dQ."""
+    t, size, ring, (D, Dv) = plan.tile, plan.dtype.itemsize, plan.rings, plan.widths
+    rows = (ring.queries + ring.gradients) * t.BLOCK_M * 4
+    tiles = t.BLOCK_N * (D + Dv) + t.BLOCK_M * (D * ring.queries + Dv * ring.gradients)
+    for_dq = (ring.ds * size + ring.dq) * 128 * t.BLOCK_M
+    return tiles * size + rows + (for_dq if plan.adds_dq else 0) + 1024
+
+
+def dq_rows_bytes(plan: KernelPlan) -> int:
+    return 64 * plan.tile.BLOCK_M
+
+
 def shared_bytes(plan: KernelPlan) -> int:
     """Return an upper bound of the shared memory that the kernel's tiles take."""
-    t, size = plan.tile, plan.dtype.itemsize
-    if plan.kernel == "backward_delta":
-        return _delta(plan)
-    if plan.kernel == "backward_dq_rows":
-        return 64 * t.BLOCK_M
-    if plan.kernel == BATCH_CAPTURES:
-        return _batch_captures(plan)
-    if not plan.is_hopper:
-        return _of_products(plan)
-    D, Dv = plan.widths
-    if plan.transposed:
-        ring, rows = plan.rings, (plan.rings.queries + plan.rings.gradients) * t.BLOCK_M * 4
-        tiles = t.BLOCK_N * (D + Dv) + t.BLOCK_M * (D * ring.queries + Dv * ring.gradients)
-        for_dq = (ring.ds * size + ring.dq) * 128 * t.BLOCK_M
-        return tiles * size + rows + (for_dq if plan.adds_dq else 0) + 1024
-    if plan.kernel == "hopper_dq":
-        return (t.BLOCK_M * (D + Dv) + t.BLOCK_N * (D * plan.key_stages + Dv * t.num_stages)) * size + 1024
-    queries = t.BLOCK_M * (D * plan.tiles_of_queries + (0 if plan.shares_output else Dv))
-    return (queries + t.num_stages * t.BLOCK_N * (D + Dv)) * size + 1024
+    return plan.spec.shared_bytes(plan)
 
 
 def smaller_tiles(plan: KernelPlan) -> Iterator[KernelPlan]:

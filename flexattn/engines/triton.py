@@ -10,14 +10,21 @@ from torch import Tensor
 
 from flexattn.call.problem import Needs, Problem
 from flexattn.call.sinks import sink_gradient, weight_of_keys
+from flexattn.compile.arguments import Tensors
 from flexattn.compile.capture_sums import CaptureSums, largest_of_rows, sums_integers
-from flexattn.compile.kernel_plan import SIZES, KernelPlan, pieces_of
+from flexattn.compile.head_dims import pieces_of
+from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
+from flexattn.compile.kernels import DELTA, DQ_ROWS, FORWARD, SIZES
 from flexattn.compile.plan import has_descriptor, is_aligned
+from flexattn.compile.scalars import padded
+from flexattn.compile.scatter import capture_sum_name
+from flexattn.compile.schedule import KernelProblems, backward_kernels, plan_step
 from flexattn.machine.target import Target
-from flexattn.runtime.launch import TENSORS, Tensors, backward_kernels, capture_argument, padded_rows, plan_launch, run
+from flexattn.runtime.launch import run, scheduled_backward
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...], Tensor | None]
-Run = Callable[[str, Problem, Tensors, Tensors], None]  # as launch.run, or what keeps such calls
+# Called as launch.run; tuning keeps the calls instead.
+Run = Callable[[KernelSpec, Problem, Tensors, Tensors], None]
 
 
 def forward(problem: Problem, run: Run = run) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -27,11 +34,10 @@ def forward(problem: Problem, run: Run = run) -> tuple[Tensor, Tensor, Tensor | 
     out = _like_strides(q, v.size(-1))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     arrays = {"lse_ptr": lse}
-    if problem.sink is not None:
-        arrays["sink_ptr"] = problem.sink.detach()
     if problem.max_scores:
         arrays["max_ptr"] = torch.empty_like(lse)
-    run("forward", problem, {"q": q, "k": problem.key, "v": v, "o": out}, arrays)
+    seen = KernelProblems.of(problem).seen_by(FORWARD)
+    run(FORWARD, seen, {"q": q, "k": problem.key, "v": v, "o": out}, arrays)
     return out, lse, arrays.get("max_ptr")
 
 
@@ -42,31 +48,32 @@ def backward(
     """Return the gradients of query, key, value, of captured tensors, and of the sink: None where not needed."""
     problem, d_out = _with_rows(problem), _rows(d_out, problem.batch_invariant)
     q, k, v = problem.query, problem.key, problem.value
-    count = q.size(0) * q.size(1) * padded_rows(problem)
-    delta, shift = (q.new_empty(count, dtype=torch.float32) for _ in range(2))
-    padded = {"delta_ptr": delta, "shift_ptr": shift}
-    rows = {"lse_ptr": lse} if d_lse is None else {"lse_ptr": lse, "dlse_ptr": d_lse.float().contiguous()}
-    run("backward_delta", problem, {"o": out, "do": d_out}, rows | padded)
-
-    tensors = {"q": q, "k": k, "v": v, "do": d_out}
+    tensors = {"q": q, "k": k, "v": v, "o": out, "do": d_out}
     if needs[0]:
         tensors["dq"] = _like_strides(q, q.size(-1))
     if needs[1] or needs[2]:
         tensors |= {"dk": _like_strides(k, k.size(-1)), "dv": _like_strides(v, v.size(-1))}
-    kernels = backward_kernels(problem, tensors)
+    count = q.size(0) * q.size(1) * padded(q.size(2))
+    delta, shift = (q.new_empty(count, dtype=torch.float32) for _ in range(2))
+    arrays = {"delta_ptr": delta, "shift_ptr": shift}
+    problems = KernelProblems.of(problem)
+
+    def step(spec: KernelSpec, arrays: Tensors) -> None:
+        run(spec, problems.seen_by(spec), {name: tensors[name] for name in spec.tensors}, arrays)
+
+    step(DELTA, {"lse_ptr": lse} | ({} if d_lse is None else {"dlse_ptr": d_lse.float().contiguous()}) | arrays)
+    kernels = scheduled_backward(problems, tensors)
     sums = CaptureSums.of(problem, sums_integers(problem))
     if SIZES in kernels:
-        sizes = _capture_arrays(problem, sums, size=sums.sizes)
-        run(SIZES, problem, {name: tensors[name] for name in TENSORS[SIZES]}, padded | sizes)
+        step(SIZES, arrays | _capture_arrays(problem, sums, size=sums.sizes))
     largest = _largest_of_rows(problem, lse, d_out, delta) if sums.sizes and SIZES not in kernels else None
     scales = sums.scales(problem, largest)
-    of_captures = _capture_arrays(problem, sums, grad=sums.buffers.values(), scale=scales, lost=sums.lost)
-    arrays = padded | of_captures
-    if "backward_dq_rows" in kernels:
+    arrays |= _capture_arrays(problem, sums, grad=sums.buffers.values(), scale=scales, lost=sums.lost)
+    if DQ_ROWS in kernels:
         arrays["dq_sum_ptr"] = q.new_zeros((count * pieces_of(q.size(-1)), 32), dtype=torch.float32)
-    for kernel in kernels:
-        if kernel != SIZES:
-            run(kernel, problem, {name: tensors[name] for name in TENSORS[kernel]}, arrays)
+    for spec in kernels:
+        if spec is not SIZES:
+            step(spec, arrays)
     dq, dk, dv = (tensors[name] if need else None for name, need in zip(("dq", "dk", "dv"), needs[:3], strict=True))
     d_sink = None
     if problem.sink is not None and needs[3]:
@@ -81,8 +88,12 @@ def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | Non
     q, k, v = problem.query, problem.key, problem.value
     out = _like_strides(q, v.size(-1))
     tensors = {"q": q, "k": k, "v": v, "o": out, "do": out, "dq": q, "dk": k, "dv": v}
-    kernels = ("forward", "backward_delta", *backward_kernels(problem, tensors, target))
-    return tuple(plan_launch(kernel, problem, target, [tensors[n] for n in TENSORS[kernel]]) for kernel in kernels)
+    problems = KernelProblems.of(problem)
+    kernels = (FORWARD, DELTA, *backward_kernels(problems, tensors, target))
+    return tuple(
+        plan_step(spec, problems.seen_by(spec), target, {name: tensors[name] for name in spec.tensors})
+        for spec in kernels
+    )
 
 
 def _largest_of_rows(problem: Problem, lse: Tensor, d_out: Tensor, delta: Tensor) -> Tensor:
@@ -93,9 +104,9 @@ def _largest_of_rows(problem: Problem, lse: Tensor, d_out: Tensor, delta: Tensor
 
 
 def _capture_arrays(problem: Problem, sums: CaptureSums, **arrays: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Return tensors, one for each captured tensor that learns, by the names of the arguments that kernels have."""
+    """Return tensors, one for each captured tensor that learns, by the names of the kernels' arguments."""
     return {
-        capture_argument(problem, i, argument): tensor
+        capture_sum_name(problem, i, argument): tensor
         for argument, tensors in arrays.items()
         for i, tensor in zip(sums.buffers, tensors, strict=False)
     }

@@ -111,13 +111,14 @@ def load_kernel(request: Request, files: dict[str, Path]) -> Any:
     return CompiledKernel(request.source(stand_in), {path.name: str(path) for path in files.values()}, digest)
 
 
-def launcher(compiled: Any) -> Launch:
+def launcher(compiled: Any, direct: bool = True) -> Launch:
     """Load `compiled` on the current device and return the shortest way to launch it there.
 
     Triton's OutOfResources passes through. Pointers are tensors or addresses; an address saves a call of the driver.
+    Without `direct`, launches go through Triton's own run method, not to its C launcher.
     """
     run = compiled.run  # loads the binary
-    fast = _c_launch(compiled, run) or _run_launch(compiled, run)
+    fast = (_c_launch(compiled, run) if direct else None) or _run_launch(compiled, run)
 
     def public(programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
         compiled[(programs, 1, 1)](*arguments, stream=stream)

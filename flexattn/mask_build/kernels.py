@@ -12,8 +12,9 @@ from functools import lru_cache
 import torch
 
 from flexattn.compile.kernel_source import KernelSource, kernel_name
-from flexattn.compile.lower import TRITON_DTYPE, TRITON_POINTER, CaptureLayout, Dialect, ModPlan, lower
+from flexattn.compile.lower import Dialect, lower
 from flexattn.compile.lower_bounds import BoundsText, TableSpec, lower_bounds, table_dtype
+from flexattn.compile.mod_plan import TRITON_DTYPE, TRITON_POINTER, CaptureLayout, ModPlan
 from flexattn.compile.plan import number_type
 from flexattn.compile.templates import environment
 from flexattn.graph.bound_mod import BoundMod
@@ -74,7 +75,7 @@ class MaskPlan:
     @cached_property
     def classify(self) -> KernelSource:
         """The kernel that bounds and samples blocks."""
-        signature = (*_BITMAPS, ("status_ptr", "*i32"), *_GEOMETRY, *self.table_arguments, *self.mod.arguments())
+        signature = (*_BITMAPS, ("status_ptr", "*i32"), *_GEOMETRY, *self.table_arguments, *self.mod.signature())
         names = {
             "functions": [self._mask_mod, self.bounds.text],
             "bounds_arguments": (*self.mod.argument_names(), *_names(self.table_arguments)),
@@ -91,7 +92,7 @@ class MaskPlan:
             "functions": [self._mask_mod], "mask_arguments": self.mod.argument_names(), "TILE_Q": TILE[0],
             "TILE_KV": TILE[1],
         }  # fmt: skip
-        return self._source("evaluate", (*own, *self.mod.arguments()), names)
+        return self._source("evaluate", (*own, *self.mod.signature()), names)
 
     @property
     def _mask_mod(self) -> str:

@@ -33,6 +33,9 @@ _LONGEST_REASON = 2000  # characters of an error of Triton's, which may end with
 _MEMORY = 512  # kernels of one process
 _ATTEMPTS = 3  # to find or build a kernel and read its files
 
+# (request, compiled files by ending) -> what launches the kernel on the current device, where it is loaded now.
+Loader = Callable[[triton_versions.Request, dict[str, Path]], triton_versions.Launch]
+
 
 class OutOfResources(CompileError):
     """A kernel asks for more than the device has; a smaller tile may fit."""
@@ -99,8 +102,9 @@ class _InterpretedKernel(Kernel):
 
 
 class _GpuKernel(Kernel):
-    def __init__(self, source: KernelSource, target: Target, digest: str, folder: Path) -> None:
+    def __init__(self, source: KernelSource, target: Target, digest: str, folder: Path, loader: Loader) -> None:
         super().__init__(source, target, digest, folder)
+        self._loader = loader
         self._request = _request(source)
         self._files = _compiled_files(source, folder)
         self._launchers: dict[int, triton_versions.Launch] = {}  # by device
@@ -118,18 +122,18 @@ class _GpuKernel(Kernel):
             self._load(device)
 
     def _load(self, device: int) -> triton_versions.Launch:
-        if not torch.cuda.is_available():
-            raise CompileError(message(f"kernel {self.name}", "no GPU", "one to launch it on", "Use CPU tensors."))
         from triton.runtime.errors import OutOfResources as TritonOutOfResources
 
         try:
             try:
-                launch = self._launcher()
+                launch = self._loader(self._request, self._files)
             except (OSError, ImportError):  # files were deleted since, by a person or to make room
                 self._restore()
-                launch = self._launcher()
+                launch = self._loader(self._request, self._files)
         except TritonOutOfResources as error:
             raise OutOfResources(self.name, error.name, error.required, error.limit) from error
+        except CompileError:
+            raise
         except Exception as error:
             raise CompileError(
                 f"kernel {self.name} ({self.path}) cannot be loaded on cuda:{device}: {error}"
@@ -137,10 +141,6 @@ class _GpuKernel(Kernel):
         debug("load", f"{self.name} on GPU {device}")
         self._launchers[device] = launch
         return launch
-
-    def _launcher(self) -> triton_versions.Launch:
-        with triton_versions.cache_folder(_triton_folder()):
-            return triton_versions.launcher(triton_versions.load_kernel(self._request, self._files))
 
     def _restore(self) -> None:
         """Build again what was deleted since this kernel was built."""
@@ -185,25 +185,37 @@ class _GpuKernel(Kernel):
         return {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", line)}
 
 
-def build(source: KernelSource, target: Target) -> Kernel:
-    """Return the kernel of `source`, compiled if neither this process nor its cache folder has it."""
+def load_on_gpu(request: triton_versions.Request, files: dict[str, Path]) -> triton_versions.Launch:
+    """Load a kernel on the current GPU with Triton's driver: the default loader."""
+    if not torch.cuda.is_available():
+        raise CompileError(message(f"kernel {request.name}", "no GPU", "one to launch it on", "Use CPU tensors."))
+    with triton_versions.cache_folder(_triton_folder()):
+        return triton_versions.launcher(triton_versions.load_kernel(request, files))
+
+
+def build(source: KernelSource, target: Target, loader: Loader = load_on_gpu) -> Kernel:
+    """Return the kernel of `source`, compiled if neither this process nor its cache folder has it.
+
+    `loader` runs once per device, at the first launch or `Kernel.load`. Tests pass one to run a kernel without a GPU:
+    as PTX, or on a driver that records launches. Kernels for the interpreter are not loaded and ignore it.
+    """
     key = digest(source, target)
     with _lock:
-        if (kernel := _kernels.get(key)) is not None:
-            _kernels.move_to_end(key)
+        if (kernel := _kernels.get((key, loader))) is not None:
+            _kernels.move_to_end((key, loader))
             _counts["memory_hits"] += 1
             return kernel
     _check(source, target)
-    kernel = _kernel(source, target, key)
+    kernel = _kernel(source, target, key, loader)
     with _lock:
-        _kernels[key] = kernel
+        _kernels[key, loader] = kernel
         while len(_kernels) > _MEMORY:
             _kernels.popitem(last=False)
     return kernel
 
 
-def _kernel(source: KernelSource, target: Target, key: str) -> Kernel:
-    kind = _InterpretedKernel if target.backend == "interpreter" else _GpuKernel
+def _kernel(source: KernelSource, target: Target, key: str, loader: Loader) -> Kernel:
+    kind = _InterpretedKernel if target.backend == "interpreter" else functools.partial(_GpuKernel, loader=loader)
     for _ in range(_ATTEMPTS):
         try:
             kernel = kind(source, target, key, _find_or_compile(source, target, key))
@@ -248,7 +260,7 @@ def clear_memory() -> None:
 
 _lock = Lock()
 _interpreting = Lock()  # Triton's interpreter changes Triton's own modules while a kernel runs
-_kernels: OrderedDict[str, Kernel] = OrderedDict()
+_kernels: OrderedDict[tuple[str, Loader], Kernel] = OrderedDict()
 _counts = {"compiles": 0, "disk_hits": 0, "memory_hits": 0}
 
 

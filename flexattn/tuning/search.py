@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from flexattn.call.problem import Problem
-from flexattn.compile.kernel_plan import KernelPlan
+from flexattn.compile.arguments import Tensors
+from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.plan import tile_key
 from flexattn.compile.render import render
+from flexattn.compile.schedule import plan_step, plan_with_tile
 from flexattn.compile.tile_choice import remember, remembered_rows, tiles_of
 from flexattn.compile.tiles import Tile
 from flexattn.engines import triton
@@ -30,7 +32,7 @@ from flexattn.machine.target import target_of
 from flexattn.options import LARGEST_TILE
 from flexattn.runtime.build import OutOfResources, build
 from flexattn.runtime.compile_processes import build_apart
-from flexattn.runtime.launch import Tensors, forget_launches, plan_launch, plan_with_tile, run, runner
+from flexattn.runtime.launch import forget_launches, run, runner
 from flexattn.tuning.report import KernelTuning, Trial, Tuning
 
 TUNED = ("forward", "backward_dq", "backward_dkdv")
@@ -61,18 +63,22 @@ class Effort:
 class _Call:
     """One kernel of a problem as the engine would launch it."""
 
-    kernel: str
-    problem: Problem
+    spec: KernelSpec
+    problem: Problem  # as the kernel sees it
     tensors: Tensors
     arrays: Tensors
     plan: KernelPlan
 
+    @property
+    def kernel(self) -> str:
+        return self.spec.name
+
     def run(self) -> None:
-        run(self.kernel, self.problem, self.tensors, self.arrays)
+        run(self.spec, self.problem, self.tensors, self.arrays)
 
     def results(self) -> dict[str, Tensor]:
         """Return what the kernel writes, by name."""
-        written = {"forward": ("o", "lse_ptr"), "backward_dq": ("dq",), "backward_dkdv": ("dk", "dv")}[self.kernel]
+        written = ("o", "lse_ptr") if self.plan.is_forward else self.spec.gradients
         everything = {**self.tensors, **self.arrays}
         return {name: t for name, t in everything.items() if name in written or name.endswith("_grad_ptr")}
 
@@ -102,7 +108,7 @@ def candidates(plan: KernelPlan, problem: Problem, tensors: Tensors) -> tuple[Ke
     """Return plans that differ from `plan` in their tiles alone, all of which may fit; the first is `plan` itself."""
     tiles = dict.fromkeys((*_near(plan), *tiles_of(plan.kernel)))
     tiles.pop(plan.tile, None)
-    others = (plan_with_tile(plan.kernel, problem, plan.target, list(tensors.values()), tile) for tile in tiles)
+    others = (plan_with_tile(plan.spec, problem, plan.target, tensors, tile) for tile in tiles)
     return plan, *(other for other in others if other is not None)
 
 
@@ -118,9 +124,9 @@ def _near(plan: KernelPlan) -> Iterator[Tile]:
     for stages in (tile.num_stages - 1, tile.num_stages + 1):
         if _STAGES[0] <= stages <= _STAGES[1]:
             yield replace(tile, num_stages=stages)
-    if plan.kernel != "forward":
+    if not plan.is_forward:
         yield replace(tile, PRODUCTS_FIRST=not tile.PRODUCTS_FIRST)
-    if plan.kernel == "backward_dkdv" and plan.blocks is not None and tile.BLOCK_M > 32:
+    if plan.transposed and plan.blocks is not None and tile.BLOCK_M > 32:
         yield replace(tile, PARTIAL_M=0 if tile.PARTIAL_M else 32)
 
 
@@ -128,9 +134,9 @@ def _calls(problem: Problem, learns: bool) -> tuple[_Call, ...]:
     """Return the kernels of a forward, and of a backward where the problem learns, without running any."""
     target, calls = target_of(problem.query.device), []
 
-    def keep(kernel: str, problem: Problem, tensors: Tensors, arrays: Tensors) -> None:
-        plan, _ = plan_launch(kernel, problem, target, list(tensors.values()), "dlse_ptr" in arrays)
-        calls.append(_Call(kernel, problem, tensors, arrays, plan))
+    def keep(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -> None:
+        plan, _ = plan_step(spec, problem, target, tensors, arrays)
+        calls.append(_Call(spec, problem, tensors, arrays, plan))
 
     out, lse, _ = triton.forward(problem, keep)
     if learns:

@@ -51,7 +51,7 @@ def shrink_case(space: Space, case: Case, engine: str, seconds: float) -> Case:
 
 def build_case(space: Space, case: Case, engines: list[str]) -> None:
     """Compile what a case needs, on this device, and launch none of it."""
-    with unittest.mock.patch.object(launch.Launch, "__call__", lambda self, tensors, device: None):
+    with unittest.mock.patch.object(launch.Launch, "__call__", lambda self, problem, tensors: None):
         for name in engines:
             with contextlib.suppress(Exception):
                 ours(pose(case, space.device), space.engines[name])

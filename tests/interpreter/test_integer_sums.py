@@ -31,13 +31,13 @@ USES = (
 def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[KernelPlan]]:
     """Ask for deterministic algorithms; give the plans that are made from then on."""
     made: list[KernelPlan] = []
-    prepare = launch._launch_of
+    prepare = launch.prepare
 
     def remembering(plan: KernelPlan, *rest: object) -> launch.Launch:
         made.append(plan)
         return prepare(plan, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(launch, "_launch_of", remembering)
+    monkeypatch.setattr(launch, "prepare", remembering)
     launch.forget_launches()
     torch.use_deterministic_algorithms(True)
     yield made

@@ -19,6 +19,7 @@ from mask_cases import (
     Mod,
     assert_same_lists,
     brute_force,
+    classes,
     drawn,
     extents,
     make_mask,
@@ -26,7 +27,6 @@ from mask_cases import (
     plan_of,
 )
 from mod_grammar import CAPTURES, NUMBERS, booleans, build
-from test_classify import classes
 
 from flexattn import mods
 from flexattn.block_mask import BuildCounts

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mask_cases import brute_force, classes
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
@@ -20,7 +21,7 @@ from flexattn.errors import ArgumentError, DeviceError, IndexRangeError, ModErro
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.mask_build import boxes
 from flexattn.mask_build import cache as mask_cache
-from flexattn.mask_build import create as classify
+from flexattn.mask_build import create as create_module
 from flexattn.mask_build.create import create_block_mask, create_mask
 from flexattn.mods import causal, noop_mask
 from flexattn.process import progress
@@ -32,23 +33,6 @@ FIELDS = (
     "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
 )  # fmt: skip
 create = functools.partial(create_block_mask, device="cpu")
-
-
-def brute_force(mod: Mod, B: int, H: int, Q: int, KV: int) -> Tensor:
-    """Return the dense mask by calling the Python function on index tensors, without the tracer."""
-    index = torch.meshgrid(*(torch.arange(n) for n in (B, H, Q, KV)), indexing="ij")
-    return mod(*index).expand(B, H, Q, KV)
-
-
-def classes(dense: Tensor, block_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return whether any, and whether every, pair of each block attends; what is past the ends does not."""
-    blocks = [rows.split(block_size[1], dim=3) for rows in dense.split(block_size[0], dim=2)]
-    shape = (*dense.shape[:2], len(blocks), len(blocks[0]))
-    some = torch.stack([b.flatten(2).any(2) for row in blocks for b in row], -1).view(shape)
-    every = torch.stack(
-        [b.flatten(2).all(2) & (b.shape[2:] == block_size) for row in blocks for b in row], -1
-    ).view(shape)  # fmt: skip
-    return some, every
 
 
 def random_mods() -> st.SearchStrategy[Mod]:
@@ -90,10 +74,10 @@ block = st.one_of(st.integers(1, 80), st.sampled_from([16, 32]))
 )  # fmt: skip
 def test_equal_to_brute_force_and_to_torch(mod, B, H, Q, KV, q_block, kv_block, separate, pairs, way, together):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(classify._PAIRS, "cpu", pairs)
+        patch.setitem(create_module._PAIRS, "cpu", pairs)
         patch.setattr(boxes, "_TOGETHER", together)
         if way == "no boxes":
-            patch.setattr(classify, "DTYPES", frozenset())
+            patch.setattr(create_module, "DTYPES", frozenset())
         mask = create(mod, B, H, Q, KV, BLOCK_SIZE=(q_block, kv_block), separate_full_blocks=separate)
     some, every = classes(brute_force(mod, B, H, Q, KV), (q_block, kv_block))
     partial, full = mask._blocks()
@@ -165,8 +149,8 @@ def test_pairs_are_evaluated_in_bounded_chunks(monkeypatch, block):
         evaluated.append(torch.broadcast_shapes(*(i.shape for i in index)).numel())
         return call(self, *index)
 
-    monkeypatch.setitem(classify._PAIRS, "cpu", 2**12)
-    monkeypatch.setattr(classify, "DTYPES", frozenset())  # nothing is bounded
+    monkeypatch.setitem(create_module._PAIRS, "cpu", 2**12)
+    monkeypatch.setattr(create_module, "DTYPES", frozenset())  # nothing is bounded
     monkeypatch.setattr(BoundMod, "__call__", noting)
     create(lambda b, h, q_idx, kv_idx: table[q_idx, kv_idx], None, None, 300, 700, BLOCK_SIZE=block)
     assert max(evaluated) <= 2**12
@@ -395,7 +379,7 @@ def test_an_index_outside_of_a_captured_tensor_is_named():
         return ids[q_idx] == ids[kv_idx]
 
     text = (
-        r"mask_mod same_document \(.*test_classify\.py:\d+\): found index 31 in dimension 0 of the captured tensor "
+        r"mask_mod same_document \(.*test_create\.py:\d+\): found index 31 in dimension 0 of the captured tensor "
         r"`ids`, expected -20 to 19, as its size is 20\. Pad `ids` up to the lengths of query and key, or clamp"
     )
     ones = torch.ones(1, 1, 2, 2, dtype=torch.bool)

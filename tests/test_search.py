@@ -12,6 +12,7 @@ import flexattn
 from flexattn import api, mods
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.render import render
+from flexattn.compile.schedule import plan_step
 from flexattn.compile.shared_memory import shared_bytes
 from flexattn.compile.tiles import Tile, TileKey
 from flexattn.engines import triton
@@ -21,7 +22,6 @@ from flexattn.machine.target import Target
 from flexattn.process.config import settings
 from flexattn.runtime.build import digest
 from flexattn.runtime.compile_processes import build_apart
-from flexattn.runtime.launch import plan_launch
 from flexattn.tuning import search as tuning
 from flexattn.tuning.report import KernelTuning, Trial, Tuning
 from flexattn.tuning.search import TUNED, candidates
@@ -76,9 +76,9 @@ def test_candidates_keep_to_what_the_compiler_does_right(monkeypatch):
 def test_a_candidate_is_planned_as_the_tables_tile_would_be(monkeypatch):
     for call in calls(monkeypatch).values():
         if call.kernel in TUNED:
-            problem, tensors = call.problem, list(call.tensors.values())
-            same = tuning.plan_with_tile(call.kernel, problem, SM90, tensors, call.plan.tile)
-            assert same == plan_launch(call.kernel, problem, SM90, tensors)[0]
+            problem, tensors = call.problem, call.tensors
+            same = tuning.plan_with_tile(call.spec, problem, SM90, tensors, call.plan.tile)
+            assert same == plan_step(call.spec, problem, SM90, tensors)[0]
 
 
 # what wins

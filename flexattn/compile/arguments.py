@@ -1,0 +1,60 @@
+"""arguments: one argument of a kernel, and where a launch finds its value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flexattn.call.problem import Problem
+
+Tensors = Mapping[str, Tensor]  # by the names that templates give them: q, k, v, o, do, dq, dk, dv, lse_ptr, ...
+
+
+@dataclass(frozen=True)
+class FromShapes:
+    """A number that is the same for all launches with the same shapes, strides and numbers."""
+
+    value: Callable[[Problem, Tensors], int | float]
+
+
+@dataclass(frozen=True)
+class FromTensors:
+    """The tensor or array that the engine passes by this name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class FromProblem:
+    """A tensor of the problem: a list of the mask, a captured tensor, the seed of dropout."""
+
+    tensor: Callable[[Problem], Tensor]
+
+
+@dataclass(frozen=True)
+class TensorDescriptor:
+    """A TMA descriptor of a tensor that the engine passes by this name."""
+
+    name: str
+    block: tuple[int, ...]  # shape of a tile
+
+
+@dataclass(frozen=True)
+class TileCounter:
+    """An int32 zero that persistent programs take their tiles from, new for each launch."""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One runtime argument of a kernel: its name in the template, its Triton type and where a launch finds it."""
+
+    name: str
+    type: str  # as Triton writes it: i32, fp32, *bf16, tensordesc<...>
+    source: FromShapes | FromTensors | FromProblem | TensorDescriptor | TileCounter
+    divisible: bool = False  # a pointer that is a multiple of 16 bytes
+
+    @property
+    def is_descriptor(self) -> bool:
+        return isinstance(self.source, TensorDescriptor)

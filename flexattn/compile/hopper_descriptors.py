@@ -1,0 +1,82 @@
+"""hopper_descriptors: the TMA descriptors of Hopper's kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from flexattn.compile.head_dims import Part, split_head_dim
+from flexattn.compile.kernel_plan import KernelPlan
+from flexattn.compile.operands import Described
+
+ROWS = 64  # queries of one consumer warpgroup of the forward, keys of one of the backward
+
+
+def forward_descriptors(plan: KernelPlan) -> tuple[Described, ...]:
+    t, (D, Dv) = plan.tile, plan.widths
+    parts = split_head_dim(D)
+    queries_and_keys = [(x, rows, p) for x, rows in (("q", ROWS), ("k", t.BLOCK_N)) for p in parts]
+    return (
+        *(_tile(plan, f"{x}_desc_{p.index}", x, rows, p.width) for x, rows, p in queries_and_keys),
+        _tile(plan, "v_desc", "v", t.BLOCK_N, Dv),
+        _tile(plan, "o_desc", "o", ROWS, Dv),
+    )
+
+
+def dq_descriptors(plan: KernelPlan) -> tuple[Described, ...]:
+    t, (D, Dv) = plan.tile, plan.widths
+    tiles = {"q": (ROWS, D), "do": (ROWS, Dv), "k": (t.BLOCK_N, D), "v": (t.BLOCK_N, Dv), "dq": (ROWS, D)}
+    return tuple(_tile(plan, f"{name}_desc", name, *tile) for name, tile in tiles.items())
+
+
+def key_descriptors(plan: KernelPlan) -> tuple[Described, ...]:
+    """Return those of hopper_backward and hopper_dkdv."""
+    tiles = (_tile(plan, f"{name}_desc", name, rows, width) for name, rows, width in _of_keys(plan))
+    return (*tiles, *_of_rows(plan))
+
+
+def wide_descriptors(plan: KernelPlan) -> tuple[Described, ...]:
+    """Return those of hopper_backward_wide, in parts of at most 128 columns."""
+    tiles = (
+        _tile(plan, f"{name}_desc_{p.index}", name, rows, p.width)
+        for name, rows, width in _of_keys(plan)
+        for p in columns(width)
+    )
+    return (*tiles, *_of_rows(plan))
+
+
+def columns(width: int) -> tuple[Part, ...]:
+    """Split a width into parts of at most 128 columns."""
+    return tuple(Part(i, 128 * i, n, n) for i in range(-(-width // 128)) if (n := min(128, width - 128 * i)))
+
+
+def _of_keys(plan: KernelPlan) -> tuple[tuple[str, int, int], ...]:
+    """Return (tensor, rows of a tile, its width): first those that a program streams, then those that it owns."""
+    D, Dv = plan.widths
+    streamed = (("q", D), ("do", Dv))
+    owned = (("k", D), ("v", Dv), ("dk", D), ("dv", Dv))
+    return (
+        *((name, plan.tile.BLOCK_M, width) for name, width in streamed),
+        *((name, ROWS, width) for name, width in owned),
+    )
+
+
+def _of_rows(plan: KernelPlan) -> tuple[Described, ...]:
+    """Return the float32 arrays with a number or a sum for each row of queries."""
+    rows = plan.tile.BLOCK_M
+    numbers = (_array("shift_desc", "shift_ptr", (rows,)), _array("delta_desc", "delta_ptr", (rows,)))
+    return (*numbers, _array("dq_desc", "dq_sum_ptr", (rows, 32))) if plan.adds_dq else numbers
+
+
+def _tile(plan: KernelPlan, argument: str, tensor: str, rows: int, width: int) -> Described:
+    block = (1, 1, rows, width)
+    return Described(argument, tensor, block, layout=_shared_layout(block, plan.dtype))
+
+
+def _array(argument: str, array: str, block: tuple[int, ...]) -> Described:
+    return Described(argument, array, block, torch.float32, _shared_layout(block, torch.float32))
+
+
+def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Return the layout of a tile in shared memory: rows of 128 bytes or more are swizzled."""
+    swizzle = min(128, block[-1] * dtype.itemsize) if len(block) > 1 else 0
+    return f"NVMMASharedLayout(swizzle_byte_width={swizzle}, element_bitwidth={dtype.itemsize * 8}, rank={len(block)})"

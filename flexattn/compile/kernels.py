@@ -1,0 +1,300 @@
+"""kernels: the table of kernels. An operand here is an argument of the template, of the signature and of the launch.
+
+The forward is FORWARD or HOPPER_FORWARD. The backward starts with DELTA. Then follow HOPPER_BACKWARD (or its WIDE form)
+and DQ_ROWS, or DQ and DKDV, which have Hopper forms too. DQ also computes the gradients of captured tensors. CAPTURES
+computes them without dQ, BATCH_CAPTURES sums them over the batch first, and SIZES bounds them for integer sums.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flexattn.call.dropout import Dropout
+from flexattn.call.problem import Problem
+from flexattn.compile.head_dims import split_head_dim
+from flexattn.compile.hopper_descriptors import dq_descriptors, forward_descriptors, key_descriptors, wide_descriptors
+from flexattn.compile.kernel_plan import Feature, KernelPlan, KernelSpec, Operand
+from flexattn.compile.operands import (
+    Array,
+    CaptureSums,
+    Counter,
+    Described,
+    Descriptors,
+    MaskLists,
+    ModArguments,
+    Own,
+    Pointers,
+    Scalars,
+    ScoreScale,
+    Strides,
+    When,
+)
+from flexattn.compile.shared_memory import (
+    batch_capture_bytes,
+    delta_bytes,
+    dq_rows_bytes,
+    hopper_dq_bytes,
+    hopper_forward_bytes,
+    hopper_keys_bytes,
+    product_bytes,
+)
+from flexattn.compile.tiles import Tile
+
+
+def _sink(problem: Problem) -> torch.Tensor:
+    assert problem.sink is not None
+    return problem.sink.detach()
+
+
+def _dropout(problem: Problem) -> Dropout:
+    assert problem.dropout is not None
+    return problem.dropout
+
+
+MAX_SCORES = Feature(
+    "max_scores",
+    wanted=lambda problem, arrays: problem.max_scores,
+    operands=(Array("max_ptr", "*fp32"),),  # [B, Hq, M]
+)
+SINK = Feature(
+    "sink",
+    wanted=lambda problem, arrays: problem.sink is not None,
+    operands=(Own("sink_ptr", "*fp32", _sink), Scalars(("stride_sink_b", "stride_sink_h"))),
+    text="    sink     one more term of each sum",
+)
+DROPOUT = Feature(
+    "dropout",
+    wanted=lambda problem, arrays: problem.dropout is not None,
+    operands=(Own("seed_ptr", "*i64", lambda problem: _dropout(problem).seed), Scalars(("drop_below", "keep_scale"))),
+    text="    dropout  by Philox, from seed and place",
+)
+DLSE = Feature(
+    "dlse",
+    wanted=lambda problem, arrays: "dlse_ptr" in arrays,
+    operands=(Array("dlse_ptr", "*fp32"),),  # [B, Hq, M]
+)
+
+_LSE = Array("lse_ptr", "*fp32")  # [B, Hq, M]
+# [B * Hq, M_padded]: lse in the domain of the scores, +inf for rows without a key; dlse - rowsum(out * dO)
+_SHIFT, _DELTA = (Array(name, "*fp32", divisible=True) for name in ("shift_ptr", "delta_ptr"))
+
+
+def _has_tma(plan: KernelPlan) -> bool:
+    return plan.tma
+
+
+def _has_no_tma(plan: KernelPlan) -> bool:
+    return not plan.tma
+
+
+def _streamed(tensors: tuple[str, str], rows: int, plan: KernelPlan, name: str) -> tuple[Described, ...]:
+    dims = (split_head_dim(plan.D), split_head_dim(plan.Dv))
+    return tuple(
+        Described(f"{tensor}_desc{name}_{p.index}", tensor, (1, 1, rows, p.width))
+        for tensor, parts in zip(tensors, dims, strict=True)
+        for p in parts
+    )
+
+
+def _key_streams(plan: KernelPlan) -> tuple[Described, ...]:
+    return _streamed(("k", "v"), plan.tile.BLOCK_N, plan, "") if plan.tma else ()
+
+
+def _query_streams(plan: KernelPlan) -> tuple[Described, ...]:
+    if not plan.tma:
+        return ()
+    whole = _streamed(("q", "do"), plan.tile.BLOCK_M, plan, "")
+    return (*whole, *_streamed(("q", "do"), plan.tile.partial_m, plan, "_partial")) if plan.has_partial_step else whole
+
+
+_KEYS = (When(_has_no_tma, (Pointers(("k", "v")),)),)
+_KEY_STRIDES = (When(_has_tma, (Scalars(("batch_shares_keys",)),)), When(_has_no_tma, (Strides(("k", "v")),)))
+
+FORWARD = KernelSpec(
+    "forward",
+    phase="fwd",
+    tensors=("q", "k", "v", "o"),
+    operands=(
+        Descriptors(_key_streams), Pointers(("q",)), *_KEYS, Pointers(("o",)), _LSE, MAX_SCORES, SINK,
+        Strides(("q",)), *_KEY_STRIDES, Strides(("o",)),
+        Scalars(("M", "N", "heads", "heads_q", "group_size", "heads_per_group")), ScoreScale(),
+        When(lambda plan: plan.score is None, (Scalars(("q_sign",)),)), DROPOUT, MaskLists(), ModArguments(),
+    ),
+    shared_bytes=product_bytes,
+    streams=("k", "v"),
+    tile_options=("BLOCK_M", "BLOCK_N"),
+)  # fmt: skip
+
+DELTA = KernelSpec(
+    "backward_delta",
+    phase="bwd",
+    tensors=("o", "do"),
+    operands=(
+        Pointers(("o", "do")), DLSE, _LSE, _DELTA, _SHIFT, Strides(("o", "do")), Scalars(("M", "M_padded", "heads_q")),
+    ),
+    shared_bytes=delta_bytes,
+    products=False,
+    dims=("v", "v"),
+    fills_padding=True,
+)  # fmt: skip
+
+
+def _dq_operands(writes_dq: bool) -> tuple[Operand, ...]:
+    own = (Strides(("dq",)), Scalars(("dq_scale",))) if writes_dq else ()
+    return (
+        Descriptors(_key_streams), Pointers(("q",)), *_KEYS, Pointers(("do",)),
+        *((Pointers(("dq",)),) if writes_dq else ()), _SHIFT, _DELTA,
+        Strides(("q",)), *_KEY_STRIDES, Strides(("do",)), *own, DROPOUT,
+        Scalars(("M", "M_padded", "N", "heads", "heads_q", "group_size", "heads_per_group")), ScoreScale(),
+        MaskLists(), ModArguments(), CaptureSums(),
+    )  # fmt: skip
+
+
+DQ = KernelSpec(
+    "backward_dq",
+    phase="bwd",
+    tensors=("q", "k", "v", "do", "dq"),
+    operands=_dq_operands(writes_dq=True),
+    shared_bytes=product_bytes,
+    streams=("k", "v"),
+    gradients=("dq",),
+    captures="adds",
+    tile_options=("BLOCK_M2", "BLOCK_N2"),
+)
+CAPTURES = KernelSpec(
+    "backward_captures",
+    phase="bwd",
+    tensors=("q", "k", "v", "do"),
+    operands=_dq_operands(writes_dq=False),
+    shared_bytes=product_bytes,
+    streams=("k", "v"),
+    captures="adds",
+    tile_options=("BLOCK_M2", "BLOCK_N2"),
+    tiled_as="backward_dq",
+)
+SIZES = KernelSpec(
+    "backward_sizes",
+    phase="bwd",
+    tensors=("q", "k", "v", "do"),
+    operands=_dq_operands(writes_dq=False),
+    shared_bytes=product_bytes,
+    streams=("k", "v"),
+    captures="sizes",
+    tile_options=("BLOCK_M2", "BLOCK_N2"),
+    tiled_as="backward_dq",
+)
+BATCH_CAPTURES = KernelSpec(
+    "backward_batch_captures",
+    phase="bwd",
+    tensors=("q", "k", "v", "do"),
+    operands=(
+        Pointers(("q", "k", "v", "do")), _SHIFT, _DELTA, Strides(("q", "k", "v", "do")),
+        Scalars(("M", "M_padded", "N", "B", "heads_q", "group_size")), ScoreScale(), MaskLists(("stride_mask_h",)),
+        ModArguments(), CaptureSums(),
+    ),
+    shared_bytes=batch_capture_bytes,
+    captures="adds over batch",
+    tile_options=("BLOCK_M2", "BLOCK_N2"),
+    tiled_as="backward_dq",
+)  # fmt: skip
+DKDV = KernelSpec(
+    "backward_dkdv",
+    phase="bwd",
+    tensors=("q", "k", "v", "do", "dk", "dv"),
+    operands=(
+        Descriptors(_query_streams), When(_has_no_tma, (Pointers(("q", "do")),)), Pointers(("k", "v", "dk", "dv")),
+        _SHIFT, _DELTA, When(_has_no_tma, (Strides(("q", "do")),)), Strides(("k", "v", "dk", "dv")),
+        Scalars(("M", "M_padded", "N", "heads", "heads_q", "heads_kv", "group_size", "batch_repeats")),
+        Scalars(("heads_per_group",)), ScoreScale(), Scalars(("dk_scale",)), DROPOUT, MaskLists(), ModArguments(),
+    ),
+    shared_bytes=product_bytes,
+    owns_keys=True,
+    streams=("q", "do"),
+    gradients=("dk", "dv"),
+    tile_options=("BLOCK_M1", "BLOCK_N1"),
+)  # fmt: skip
+
+# Hopper's own, in Gluon. `hopper_roles.py` has their roles and buffers, `hopper.py` when they run.
+
+HOPPER_FORWARD = KernelSpec(
+    "hopper_forward",
+    phase="fwd",
+    tensors=("q", "k", "v", "o"),
+    operands=(
+        Descriptors(forward_descriptors), Scalars(("tiles",)), Counter(), _LSE, MAX_SCORES, SINK,
+        Scalars(("M", "N", "heads", "heads_q", "group_size", "heads_per_group", "batch_shares_keys")), ScoreScale(),
+        MaskLists(), ModArguments(),
+    ),
+    shared_bytes=hopper_forward_bytes,
+    gluon=True,
+    persistent=True,
+)  # fmt: skip
+HOPPER_DQ = KernelSpec(
+    "hopper_dq",
+    phase="bwd",
+    tensors=("q", "k", "v", "do", "dq"),
+    operands=(
+        Descriptors(dq_descriptors), _SHIFT, _DELTA,
+        Scalars(("M", "M_padded", "N", "heads", "heads_q", "group_size", "heads_per_group", "batch_shares_keys")),
+        Scalars(("dq_scale",)), ScoreScale(), MaskLists(), ModArguments(),
+    ),
+    shared_bytes=hopper_dq_bytes,
+    gradients=("dq",),
+    gluon=True,
+)  # fmt: skip
+
+_KEY_SCALARS = Scalars((
+    "M", "M_padded", "N", "heads", "heads_q", "heads_kv", "group_size", "batch_repeats", "heads_per_group", "dk_scale",
+))  # fmt: skip
+HOPPER_DKDV = KernelSpec(
+    "hopper_dkdv",
+    phase="bwd",
+    tensors=("q", "k", "v", "do", "dk", "dv"),
+    operands=(Descriptors(key_descriptors), _KEY_SCALARS, ScoreScale(), MaskLists(), ModArguments()),
+    shared_bytes=hopper_keys_bytes,
+    owns_keys=True,
+    gradients=("dk", "dv"),
+    gluon=True,
+)
+HOPPER_BACKWARD = KernelSpec(
+    "hopper_backward",
+    phase="bwd",
+    tensors=("q", "k", "v", "do", "dk", "dv"),
+    operands=(Descriptors(key_descriptors), _KEY_SCALARS, ScoreScale(), MaskLists(), ModArguments()),
+    shared_bytes=hopper_keys_bytes,
+    owns_keys=True,
+    gradients=("dq", "dk", "dv"),
+    gluon=True,
+)
+HOPPER_BACKWARD_WIDE = KernelSpec(
+    "hopper_backward_wide",
+    phase="bwd",
+    tensors=("q", "k", "v", "do", "dk", "dv"),
+    operands=(Descriptors(wide_descriptors), _KEY_SCALARS, ScoreScale(), MaskLists(), ModArguments()),
+    shared_bytes=hopper_keys_bytes,
+    owns_keys=True,
+    gradients=("dq", "dk", "dv"),
+    gluon=True,
+)
+DQ_ROWS = KernelSpec(
+    "backward_dq_rows",
+    phase="bwd",
+    tensors=("dq",),
+    operands=(
+        Array("dq_sum_ptr", "*fp32"), Pointers(("dq",)), Strides(("dq",)),
+        Scalars(("M", "M_padded", "heads_q", "dq_scale")),
+    ),
+    shared_bytes=dq_rows_bytes,
+    products=False,
+    fixed_tile=Tile(64, 64, 4, 1),
+)  # fmt: skip
+
+KERNELS: dict[str, KernelSpec] = {
+    spec.name: spec
+    for spec in (
+        FORWARD, DELTA, DQ, CAPTURES, SIZES, BATCH_CAPTURES, DKDV, HOPPER_FORWARD, HOPPER_DQ, HOPPER_DKDV,
+        HOPPER_BACKWARD, HOPPER_BACKWARD_WIDE, DQ_ROWS,
+    )
+}  # fmt: skip
+
+PAIR, FUSED = (DQ, DKDV), (HOPPER_BACKWARD, DQ_ROWS)  # the two ways from delta to all gradients

@@ -1,0 +1,187 @@
+"""operands: the kinds of operands that kernels have. Each gives the arguments that it is in a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from flexattn.call.problem import Problem
+from flexattn.compile.arguments import Argument, FromProblem, FromShapes, FromTensors, TensorDescriptor, TileCounter
+from flexattn.compile.kernel_plan import KernelPlan, Operand
+from flexattn.compile.mod_plan import TRITON_POINTER
+from flexattn.compile.scalars import SCALARS, mask_of
+from flexattn.compile.scatter import capture_sum_arguments
+
+_KEY_TENSORS = ("k", "v", "dk", "dv")  # their rows are keys
+
+
+@dataclass(frozen=True)
+class Pointers:
+    """Pointers to [B, H, rows, D] tensors."""
+
+    names: tuple[str, ...]
+
+    def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
+        dtype = TRITON_POINTER[plan.dtype]
+        return tuple(Argument(f"{name}_ptr", dtype, FromTensors(name), plan.aligned) for name in self.names)
+
+
+@dataclass(frozen=True)
+class Strides:
+    """Strides of batch, head and row of [B, H, rows, D] tensors, in the plan's unit; the last stride is 1."""
+
+    names: tuple[str, ...]
+
+    def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
+        return tuple(argument for name in self.names for argument in self._of(name, plan))
+
+    @staticmethod
+    def _of(name: str, plan: KernelPlan) -> tuple[Argument, ...]:
+        row = "n" if name in _KEY_TENSORS else "m"
+        types = ("i64", "i64", "i64" if plan.wide_rows else "i32")
+        return tuple(
+            Argument(f"stride_{name}{dim}", kind, FromShapes(lambda _, tensors, d=d: _stride(plan, tensors[name], d)))
+            for d, (dim, kind) in enumerate(zip(("b", "h", row), types, strict=True))
+        )
+
+
+def _stride(plan: KernelPlan, tensor: torch.Tensor, d: int) -> int:
+    shared = d == 0 and tensor.size(0) == 1  # keys that the batch shares
+    return 0 if shared else tensor.stride(d) // plan.unit
+
+
+@dataclass(frozen=True)
+class Array:
+    """A pointer to a contiguous array that the engine allocates."""
+
+    name: str
+    type: str
+    divisible: bool = False  # by 16 bytes, whatever the user's tensors are
+
+    def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
+        return (Argument(self.name, self.type, FromTensors(self.name), self.divisible),)
+
+
+@dataclass(frozen=True)
+class Own:
+    """A pointer to a tensor of the problem."""
+
+    name: str
+    type: str
+    tensor: Callable[[Problem], torch.Tensor]
+
+    def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
+        return (Argument(self.name, self.type, FromProblem(self.tensor)),)
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """Numbers of SCALARS."""
+
+    names: tuple[str, ...]
+
+    def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
+        return tuple(self._of(name, plan) for name in self.names)
+
+    @staticmethod
+    def _of(name: str, plan: KernelPlan) -> Argument:
+        kind, value = SCALARS[name]
+        return Argument(name, kind, FromShapes(lambda problem, _: value(plan, problem)))
+
+
+@dataclass(frozen=True)
+class Counter:
+    """The counter from which persistent programs take tiles."""
+
+    def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
+        return (Argument("counter_ptr", "*i32", TileCounter()),)
+
+
+@dataclass(frozen=True)
+class When:
+    """Operands of the plans that a condition holds for."""
+
+    condition: Callable[[KernelPlan], bool]
+    operands: tuple[Operand, ...]
+
+    def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
+        return tuple(a for operand in self.operands for a in operand.arguments(plan)) if self.condition(plan) else ()
+
+
+@dataclass(frozen=True)
+class ScoreScale:
+    """The factor of q k^T, with log2(e) in it where no score_mod reads the score."""
+
+    def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
+        return Scalars((plan.scale,)).arguments(plan)
+
+
+@dataclass(frozen=True)
+class MaskLists:
+    """The lists of blocks along the axis that programs own, and where those of a batch and head begin."""
+
+    strides: tuple[str, ...] = ("stride_mask_b", "stride_mask_h")
+
+    def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
+        if plan.blocks is None:
+            return ()
+        side, by_key = ("q", True) if plan.transposed else ("kv", False)
+        pointers = (
+            Argument(f"{side}_{name}_ptr", "*i32", FromProblem(lambda p, n=name: _lists(p, by_key)[n]))
+            for name in ("partial", "partial_runs", "full", "full_runs", "order")
+        )
+        return (*pointers, *Scalars(self.strides).arguments(plan))
+
+
+def _lists(problem: Problem, by_key: bool) -> dict[str, torch.Tensor]:
+    mask = mask_of(problem)
+    lists = mask.q_runs if by_key else mask.kv_runs
+    assert lists is not None
+    return {
+        "partial": lists.partial.row_ptr, "partial_runs": lists.partial.runs, "full": lists.full.row_ptr,
+        "full_runs": lists.full.runs, "order": lists.order,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModArguments:
+    """The captured tensors and numbers of score_mod and mask_mod."""
+
+    def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
+        return tuple(argument for mod in (plan.score, plan.mask) if mod for argument in mod.arguments())
+
+
+@dataclass(frozen=True)
+class CaptureSums:
+    """The buffers that gradients of captured tensors are added to."""
+
+    def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
+        return capture_sum_arguments(plan.grad, plan.sums) if plan.grad is not None and plan.sums else ()
+
+
+@dataclass(frozen=True)
+class Described:
+    """A TMA descriptor: its argument, the tensor or array that it describes, and the shape of a tile."""
+
+    argument: str
+    of: str
+    block: tuple[int, ...]
+    dtype: torch.dtype | None = None  # None: that of the plan
+    layout: str = ""  # in shared memory, as Gluon writes it
+
+    def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
+        element = TRITON_POINTER[self.dtype or plan.dtype][1:]
+        kind = f"tensordesc<{element}{list(self.block)}{',' if self.layout else ''}{self.layout}>"
+        return (Argument(self.argument, kind, TensorDescriptor(self.of, self.block)),)
+
+
+@dataclass(frozen=True)
+class Descriptors:
+    """TMA descriptors, which depend on the plan's tile and head dims."""
+
+    of: Callable[[KernelPlan], tuple[Described, ...]]
+
+    def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
+        return tuple(a for descriptor in self.of(plan) for a in descriptor.arguments(plan))

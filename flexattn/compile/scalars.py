@@ -1,0 +1,117 @@
+"""scalars: the numbers that kernels receive: lengths, heads, strides of lists, scales."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from flexattn.block_mask import BlockMask
+from flexattn.call.dropout import Dropout
+from flexattn.call.problem import Problem
+from flexattn.compile.kernel_plan import KernelPlan
+from flexattn.machine.target import l2_bytes
+from flexattn.options import LARGEST_TILE
+
+LOG2E = math.log2(math.e)
+
+
+def mask_of(problem: Problem) -> BlockMask:
+    assert problem.block_mask is not None
+    return problem.block_mask
+
+
+def padded(rows: int) -> int:
+    """Return the rows of a head in arrays that backward kernels read without a guard; tiles may begin at any row."""
+    return -(-rows // LARGEST_TILE) * LARGEST_TILE + LARGEST_TILE
+
+
+def heads_per_group(head_bytes: int, l2: int, heads: int) -> int:
+    """Return how many heads to work on at a time, so that what they stream stays in L2.
+
+    Groups are about even: of 16 heads in groups of 3 the last one alone would leave most programs idle at the end.
+    """
+    most = max(1.0, l2 * 0.6 / max(1, head_bytes))
+    groups = max(1, round(heads / most))
+    return -(-heads // groups)
+
+
+def _heads(plan: KernelPlan, problem: Problem) -> int:
+    """Return the heads that programs own tiles of."""
+    B, Hq = problem.query.shape[:2]
+    if plan.transposed:
+        return problem.key.size(0) * problem.key.size(1)
+    return Hq if plan.spec.captures == "adds over batch" else B * Hq
+
+
+def tiles_of(plan: KernelPlan, problem: Problem) -> int:
+    """Return the tiles of all heads that programs own."""
+    rows = (problem.key if plan.transposed else problem.query).size(2)
+    if plan.spec.fills_padding:
+        return padded(rows) // plan.tile.BLOCK_M * _heads(plan, problem)
+    return -(-rows // plan.outer[0]) * plan.tiles_per_block * _heads(plan, problem)
+
+
+def _heads_per_group(plan: KernelPlan, problem: Problem) -> int:
+    q, k, v = problem.query, problem.key, problem.value
+    rows = q.size(2) * _group_size(plan, problem) if plan.transposed else k.size(2)
+    head_bytes = rows * (q.size(3) + v.size(3)) * q.element_size()
+    return heads_per_group(head_bytes, l2_bytes(q.device), _heads(plan, problem))
+
+
+def _group_size(plan: KernelPlan, problem: Problem) -> int:
+    return problem.query.size(1) // problem.key.size(1)
+
+
+def _qk_scale(plan: KernelPlan, problem: Problem) -> float:
+    # The forward's maximum needs a positive factor: the sign, or a scale of zero, is applied to q there.
+    scale = problem.scale
+    return (abs(scale) * LOG2E or 1.0) if plan.is_forward else scale * LOG2E
+
+
+def _blocks(plan: KernelPlan, problem: Problem) -> int:
+    """Return the rows of blocks of the lists."""
+    rows = (problem.key if plan.transposed else problem.query).size(2)
+    return -(-rows // mask_of(problem).BLOCK_SIZE[plan.transposed])
+
+
+def _mask_stride_b(plan: KernelPlan, problem: Problem) -> int:
+    mask = mask_of(problem)
+    return _blocks(plan, problem) * mask.H if mask.B > 1 else 0
+
+
+def _sink_stride(problem: Problem, d: int) -> int:
+    assert problem.sink is not None
+    return problem.sink.stride(d) if problem.sink.size(d) > 1 else 0
+
+
+def _dropout(problem: Problem) -> Dropout:
+    assert problem.dropout is not None
+    return problem.dropout
+
+
+# Triton type and value of each number that kernels receive.
+SCALARS: dict[str, tuple[str, Callable[[KernelPlan, Problem], int | float]]] = {
+    "tiles": ("i32", tiles_of),
+    "M": ("i32", lambda plan, problem: problem.query.size(2)),
+    "M_padded": ("i32", lambda plan, problem: padded(problem.query.size(2))),
+    "N": ("i32", lambda plan, problem: problem.key.size(2)),
+    "B": ("i32", lambda plan, problem: problem.query.size(0)),
+    "heads": ("i32", _heads),
+    "heads_q": ("i32", lambda plan, problem: problem.query.size(1)),
+    "heads_kv": ("i32", lambda plan, problem: problem.key.size(1)),
+    "group_size": ("i32", _group_size),
+    "heads_per_group": ("i32", _heads_per_group),
+    "batch_repeats": ("i32", lambda plan, problem: problem.query.size(0) // max(1, problem.key.size(0))),
+    "batch_shares_keys": ("i32", lambda plan, problem: int(problem.key.size(0) == 1)),
+    "sm_scale": ("fp32", lambda plan, problem: problem.scale),
+    "dq_scale": ("fp32", lambda plan, problem: problem.scale),
+    "dk_scale": ("fp32", lambda plan, problem: problem.scale),
+    "qk_scale": ("fp32", _qk_scale),
+    "q_sign": ("fp32", lambda plan, problem: float((problem.scale > 0) - (problem.scale < 0))),
+    "stride_mask_b": ("i32", _mask_stride_b),
+    "stride_mask_h": ("i32", lambda plan, problem: _blocks(plan, problem) if mask_of(problem).H > 1 else 0),
+    "stride_sink_b": ("i64", lambda plan, problem: _sink_stride(problem, 0)),
+    "stride_sink_h": ("i64", lambda plan, problem: _sink_stride(problem, 1)),
+    "drop_below": ("i32", lambda plan, problem: _dropout(problem).drop_below),
+    "keep_scale": ("fp32", lambda plan, problem: _dropout(problem).keep_scale),
+}

@@ -1,0 +1,136 @@
+"""schedule: which kernels a forward and a backward run, in which order, and in which form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flexattn.call.problem import Problem
+from flexattn.compile.arguments import Tensors
+from flexattn.compile.capture_sums import has_known_bounds, sums_integers
+from flexattn.compile.hopper import FORMS, fused_backward, hopper_form
+from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
+from flexattn.compile.kernels import (
+    BATCH_CAPTURES,
+    CAPTURES,
+    DKDV,
+    FUSED,
+    HOPPER_BACKWARD,
+    PAIR,
+    SIZES,
+)
+from flexattn.compile.plan import plan_kernel
+from flexattn.compile.scatter import same_in_all_batches, without_sites
+from flexattn.compile.tiles import Tile
+from flexattn.errors import UnsupportedError, message
+from flexattn.graph.equal_runs import with_runs
+from flexattn.machine.target import Target
+from flexattn.options import option
+
+_NO_ARRAYS: Tensors = {}
+
+
+@dataclass(frozen=True)
+class KernelProblems:
+    """One problem in the forms that kernels see.
+
+    The mask uses runs of equal elements along the rows that a kernel's programs own, where these are known. Gradients
+    of captured tensors that are summed over the batch belong to kernels of their own.
+    """
+
+    owns_queries: Problem
+    owns_keys: Problem
+    of_captures: Problem
+
+    @staticmethod
+    def of(problem: Problem) -> KernelProblems:
+        """Convert a problem, once for all of its kernels."""
+        by_query, by_key = (_with_runs(problem, by_key) for by_key in (False, True))
+        if not sums_over_batch(problem):
+            return KernelProblems(by_query, by_key, by_query)
+        return KernelProblems(_without_captures(by_query), _without_captures(by_key), by_query)
+
+    def seen_by(self, spec: KernelSpec) -> Problem:
+        """Return the problem that a kernel computes a part of."""
+        if spec.captures in ("adds over batch", "sizes"):
+            return self.of_captures
+        return self.owns_keys if spec.owns_keys else self.owns_queries
+
+
+def _with_runs(problem: Problem, by_key: bool) -> Problem:
+    if not problem.runs or problem.mask is None:
+        return problem
+    return replace(problem, mask=with_runs(problem.mask, problem.runs, by_key), runs=())
+
+
+def _without_captures(problem: Problem) -> Problem:
+    assert problem.score_grad is not None
+    return replace(problem, score_grad=without_sites(problem.score_grad))
+
+
+def sums_over_batch(problem: Problem) -> bool:
+    """Whether captured tensors receive a gradient for each score, in elements that all batches share."""
+    graph, mask = problem.score_grad, problem.block_mask
+    if graph is None or not graph.sites or problem.query.size(0) == 1 or problem.dropout is not None:
+        return False  # most calls, at each launch
+    one_mask = mask is None or (mask.B == 1 and problem.mask is not None and not problem.mask.graph.reads("b"))
+    return one_mask and same_in_all_batches(graph)
+
+
+def backward_kernels(problems: KernelProblems, tensors: Tensors, target: Target) -> tuple[KernelSpec, ...]:
+    """Return the kernels that follow DELTA, in order: FUSED, or those of PAIR whose gradients are among `tensors`.
+
+    Gradients of captured tensors come with dQ or have a kernel of their own. SIZES runs before them if they are summed
+    as integers and nothing bounds them.
+    """
+    possible = tuple(spec for spec in PAIR if tensors.keys() >= set(spec.tensors))
+    captures = problems.of_captures
+    if captures.score_grad is not None and captures.score_grad.sites:
+        sizes = (SIZES,) if sums_integers(captures) and not has_known_bounds(captures) else ()
+        if captures is not problems.owns_queries:
+            return (*sizes, BATCH_CAPTURES, *_without_capture_gradients(problems, possible, tensors, target))
+        return (*sizes, *(() if "dq" in tensors else (CAPTURES,)), *possible)
+    return _without_capture_gradients(problems, possible, tensors, target)
+
+
+def _without_capture_gradients(
+    problems: KernelProblems, possible: tuple[KernelSpec, ...], tensors: Tensors, target: Target
+) -> tuple[KernelSpec, ...]:
+    if possible != PAIR:
+        return possible
+    return FUSED if isinstance(_plan_fused(problems.owns_keys, target, tensors), KernelPlan) else PAIR
+
+
+def plan_step(
+    spec: KernelSpec, problem: Problem, target: Target, tensors: Tensors, arrays: Tensors = _NO_ARRAYS
+) -> tuple[KernelPlan, str | None]:
+    """Plan one kernel in its Hopper form where it has one; also return why it has none, None where it does.
+
+    `problem` is that which the kernel sees. Raises UnsupportedError where the user wants Hopper's kernels alone.
+    """
+    if spec is HOPPER_BACKWARD:
+        fused = _plan_fused(problem, target, tensors)
+        assert isinstance(fused, KernelPlan), fused
+        return fused, None
+    plan = plan_kernel(spec, problem, target, tensors, arrays)
+    if spec not in FORMS:
+        return plan, None
+    form = hopper_form(plan, problem, tensors)
+    if isinstance(form, KernelPlan):
+        return form, None
+    if option(problem.options, "BACKEND", spec.phase) == "HOPPER":
+        found = f"BACKEND='HOPPER', and {form}"
+        raise UnsupportedError(message("kernel_options", found, "what it can compute", "Leave BACKEND out."))
+    return plan, form
+
+
+def plan_with_tile(
+    spec: KernelSpec, problem: Problem, target: Target, tensors: Tensors, tile: Tile
+) -> KernelPlan | None:
+    """Plan a kernel of the Triton engine with this tile; None where it cannot have it."""
+    plan = plan_kernel(spec, problem, target, tensors, tile=tile)
+    return plan if plan.tile == tile else None
+
+
+def _plan_fused(problem: Problem, target: Target, tensors: Tensors) -> KernelPlan | str:
+    tensors = {name: tensors[name] for name in DKDV.tensors}
+    return fused_backward(plan_kernel(DKDV, problem, target, tensors), problem, tensors)

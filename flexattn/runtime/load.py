@@ -1,0 +1,39 @@
+"""load: KernelPlan -> a kernel that the device accepts, with a smaller tile where it must."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from flexattn.compile.kernel_plan import KernelPlan
+from flexattn.compile.kernel_source import KernelSource
+from flexattn.compile.render import render
+from flexattn.compile.shared_memory import fit, smaller_tiles
+from flexattn.errors import CompileError
+from flexattn.runtime.build import Kernel, OutOfResources, build
+
+
+@dataclass(frozen=True)
+class LoadedKernel:
+    """A kernel with the plan and the source that it was built from."""
+
+    plan: KernelPlan
+    source: KernelSource
+    kernel: Kernel
+
+
+@lru_cache(1024)
+def load(wanted: KernelPlan) -> LoadedKernel:
+    """Build and load the plan's kernel. Step down to smaller tiles while the device has too few resources for it."""
+    failures: list[OutOfResources] = []
+    for plan in smaller_tiles(fit(wanted)):
+        source = render(plan)
+        kernel = build(source, plan.target)
+        try:
+            if plan.target.backend != "interpreter":
+                kernel.load()
+        except OutOfResources as error:
+            failures.append(error)
+            continue
+        return LoadedKernel(plan, source, kernel)
+    raise CompileError(f"no tile of {wanted.name} fits: {failures[-1]}")

@@ -1,0 +1,169 @@
+"""trace: errors name the user's line, and what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from eager_comparison import N, Straight, values
+from torch import Tensor
+
+from flexattn.errors import ModError, UnsupportedError
+from flexattn.trace import aten
+from flexattn.trace.trace import trace
+
+SCALE = values(N)
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def line(mod: Callable[..., Any], offset: int = 1) -> str:
+    return f"test_trace_errors.py:{mod.__code__.co_firstlineno + offset}"
+
+
+def refuse(mod: Any, kind: str, pattern: str, error: type[Exception] = ModError, offset: int | None = None) -> None:
+    with pytest.raises(error, match=pattern) as caught:
+        trace(mod, kind)  # type: ignore[arg-type]
+    if offset is not None:
+        assert line(mod, offset) in str(caught.value), str(caught.value)
+
+
+def test_data_dependent_control_flow() -> None:
+    def branch(s, b, h, q, k):
+        if q > k:
+            return s
+        return -s
+
+    def chained(b, h, q, k):
+        return q > k and h == 0
+
+    def item(s, b, h, q, k):
+        return s * q.item()
+
+    def as_int(s, b, h, q, k):
+        return s * SCALE[int(q)]
+
+    def ranged(s, b, h, q, k):
+        return s + SCALE[h : h + 1].sum()
+
+    def negation(b, h, q, k):
+        return not q > k
+
+    refuse(branch, "score", r"torch\.where\(condition", offset=1)
+    refuse(chained, "mask", r"`&`", offset=1)
+    refuse(negation, "mask", r"`~`", offset=1)
+    for mod in (item, as_int, ranged):
+        refuse(mod, "score", "reads the value of a tensor", offset=1)
+
+
+def test_mutation_and_randomness() -> None:
+    table = values(N).detach()
+
+    def changes_capture(s, b, h, q, k):
+        table[0] = 1.0
+        return s
+
+    def changes_score(s, b, h, q, k):
+        s += 1
+        return s
+
+    def adds_in_place(s, b, h, q, k):
+        table.add_(1)
+        return s
+
+    def noise(s, b, h, q, k):
+        return s + torch.rand(())
+
+    def dropout(s, b, h, q, k):
+        return F.dropout(s, 0.5)
+
+    for mod in (changes_capture, changes_score, adds_in_place):
+        refuse(mod, "score", "in place", offset=1)
+    for mod in (noise, dropout):
+        refuse(mod, "score", "random numbers", offset=1)
+    assert torch.equal(table, values(N))
+
+
+def test_results() -> None:
+    one = values(1)
+    refuse(lambda s, b, h, q, k: s * one, "score", r"shape \[1\], expected a scalar.*scale\[0\]", offset=0)
+    refuse(lambda s, b, h, q, k: None, "score", "type NoneType, expected a scalar tensor")
+    refuse(lambda b, h, q, k: q - k, "mask", r"torch\.int64, expected torch\.bool\. Write a comparison", offset=0)
+    refuse(lambda b, h, q, k: 1, "mask", "type int, expected a bool tensor")
+
+
+def test_calls() -> None:
+    refuse(3, "score", "found 3, expected a callable")
+    refuse(causal, "score", "looks like a mask_mod: pass it as block_mask")
+    refuse(lambda s, b, h, q, k: s, "mask", "looks like a score_mod")
+    refuse(lambda s, b, h: s, "score", "5 positional parameters")
+    refuse(lambda s, b, h, q, k, *, c: s, "score", "5 positional parameters")
+    trace(lambda *args: args[0], "score")
+    trace(lambda s, *rest: s, "score")
+    trace(lambda s, b, h, q, k, extra=1: s * extra, "score")
+
+
+def test_results_that_are_no_scores() -> None:
+    mine = "score_mod mod, line .*"
+
+    def refused(mod: Callable[..., Any], pattern: str) -> None:
+        mod.__name__ = "mod"
+        refuse(mod, "score", pattern)
+
+    refused(lambda s, b, h, q, k: torch.complex(s, s), "score_mod mod")
+    refused(lambda s, b, h, q, k: s.to(torch.complex64), mine + "dtype torch.complex64, expected a real number")
+    refused(lambda s, b, h, q, k: q >= k, mine + r"dtype torch.bool, expected a real number. It looks like a mask_mod")
+    refused(lambda s, b, h, q, k: True, "score_mod mod: found a result of type bool.* It looks like a mask_mod")
+    refused(lambda s, b, h, q, k: 1j, "score_mod mod: found a result of type complex.*real part")
+    refused(lambda s, b, h, q, k: s.unsqueeze(0), mine + r"shape \[1\]")
+    refused(lambda s, b, h, q, k: s * q.item(), "score_mod mod at .* reads the value of a tensor")
+    refused(lambda s, b, h, q, k: s * torch.rand(()), "score_mod mod at .* draws random numbers")
+    refused(lambda s, b, h, q, k: torch.nonzero(s).sum(), "score_mod mod at .* reads the value of a tensor")
+
+
+def test_messages_name_the_kind_of_mod() -> None:
+    def mod(b, h, q, k):
+        return q + k
+
+    refuse(mod, "mask", "mask_mod mod, line .*: found a result of dtype torch.int64")
+    refuse(lambda b, h, q, k: q, "mask", "^mask_mod, line")
+
+
+def test_arguments_are_never_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a row has no parameter for goes to PyTorch's decomposition, or is refused."""
+    long = values(N, 4)
+    refuse(lambda s, b, h, q, k: s + s.view(torch.int32), "score", "reads the bits of a", UnsupportedError)
+    refuse(
+        lambda s, b, h, q, k: s + long[q].roll(1)[0] + torch.gcd(q, k), "score", "gcd.* as many steps", UnsupportedError
+    )
+    refuse(
+        lambda s, b, h, q, k: s + long[q].scatter(0, q[None], s[None].double())[1],
+        "score",
+        "torch.where",
+        UnsupportedError,
+    )
+    monkeypatch.setitem(aten.ROWS, "round.decimals", aten.ROWS["floor"])
+    refuse(lambda s, b, h, q, k: torch.round(s, decimals=1), "score", "no rule: .*'decimals'", UnsupportedError)
+
+
+def test_unknown_operators_and_long_reductions() -> None:
+    long = values(N, 256)
+    refuse(lambda s, b, h, q, k: s + long[q].norm(), "score", "over 256 elements", UnsupportedError)
+    refuse(lambda s, b, h, q, k: torch.special.bessel_j0(s), "score", "bessel_j0", UnsupportedError, offset=0)
+    refuse(lambda s, b, h, q, k: s + long[q].sort()[0][k], "score", "sort", UnsupportedError, offset=0)
+    refuse(lambda s, b, h, q, k: Straight.apply(s), "score", "autograd.Function", UnsupportedError)
+
+
+def test_the_users_exception_is_the_cause() -> None:
+    def fails(s, b, h, q, k):
+        raise KeyError("no such bias")
+
+    with pytest.raises(ModError, match="raised KeyError: 'no such bias'") as caught:
+        trace(fails, "score")
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert line(fails) in str(caught.value)
