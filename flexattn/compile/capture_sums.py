@@ -17,14 +17,12 @@ from flexattn.call.problem import Problem
 from flexattn.compile.scatter import scatter_captures
 from flexattn.graph.magnitudes import gradient_factors
 from flexattn.graph.mod_graph import ModGraph
-from flexattn.graph.nodes import Input, Load
+from flexattn.graph.nodes import MASK_INPUTS, Input, Load
 
 # Sums stay below 2**SUM_BITS steps. 4 bits are left, since the weights of a row sum to 1 only up to rounding.
 SUM_BITS = 59
 _LARGEST_SCALE = 126  # as a power of two: 1 / scale is still a normal float32
 _LARGEST_SIZE = 2.0**120  # of what a row contributes; beyond it there is no gradient, as beyond float32
-
-_PLACES = ("b", "h", "q_idx", "kv_idx")
 
 
 def sums_integers(problem: Problem) -> bool:
@@ -127,7 +125,7 @@ def _sum_factor(problem: Problem, capture: int, measured: bool) -> float:
 def _unnamed(graph: ModGraph, site: Load, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return those sizes (of b, h, q_idx, kv_idx) that are not an index of the site: a cell is reached from all."""
     named = {node.name for a in site.args if isinstance(node := graph.nodes[a], Input)}
-    return tuple(size for name, size in zip(_PLACES, sizes, strict=False) if name not in named)
+    return tuple(size for name, size in zip(MASK_INPUTS, sizes, strict=False) if name not in named)
 
 
 def _factors_of(problem: Problem) -> tuple[float | None, ...]:

@@ -326,11 +326,11 @@ def _rounding(name: str) -> Row:
 
 def _round_decimals(x: Expr, decimals: Expr | None = None) -> Expr:
     """round(x, decimals=n) as torch computes it: scaled by a power of ten, rounded, scaled back."""
-    places = 0 if decimals is None else decimals.constant
+    places = 0 if decimals is None or decimals.constant is None else decimals.constant
     if not x.dtype.is_floating_point or places == 0:
         return x.apply("round") if x.dtype.is_floating_point else x
-    scale = 10.0 ** abs(float(places))  # type: ignore[arg-type]
-    return (x * scale).apply("round") / scale if float(places) > 0 else (x / scale).apply("round") * scale  # type: ignore[arg-type]
+    scale = 10.0 ** abs(float(places))
+    return (x * scale).apply("round") / scale if float(places) > 0 else (x / scale).apply("round") * scale
 
 
 def _compare(name: str) -> Row:

@@ -76,7 +76,8 @@ class Traced:
         if self.picks is not None:
             captures = tuple([tensors[i] for i in self.picks])
         else:
-            captures = tuple(self.prologue(*tensors, *numbers))  # type: ignore[misc]
+            assert self.prologue is not None
+            captures = tuple(self.prologue(*tensors, *numbers))
         values = self.numbers(tensors, numbers) if self.numbers is not None else ()
         graph = self._narrowed(values) if values else self.graph
         if graph.inputs is MASK_INPUTS:
