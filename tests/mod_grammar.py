@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.boxes import Bounds
 from flexattn.graph.builder import Builder, Expr
+from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import MASK_INPUTS, Capture, Number
 
 Write = Callable[..., Expr]  # write(builder, b, h, q_idx, kv_idx)
@@ -39,6 +43,13 @@ def build(write: Callable[..., Expr], captures=(), numbers=(), inputs=MASK_INPUT
         [out],
     )
     return BoundMod(graph, tuple(captures), tuple(numbers))
+
+
+def classify_boxes(
+    bounded: ModGraph, captures: Sequence[Tensor], numbers: Sequence[int | float], boxes: np.ndarray
+) -> np.ndarray:
+    """Return EMPTY, FULL or UNKNOWN for each box of a mask: boxes int [n, 8] in the order of BOX_INPUTS, uint8 [n]."""
+    return Bounds(bounded, tuple(captures), tuple(numbers)).classify(*np.asarray(boxes, np.int64).T)
 
 
 def on_grid(mod: BoundMod, b: int, h: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:

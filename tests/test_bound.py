@@ -10,12 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mod_grammar import CAPTURES, COMPARE, NUMBERS, booleans, build, floats, integers, on_grid
+from mod_grammar import CAPTURES, COMPARE, NUMBERS, booleans, build, classify_boxes, floats, integers, on_grid
 
-from flexattn.graph.bound import BOX_INPUTS, FULL, INDEX_LIMIT, Bounds, bound, classify_boxes, nonnegative, ranges
+from flexattn.graph.bound import BOX_INPUTS, FULL, bound
 from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.boxes import Bounds
 from flexattn.graph.nodes import SCORE_INPUTS
 from flexattn.graph.operators import OPS
+from flexattn.graph.ranges import INDEX_LIMIT, nonnegative, ranges
 from flexattn.mask_build import boxes as boxes_module
 from flexattn.mask_build.boxes import classify_by_boxes
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from mod_grammar import classify_boxes
 from torch import Tensor
 
 import flexattn.compile.lower
@@ -16,7 +17,7 @@ from flexattn.compile.lower import Dialect, lower, lower_score
 from flexattn.compile.mod_plan import CaptureLayout, ModPlan
 from flexattn.compile.render import render
 from flexattn.errors import CompileError
-from flexattn.graph.bound import EMPTY, classify_boxes
+from flexattn.graph.bound import EMPTY
 from flexattn.graph.bound import bound as bounding
 from flexattn.graph.builder import Builder, Expr
 from flexattn.graph.differentiate import differentiate

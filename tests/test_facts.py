@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from mod_grammar import CAPTURES, COMPARE, NUMBERS, booleans, briefly, build, integers, on_grid
 
 from flexattn.graph.bound_mod import BoundMod
-from flexattn.graph.facts import analyze
+from flexattn.graph.facts import ModFacts, analyze
 from flexattn.graph.linear import Linear
 from flexattn.graph.nodes import SCORE_INPUTS
 
@@ -103,14 +105,25 @@ def test_facts_of_score_mods_print(write, table, lines):
     assert facts.rows is None and facts.key is None
 
 
+def rows_have_a_key(facts: ModFacts, numbers: Sequence[int | float], Q: int, KV: int) -> bool:
+    """Tell whether the facts say that every row has a key that attends, for these numbers and lengths."""
+    if facts.key is None or (KV < Q if facts.key == "q_idx" else KV < 1):
+        return False
+    if facts.key_condition is None:
+        return True
+    zero = torch.zeros((), dtype=torch.int32)
+    (holds,) = facts.key_condition.evaluate(dict.fromkeys(facts.key_condition.inputs, zero), (), numbers)
+    return bool(holds)
+
+
 def test_a_key_in_each_row_depends_on_numbers_and_lengths():
     facts = analyze(build(sliding, (), (7,)).graph)
-    assert facts.rows_have_a_key((7,), 10, 10)
-    assert not facts.rows_have_a_key((-1,), 10, 10)
-    assert not facts.rows_have_a_key((7,), 11, 10)
+    assert rows_have_a_key(facts, (7,), 10, 10)
+    assert not rows_have_a_key(facts, (-1,), 10, 10)
+    assert not rows_have_a_key(facts, (7,), 11, 10)
     first = analyze(build(lambda bu, b, h, q, kv: (q >= kv).apply("or", kv < 4)).graph)
     assert first.key == "q_idx"
-    assert analyze(build(lambda bu, b, h, q, kv: kv < 4).graph).rows_have_a_key((), 100, 1)
+    assert rows_have_a_key(analyze(build(lambda bu, b, h, q, kv: kv < 4).graph), (), 100, 1)
 
 
 def test_analyze_is_done_once():
@@ -184,7 +197,7 @@ def test_facts_hold(write):
             assert not interval.exact or truth[inside].all()
             union |= inside
         assert not (truth & ~union).any()
-    if facts.rows_have_a_key(NUMBERS, SIZE, SIZE):
+    if rows_have_a_key(facts, NUMBERS, SIZE, SIZE):
         assert truth.any(dim=1).all()
     for load in facts.loads:
         node = mod.graph.nodes[load.node]

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from mod_grammar import classify_boxes
 from torch import Tensor
 
 from flexattn import create_block_mask, flex_attention, mods
 from flexattn.errors import FlexAttentionError, ModError
-from flexattn.graph.bound import bound, classify_boxes
+from flexattn.graph.bound import bound
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.trace.trace import trace
 

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from kernel_ops import check_row, odd_rows, rows
 from torch import Tensor
 
-from flexattn.trace import aten
+from flexattn.trace import elements
+from flexattn.trace.aten import TABLES
+from flexattn.trace.operator_calls import operator_name
 from flexattn.trace.trace import trace
 
 PLACES = ((0, 0, 0, 0), (1, 2, 10, 12), (0, 1, 7, 3), (1, 0, 3, 7), (1, 1, 5, 5), (0, 2, 10, 0))
@@ -319,14 +321,15 @@ CASES: dict[str, Mod] = {
     ),
 }
 
+NAMES = ("rows", "views", "reductions", "creation", "results")
 used: set[tuple[str, str]] = set()
 
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Note which row of which table each operator finds."""
-    names = {id(getattr(aten, name)): name for name in ("ROWS", "VIEWS", "REDUCTIONS", "CREATION", "RESULTS")}
-    find = aten._entry
+    names = {id(getattr(TABLES, name)): name for name in NAMES}
+    find = elements.entry
 
     def noted(table: dict[str, Any], node: torch.fx.Node) -> Any:
         found = find(table, node)
@@ -334,12 +337,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             used.update((names[id(table)], key) for key, row in table.items() if row is found and _is_of(key, node))
         return found
 
-    monkeypatch.setattr(aten, "_entry", noted)
+    monkeypatch.setattr(elements, "entry", noted)
     yield
 
 
 def _is_of(key: str, node: torch.fx.Node) -> bool:
-    name = aten.operator_name(node)
+    name = operator_name(node)
     return key in (name, f"{name}.{getattr(node.target, '_overloadname', '')}")
 
 
@@ -362,6 +365,5 @@ def test_every_row_was_used() -> None:
     """A row that no case above reaches has no test: add one."""
     for mod in CASES.values():
         trace(mod, "score", torch.float64)
-    tables = ("ROWS", "VIEWS", "REDUCTIONS", "CREATION", "RESULTS")
-    missing = {(t, key) for t in tables for key in getattr(aten, t)} - used
+    missing = {(t, key) for t in NAMES for key in getattr(TABLES, t)} - used
     assert not missing

@@ -179,7 +179,7 @@ def test_pow_at_zero() -> None:
 def test_triton_texts_are_expressions(name: str) -> None:
     for text in (OPS[name].triton, OPS[name].exact_triton):
         if text is not None:
-            parsed = ast.parse(text.format("x", "y", "z"), mode="eval")
+            parsed = ast.parse(text.format("x", "y", "z", kind="int"), mode="eval")
             read = {node.id for node in ast.walk(parsed) if isinstance(node, ast.Name)} & {"x", "y", "z"}
             assert read == set("xyz"[: arity(name)])
 

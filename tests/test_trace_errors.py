@@ -12,7 +12,7 @@ from eager_comparison import N, Straight, values
 from torch import Tensor
 
 from flexattn.errors import ModError, UnsupportedError
-from flexattn.trace import aten
+from flexattn.trace.aten import TABLES
 from flexattn.trace.trace import trace
 
 SCALE = values(N)
@@ -145,7 +145,7 @@ def test_arguments_are_never_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
         "torch.where",
         UnsupportedError,
     )
-    monkeypatch.setitem(aten.ROWS, "round.decimals", aten.ROWS["floor"])
+    monkeypatch.setitem(TABLES.rows, "round.decimals", TABLES.rows["floor"])
     refuse(lambda s, b, h, q, k: torch.round(s, decimals=1), "score", "no rule: .*'decimals'", UnsupportedError)
 
 

@@ -207,7 +207,6 @@ def _nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 _EMPTY = "<empty cell>"
-_ABSENT = "<not defined>"
 
 
 def _contents(cell: types.CellType) -> Any:

@@ -277,7 +277,8 @@ class BlockMask:
     @property
     def _grid(self) -> tuple[int, int]:
         """Blocks of queries and of keys."""
-        return tuple(-(-n // size) for n, size in zip(self.seq_lengths, self.BLOCK_SIZE, strict=True))  # type: ignore[return-value]
+        (queries, keys), (rows, columns) = self.seq_lengths, self.BLOCK_SIZE
+        return -(-queries // rows), -(-keys // columns)
 
     def numel(self) -> int:
         """Return the number of (query, key) pairs, masked or not."""
@@ -367,7 +368,8 @@ class BlockMask:
         """Return the partial and the full blocks, dense bool [B, H, rows, columns]."""
         lists, grid = (self.q_runs, self._grid[::-1]) if transposed else (self.kv_runs, self._grid)
         assert lists is not None
-        return tuple(r.dense(grid[1]).view(self.B, self.H, *grid) for r in (lists.partial, lists.full))  # type: ignore[return-value]
+        partial, full = (r.dense(grid[1]).view(self.B, self.H, *grid) for r in (lists.partial, lists.full))
+        return partial, full
 
     def _lists(self, transposed: bool, full: bool) -> tuple[Tensor, Tensor] | tuple[None, None]:
         lists, grid = (self.q_runs, self._grid[::-1]) if transposed else (self.kv_runs, self._grid)
@@ -384,7 +386,9 @@ class BlockMask:
 
     @property
     def kv_indices(self) -> Tensor:
-        return self._lists(transposed=False, full=False)[1]  # type: ignore[return-value]
+        _, indices = self._lists(transposed=False, full=False)
+        assert indices is not None
+        return indices
 
     @property
     def full_kv_num_blocks(self) -> Tensor | None:
@@ -622,8 +626,8 @@ class BlockMask:
 
     def _draw(self, place: tuple[int, ...], grid: tuple[int, int]) -> list[str]:
         b, h = (0,) * (2 - len(place)) + place
-        cells = tuple(blocks if most == -1 else most for blocks, most in zip(self._grid, grid, strict=True))
-        return picture.draw(*self._rows_of(b * self.H + h), self._grid[1], cells)  # type: ignore[arg-type]
+        down, across = (blocks if most == -1 else most for blocks, most in zip(self._grid, grid, strict=True))
+        return picture.draw(*self._rows_of(b * self.H + h), self._grid[1], (down, across))
 
     def _summary(self) -> str:
         full, partial, empty = self.counts()
@@ -716,7 +720,8 @@ def _pair(name: str, value: Any, least: int) -> tuple[int, int]:
     if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n >= least for n in pair):
         what = "an int or a pair of ints" if least else "a pair of ints"
         raise ArgumentError(message(name, repr(value), f"{what}, each >= {least}", "They are (query, key)."))
-    return pair  # type: ignore[return-value]
+    first, second = pair
+    return first, second
 
 
 def _percent(value: float) -> str:

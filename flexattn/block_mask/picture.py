@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flexattn.block_mask.runs import Runs
 
-EMPTY, MIXED, FULL = " ", "░", "█"
+_SYMBOLS = (" ", "░", "█")  # of empty, mixed and full cells
 
 _RUNS = 2**20  # runs counted at a time
 _CELLS = 2**20  # cells drawn at a time
@@ -28,7 +28,7 @@ def draw(partial: Runs, full: Runs, columns: int, grid: tuple[int, int], width: 
         is_full = count_cells(full.between(start, stop), columns, step)
         is_live = count_cells(partial.between(start, stop), columns, step) + is_full
         kinds = (is_live > 0).int() + (is_full == areas((stop - start, columns), step, is_full.device)).int()
-        lines += ["".join((EMPTY, MIXED, FULL)[kind] * width for kind in row) for row in kinds.tolist()]
+        lines += ["".join(_SYMBOLS[kind] * width for kind in row) for row in kinds.tolist()]
     return lines
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from flexattn.block_mask import BlockMask
 from flexattn.call.arguments import as_float
 from flexattn.errors import ArgumentError, DeviceError, DtypeError, MaskError, UnsupportedError, message
-from flexattn.graph.bound import INDEX_LIMIT
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.nodes import short_dtype
+from flexattn.graph.ranges import INDEX_LIMIT
 from flexattn.torch_state.subclasses import check_plain, is_plain
 
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})

@@ -8,33 +8,21 @@ the device: large enough that no sum of a cell overflows, and at most 2**-57 of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from flexattn.call.problem import Problem
 from flexattn.compile.scatter import scatter_captures
-from flexattn.graph.index_range import index_ranges
+from flexattn.graph.magnitudes import gradient_factors
 from flexattn.graph.mod_graph import ModGraph
-from flexattn.graph.nodes import Const, Input, Load, Node, NumberRef, Operation
+from flexattn.graph.nodes import MASK_INPUTS, Input, Load
 
 # Sums stay below 2**SUM_BITS steps. 4 bits are left, since the weights of a row sum to 1 only up to rounding.
 SUM_BITS = 59
 _LARGEST_SCALE = 126  # as a power of two: 1 / scale is still a normal float32
 _LARGEST_SIZE = 2.0**120  # of what a row contributes; beyond it there is no gradient, as beyond float32
-_LARGEST_FACTOR = 2.0**24
-
-_PLACES = ("b", "h", "q_idx", "kv_idx")
-# The largest size of a result whose operands have these sizes.
-_SIZES: dict[str, Callable[..., float]] = {
-    "neg": lambda x: x, "abs": lambda x: x, "cast": lambda x: x, "detach": lambda x: x,
-    "add": lambda x, y: x + y, "sub": lambda x, y: x + y, "mul": lambda x, y: x * y,
-    "maximum": max, "minimum": max, "where": max,
-}  # fmt: skip
-_AT_MOST_ONE = frozenset(("tanh", "sin", "cos", "erf"))
 
 
 def sums_integers(problem: Problem) -> bool:
@@ -137,50 +125,10 @@ def _sum_factor(problem: Problem, capture: int, measured: bool) -> float:
 def _unnamed(graph: ModGraph, site: Load, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return those sizes (of b, h, q_idx, kv_idx) that are not an index of the site: a cell is reached from all."""
     named = {node.name for a in site.args if isinstance(node := graph.nodes[a], Input)}
-    return tuple(size for name, size in zip(_PLACES, sizes, strict=False) if name not in named)
+    return tuple(size for name, size in zip(MASK_INPUTS, sizes, strict=False) if name not in named)
 
 
 def _factors_of(problem: Problem) -> tuple[float | None, ...]:
     assert problem.score is not None and problem.score_grad is not None
     B, H, M, _ = problem.query.shape
-    return _factors(problem.score_grad, problem.score.numbers, (B, H, M, problem.key.size(2)))
-
-
-@lru_cache(512)
-def _factors(
-    graph: ModGraph, numbers: tuple[int | float, ...], extents: tuple[int, int, int, int]
-) -> tuple[float | None, ...]:
-    """Return for each site the most that it receives of a gradient of 1, None where that is not known."""
-    ranges = index_ranges(graph, numbers, extents)
-    sizes: list[float | None] = []
-    for node, between in zip(graph.nodes, ranges, strict=True):
-        size = float(max(map(abs, between))) if between else _size(graph, node, [sizes[a] for a in node.args], numbers)
-        sizes.append(size if size is not None and size <= _LARGEST_FACTOR else None)
-    return tuple(None if o is None else sizes[o] for o in graph.outputs[1:])
-
-
-def _size(graph: ModGraph, node: Node, args: list[float | None], numbers: tuple[int | float, ...]) -> float | None:
-    """Return the largest size of a node where its operands have these sizes and `grad` that of 1."""
-    match node:
-        case Input(name):
-            return 1.0 if name == "grad" else None
-        case NumberRef(position):
-            return abs(float(numbers[position]))
-        case Const(value):
-            return abs(float(value))
-        case Operation("div") if args[0] is not None and args[1] and _is_number(graph, node.args[1]):
-            return args[0] / args[1]
-        case Operation("cast") if graph.nodes[node.args[0]].dtype == torch.bool:
-            return 1.0
-        case Operation("where"):
-            args = args[1:]
-    if node.op in _AT_MOST_ONE:
-        return 1.0
-    if node.op not in _SIZES or None in args:
-        return None
-    return _SIZES[node.op](*args)
-
-
-def _is_number(graph: ModGraph, position: int) -> bool:
-    node = graph.nodes[position]
-    return isinstance(node, (Const, NumberRef)) or (node.op == "cast" and _is_number(graph, node.args[0]))
+    return gradient_factors(problem.score_grad, problem.score.numbers, (B, H, M, problem.key.size(2)))

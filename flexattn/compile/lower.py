@@ -18,16 +18,13 @@ import torch
 
 from flexattn.compile.mod_plan import TRITON_DTYPE, ModPlan, layout_unit
 from flexattn.errors import CompileError, message
-from flexattn.graph.bound import ranges
 from flexattn.graph.dependence import computed_from, each_place, uses
 from flexattn.graph.linear import affine
+from flexattn.graph.magnitudes import exact_in_float32
 from flexattn.graph.mod_graph import ModGraph
-from flexattn.graph.nodes import Const, Input, Load, Node, NumberRef, Operation, RangeLoad, Scalar
+from flexattn.graph.nodes import Const, Input, Load, Node, NumberRef, RangeLoad, Scalar
 from flexattn.graph.operators import OPS
-
-# Integers of at most this size are exact in float32, and so are sums of a few lengths below INDEX_LIMIT.
-EXACT_FLOAT32 = 1 << 24
-INDEX_LIMIT = 1 << 22
+from flexattn.graph.ranges import ranges
 
 MOST_OPERATIONS = 20_000  # of a mod: Triton takes minutes for as many
 
@@ -49,7 +46,7 @@ class Dialect:
 
     exact: bool = False  # accurate functions instead of the hardware's approximations
     ptx: bool = False  # NVIDIA's instructions may be written inline
-    float_index: bool = True  # lengths are below INDEX_LIMIT: index differences are formed in float32
+    float_index: bool = True  # lengths are below FLOAT_INDEX_LIMIT: index differences are formed in float32
     # This index (q_idx or kv_idx) also comes as the sum of `near`, which in each thread has few values (so there is
     # little to convert to float32), and `offset`, which is a constant of the instruction.
     columns: str = ""
@@ -242,7 +239,7 @@ class Writer:
 
     def _cast(self, node: Node) -> str:
         source = self.graph.nodes[node.args[0]]
-        if node.dtype == torch.float32 and not source.dtype.is_floating_point and self._float_range(node.args[0]):
+        if node.dtype == torch.float32 and not source.dtype.is_floating_point and self._in_float32(node.args[0]):
             return self._float_value(node.args[0])
         if isinstance(source, Const):
             return literal(source.value)
@@ -327,8 +324,7 @@ class Writer:
             return self.assign(f"{x} // {y}" if node.op == "floordiv" else f"{x} % {y}")
         if whole and node.op == "fmod":
             return self.assign(f"{x} % {y}")
-        name = {"floordiv": "floor_div", "mod": "floor_mod", "fmod": "trunc_mod"}[node.op]
-        return self.assign(f"{name}_{_kind(node)}({x}, {y})")
+        return self.assign(self._text(node).format(x, y, kind=_kind(node)))
 
     def _load(self, node: Load, position: int) -> str:
         capture_position = node.capture
@@ -411,11 +407,9 @@ class Writer:
 
     # Index arithmetic in float32: an int-to-float conversion for each score runs at a quarter of the rate of an add.
 
-    def _float_range(self, position: int) -> int | None:
-        """Return a bound of the magnitude if the node can be computed in float32 exactly from rows and columns."""
-        if not self.dialect.float_index:
-            return None
-        return _magnitudes(self.graph)[position]
+    def _in_float32(self, position: int) -> bool:
+        """Tell whether a node can be computed in float32 exactly from rows and columns."""
+        return self.dialect.float_index and exact_in_float32(self.graph)[position]
 
     def _float_value(self, position: int) -> str:
         if position not in self.float_names:
@@ -452,7 +446,6 @@ class Writer:
 
 
 _MOST_NESTED = 40  # operations that write each other by calls
-_MOST_SUMMED = 16  # integers that are added in float32, one inside of the other
 
 
 @lru_cache(64)
@@ -471,25 +464,6 @@ def _stops(graph: ModGraph) -> tuple[int, ...]:
 @lru_cache(64)
 def _summands(graph: ModGraph) -> frozenset[int]:
     return frozenset(a for node in graph.nodes if node.op in ("add", "sub", "neg") for a in node.args)
-
-
-@lru_cache(64)
-def _magnitudes(graph: ModGraph) -> tuple[int | None, ...]:
-    """For each node, a bound of its magnitude if it is a short sum of indices that float32 holds."""
-    found: list[tuple[int, int] | None] = []  # (bound, operations)
-    for node in graph.nodes:
-        parts = [found[a] for a in node.args]
-        known = [p for p in parts if p is not None]
-        size = None
-        match node:
-            case Input("q_idx" | "kv_idx"):
-                size = INDEX_LIMIT, 0
-            case Const(value) if node.dtype != torch.bool and not node.dtype.is_floating_point:
-                size = abs(int(value)), 0
-            case Operation("add" | "sub" | "neg" | "abs" | "maximum" | "minimum") if len(known) == len(parts):
-                size = sum(b for b, _ in known), 1 + max(n for _, n in known)
-        found.append(size if size is not None and size[0] <= EXACT_FLOAT32 and size[1] <= _MOST_SUMMED else None)
-    return tuple(None if f is None else f[0] for f in found)
 
 
 def _times(factor: int, text: str) -> str:

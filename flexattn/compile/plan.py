@@ -12,7 +12,6 @@ from flexattn.call.problem import Problem
 from flexattn.compile.arguments import Tensors
 from flexattn.compile.capture_sums import sums_integers
 from flexattn.compile.kernel_plan import KernelPlan, KernelSpec, Phase
-from flexattn.compile.lower import INDEX_LIMIT
 from flexattn.compile.mod_plan import CaptureLayout, ModPlan
 from flexattn.compile.scatter import without_sites
 from flexattn.compile.shared_memory import fit
@@ -21,8 +20,9 @@ from flexattn.compile.tiles import Tile, TileKey
 from flexattn.errors import OptionError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.dependence import adds_to_score, loads_by, loads_each_place
-from flexattn.graph.index_range import Range, index_ranges
+from flexattn.graph.magnitudes import FLOAT_INDEX_LIMIT
 from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.ranges import Range, index_ranges
 from flexattn.machine.target import Target
 from flexattn.options import LARGEST_TILE, option
 
@@ -62,7 +62,7 @@ def _with_products(plan: KernelPlan, problem: Problem, tensors: Tensors) -> Kern
     plan = replace(
         plan, wide_rows=any(t.stride(2) >= 1 << 23 for t in tensors.values()), score=score, grad=grad,
         mask=_mod_plan(problem.mask, "mask", problem), blocks=None if mask is None else mask.BLOCK_SIZE,
-        float_index=max(problem.query.size(2), problem.key.size(2)) <= INDEX_LIMIT,
+        float_index=max(problem.query.size(2), problem.key.size(2)) <= FLOAT_INDEX_LIMIT,
         precision=_precision(problem, plan.target),
         integer_sums=spec.captures in ("adds", "adds over batch") and sums_integers(problem),
     )  # fmt: skip

@@ -30,7 +30,6 @@ def scatter_captures(graph: ModGraph) -> tuple[int, ...]:
 LARGEST_UNITS = 2.0**60
 # How captured gradients are summed: the arguments of each captured tensor (what its buffer holds first), and what adds
 # `value` at `pointers`. "sizes" adds nothing: it finds how large a row's contributions are.
-SUMS = ("float", "integer", "sizes")
 _BUFFERS: dict[str, tuple[tuple[str, str], ...]] = {
     "float": (("grad_ptr", "*fp32"),),
     "integer": (("grad_ptr", "*i64"), ("scale_ptr", "*fp32"), ("lost_ptr", "*i32")),

@@ -6,14 +6,13 @@ sympy only writes: it sorts and expands sums, so that equal expressions read ali
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from flexattn.graph.bound import nonnegative, ranges
 from flexattn.graph.builder import Builder, Expr, rewrite
 from flexattn.graph.linear import (
     COMPARISONS,
@@ -25,6 +24,7 @@ from flexattn.graph.linear import (
 )  # fmt: skip
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const, Input, Load, NumberRef, Operation
+from flexattn.graph.ranges import nonnegative, ranges
 from flexattn.graph.row_bounds import Interval, row_union
 
 _ORDER = ("score", "b", "h", "q_idx", "kv_idx", "grad")
@@ -39,7 +39,6 @@ class LoadFacts:
     text: str  # table[h, q_idx - kv_idx], canonical
     reads: tuple[str, ...]  # the inputs that the index is computed from
     nonnegative: tuple[bool, ...]  # for each axis: the index never wraps around from the end
-    range: tuple[Any, Any] | None  # least and greatest value by dtype, None for floats
 
 
 @dataclass(frozen=True)
@@ -56,16 +55,6 @@ class ModFacts:
     key_condition: ModGraph | None  # over numbers alone; None: always
     assumes: tuple[str, ...]  # integer sums that must not wrap around for `shift_invariant` and `rows` to hold
 
-    def rows_have_a_key(self, numbers: Sequence[int | float], Q: int, KV: int) -> bool:
-        """Tell whether every row surely has a key that attends, for these numbers and lengths."""
-        if self.key is None or (KV < Q if self.key == "q_idx" else KV < 1):
-            return False
-        if self.key_condition is None:
-            return True
-        zero = torch.zeros((), dtype=torch.int32)
-        (holds,) = self.key_condition.evaluate(dict.fromkeys(self.key_condition.inputs, zero), (), numbers)
-        return bool(holds)
-
     def __repr__(self) -> str:
         return _print(self)
 
@@ -78,7 +67,7 @@ def analyze(graph: ModGraph) -> ModFacts:
     mask = graph.nodes[output].dtype == torch.bool
     positive = nonnegative(graph)
     loads = tuple(
-        LoadFacts(i, texts[i], _ordered(graph.dependence[i]), tuple(positive[a] for a in load.args), _limits(graph, i))
+        LoadFacts(i, texts[i], _ordered(graph.dependence[i]), tuple(positive[a] for a in load.args))
         for i, load in graph.loads.items()
     )
     rows, assumed = row_union(graph) if mask else (None, set[int]())
@@ -100,10 +89,6 @@ def analyze(graph: ModGraph) -> ModFacts:
 
 def _ordered(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(names, key=_ORDER.index))
-
-
-def _limits(graph: ModGraph, i: int) -> tuple[Any, Any] | None:
-    return None if graph.nodes[i].dtype.is_floating_point else ranges(graph)[i]
 
 
 def _assumed_by_shift(graph: ModGraph, output: int) -> set[int]:

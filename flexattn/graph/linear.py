@@ -10,10 +10,10 @@ from functools import lru_cache
 
 import torch
 
-from flexattn.graph.bound import never_wraps
 from flexattn.graph.dependence import PLACES
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const, Operation
+from flexattn.graph.ranges import never_wraps
 
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _SUMS = ("add", "sub", "neg", "mul", "cast")

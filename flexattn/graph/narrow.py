@@ -14,10 +14,10 @@ from functools import lru_cache
 import torch
 
 from flexattn.errors import ModError, message
-from flexattn.graph.bound import ranges
 from flexattn.graph.builder import Builder, Expr, rewrite
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const, Input, Load, NumberRef, Operation
+from flexattn.graph.ranges import ranges
 
 # Magnitudes of captured integers, as a number of bits. Sums of lengths and a few small numbers stay inside of int32.
 _SMALL, _MEDIUM, _LARGE = 24, 30, 63

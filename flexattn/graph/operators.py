@@ -3,10 +3,10 @@
 A row is everything that flexattn knows about an operation; `tests/test_operators.py` checks every row. Rules for
 derivatives and bounds receive `Expr` objects and use their operators, so this module imports nothing of the package.
 
-Triton texts use `{0}`, `{1}`... for operands, and the subset that Triton and Gluon share. `tl.` and `libdevice.` are
-names that every generated file imports. A derivative rule `grad(g, out, *operands)` returns one value (or None) for
-each operand. A bound rule takes one (low, high) pair for each operand and returns the pair of the result, or None
-where it can prove nothing.
+Triton texts use `{0}`, `{1}`... for operands, `{kind}` for int, float or double, and the subset that Triton and Gluon
+share. `tl.` and `libdevice.` are names that every generated file imports. A derivative rule `grad(g, out, *operands)`
+returns one value (or None) for each operand. A bound rule takes one (low, high) pair for each operand and returns the
+pair of the result, or None where it can prove nothing.
 """
 
 from __future__ import annotations
@@ -335,9 +335,11 @@ OPS: dict[str, Op] = {
     "mul": Op(torch.mul, "{0} * {1}", lambda g, o, x, y: (g * y, g * x), _bound_mul),
     "div": Op(torch.div, "{0} / {1}", lambda g, o, x, y: (g / y, -g * o / y), _bound_div,
         exact_triton="tl.div_rn({0}, {1})"),
-    "floordiv": Op(torch.floor_divide, "floor_div({0}, {1})", None, _bound_floordiv),
-    "mod": Op(torch.remainder, "floor_mod({0}, {1})", lambda g, o, x, y: (g, -g * x.apply("floordiv", y)), _bound_mod),
-    "fmod": Op(torch.fmod, "trunc_mod({0}, {1})", lambda g, o, x, y: (g, -g * (x - o) / y), _bound_fmod),
+    "floordiv": Op(torch.floor_divide, "floor_div_{kind}({0}, {1})", None, _bound_floordiv),
+    "mod": Op(
+        torch.remainder, "floor_mod_{kind}({0}, {1})", lambda g, o, x, y: (g, -g * x.apply("floordiv", y)), _bound_mod
+    ),
+    "fmod": Op(torch.fmod, "trunc_mod_{kind}({0}, {1})", lambda g, o, x, y: (g, -g * (x - o) / y), _bound_fmod),
     "neg": Op(torch.neg, "-{0}", lambda g, o, x: (-g,), lambda a: (-a[1], -a[0])),
     "abs": Op(
         torch.abs, "tl.abs({0})", lambda g, o, x: (where(x > 0.0, g, where(x < 0.0, -g, 0.0)),), _bound_abs

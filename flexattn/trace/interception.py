@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 from flexattn.errors import ModError, UnsupportedError
 from flexattn.process.forks import temporary
 from flexattn.torch_state.transforms import innermost
-from flexattn.trace.aten import UnknownOperator
 from flexattn.trace.follow import current_line
+from flexattn.trace.operator_calls import UnknownOperator
 from flexattn.trace.registered import meaning_of
 
 DATA_DEPENDENT = (

@@ -20,8 +20,10 @@ from flexattn.graph.builder import Builder, Expr, without_unused
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.narrow import narrowed
 from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS, Capture, Number, wide
-from flexattn.trace.aten import Elements, Index, has_row, is_symbol, operator_name
+from flexattn.trace.aten import TABLES, has_row
+from flexattn.trace.elements import Elements, Index
 from flexattn.trace.interception import CONSTANT, DATA_DEPENDENT, IN_PLACE, MOST_SHOWN, RANDOM, line_of_node
+from flexattn.trace.operator_calls import is_symbol, operator_name
 
 Kind = Literal["score", "mask"]
 
@@ -76,7 +78,8 @@ class Traced:
         if self.picks is not None:
             captures = tuple([tensors[i] for i in self.picks])
         else:
-            captures = tuple(self.prologue(*tensors, *numbers))  # type: ignore[misc]
+            assert self.prologue is not None
+            captures = tuple(self.prologue(*tensors, *numbers))
         values = self.numbers(tensors, numbers) if self.numbers is not None else ()
         graph = self._narrowed(values) if values else self.graph
         if graph.inputs is MASK_INPUTS:
@@ -93,7 +96,7 @@ def scalarize(recorded: Recorded, kind: Kind, name: str, score_dtype: torch.dtyp
     _refuse_mutation_and_randomness(recorded, called)
     _refuse_unknown_values(recorded, called)
     leaves = _Leaves(recorded, score_dtype)
-    elements = Elements(leaves.builder, leaves.load, leaves.number)
+    elements = Elements(TABLES, leaves.builder, leaves.load, leaves.number)
     dtype = score_dtype if kind == "score" else torch.bool
     out = _output(elements, recorded.result, kind, called, dtype)
     graph = leaves.builder.build(

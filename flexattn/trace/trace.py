@@ -27,10 +27,10 @@ from flexattn.process.forks import Lock
 from flexattn.torch_state.modes import undisturbed
 from flexattn.torch_state.transforms import outside
 from flexattn.trace import memo
-from flexattn.trace.aten import Refused, UnknownOperator
 from flexattn.trace.follow import Record, guard_of
 from flexattn.trace.follow.libraries import is_ours
 from flexattn.trace.interception import explain_operator
+from flexattn.trace.operator_calls import Refused, UnknownOperator
 from flexattn.trace.recording import Decompositions, record_run
 from flexattn.trace.registered import meaning_of, registrations
 from flexattn.trace.scalarize import Kind, Traced, scalarize

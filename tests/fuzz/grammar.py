@@ -26,7 +26,7 @@ PLACE = {"q_idx", "kv_idx"}
 
 @dataclass(frozen=True)
 class Term:
-    """Stands for flexattn.graph.mod_graph.Expr where a mod is run, not built."""
+    """Stands for flexattn.graph.builder.Expr where a mod is run, not built."""
 
     value: Tensor
 
@@ -44,7 +44,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Runner:
-    """Stands for flexattn.graph.mod_graph.Builder: `like` is any tensor of the device."""
+    """Stands for flexattn.graph.builder.Builder: `like` is any tensor of the device."""
 
     like: Tensor
     captures: tuple[Tensor, ...]

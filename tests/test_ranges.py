@@ -1,4 +1,4 @@
-"""index_range: what is said of index expressions holds at every place."""
+"""Ranges, linear forms and shift invariance: what is said of index expressions holds at every place."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from flexattn.graph.index_range import index_ranges
 from flexattn.graph.linear import Affine, affine, shift_invariant
 from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.ranges import index_ranges
 from flexattn.trace.trace import trace
 
 M, N = 7, 11
