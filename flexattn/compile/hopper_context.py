@@ -74,6 +74,7 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
          *(("sink_ptr", "stride_sink_b", "stride_sink_h") if plan.has_sink else ()), "M", "N", "heads", "heads_q",
          "group_size", "heads_per_group", "batch_shares_keys"),
         {
+            "to_exp2": "" if plan.score else " * qk_scale", "exponent": _exponent(plan),
             "parts": parts, "with_sink": as_gluon(environment().get_template("with_sink.py.jinja").render()),
             "numbers": ["b", "h", "m0", *(["partial", "full"] if plan.blocks else [])],
             "consumers": consumers, "shared_lists": shared_lists, "shares_output": plan.shares_output,
@@ -82,6 +83,15 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
             "worker_registers": [CONSUMER_REGISTERS] * (consumers - 1) + [PRODUCER_REGISTERS],
         },
     )  # fmt: skip
+
+
+def _exponent(plan: KernelPlan) -> str:
+    """Return the forward's scores less the maximum, in the exp2 domain."""
+    if plan.score is not None:
+        return "s - m_safe[:, None]"
+    if plan.batch_invariant:  # where nothing is fused the product would be rounded
+        return "gl.fma(s, qk_scale, -m_safe[:, None])"
+    return "s * qk_scale - m_safe[:, None]"
 
 
 # Conversions of two numbers at a time to half precision and back.

@@ -9,7 +9,16 @@ import torch
 
 from flexattn.call.dropout import KEYS, QUERIES, ROUNDS
 from flexattn.compile.hopper_context import hopper_descriptors, hopper_names, shared_layout
-from flexattn.compile.kernel_plan import BATCH_CAPTURES, KernelPlan, Part, pieces_of, split_head_dim
+from flexattn.compile.kernel_plan import (
+    BATCH_CAPTURES,
+    CAPTURES,
+    SCATTERS,
+    SIZES,
+    KernelPlan,
+    Part,
+    pieces_of,
+    split_head_dim,
+)
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.lower import (
     TRITON_DTYPE,
@@ -55,54 +64,87 @@ def render(plan: KernelPlan) -> KernelSource:
 
 
 def _names(plan: KernelPlan) -> dict[str, object]:
-    """Return what the templates refer to."""
-    constants: list[tuple[str, object]] = [
-        ("BLOCK_M", plan.tile.BLOCK_M), ("BLOCK_N", plan.tile.BLOCK_N), ("UNIT", plan.unit),
-        ("PRECISION", repr(plan.precision)),
-    ]  # fmt: skip
-    if plan.sums:
-        constants.append(("DTYPE", f"tl.{TRITON_DTYPE[plan.dtype]}"))
-    if plan.sums == "integer":
-        constants.append(("LARGEST_UNITS", LARGEST_UNITS))
-    if plan.has_dropout:
-        constants.append(("PHILOX_ROUNDS", ROUNDS))
-    if plan.kernel == "backward_dq_rows":
-        pieces = pieces_of(plan.D)
-        constants += [("D", plan.D), ("PIECES", pieces), ("STEP", 32 if pieces % 2 else 64)]
-    if plan.kernel == "backward_dkdv":
-        constants.append(("PARTIAL_M", plan.tile.partial_m))
-    if plan.blocks:
-        constants += [("SPARSE_Q", plan.blocks[0]), ("SPARSE_KV", plan.blocks[1]), ("TILES", plan.tiles_per_block)]
+    """Return what the templates of a plan's kernel refer to."""
+    mods = _mods(plan)
     score = plan.score.argument_names() if plan.score else ()
     mask = plan.mask.argument_names() if plan.mask else ()
     return {
-        "name": plan.name, "constants": constants, "mods": _mods(plan),
+        # The file: the kernel's name, module-level constants, lowered mods.
+        "name": plan.name, "constants": _constants(plan, mods), "mods": mods,
+        # What there is to compute.
+        "has_score": plan.score is not None,  # score_mod is called
+        "has_mask": plan.mask is not None,  # mask_mod is called in partial blocks
+        "has_blocks": plan.blocks is not None,  # lists of blocks are walked
+        "has_dropout": plan.has_dropout, "has_sink": plan.has_sink, "has_dlse": plan.has_dlse,
+        "max_scores": plan.max_scores,  # the forward stores the maximum of each row too
+        "scales_gradient": plan.scales_gradient,  # score_grad is called
+        "early_score": bool(plan.score and early_loads(plan.score)),  # score_loads is called before the product
+        "early_grad": bool(plan.grad and plan.scales_gradient and early_loads(plan.grad)),  # and grad_loads
+        "loads_by_batch": bool(plan.score and _loads_by_batch(plan.score.graph)),  # score_loads depends on b
+        # How: the tiles that streamed rows come in, and the parts of D and Dv.
+        "tma": plan.tma,  # through tensor descriptors
+        "full_tail": plan.cuts_blocks or plan.full_overhangs,  # the last tile of a full run may be cut
         "qk_parts": split_head_dim(plan.D), "v_parts": split_head_dim(plan.Dv),
-        "has_score": plan.score is not None, "scales_gradient": plan.scales_gradient,
-        "early_score": bool(plan.score and early_loads(plan.score)),
-        "loads_by_batch": bool(plan.score and _loads_by_batch(plan.score.graph)),
-        "early_grad": bool(plan.grad and plan.scales_gradient and early_loads(plan.grad)),
-        "has_mask": plan.mask is not None, "has_blocks": plan.blocks is not None,
-        "full_tail": plan.cuts_blocks or plan.full_overhangs, "max_scores": plan.max_scores,
-        "has_dlse": plan.has_dlse, "has_sink": plan.has_sink, "transposed": plan.transposed,
-        "batch_invariant": plan.batch_invariant,
-        "has_dropout": plan.has_dropout, "keys_together": _keys_together(plan),
-        "settles": _settles(plan),
-        "dropout_arguments": _dropout_arguments(plan),
-        "dropout_parameters": ("seed_ptr", "drop_below", "keep_scale") if plan.has_dropout else (),
+        # Arguments of functions, by name.
         "scale": "qk_scale" if _scales_to_exp2(plan) else "sm_scale",
-        "natural": plan.exact, "to_exp2": _to_exp2(plan), "exponent": _exponent(plan),
         "score_arguments": score, "mask_arguments": mask, "mod_arguments": (*score, *mask),
-        **_scatter_names(plan), "scatter_live": lambda loop: _scatter_live(plan, loop),
-        "opaque": lambda first: _opaque(plan, first), "far": lambda *a: _far(plan, *a),
-        "inside": lambda loop: _inside(plan, loop), "tma": plan.tma, "products_first": plan.tile.PRODUCTS_FIRST,
-        "add_product": lambda *a: _add_product(plan, *a),
-        "stream": lambda *a: _stream(plan, *a), "stream_arguments": _stream_arguments(plan),
-        "stream_descriptors": tuple(d for d, _ in stream_descriptors(plan) if "partial" not in d),
+        "dropout_parameters": ("seed_ptr", "drop_below", "keep_scale") if plan.has_dropout else (),  # of the kernel
+        "dropout_arguments": _dropout_arguments(plan),  # of the inner loop
+        "stream_arguments": _stream_arguments(plan),  # of the inner loop: what addresses streamed tiles
+        "partial_arguments": tuple(_partial_name(plan, n) for n in _stream_arguments(plan)),  # where the mask is asked
+        "stream_descriptors": tuple(d for d, _ in stream_descriptors(plan) if "partial" not in d),  # of the kernel
         "partial_descriptors": tuple(d for d, _ in stream_descriptors(plan) if "partial" in d),
-        "partial_arguments": tuple(_partial_name(plan, n) for n in _stream_arguments(plan)),
-        "each": _each, "names": _joined, "tile": _tile, "guard": _guard, "store_guard": _store_guard,
+        **_scatter_names(plan),
+        "each": _each, "names": _joined,
     }  # fmt: skip
+
+
+_INNER_LOOPS = ("forward", *SCATTERS, "backward_dkdv")  # kernels of the Triton engine that walk tiles
+
+
+def _constants(plan: KernelPlan, mods: list[str]) -> list[tuple[str, object]]:
+    """Return (name, value) of the kernel file's tl.constexpr constants."""
+    found: list[tuple[str, object]] = [
+        ("BLOCK_M", plan.tile.BLOCK_M), ("BLOCK_N", plan.tile.BLOCK_N),
+        ("UNIT", plan.unit),  # elements in the unit that strides are passed in
+        ("PRECISION", repr(plan.precision)),  # of float32 products
+    ]  # fmt: skip
+    if plan.blocks:
+        found += [("SPARSE_Q", plan.blocks[0]), ("SPARSE_KV", plan.blocks[1]), ("TILES", plan.tiles_per_block)]
+    if plan.kernel in _INNER_LOOPS or plan.kernel == "backward_delta":
+        found.append(("EXACT", plan.exact))  # lse is kept as it is, not in the exp2 domain
+    if plan.kernel in _INNER_LOOPS:
+        found += [
+            ("PTX", plan.target.backend == "cuda"),  # inline PTX may be called
+            ("FMA_PRODUCTS", plan.dtype == torch.float32 and plan.precision == "ieee"),
+            # A mod reads a captured tensor at each place, which it may not do outside of the lengths. Elsewhere rows
+            # that a program owns need no check: they are computed alone and stored under a mask.
+            ("READS_EACH_PLACE", any("mask=live" in text or ", live)" in text for text in mods)),
+        ]
+    if plan.kernel == "forward":
+        found += [
+            ("HAS_SCORE", plan.score is not None), ("BATCH_INVARIANT", plan.batch_invariant),
+            ("SCORES_IN_EXP2", plan.score is not None and not plan.exact),  # as score_mod returns them
+        ]  # fmt: skip
+    if plan.kernel in ("backward_dq", CAPTURES, SIZES, "backward_dkdv"):
+        found.append(("PRODUCTS_FIRST", plan.tile.PRODUCTS_FIRST))
+    if plan.kernel == "backward_dkdv":
+        found += [("PARTIAL_M", plan.tile.partial_m), ("CUTS_BLOCKS", plan.cuts_blocks)]
+    if plan.sums:
+        found.append(("DTYPE", f"tl.{TRITON_DTYPE[plan.dtype]}"))
+        # Which places count in the gradients of captured tensors; otherwise those of all others are 0 already.
+        found.append(("SUMS_ASK_LIVE", plan.grad is not None and needs_live(plan.grad)))
+    if plan.sums == "integer":
+        found.append(("LARGEST_UNITS", LARGEST_UNITS))
+    if plan.has_dropout:
+        found += [
+            ("PHILOX_ROUNDS", ROUNDS), ("TRANSPOSED", plan.transposed), ("KEYS_TOGETHER", _keys_together(plan)),
+            ("SETTLES", _settles(plan)),
+        ]  # fmt: skip
+    if plan.kernel == "backward_dq_rows":
+        pieces = pieces_of(plan.D)
+        found += [("D", plan.D), ("PIECES", pieces), ("STEP", 32 if pieces % 2 else 64)]
+    return found
 
 
 def _loads_by_batch(graph: ModGraph) -> bool:
@@ -135,32 +177,6 @@ def _scatter_names(plan: KernelPlan) -> dict[str, object]:
 def _scales_to_exp2(plan: KernelPlan) -> bool:
     """Whether q k^T is brought into the exp2 domain by its own scale: no score_mod wants to see it."""
     return plan.score is None and not (plan.exact and plan.kernel != "forward")
-
-
-def _to_exp2(plan: KernelPlan) -> str:
-    """Return what takes the forward's scores into the exp2 domain."""
-    return " * qk_scale" if plan.score is None else " * LOG2E" if plan.exact else ""
-
-
-def _exponent(plan: KernelPlan) -> str:
-    """Return the forward's scores less the maximum, in the exp2 domain."""
-    factor = _to_exp2(plan).removeprefix(" * ")
-    if plan.batch_invariant and factor:  # the compiler, which may fuse nothing there, would round the product
-        return f"{'gl' if plan.is_hopper else 'tl'}.fma(s, {factor}, -m_safe[:, None])"
-    return f"s{_to_exp2(plan)} - m_safe[:, None]"
-
-
-def _add_product(plan: KernelPlan, acc: str, a: str, b: str, part: Part) -> str:
-    """Return acc + a @ b, the name of each part's tensor with a % for its number.
-
-    In float32 a product on the FMA units adds each of its terms to what it is given. The sum over all keys would be
-    rounded at every key; so each tile is summed by itself first (dq of 490 keys: rmse 8e-8 before, dense 5e-8). Written
-    as a sum, Triton would join the two again.
-    """
-    acc, a, b = (x.replace("%", str(part.index)) for x in (acc, a, b))
-    if plan.dtype == torch.float32 and plan.precision == "ieee":
-        return f"tl.fma(tl.dot({a}, {b}, input_precision=PRECISION), 1.0, {acc})"
-    return f"tl.dot({a}, {b}, {acc}, input_precision=PRECISION)"
 
 
 def _mods(plan: KernelPlan) -> list[str]:
@@ -225,60 +241,12 @@ def _streamed(plan: KernelPlan) -> str:
     return "q_idx" if plan.transposed else "kv_idx"
 
 
-def _opaque(plan: KernelPlan, first: str) -> str:
-    """Return the first streamed index of a tile such that no address is kept from step to step."""
-    return f"opaque({first})" if plan.target.backend == "cuda" else first
-
-
-def _far(plan: KernelPlan, first: str, offsets: str) -> str:
-    """Return the streamed indices of a tile as addresses need them."""
-    start = f"{_opaque(plan, first)}.to(tl.int64)" if plan.target.backend == "cuda" else first
-    return f"({start} + {offsets})[None, :]"
-
-
-def _scatter_live(plan: KernelPlan, loop: str) -> str:
-    """Return which places count in the gradients of captured tensors; None where those of all others are 0 already."""
-    if plan.grad is None or not needs_live(plan.grad):
-        return "None"
-    return "live & (q_idx < row_end)" if loop == "cut" else "(q_idx < row_end)"
-
-
-def _inside(plan: KernelPlan, loop: str) -> str:
-    """Return which places of a tile are inside of the lengths, or None where nothing depends on knowing it.
-
-    Rows that a program owns are computed alone and stored under a guard, so they need no check unless a captured tensor
-    is read for each place. In a "full" loop streamed rows are inside too; in a "cut" one the last may pass the end.
-    """
-    transposed = plan.kernel == "backward_dkdv"
-    own = "(kv_idx < key_end)" if transposed else "(q_idx < row_end)"
-    streamed = "(q_idx < hi)" if transposed else "(kv_idx < hi)"
-    reads = _reads_each_place(plan)
-    if loop == "full":
-        return own if reads else "None"
-    if reads:
-        return f"{own} & {streamed}"
-    # Queries past the end have lse +inf and need no check, but those of the next run do where blocks cut tiles.
-    return streamed if not transposed or plan.cuts_blocks else "None"
-
-
-def _reads_each_place(plan: KernelPlan) -> bool:
-    return any("mask=live" in mod or ", live)" in mod for mod in _mods(plan))
-
-
 def _each(pattern: str, parts: tuple[Part, ...]) -> str:
     return ", ".join(pattern.replace("%", str(p.index)) for p in parts)
 
 
 def _joined(names: tuple[str, ...]) -> str:
     return "".join(f"{n}, " for n in names)
-
-
-def _tile(base: str, rows: str, stride: str, part: Part) -> str:
-    """Return the addresses of a tile [rows, part.width]."""
-    columns = f"tl.arange(0, {part.width})[None, :]"
-    if part.offset:
-        columns = f"({part.offset} + {columns})"
-    return f"{base} + {rows}[:, None] * ({stride} * UNIT) + {columns}"
 
 
 def stream_descriptors(plan: KernelPlan) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -321,33 +289,6 @@ def _stream_arguments(plan: KernelPlan) -> tuple[str, ...]:
         names = tuple(d for d, _ in stream_descriptors(plan) if "partial" not in d)
         return names if head == ("b", "h") else (*names, *head)
     return f"{first}_base", f"{second}_base", f"stride_{first}{rows}", f"stride_{second}{rows}"
-
-
-def _stream(plan: KernelPlan, tensor: str, rows: str, part: Part) -> str:
-    """Return the load of one streamed tile; the TMA unit fills zeros outside of the tensor, so it needs no guard."""
-    if plan.tma:
-        head = "b, h" if plan.kernel == "backward_dkdv" else "b_kv, h_kv"
-        size = "STEP" if plan.kernel == "backward_dkdv" else f"BLOCK_{rows.upper()}"
-        load = f"{tensor}_desc_{part.index}.load([{head}, {rows}0, {part.offset}])"
-        return f"{load}.reshape({size}, {part.width})"
-    address = _tile(f"{tensor}_base + {rows}0 * {tensor}_step", f"offs_{rows}", f"stride_{tensor}{rows}", part)
-    return f"tl.load({address}, {_guard('BOUNDED', f'({rows}0 + offs_{rows}) < hi', part)})"
-
-
-def _guard(condition: str, rows: str, part: Part) -> str:
-    """Return the arguments of a load: rows are checked where `condition` holds, padding columns always."""
-    row_mask, columns = f"({rows})[:, None]", f"(tl.arange(0, {part.width}) < {part.used})[None, :]"
-    padded = part.used < part.width
-    if condition == "True":
-        return f"mask={row_mask}{f' & {columns}' if padded else ''}, other=0.0"
-    if padded:
-        return f"mask={row_mask} & {columns} if {condition} else {columns}, other=0.0"
-    return f"mask={row_mask} if {condition} else None, other=0.0 if {condition} else None"
-
-
-def _store_guard(rows: str, part: Part) -> str:
-    padded = part.used < part.width
-    return f"mask=({rows})[:, None]{f' & (tl.arange(0, {part.width}) < {part.used})[None, :]' if padded else ''}"
 
 
 def _kernel_arguments(text: str, name: str) -> list[str]:
