@@ -111,8 +111,8 @@ def _constants(plan: KernelPlan, mods: list[str]) -> list[tuple[str, object]]:
     ]  # fmt: skip
     if plan.blocks:
         found += [("SPARSE_Q", plan.blocks[0]), ("SPARSE_KV", plan.blocks[1]), ("TILES", plan.tiles_per_block)]
-    if plan.kernel in _INNER_LOOPS or plan.kernel == "backward_delta":
-        found.append(("EXACT", plan.exact))  # lse is kept as it is, not in the exp2 domain
+    if plan.kernel in (*_INNER_LOOPS[1:], "backward_delta"):
+        found.append(("EXACT", plan.exact))  # shift is lse itself, not lse in the exp2 domain
     if plan.kernel in _INNER_LOOPS:
         found += [
             ("PTX", plan.target.backend == "cuda"),  # inline PTX may be called
