@@ -6,13 +6,14 @@ import ast
 import itertools
 from dataclasses import replace
 
+import jinja2.meta
 import pytest
 import torch
 
 from flexattn import create_block_mask, explain, mods
 from flexattn.compile.kernel_plan import CAPTURES, KernelPlan
 from flexattn.compile.render import render
-from flexattn.compile.templates import templates_folder
+from flexattn.compile.templates import environment, templates_folder
 
 pytest.importorskip("triton")
 
@@ -96,6 +97,11 @@ def test_arguments_have_the_type_of_what_is_passed(work: str):
                 assert kind in ("i32", "i64", "fp32"), name
             if name.startswith("stride_") and name.endswith(("b", "h")) and "mask" not in name:
                 assert kind == "i64", f"{name} may pass 2**31"
+
+
+def test_macros_name_nothing_but_their_arguments():
+    text = (templates_folder() / "macros.py.jinja").read_text()
+    assert not jinja2.meta.find_undeclared_variables(environment().parse(text))
 
 
 def test_a_plan_gives_one_text():

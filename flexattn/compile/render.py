@@ -69,37 +69,38 @@ def _names(plan: KernelPlan) -> dict[str, object]:
     score = plan.score.argument_names() if plan.score else ()
     mask = plan.mask.argument_names() if plan.mask else ()
     return {
-        # The file: the kernel's name, module-level constants, lowered mods.
+        # The file: the kernel's name, its constants and its lowered mods.
         "name": plan.name, "constants": _constants(plan, mods), "mods": mods,
-        # What there is to compute.
+        # What the kernel computes.
         "has_score": plan.score is not None,  # score_mod is called
-        "has_mask": plan.mask is not None,  # mask_mod is called in partial blocks
-        "has_blocks": plan.blocks is not None,  # lists of blocks are walked
+        "has_mask": plan.mask is not None,  # mask_mod is called for partial runs
+        "has_blocks": plan.blocks is not None,  # the lists of a BlockMask are walked
         "has_dropout": plan.has_dropout, "has_sink": plan.has_sink, "has_dlse": plan.has_dlse,
         "max_scores": plan.max_scores,  # the forward stores the maximum of each row too
         "scales_gradient": plan.scales_gradient,  # score_grad is called
         "early_score": bool(plan.score and early_loads(plan.score)),  # score_loads is called before the product
         "early_grad": bool(plan.grad and plan.scales_gradient and early_loads(plan.grad)),  # and grad_loads
         "loads_by_batch": bool(plan.score and _loads_by_batch(plan.score.graph)),  # score_loads depends on b
-        # How: the tiles that streamed rows come in, and the parts of D and Dv.
+        # How tiles are loaded.
         "tma": plan.tma,  # through tensor descriptors
-        "full_tail": plan.cuts_blocks or plan.full_overhangs,  # the last tile of a full run may be cut
-        "qk_parts": split_head_dim(plan.D), "v_parts": split_head_dim(plan.Dv),
-        # Arguments of functions, by name.
+        "full_tail": plan.cuts_blocks or plan.full_overhangs,  # the last tile of a full run may be partial
+        "qk_parts": split_head_dim(plan.D), "v_parts": split_head_dim(plan.Dv),  # of the head dims
+        # Names of arguments.
         "scale": "qk_scale" if _scales_to_exp2(plan) else "sm_scale",
         "score_arguments": score, "mask_arguments": mask, "mod_arguments": (*score, *mask),
         "dropout_parameters": ("seed_ptr", "drop_below", "keep_scale") if plan.has_dropout else (),  # of the kernel
         "dropout_arguments": _dropout_arguments(plan),  # of the inner loop
-        "stream_arguments": _stream_arguments(plan),  # of the inner loop: what addresses streamed tiles
-        "partial_arguments": tuple(_partial_name(plan, n) for n in _stream_arguments(plan)),  # where the mask is asked
+        "stream_arguments": _stream_arguments(plan),  # of the inner loop: addresses of streamed tiles
+        "partial_arguments": tuple(_partial_name(plan, n) for n in _stream_arguments(plan)),  # the same in partial runs
         "stream_descriptors": tuple(d for d, _ in stream_descriptors(plan) if "partial" not in d),  # of the kernel
         "partial_descriptors": tuple(d for d, _ in stream_descriptors(plan) if "partial" in d),
         **_scatter_names(plan),
+        # Lists of names as text.
         "each": _each, "names": _joined,
     }  # fmt: skip
 
 
-_INNER_LOOPS = ("forward", *SCATTERS, "backward_dkdv")  # kernels of the Triton engine that walk tiles
+_INNER_LOOPS = ("forward", *SCATTERS, "backward_dkdv")  # Triton kernels that walk runs of tiles
 
 
 def _constants(plan: KernelPlan, mods: list[str]) -> list[tuple[str, object]]:
@@ -117,8 +118,8 @@ def _constants(plan: KernelPlan, mods: list[str]) -> list[tuple[str, object]]:
         found += [
             ("PTX", plan.target.backend == "cuda"),  # inline PTX may be called
             ("FMA_PRODUCTS", plan.dtype == torch.float32 and plan.precision == "ieee"),
-            # A mod reads a captured tensor at each place, which it may not do outside of the lengths. Elsewhere rows
-            # that a program owns need no check: they are computed alone and stored under a mask.
+            # A mod loads from a captured tensor per score and must not do so outside of the lengths. Without such loads
+            # the rows that a program owns need no mask but that of the store.
             ("READS_EACH_PLACE", any("mask=live" in text or ", live)" in text for text in mods)),
         ]
     if plan.kernel == "forward":
@@ -132,7 +133,7 @@ def _constants(plan: KernelPlan, mods: list[str]) -> list[tuple[str, object]]:
         found += [("PARTIAL_M", plan.tile.partial_m), ("CUTS_BLOCKS", plan.cuts_blocks)]
     if plan.sums:
         found.append(("DTYPE", f"tl.{TRITON_DTYPE[plan.dtype]}"))
-        # Which places count in the gradients of captured tensors; otherwise those of all others are 0 already.
+        # score_scatter is told which scores count. Otherwise the contributions of all others are 0 already.
         found.append(("SUMS_ASK_LIVE", plan.grad is not None and needs_live(plan.grad)))
     if plan.sums == "integer":
         found.append(("LARGEST_UNITS", LARGEST_UNITS))
@@ -153,7 +154,12 @@ def _loads_by_batch(graph: ModGraph) -> bool:
 
 
 def _scatter_names(plan: KernelPlan) -> dict[str, object]:
-    """Return what the templates refer to of gradients of captured tensors."""
+    """Return what the templates refer to for gradients of captured tensors.
+
+    sums: float, integer or sizes (scatter.SUMS). scatter_arguments: of the kernel; scatter_values: the same as lowered
+    functions take them, and scatter_loads: (value, pointer) of those that are loaded once. sizes and contributions:
+    names of sums over a row and over the batch. carried: accumulators of the inner loop.
+    """
     makes_dq = plan.kernel == "backward_dq"
     parts = tuple(f"dq_{p.index}" for p in split_head_dim(plan.D)) if makes_dq else ()
     found: dict[str, object] = {
@@ -242,10 +248,12 @@ def _streamed(plan: KernelPlan) -> str:
 
 
 def _each(pattern: str, parts: tuple[Part, ...]) -> str:
+    """Return the pattern for each part of a head dim, with the part's number in place of %."""
     return ", ".join(pattern.replace("%", str(p.index)) for p in parts)
 
 
 def _joined(names: tuple[str, ...]) -> str:
+    """Return arguments of a list that goes on."""
     return "".join(f"{n}, " for n in names)
 
 
