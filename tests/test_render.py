@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import jinja2.meta
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from flexattn import create_block_mask, explain, mods
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.kernels import CAPTURES
 from flexattn.compile.render import render
-from flexattn.compile.templates import templates_folder
+from flexattn.compile.templates import environment, templates_folder
 
 pytest.importorskip("triton")
 
@@ -130,6 +131,11 @@ def test_sources_do_not_depend_on_the_hash_seed():
     assert [process.returncode for process in processes] == [0, 0]
     assert len(one.splitlines()) == 8
     assert one == other
+
+
+def test_macros_name_nothing_but_their_arguments():
+    text = (templates_folder() / "macros.py.jinja").read_text()
+    assert not jinja2.meta.find_undeclared_variables(environment().parse(text))
 
 
 def test_equal_plans_of_two_calls_give_one_text():

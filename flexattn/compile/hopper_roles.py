@@ -17,6 +17,7 @@ from flexattn.compile.hopper import (
 )
 from flexattn.compile.hopper_descriptors import ROWS, columns
 from flexattn.compile.kernel_plan import KernelPlan
+from flexattn.compile.lower import loads_where_live
 from flexattn.compile.mod_plan import TRITON_DTYPE
 from flexattn.compile.operands import MaskLists
 from flexattn.compile.templates import environment
@@ -32,11 +33,11 @@ def hopper_names(plan: KernelPlan) -> dict[str, object]:
     if plan.blocks:
         constants += [("SPARSE_Q", plan.blocks[0]), ("SPARSE_KV", plan.blocks[1]), ("TILES", plan.tiles_per_block)]
     lists = tuple(a.name for a in MaskLists().arguments(plan))
-    lowered = hopper_mods(plan)
+    gradient = plan.grad if plan.scales_gradient else None
     names: dict[str, object] = {
-        "mods": lowered, "list_arguments": lists, "adds_dq": plan.adds_dq,
+        "mods": hopper_mods(plan), "list_arguments": lists, "adds_dq": plan.adds_dq,
         "prelude": as_gluon(environment().get_template("prelude.py.jinja").render(scatter_arguments=())),
-        "reads_each_place": any(", mask=live" in text for text in lowered),
+        "reads_each_place": any(loads_where_live(mod) for mod in (plan.score, plan.mask, gradient) if mod),
         "bytes": lambda text, parts: " + ".join(f"{text}.block_type.nbytes".replace("%", str(p.index)) for p in parts),
     }  # fmt: skip
     own = _OWN[plan.kernel](plan)
@@ -70,6 +71,7 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
         [("CONSUMERS", consumers), ("Q_STAGES", plan.tiles_of_queries), ("SAFE", plan.score is not None)],
         buffers,
         {
+            "to_exp2": "" if plan.score else " * qk_scale", "exponent": _exponent(plan),
             "parts": parts, "with_sink": as_gluon(environment().get_template("with_sink.py.jinja").render()),
             "numbers": ["b", "h", "m0", *(["partial", "full"] if plan.blocks else [])],
             "consumers": consumers, "shared_lists": shared_lists, "shares_output": plan.shares_output,
@@ -78,6 +80,15 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
             "worker_registers": [CONSUMER_REGISTERS] * (consumers - 1) + [PRODUCER_REGISTERS],
         },
     )  # fmt: skip
+
+
+def _exponent(plan: KernelPlan) -> str:
+    """Return the forward's scores less the maximum, in the exp2 domain."""
+    if plan.score is not None:
+        return "s - m_safe[:, None]"
+    if plan.batch_invariant:  # where nothing is fused the product would be rounded
+        return "gl.fma(s, qk_scale, -m_safe[:, None])"
+    return "s * qk_scale - m_safe[:, None]"
 
 
 # Conversions of two numbers at a time to half precision and back.

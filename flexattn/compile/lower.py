@@ -128,6 +128,17 @@ def _parameters(mod: ModPlan, dialect: Dialect) -> list[str]:
     return [*mod_parameters(mod.graph), *(["near", "offset"] if dialect.columns else []), "live"]
 
 
+@lru_cache(512)
+def loads_where_live(mod: ModPlan) -> tuple[int, ...]:
+    """Return the loads that a lowered mod guards by `live`: one for each score, perhaps outside of the tensor."""
+    loads = mod.graph.loads.items()
+    return tuple(i for i, node in loads if node.args and i not in mod.inside and _varies_by_score(mod.graph, i))
+
+
+def _varies_by_score(graph: ModGraph, load: int) -> bool:
+    return each_place(graph, load) or bool(graph.dependence[load] & {"score", "grad"})
+
+
 class Writer:
     """Writes the nodes of a graph as Triton statements, each when it is first needed."""
 
@@ -331,12 +342,12 @@ class Writer:
         name, capture = self.mod.capture_name(capture_position), self.graph.captures[capture_position]
         index = [self.wrapped(a, f"{name}_size{d}") for d, a in enumerate(node.args)]
         reads = self.graph.dependence[position]
-        guarded = each_place(self.graph, position) or bool(reads & {"score", "grad"})
+        guarded = _varies_by_score(self.graph, position)
         address = self.address(node, index, name)
         scattered = bool(node.args) and "q_idx" in self.graph.dependence[node.args[-1]]
         if not node.args or position in self.mod.inside:
             guard = "None"
-        elif guarded and not self.dialect.checked:
+        elif position in loads_where_live(self.mod) and not self.dialect.checked:
             guard = "live"
         else:
             guard = " & ".join(f"({i} >= 0) & ({i} < {name}_size{d})" for d, i in enumerate(index))

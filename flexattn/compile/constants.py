@@ -1,0 +1,142 @@
+"""constants: the tl.constexpr constants of a Triton kernel's file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from flexattn.call.dropout import KEYS, QUERIES, ROUNDS
+from flexattn.compile.head_dims import pieces_of
+from flexattn.compile.kernel_plan import KernelPlan
+from flexattn.compile.lower import loads_where_live
+from flexattn.compile.mod_plan import TRITON_DTYPE
+from flexattn.compile.scatter import LARGEST_UNITS, needs_live
+
+
+class Constant(NamedTuple):
+    """A constant, and the plans whose kernels have it."""
+
+    name: str
+    of: Callable[[KernelPlan], bool]
+    value: Callable[[KernelPlan], object]
+
+
+def constants_of(plan: KernelPlan) -> list[tuple[str, object]]:
+    """Return (name, value) of the constants of the plan's kernel."""
+    return [(constant.name, constant.value(plan)) for constant in CONSTANTS if constant.of(plan)]
+
+
+def _all(plan: KernelPlan) -> bool:
+    return True
+
+
+def _has_blocks(plan: KernelPlan) -> bool:
+    return plan.blocks is not None
+
+
+def _has_loop(plan: KernelPlan) -> bool:
+    """Whether programs loop over tiles of keys or queries."""
+    return plan.spec.products
+
+
+def _of_backward(plan: KernelPlan) -> bool:
+    return not plan.is_forward and plan.spec.fixed_tile is None
+
+
+def _of_forward(plan: KernelPlan) -> bool:
+    return plan.is_forward
+
+
+def _of_gradients(plan: KernelPlan) -> bool:
+    """Whether it is a backward kernel that loops over tiles of one batch."""
+    return plan.spec.products and not plan.is_forward and plan.spec.captures != "adds over batch"
+
+
+def _of_keys(plan: KernelPlan) -> bool:
+    return plan.transposed
+
+
+def _of_dq_rows(plan: KernelPlan) -> bool:
+    return plan.spec.fixed_tile is not None
+
+
+def _has_sums(plan: KernelPlan) -> bool:
+    return bool(plan.sums)
+
+
+def _has_integer_sums(plan: KernelPlan) -> bool:
+    return plan.sums == "integer"
+
+
+def _has_dropout(plan: KernelPlan) -> bool:
+    return plan.has_dropout
+
+
+def _mask_block(plan: KernelPlan, axis: int) -> int:
+    assert plan.blocks is not None
+    return plan.blocks[axis]
+
+
+def _reads_each_place(plan: KernelPlan) -> bool:
+    """Whether a mod loads from a captured tensor for each score, which it must not do outside of the lengths.
+
+    Without such loads, rows that a program owns need no mask except that of the store.
+    """
+    gradient = plan.grad if plan.scales_gradient or plan.sums else None
+    return any(loads_where_live(mod) for mod in (plan.score, plan.mask, gradient) if mod is not None)
+
+
+def _keys_together(plan: KernelPlan) -> int:
+    """Return for how many keys a tile makes dropout's numbers at once; 0 where tiles may split a group of counters.
+
+    A product's transpose has two of the four keys of a counter in one thread.
+    """
+    blocks = plan.blocks or (QUERIES, KEYS)
+    if blocks[0] % QUERIES or blocks[1] % (KEYS // 2):
+        return 0
+    return KEYS // 2 if plan.transposed or plan.tile.BLOCK_N % KEYS or blocks[1] % KEYS else KEYS
+
+
+def _settles(plan: KernelPlan) -> bool:
+    """Whether products of a tile have 16 terms, and one of their operands is made of joined numbers."""
+    terms = min(plan.tile.BLOCK_M, plan.tile.partial_m) if plan.transposed else plan.tile.BLOCK_N
+    return plan.target.backend == "cuda" and plan.has_dropout and terms == 16 and _keys_together(plan) > 0
+
+
+def _column_step(plan: KernelPlan) -> int:
+    return 32 if pieces_of(plan.D) % 2 else 64
+
+
+CONSTANTS = (
+    Constant("BLOCK_M", _all, lambda plan: plan.tile.BLOCK_M),
+    Constant("BLOCK_N", _all, lambda plan: plan.tile.BLOCK_N),
+    Constant("UNIT", _all, lambda plan: plan.unit),  # elements in the unit that strides are passed in
+    Constant("PRECISION", _all, lambda plan: repr(plan.precision)),  # of float32 products
+    Constant("SPARSE_Q", _has_blocks, lambda plan: _mask_block(plan, 0)),
+    Constant("SPARSE_KV", _has_blocks, lambda plan: _mask_block(plan, 1)),
+    Constant("TILES", _has_blocks, lambda plan: plan.tiles_per_block),
+    Constant("EXACT", _of_backward, lambda plan: plan.exact),  # shift is lse itself, not lse in the exp2 domain
+    Constant("PTX", _has_loop, lambda plan: plan.target.backend == "cuda"),  # inline PTX may be called
+    Constant("FMA_PRODUCTS", _has_loop, lambda plan: plan.dtype == torch.float32 and plan.precision == "ieee"),
+    Constant("READS_EACH_PLACE", _has_loop, _reads_each_place),
+    Constant("HAS_SCORE", _of_forward, lambda plan: plan.score is not None),
+    Constant("BATCH_INVARIANT", _of_forward, lambda plan: plan.batch_invariant),
+    # Whether scores are in the exp2 domain as score_mod returns them.
+    Constant("SCORES_IN_EXP2", _of_forward, lambda plan: plan.score is not None and not plan.exact),
+    Constant("PRODUCTS_FIRST", _of_gradients, lambda plan: plan.tile.PRODUCTS_FIRST),
+    Constant("PARTIAL_M", _of_keys, lambda plan: plan.tile.partial_m),
+    Constant("CUTS_BLOCKS", _of_keys, lambda plan: plan.cuts_blocks),
+    Constant("DTYPE", _has_sums, lambda plan: f"tl.{TRITON_DTYPE[plan.dtype]}"),
+    # score_scatter is told which scores count. Otherwise the contributions of all others are 0 already.
+    Constant("SUMS_ASK_LIVE", _has_sums, lambda plan: plan.grad is not None and needs_live(plan.grad)),
+    Constant("LARGEST_UNITS", _has_integer_sums, lambda plan: LARGEST_UNITS),
+    Constant("PHILOX_ROUNDS", _has_dropout, lambda plan: ROUNDS),
+    Constant("TRANSPOSED", _has_dropout, lambda plan: plan.transposed),
+    Constant("KEYS_TOGETHER", _has_dropout, _keys_together),
+    Constant("SETTLES", _has_dropout, _settles),
+    Constant("D", _of_dq_rows, lambda plan: plan.D),
+    Constant("PIECES", _of_dq_rows, lambda plan: pieces_of(plan.D)),
+    Constant("STEP", _of_dq_rows, _column_step),
+)
