@@ -166,7 +166,7 @@ def _dense_head(case: Case, head: int, dtype: torch.dtype | None) -> tuple[Tenso
     part = slice(head, head + 1)
     leaves = [x.detach()[:, part].to(dtype or x.dtype).requires_grad_() for x in case.inputs.qkv]
     out, lse = attention(*leaves, _of_head(case.mods.score_mod, head), case.mods.mask_mod, dtype=dtype)
-    return _with_gradients(out, lse, leaves, case.inputs.d_out[:, part])  # type: ignore[return-value]
+    return _with_gradients(out, lse, leaves, case.inputs.d_out[:, part])
 
 
 def _of_head(score_mod: Mod | None, head: int) -> Mod | None:

@@ -163,7 +163,7 @@ def host(settings: Settings) -> list[Result]:
             if trains:
                 runs[replace(config, direction="forward + backward")] = both
     clock = {"clock": host_sample, "most_launches": MOST_LAUNCHES}
-    return [*measure(runs, settings.device, settings.rounds, **clock).values(), *notes]  # type: ignore[arg-type]
+    return [*measure(runs, settings.device, settings.rounds, **clock).values(), *notes]
 
 
 def guarded_mods(device: torch.device) -> dict[str, tuple[Callable[..., Any], str]]:

@@ -207,7 +207,7 @@ def _relative_bias(work: Work, device: torch.device) -> Mods:
 
 
 def _flags(**flags: object) -> Callable[[Work], Native | None]:
-    return lambda work: Native(**flags)  # type: ignore[arg-type]
+    return lambda work: Native(**flags)
 
 
 def _none(work: Work) -> None:

@@ -84,7 +84,7 @@ def check_score(
         wanted = torch.zeros_like(found) if wanted is None and found is not None else wanted
         found = torch.zeros_like(wanted) if found is None and wanted is not None else found
         if wanted is not None:
-            torch.testing.assert_close(found.expand_as(wanted), wanted, **kw)  # type: ignore
+            torch.testing.assert_close(found.expand_as(wanted), wanted, **kw)
     return bound
 
 

@@ -23,9 +23,9 @@ def install() -> None:
     """Make stand-ins for torch and numpy, and flexattn importable without its __init__."""
     names = ["Tensor", "SymInt", "SymFloat", "SymBool", "finfo", "iinfo", "dtype", "device", "layout", "memory_format"]
     torch = stand_in("torch", *names)
-    torch.Size = type("Size", (tuple,), {})  # type: ignore[attr-defined]
+    torch.Size = type("Size", (tuple,), {})
     torch.strided = torch.layout()
-    torch.is_tensor = lambda x: False  # type: ignore[attr-defined]
+    torch.is_tensor = lambda x: False
     parts = {
         "nn": ("Module",), "autograd": ("Function",), "_ops": ("OpOverload", "OpOverloadPacket"),
         "jit": ("ScriptFunction",),
@@ -33,8 +33,8 @@ def install() -> None:
     for part, classes in parts.items():
         setattr(torch, part, stand_in(f"torch.{part}", *classes))
     numpy = stand_in("numpy", "generic", "ufunc", "ndarray")
-    numpy.integer = type("integer", (numpy.generic,), {})  # type: ignore[attr-defined]
-    numpy.floating = type("floating", (numpy.generic,), {})  # type: ignore[attr-defined]
+    numpy.integer = type("integer", (numpy.generic,), {})
+    numpy.floating = type("floating", (numpy.generic,), {})
     package = types.ModuleType("flexattn")
     package.__path__ = [str(HERE.parent / "flexattn")]
     sys.modules["flexattn"] = package
@@ -62,7 +62,7 @@ def main() -> int:
     wrong = 0
     for function, argument in CASES:
         wanted = function(argument)
-        record = Literal(function, None)  # type: ignore[arg-type]
+        record = Literal(function, None)
         found = Follower(record).call(record.start(), (argument,))
         if repr(found) != repr(wanted) or (not record.reason and guard_of(record, [])[0](function) is None):
             print(function.__name__, wanted, found, record.reason)

@@ -26,7 +26,7 @@ def eager(mod: Mod, kind: str) -> list[Any]:
 
 
 def traced(mod: Mod, kind: str) -> list[Any]:
-    bound = trace(mod, kind, torch.float64)  # type: ignore[arg-type]
+    bound = trace(mod, kind, torch.float64)
     score = (torch.tensor(0.75, dtype=torch.float64),) if kind == "score" else ()
     places = [[torch.tensor(i, dtype=torch.int32) for i in point] for point in POINTS]
     return [bound(*score, *place).item() for place in places]

@@ -18,7 +18,7 @@ from flexattn.reference import attention
 
 def run(at: Setting, q: Tensor, k: Tensor, v: Tensor, *rest: object, **named: object) -> Tensor:
     options = {"BACKEND": "TRITON", **dict(at.options)}
-    return flex_attention(q, k, v, *rest, enable_gqa=True, kernel_options=options, **named)  # type: ignore[arg-type]
+    return flex_attention(q, k, v, *rest, enable_gqa=True, kernel_options=options, **named)
 
 
 def bias_and_general_forms_agree(at: Setting) -> None:
@@ -117,7 +117,7 @@ def _moved(mod: Callable[..., Tensor] | None, n: int) -> Callable[..., Tensor] |
 
 
 def _moved_mask(mod: object, n: int) -> object:
-    return mod and (lambda b, h, i, j: mod(b, h, i, j + n))  # type: ignore[operator]
+    return mod and (lambda b, h, i, j: mod(b, h, i, j + n))
 
 
 def nothing_leaks_from_excluded_places(at: Setting) -> None:

@@ -31,7 +31,7 @@ def test_python_is_run_as_by_python(case: tuple[Callable[..., Any], Any]) -> Non
     function, argument = case
     wanted = function(argument)
     inputs = Inputs(Setting(torch.device("cpu")), "score", "test")
-    inputs.number = lambda value, position, name: _symbol(inputs, value, position)  # type: ignore[method-assign]
+    inputs.number = lambda value, position, name: _symbol(inputs, value, position)
     record = inputs.record = Record(function, inputs)
     found = Follower(record).call(record.start(), (argument,))
     assert repr(found) == repr(wanted)
@@ -115,7 +115,7 @@ def test_a_long_list_is_compared_as_a_whole() -> None:
     assert len(known.source.splitlines()) < 30
     ids[3] = 7
     agrees(mod, "mask")
-    ids[3] = 0.0  # type: ignore[call-overload]  # of another type
+    ids[3] = 0.0  # of another type
     agrees(mod, "mask")
 
 

@@ -175,18 +175,18 @@ def a_wrapper_that_has_the_name_of_a_function_of_torch() -> Iterator[Mod]:
 
 @change()
 def a_helper_that_the_user_put_into_torch() -> Iterator[Mod]:
-    torch.helper_of_the_user = lambda s: s * 2.0  # type: ignore[attr-defined]
-    yield lambda s, b, h, q, k: torch.helper_of_the_user(s)  # type: ignore[attr-defined]
-    torch.helper_of_the_user = lambda s: s * 3.0  # type: ignore[attr-defined]
-    yield lambda s, b, h, q, k: torch.helper_of_the_user(s)  # type: ignore[attr-defined]
-    del torch.helper_of_the_user  # type: ignore[attr-defined]
+    torch.helper_of_the_user = lambda s: s * 2.0
+    yield lambda s, b, h, q, k: torch.helper_of_the_user(s)
+    torch.helper_of_the_user = lambda s: s * 3.0
+    yield lambda s, b, h, q, k: torch.helper_of_the_user(s)
+    del torch.helper_of_the_user
 
 
 @change()
 def a_name_that_the_user_put_into_builtins() -> Iterator[Mod]:
-    builtins.USERS_WINDOW = 2  # type: ignore[attr-defined]
-    yield lambda b, h, q, k: q - k < USERS_WINDOW  # type: ignore[name-defined]  # noqa: F821
-    builtins.USERS_WINDOW = 5  # type: ignore[attr-defined]
+    builtins.USERS_WINDOW = 2
+    yield lambda b, h, q, k: q - k < USERS_WINDOW  # noqa: F821
+    builtins.USERS_WINDOW = 5
 
 
 @change(kept=False)
@@ -207,7 +207,7 @@ def a_protocol_that_is_met_later() -> Iterator[Mod]:
 
     config = Config()
     yield lambda b, h, q, k: q - k < (2 if isinstance(config, Near) else 6)
-    config.near = 1  # type: ignore[attr-defined]
+    config.near = 1
 
 
 @change()
@@ -401,7 +401,7 @@ def total_ordering() -> Iterator[Mod]:
         def __lt__(self, other: Version) -> bool:
             return self.n < other.n
 
-        __hash__ = None  # type: ignore[assignment]
+        __hash__ = None
 
     one, two = Version(1), Version(2)
     yield lambda b, h, q, k: q - k < (2 if one >= two else 5)
@@ -440,7 +440,7 @@ def a_thread_local() -> Iterator[Mod]:
 def a_weak_reference() -> Iterator[Mod]:
     config = Config(2)
     reference = weakref.ref(config)
-    mod = lambda b, h, q, k: q - k < reference().n  # type: ignore[union-attr]  # noqa: E731
+    mod = lambda b, h, q, k: q - k < reference().n  # noqa: E731
     yield mod
     config.n = 5
     yield mod

@@ -64,7 +64,7 @@ def a_helper_reads_an_attribute() -> Iterator[Callable[..., Any]]:
 def through_super() -> Iterator[Callable[..., Any]]:
     class Base:
         def limit(self) -> int:
-            return self.n  # type: ignore[attr-defined]
+            return self.n
 
     class Derived(Base):
         n = 2
@@ -116,7 +116,7 @@ def a_metaclass_property() -> Iterator[Callable[..., Any]]:
 
 @state
 def a_subclass_of_dict() -> Iterator[Callable[..., Any]]:
-    class Settings(dict):  # type: ignore[type-arg]
+    class Settings(dict):
         def __missing__(self, key: str) -> int:
             return 4
 
@@ -395,7 +395,7 @@ def test_a_cached_property_is_computed_by_python() -> None:
     slopes = Slopes()
     assert trace(slopes.mod, "score").captures[0] is vars(slopes)["table"]
     agrees(slopes.mod)
-    slopes.table = TABLE  # type: ignore[assignment]
+    slopes.table = TABLE
     agrees(slopes.mod)
 
 

@@ -132,8 +132,8 @@ def checked(name: str, device: str) -> tuple[Run, tuple[Tensor, ...]]:
     def run(mask: str, score_mod: Any = None, **others: Any) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
             arguments = {"enable_gqa": True, "return_aux": aux, **others}
-            out, found = flex_attention(q, k, v, score_mod, masks[mask], **arguments)  # type: ignore[misc]
-            return out, found.lse  # type: ignore[union-attr]
+            out, found = flex_attention(q, k, v, score_mod, masks[mask], **arguments)
+            return out, found.lse
 
         return attend
 
@@ -178,7 +178,7 @@ def test_long_sequences_take_little_memory() -> None:
     q, k, v = (drawn(1, 1, 16384, 16, seed=i).cuda().requires_grad_() for i in range(3))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    flex_attention(q, k, v).sum().backward()  # type: ignore[union-attr]
+    flex_attention(q, k, v).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 2**29
 
 

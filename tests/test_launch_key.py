@@ -173,7 +173,7 @@ def variants(call: Call) -> Iterator[Call]:
         *({"widths": ((name, width),)} for name in ("q", "k", "v") for width in (129, 160)),
     ]  # fmt: skip
     for change in changes:
-        other = replace(call, **change)  # type: ignore[arg-type]
+        other = replace(call, **change)
         if other != call:
             yield other
 
@@ -264,7 +264,7 @@ def on_sm90() -> Iterator[None]:
     """Plan for a card that is not here, and compile nothing."""
     with (
         patch.multiple(
-            launch, load=lambda plan: LoadedKernel(fit(plan), None, None),  # type: ignore[arg-type]
+            launch, load=lambda plan: LoadedKernel(fit(plan), None, None),
             target_of=lambda device: SM90, processors=lambda device: 100,
         ),
         patch.object(scalars, "l2_bytes", lambda device: 40 << 20),
@@ -311,7 +311,7 @@ def tree_of(function: Callable[..., Any]) -> ast.Module:
 def tuples(tree: ast.AST) -> list[ast.Tuple]:
     """Return the tuples of several elements that a function returns, and those inside of them."""
     returned = [node for node in ast.walk(tree) if isinstance(node, ast.Return) and node.value is not None]
-    found = [node for r in returned for node in ast.walk(r.value) if isinstance(node, ast.Tuple)]  # type: ignore[arg-type]
+    found = [node for r in returned for node in ast.walk(r.value) if isinstance(node, ast.Tuple)]
     return [node for node in found if len(node.elts) > 1]
 
 

@@ -24,7 +24,7 @@ GPU = Dialect(ptx=True)
 
 
 def mod_plan(mod: Callable[..., object], kind: str = "score", aligned: bool = False, wide: bool = False) -> ModPlan:
-    bound = trace(mod, kind)  # type: ignore[arg-type]
+    bound = trace(mod, kind)
     layouts = tuple(CaptureLayout(aligned, aligned, wide) for _ in bound.captures)
     return ModPlan(bound.graph, kind, layouts, tuple("fp32" if isinstance(n, float) else "i32" for n in bound.numbers))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from flexattn.graph.linear import Affine, affine, shift_invariant
+from flexattn.graph.linear import Affine, affine, linear_forms, shift_invariant
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.ranges import index_ranges
 from flexattn.trace.trace import trace
@@ -85,3 +85,20 @@ def test_a_sum_of_indices() -> None:
     assert isinstance(form, Affine) and (form.q, form.kv) == (2, -1)
     assert affine(*index_of(lambda q, kv: (q - kv) * 2)[:2]) is None
     assert affine(*index_of(lambda q, kv: (q - kv).to(torch.int8))[:2]) is None
+
+
+def test_comparisons_of_sums_that_may_wrap_are_invariant_only_by_assumption() -> None:
+    bound = trace(lambda b, h, q, kv, n=2**31 - 1: q + n >= kv + n, "mask")
+    output = bound.graph.output
+    assert shift_invariant(bound.graph, assuming_exact=True)[output]
+    assert not shift_invariant(bound.graph)[output]
+    near = trace(lambda b, h, q, kv: q - kv <= 9, "mask")
+    assert shift_invariant(near.graph)[near.graph.output]
+
+
+def test_a_long_chain_is_taken_apart_in_parts() -> None:
+    bound = trace(lambda s, b, h, q, kv: s + TABLE[sum((TABLE[h + i].int() for i in range(100)), q - kv)], "score")
+    forms = linear_forms(bound.graph)
+    assert max(len(form.terms) for form in forms) <= 64
+    index = next(load.args[0] for n, load in bound.graph.loads.items() if "q_idx" in bound.graph.dependence[n])
+    assert shift_invariant(bound.graph)[index]

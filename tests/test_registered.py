@@ -83,4 +83,4 @@ def test_arguments() -> None:
     with pytest.raises(DtypeError, match=r"op: found .*expected an operator"):
         flexattn.register_operator(torch.tanh, like=torch.tanh)
     with pytest.raises(DtypeError, match="like: found 3"):
-        flexattn.register_operator(tanh_approx, like=3)  # type: ignore[arg-type]
+        flexattn.register_operator(tanh_approx, like=3)

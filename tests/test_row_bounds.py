@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,3 +88,10 @@ def test_what_is_left_for_each_place(name: str) -> None:
     result = lowered(name, "kv_idx", limited=True, rows=False)[0].splitlines()[-1]
     assert result.count("offset") == compared
     assert others is None or result.count(" & ") == compared + others - 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_line_is_used(name: str) -> None:
+    text, _ = lowered(name, "kv_idx", limited=True, rows=False)
+    assigned = re.findall(r"^    (t\d+) = ", text, re.MULTILINE)
+    assert all(len(re.findall(rf"\b{t}\b", text)) > 1 for t in assigned), text

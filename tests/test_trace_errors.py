@@ -28,7 +28,7 @@ def line(mod: Callable[..., Any], offset: int = 1) -> str:
 
 def refuse(mod: Any, kind: str, pattern: str, error: type[Exception] = ModError, offset: int | None = None) -> None:
     with pytest.raises(error, match=pattern) as caught:
-        trace(mod, kind)  # type: ignore[arg-type]
+        trace(mod, kind)
     if offset is not None:
         assert line(mod, offset) in str(caught.value), str(caught.value)
 

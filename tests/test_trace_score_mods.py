@@ -361,7 +361,7 @@ def score_mods() -> dict[str, Callable[[], tuple[Any, ...]]]:
         x, y = a(N), a(N)
         Pair = namedtuple("Pair", "first second")
         tables = {"x": x, "rest": (y, Pair(3, 0.5))}
-        return (lambda s, b, h, q, k: s + tables["x"][q] + tables["rest"][0][k] * tables["rest"][1].second), x, y  # type: ignore
+        return (lambda s, b, h, q, k: s + tables["x"][q] + tables["rest"][0][k] * tables["rest"][1].second), x, y
 
     @case
     def loops() -> tuple[Any, ...]:

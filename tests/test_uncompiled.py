@@ -105,7 +105,7 @@ MASK = flexattn.create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, N
         lambda x: x + flexattn.dropout_mask(1.0, (B, H, M, D)),
         lambda x: x + BlockMask.from_blocks(torch.ones(1, 1, 3, 3, dtype=torch.bool), None, (M, M), 16).numel(),
         lambda x: x + BlockMask.from_kv_blocks(MASK.kv_num_blocks, MASK.kv_indices, BLOCK_SIZE=16).numel(),
-        lambda x: x + BlockMask(*MASK.as_tuple(False)[:9], BLOCK_SIZE=16).numel(),  # type: ignore[misc]
+        lambda x: x + BlockMask(*MASK.as_tuple(False)[:9], BLOCK_SIZE=16).numel(),
         lambda x: x + MASK[:, :, 1].numel(),
         lambda x: x + MASK._adjust(32, 32).numel(),
         lambda x: x + MASK.expand(1, 2).numel(),

@@ -17,6 +17,7 @@ from flexattn.graph.ranges import never_wraps
 
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _SUMS = ("add", "sub", "neg", "mul", "cast")
+_LONGEST = 64  # terms; a longer sum is not taken apart, as the sums of a chain take quadratic time
 _MOST_TERMS = 16  # of the index of a load
 
 
@@ -82,14 +83,16 @@ def linear_forms(graph: ModGraph, moving: frozenset[str] | None = None) -> tuple
                 form = replace(other.times(factor.constant), exact=other.exact and factor.exact)
             case Operation("cast") if is_integer(graph, node.args[0]) and (safe[i] or _is_of_places(graph, i)):
                 form = parts[0]
-        if form is not None and not isinstance(node, Const):
-            form = replace(form, exact=form.exact and safe[i])
-        found.append(Linear(((i, 1),)) if form is None else form)
+        if form is None or len(form.terms) > _LONGEST:
+            form = Linear(((i, 1),))
+        elif node.args and not safe[i]:
+            form = replace(form, exact=False)
+        found.append(form)
     return tuple(found)
 
 
 def _is_of_places(graph: ModGraph, position: int) -> bool:
-    """Tell whether a cast that may wrap around is taken as one that does not: of places, which are no large numbers."""
+    """Tell whether a cast is taken apart even where it may wrap around: one of places to int32 or int64."""
     return graph.nodes[position].dtype in (torch.int32, torch.int64) and bool(graph.dependence[position] & PLACES)
 
 

@@ -62,7 +62,7 @@ class Const:
         return isinstance(other, Const) and (repr(self.value), self.dtype) == (repr(other.value), other.dtype)
 
     def __hash__(self) -> int:
-        return hash((repr(self.value), self.dtype))
+        return hash((self.value if self.value == self.value else None, self.dtype))  # each nan has a hash of its own
 
 
 @dataclass(frozen=True)

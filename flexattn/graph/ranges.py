@@ -75,12 +75,13 @@ def index_ranges(
     highest: dict[str, int] = dict(zip(("b", "h", "q_idx", "kv_idx"), extents, strict=True))
     found: list[Range] = []
     for node in graph.nodes:
-        value = _range(node, [found[a] for a in node.args], numbers, highest)
+        args = [found[a] for a in node.args]
+        value = _range(node, args) if args else _range_of_leaf(node, numbers, highest)
         found.append(value if value is not None and _holds(node.dtype, *value) else None)
     return tuple(found)
 
 
-def _range(node: Node, args: list[Range], numbers: tuple[int | float, ...], extents: dict[str, int]) -> Range:
+def _range_of_leaf(node: Node, numbers: tuple[int | float, ...], extents: dict[str, int]) -> Range:
     match node:
         case Input(name) if name in extents:
             return 0, max(0, extents[name] - 1)
@@ -89,8 +90,12 @@ def _range(node: Node, args: list[Range], numbers: tuple[int | float, ...], exte
             return (value, value) if isinstance(value, int) else None
         case Const(value):
             return (value, value) if isinstance(value, int) else None
+    return None
+
+
+def _range(node: Node, args: list[Range]) -> Range:
     known = [a for a in args if a is not None]
-    if len(known) < len(args) or not args or node.dtype.is_floating_point:
+    if len(known) < len(args) or node.dtype.is_floating_point:
         return None
     (low, high), (other_low, other_high) = known[0], known[-1]
     match node.op:

@@ -139,7 +139,7 @@ def attention(score: Tensor, value: Tensor) -> Tensor:
 
 def by_call(mod: Any) -> Tensor:
     """Return out and lse of flex_attention with a score_mod."""
-    out, aux = flex_attention(*inputs(), score_mod=mod, scale=1.0, return_aux=AuxRequest(lse=True))  # type: ignore[misc]
+    out, aux = flex_attention(*inputs(), score_mod=mod, scale=1.0, return_aux=AuxRequest(lse=True))
     return torch.cat((out[0, 0], aux.lse[0, 0, :, None]), -1)
 
 
@@ -155,7 +155,7 @@ def call_by_python(mod: Any) -> Tensor:
 
 def by_mask(mask: Any) -> Tensor:
     """Return out and lse of flex_attention with a mask that was built before."""
-    out, aux = flex_attention(*inputs(), block_mask=mask, scale=1.0, return_aux=AuxRequest(lse=True))  # type: ignore[misc]
+    out, aux = flex_attention(*inputs(), block_mask=mask, scale=1.0, return_aux=AuxRequest(lse=True))
     return torch.cat((out[0, 0], aux.lse[0, 0, :, None]), -1)
 
 

@@ -384,11 +384,11 @@ def _siblings(pool: Pool, kind: type) -> list[type]:
 @places_of(functools.partial)
 def _partial(owner: functools.partial[Any]) -> Iterator[Place]:
     def change(pool: Pool) -> Undo:
-        _, (_, args, keywords, held) = owner.__reduce__()[1], owner.__reduce__()[2]  # type: ignore[misc]
+        _, (_, args, keywords, held) = owner.__reduce__()[1], owner.__reduce__()[2]
         func, before = owner.func, (owner.func, args, keywords, held)
         new = (pool.other(func), args) if pool.draw.random() < 0.5 else (func, pool.other(args))
-        owner.__setstate__((*new, keywords, held))  # type: ignore[attr-defined]
-        return lambda: owner.__setstate__(before)  # type: ignore[attr-defined]
+        owner.__setstate__((*new, keywords, held))
+        return lambda: owner.__setstate__(before)
 
     yield Place("partial", "partial", change)
 

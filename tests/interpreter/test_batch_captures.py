@@ -48,7 +48,7 @@ def of_batch(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 def kernels(call: Call) -> list[str]:
     tensors = (x.detach().requires_grad_() for x in (call.query, call.key, call.value))
     options = {"BACKEND": "TRITON"}
-    shown = explain(*tensors, call.score_mod, call.mask, enable_gqa=True, kernel_options=options)  # type: ignore[misc]
+    shown = explain(*tensors, call.score_mod, call.mask, enable_gqa=True, kernel_options=options)
     return [plan.kernel for plan in shown.plans]
 
 

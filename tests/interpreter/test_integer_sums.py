@@ -35,7 +35,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[KernelPlan]]:
 
     def remembering(plan: KernelPlan, *rest: object) -> launch.Launch:
         made.append(plan)
-        return prepare(plan, *rest)  # type: ignore[arg-type]
+        return prepare(plan, *rest)
 
     monkeypatch.setattr(launch, "prepare", remembering)
     launch.forget_launches()
