@@ -34,7 +34,7 @@ import re
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -303,12 +303,15 @@ def _print_table(table: collections.Counter[tuple[str, str]]) -> None:
 # ptx
 
 
-def ptx(before: Path, after: Path) -> int:
-    """Compile each pair of different sources once and compare the assembly; return 1 if any differs."""
+def ptx(before: Path, after: Path, targets: Collection[str] = ()) -> int:
+    """Compile each pair of different sources once and compare the assembly; return 1 if any differs.
+
+    `targets` restricts it to some architectures.
+    """
     pairs: dict[tuple[str, str, str], tuple[str, str, Record, Record]] = {}
     alone = 0
     for one, other in _problems(before, after):
-        if one is None or other is None:
+        if one is None or other is None or (targets and one["target"] not in targets):
             continue
         for a, b in _pairs(one, other):
             if a is None or b is None:
@@ -397,10 +400,14 @@ def main() -> int:
         command = commands.add_parser(name, help="compare two snapshots")
         command.add_argument("before", type=Path)
         command.add_argument("after", type=Path)
+        if name == "ptx":
+            command.add_argument("--targets", nargs="*", default=(), help="architectures, such as sm_80; default: all")
     given = parser.parse_args()
     if given.command == "write":
         return write(given.folder)
-    return {"compare": compare, "ptx": ptx}[given.command](given.before, given.after)
+    if given.command == "compare":
+        return compare(given.before, given.after)
+    return ptx(given.before, given.after, given.targets)
 
 
 if __name__ == "__main__":
