@@ -51,7 +51,7 @@ def causal_mask(M: int = 33, N: int = 33) -> flexattn.BlockMask:
 
 
 def test_examples_in_docstrings() -> None:
-    assert doctest.testmod(api) == (0, 7)
+    assert doctest.testmod(api) == (0, 9)
 
 
 def test_signature_is_a_superset_of_upstreams() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexattn import AuxRequest, api, create_block_mask, flex_attention, reference
+from flexattn import AuxRequest, create_block_mask, flex_attention, reference
+from flexattn.engines import cpu
 from flexattn.errors import MutationError
 
 
@@ -71,14 +72,14 @@ def test_gradients_of_either_result_equal_the_references(use: str) -> None:
 def test_only_what_needs_a_gradient_is_computed(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
     leaves = [x.detach().requires_grad_(i == which) for i, x in enumerate((*inputs(), table()))]
     given: list[tuple[object, ...]] = []
-    backward = api.cpu.backward
+    backward = cpu.backward
 
     def spy(problem, out, lse, d_out, d_lse, needs):
         results = backward(problem, out, lse, d_out, d_lse, needs)
         given.append((needs, [g is not None for g in (*results[:3], *results[3])]))
         return results
 
-    monkeypatch.setattr(api.cpu, "backward", spy)
+    monkeypatch.setattr(cpu, "backward", spy)
     flex_attention(*leaves[:3], biased(leaves[3])).sum().backward()
     ((needs, computed),) = given
     assert needs == (which == 0, which == 1, which == 2, False)
