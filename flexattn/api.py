@@ -50,7 +50,7 @@ class AuxRequest(NamedTuple):
 
 
 class AuxOutput(NamedTuple):
-    """What was requested; None where it was not."""
+    """The requested outputs; None if not requested."""
 
     lse: Tensor | None = None  # [B, Hq, M] float32 (float64 for float64), natural logarithm, differentiable
     max_scores: Tensor | None = None  # [B, Hq, M] float32, largest score of each row, not differentiable
@@ -73,28 +73,29 @@ def flex_attention(
     sink: Tensor | float | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
-    """Return attention of query over key and value, its scores changed by `score_mod` and masked by `block_mask`.
+    """Compute attention with scores modified by `score_mod` and masked by `block_mask`.
 
     Args:
         query: [B, Hq, M, D], float16, bfloat16, float32 or float64.
-        key: [B or 1, Hkv, N, D], of the same dtype and device.
+        key: [B or 1, Hkv, N, D], same dtype and device as query.
         value: [B or 1, Hkv, N, Dv].
-        score_mod: `(score, b, h, q_idx, kv_idx) -> score`, plain Python on scalars; it may read any tensor.
-        block_mask: from `create_block_mask`, or PyTorch's own; None attends everywhere.
-        scale: factor of the scores before score_mod, 1 / sqrt(D) where None.
+        score_mod: `(score, b, h, q_idx, kv_idx) -> score`, plain Python on scalars. It may read any tensor.
+        block_mask: from `create_block_mask`, or PyTorch's BlockMask. If None, every pair attends.
+        scale: factor of the scores before score_mod, 1 / sqrt(D) if None.
         enable_gqa: let groups of Hq // Hkv query heads share a key head.
         return_lse: deprecated, use return_aux=AuxRequest(lse=True).
-        kernel_options: how to compute; see FlexKernelOptions.
+        kernel_options: see FlexKernelOptions.
         return_aux: what to return besides the output, as (out, AuxOutput).
-        sink: one more term exp(sink) of each row's sum of exponentials, which takes weight and has no value: [Hq] or
-            [B, Hq] of any floating dtype, with gradient, or a number (0.0: softmax off by one). lse has it in it.
-        dropout_p: part of the weights that is dropped, from 0 to 1 in steps of 1 / 65536; those kept are divided by
-            1 - dropout_p, lse is that before. It draws one number from torch's generator of the device, and
-            `dropout_mask` gives the same mask from the same state.
+        sink: adds a term exp(sink) without a value to each row's softmax sum. [Hq] or [B, Hq] of any floating dtype,
+            differentiable, or a number (0.0: softmax off by one). lse includes it.
+        dropout_p: fraction of the weights that is dropped, from 0 to 1 in steps of 1 / 65536. Kept weights are divided
+            by 1 - dropout_p. lse is computed before dropout. The seed is one number from the device's generator, and
+            `dropout_mask` returns the same mask for the same generator state.
 
     Returns:
-        The output [B, Hq, M, Dv] in the dtype of query; a row whose keys are all masked is 0, its lse -inf or the sink.
-        It is differentiable to any order, by forward mode and by torch.func too; beyond first gradients in plain torch.
+        The output [B, Hq, M, Dv] in the dtype of query. A row whose keys are all masked is 0, and its lse is -inf or
+        the sink. The output is differentiable to any order, also in forward mode and with torch.func. Beyond first
+        gradients, derivatives are computed in plain torch.
 
     Example:
         >>> import flexattn, torch
@@ -136,20 +137,21 @@ def explain(
     BLOCK_SIZE: int | tuple[int, int] = 128,
     target: str | None = None,
 ) -> Explanation:
-    """Return every stage of the call with these arguments, without running it: print the result to read it.
+    """Return every stage of a call of flex_attention without running it. Print the result to read it.
 
-    Without tensors, score_mod and mask_mod are explained alone: as graphs, what is proved about them, and of a mask_mod
-    the graph that bounds it over boxes of places. With lengths its BlockMask is built too, and what that took is shown.
+    Without tensors, score_mod and mask_mod are explained on their own: their graphs, the facts proved about them, and
+    the graph that bounds a mask_mod over boxes of positions. With lengths, the BlockMask of mask_mod is also built, and
+    the work that this took is shown.
 
     Args:
         query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink: as in flex_attention.
-        dropout_p: as there; nothing is drawn from torch's generator.
-        mask_mod: `(b, h, q_idx, kv_idx) -> bool`, to be explained without tensors.
-        B, H, Q_LEN, KV_LEN, BLOCK_SIZE: as in create_block_mask, to build the mask of mask_mod with its default device;
-            without Q_LEN and KV_LEN none is built.
+        dropout_p: as in flex_attention. Nothing is drawn from the generator.
+        mask_mod: `(b, h, q_idx, kv_idx) -> bool`, only without tensors.
+        B, H, Q_LEN, KV_LEN, BLOCK_SIZE: as in create_block_mask, to build the mask of mask_mod on the default device.
+            Without Q_LEN and KV_LEN no mask is built.
         target: a GPU architecture ("sm_90") to show the kernels for, on any machine.
 
-    Raises what flex_attention and create_block_mask raise, and ArgumentError where arguments do not go together.
+    Raises what flex_attention and create_block_mask raise, and ArgumentError for arguments that exclude each other.
 
     Example:
         >>> import torch
@@ -166,8 +168,8 @@ def explain(
         return explain_mods(score_mod, mask_mod, sizes, BLOCK_SIZE)
     if mask_mod is not None:
         mend = "Pass block_mask=create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) instead."
-        raise ArgumentError(message("mask_mod", "one beside other arguments", "score_mod and mask_mod alone", mend))
-    reject_sizes(sizes, "a mask_mod without tensors", "Leave it out: the tensors and block_mask have it.")
+        raise ArgumentError(message("mask_mod", "one with other arguments", "only score_mod and mask_mod", mend))
+    reject_sizes(sizes, "a mask_mod without tensors", "Leave it out: the tensors and block_mask define it.")
     call = Call(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, dropout_p)
     return explain_call(call, target)
 
@@ -190,25 +192,26 @@ def tune(
     rounds: int = 10,
     remember: bool = True,
 ) -> Tuning:
-    """Measure which tiles make the Triton kernels of this call fastest on this GPU, and remember them.
+    """Find the fastest tiles for the Triton kernels of this call on this GPU, and save them.
 
-    Later calls, in this process and others, take a remembered tile where architecture, kernel, dtype, head dims, kind
-    of score_mod, and whether there is a mask, are the same; `explain` then says so. The backward is measured too where
-    a tensor wants a gradient. Calling it again searches on from the best. Hopper's own kernels have one tile each.
+    Later calls, in this and other processes, use a saved tile if architecture, kernel, dtype, head dims, kind of
+    score_mod and presence of a mask are the same. `explain` prints where a tile comes from. The backward is measured
+    too if a tensor requires a gradient. Calling tune again continues from the best tiles. Hopper kernels have one tile
+    each and are not tuned.
 
     Args:
-        query, key, value, score_mod, block_mask, scale, enable_gqa: as in flex_attention; nothing of them is changed.
-        kernel_options: as there, without those that choose a tile; {"BACKEND": "TRITON"} for the kernels that Hopper's
-            own stand for.
+        query, key, value, score_mod, block_mask, scale, enable_gqa: as in flex_attention. They are not changed.
+        kernel_options: as in flex_attention, except options that choose a tile. {"BACKEND": "TRITON"} tunes the kernels
+            that Hopper kernels would replace.
         kernels: which to tune, of forward, backward_dq and backward_dkdv.
-        seconds: how long candidates may compile; those that are not ready then are left out.
-        processes: how many compile side by side; where None, one for each core, at most 8.
-        rounds: how often each candidate is timed; medians are compared.
-        remember: keep the best tiles in tiles.json, in the folder of the kernels. To forget them, delete the file.
+        seconds: time limit for compiling candidates. Those that are not ready in time are skipped.
+        processes: number of compile processes. If None, one per core, at most 8.
+        rounds: how often each candidate is timed. Medians are compared.
+        remember: save the best tiles in tiles.json in the kernel cache folder. Delete the file to forget them.
 
     Raises:
-        What flex_attention raises; UnsupportedError where no Triton kernel runs, OptionError for an option that chooses
-        a tile, ArgumentError for other kernels, or where the file of tiles cannot be read.
+        What flex_attention raises, UnsupportedError if no Triton kernel runs, OptionError for an option that chooses a
+        tile, and ArgumentError for other kernels or if tiles.json cannot be read.
 
     Example:
         >>> import torch
@@ -223,21 +226,21 @@ def tune(
         mend = "Pass tensors of float32 or less on a GPU."
         raise UnsupportedError(message("query", found, "what a Triton kernel computes", mend))
     if names := tile_options(problem.options):
-        mend = "Leave it out: tune finds it."
-        raise OptionError(message("kernel_options", ", ".join(names), "none that choose a tile", mend))
+        mend = "Leave it out. tune finds the tile."
+        raise OptionError(message("kernel_options", ", ".join(names), "no option that chooses a tile", mend))
     effort = Effort(tuple(kernels), seconds, processes or min(8, os.cpu_count() or 1), rounds)
     return tune_problem(problem, effort, remember)
 
 
 def _request(return_lse: bool, return_aux: AuxRequest | upstream.AuxRequest | None) -> AuxRequest:
-    """Return what is asked for besides the output; PyTorch's own AuxRequest is understood too."""
+    """Return the requested outputs. PyTorch's AuxRequest is accepted too."""
     if return_aux is None:
         if return_lse:
             _warn_return_lse()
         return AuxRequest(lse=bool(return_lse))
     if return_lse:
         mend = "Keep return_aux=AuxRequest(lse=True)."
-        raise ArgumentError(message("return_lse", "True beside return_aux", "one of the two", mend))
+        raise ArgumentError(message("return_lse", "True with return_aux", "one of the two", mend))
     if not isinstance(return_aux, (AuxRequest, upstream.AuxRequest)):
         mend = "Write return_aux=AuxRequest(lse=True)."
         raise DtypeError(message("return_aux", f"a {type(return_aux).__name__}", "an AuxRequest", mend))
@@ -246,6 +249,6 @@ def _request(return_lse: bool, return_aux: AuxRequest | upstream.AuxRequest | No
 
 @cache
 def _warn_return_lse() -> None:
-    """Warn once in a process."""
+    """Warn once per process."""
     text = "return_lse is deprecated: use return_aux=AuxRequest(lse=True), which returns (out, AuxOutput)."
     warnings.warn(text, FutureWarning, stacklevel=5)

@@ -107,7 +107,7 @@ TENSORS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]
     "8-bit keys": (
         call(k=K.to(torch.float8_e4m3fn), v=V.to(torch.float8_e4m3fn)), (NotImplementedError,),
         "query, key, value: found query f32, key float8_e4m3fn, value float8_e4m3fn, expected one dtype of f16, bf16, "
-        "f32, f64. Cast to bfloat16; 8-bit keys and values are not there yet.",
+        "f32, f64. Cast to bfloat16. float8 is not supported yet.",
     ),
     "devices": (
         call(k=K.to("meta")), (ValueError, RuntimeError),
@@ -122,12 +122,12 @@ TENSORS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]
         call(k=ones(1, 4, 1, 16).expand(1, 4, 2**30 + 1, 16), v=ones(1, 4, 1, 16).expand(1, 4, 2**30 + 1, 16)),
         (ValueError,),
         "key: found length 1073741825, expected at most 1073741824. "
-        "Cut it into shorter ones, and merge the results by their lse.",
+        "Split it into shorter sequences, and merge the results by their lse.",
     ),
     "head dim of key": (
         call(k=ones(2, 4, 32, 8)), (ValueError,),
         "key: found head dim 8, expected that of query, 16. "
-        "Both are multiplied with each other: project them to one size.",
+        "Project query and key to the same head dim.",
     ),
     "no channels": (
         call(v=ones(2, 4, 32, 0)), (ValueError,),
@@ -135,11 +135,11 @@ TENSORS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]
     ),
     "length of value": (
         call(v=ones(2, 4, 31, 16)), (ValueError,),
-        "value: found length 31, expected that of key, 32. Each key needs one value: slice both alike.",
+        "value: found length 31, expected that of key, 32. Each key needs one value. Slice both in the same way.",
     ),
     "heads of value": (
         call(v=ones(2, 2, 32, 16)), (ValueError,),
-        "value: found 2 heads, expected those of key, 4. Give key and value the same heads.",
+        "value: found 2 heads, expected those of key, 4. Give key and value the same number of heads.",
     ),
     "batch of value": (
         call(v=ones(1, 4, 32, 16)), (ValueError,),
@@ -164,7 +164,7 @@ OTHERS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]]
     "scale is a tensor": (
         call(scale=torch.tensor(1.0)), (TypeError,),
         "scale: found a Tensor, expected a number. "
-        "Pass a Python float; multiply a learnable scale into query or into the score in score_mod.",
+        "Pass a Python float. Multiply a learnable scale into query, or into the score in score_mod.",
     ),
     "scale is a string": (call(scale="1"), (TypeError,), "scale: found a str, expected a number. "),
     "scale is nan": (
@@ -190,7 +190,7 @@ OTHERS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]]
     "scale is infinite": (call(scale=float("inf")), (ValueError,), "scale: found inf, expected a finite number. "),
     "both returns": (
         call(return_lse=True, return_aux=AuxRequest()), (ValueError,),
-        "return_lse: found True beside return_aux, expected one of the two. Keep return_aux=AuxRequest(lse=True).",
+        "return_lse: found True with return_aux, expected one of the two. Keep return_aux=AuxRequest(lse=True).",
     ),
     "aux is a bool": (
         call(return_aux=True), (TypeError,),
@@ -252,7 +252,7 @@ OTHERS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]]
     "sliced upstream mask": (
         lambda: flex_attention(Q[:1], K[:1], V[:1], block_mask=upstream_mask()[0]), (RuntimeError,),
         "block_mask: found a slice of PyTorch's BlockMask, expected a mask with its mask_mod. "
-        "Slice flexattn's own mask: its mask_mod follows.",
+        "Slice flexattn's BlockMask, whose mask_mod is sliced too.",
     ),
 }  # fmt: skip
 

@@ -138,7 +138,7 @@ def test_kernels_are_built_in_other_processes(monkeypatch):
     assert notes[broken].startswith("does not compile: ") and "nothing_of_that_name" in notes[broken]
     store = open_store(settings().cache_dir)
     assert store is not None and store.find(digest(good, SM90)) is not None
-    assert build_apart([good, broken], SM90, 1, 0.0) == {broken: "not compiled: no time was left"}
+    assert build_apart([good, broken], SM90, 1, 0.0) == {broken: "not compiled: no time left"}
 
 
 def test_late_processes_are_ended():
@@ -156,7 +156,7 @@ def test_tune_refuses_what_it_cannot_tune(monkeypatch):
     with pytest.raises(ArgumentError, match=r"kernels: found \['backward'\], expected names of forward, backward_dq"):
         flexattn.tune(q, q, q, kernels=("backward",))
     monkeypatch.setattr(api, "engine_of", lambda problem: triton)
-    with pytest.raises(OptionError, match="kernel_options: found BLOCK_M, bwd_num_stages, expected none that choose"):
+    with pytest.raises(OptionError, match="kernel_options: found BLOCK_M, bwd_num_stages, expected no option that"):
         flexattn.tune(q, q, q, kernel_options={"BLOCK_M": 32, "bwd_num_stages": 1, "EXACT": True})
 
 

@@ -137,7 +137,7 @@ def test_messages_name_the_kind_of_mod() -> None:
 def test_arguments_are_never_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a row has no parameter for goes to PyTorch's decomposition, or is refused."""
     long = values(N, 4)
-    refuse(lambda s, b, h, q, k: s + s.view(torch.int32), "score", "reads the bits of a", UnsupportedError)
+    refuse(lambda s, b, h, q, k: s + s.view(torch.int32), "score", "reinterprets a", UnsupportedError)
     refuse(lambda s, b, h, q, k: s + long[q].roll(1)[0] + torch.gcd(q, k), "score", "gcd.* of steps", UnsupportedError)
     refuse(
         lambda s, b, h, q, k: s + long[q].scatter(0, q[None], s[None].double())[1],

@@ -1,1 +1,1 @@
-"""One call of flex_attention: its arguments, validated and traced, as a Problem."""
+"""One call of flex_attention, validated and traced: Call -> Problem."""

@@ -1,4 +1,4 @@
-"""arguments: what several arguments are checked for."""
+"""arguments: checks that several arguments share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flexattn.errors import ArgumentError, DtypeError, message
 
 
 def as_float(argument: str, value: object, expected: str, mend: str) -> float:
-    """Return a number (an int, a float, a Fraction, one of numpy's) as a float; bools and strings are none."""
+    """Return a number (int, float, Fraction, numpy scalar) as a float. Bools and strings are rejected."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise DtypeError(message(argument, f"a {type(value).__name__}", expected, mend))
     try:

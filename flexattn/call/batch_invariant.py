@@ -1,9 +1,9 @@
-"""batch_invariant: a problem in the form whose rows are computed the same whatever stands beside them.
+"""batch_invariant: Problem -> Problem whose kernels compute each row independently of all other rows.
 
-Which blocks are full, and in which order lists name them, depends on what other rows attend to; so does the size of a
-block that a person chose. Here each row of blocks has one list, ascending, of partial blocks of whole tiles: kernels
-then visit keys in ascending order, by one loop body. A visited key that a row does not attend to changes no bit of it:
-its weight is 0, and the factor of what was summed before is exactly 1 where the maximum stays.
+Which blocks are full, their order in the lists and the block size may depend on what other rows attend to. Here each
+row of blocks has a single ascending list of partial blocks, whose size is a multiple of every tile. Kernels then visit
+keys in ascending order, in one loop body. A visited key that a row does not attend to does not change its bits: its
+weight is 0, and the rescaling factor of the accumulator is exactly 1 if the maximum does not change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flexattn.torch_state.transforms import outside
 
 
 def in_one_class(problem: Problem) -> Problem:
-    """Return the problem with one ascending list of partial blocks for each row of blocks, its mask the same."""
+    """Return the problem with one ascending list of partial blocks per row of blocks, and the same mask."""
     M, N = problem.query.size(2), problem.key.size(2)
     if problem.query.numel() == 0 or N == 0:
         return problem
@@ -49,7 +49,7 @@ def in_one_class(problem: Problem) -> Problem:
 
 @dataclass(frozen=True)
 class _OneClass:
-    kv_runs: RunLists  # what it was made from
+    kv_runs: RunLists  # the lists that `mask` was made from
     q_runs: RunLists | None
     mask: BlockMask
 
@@ -59,7 +59,7 @@ _known: weakref.WeakKeyDictionary[BlockMask, _OneClass] = weakref.WeakKeyDiction
 
 @lru_cache(64)
 def _everything(M: int, N: int, device: torch.device) -> BlockMask:
-    """Return the mask of all pairs."""
+    """Return a mask in which all pairs attend."""
     rows, columns = -(-M // LARGEST_TILE), -(-N // LARGEST_TILE)
     with _kept():
         blocks = torch.ones(1, 1, rows, columns, dtype=torch.bool, device=device)
@@ -69,7 +69,7 @@ def _everything(M: int, N: int, device: torch.device) -> BlockMask:
 
 @contextlib.contextmanager
 def _kept() -> Iterator[None]:
-    """Make tensors that last for longer than the modes that this call runs in."""
+    """Make tensors that outlive the modes of the current call."""
     with torch.inference_mode(False), torch.no_grad(), outside():
         yield
 
@@ -77,14 +77,14 @@ def _kept() -> Iterator[None]:
 def _mask_of(
     kv_runs: RunLists, q_runs: RunLists | None, heads: tuple[int, int], lengths: tuple[int, int], size: tuple[int, int]
 ) -> BlockMask:
-    # Its mod is never asked: a problem has its own.
+    # Its mask_mod is never called: the problem has its own.
     return BlockMask.from_runs(
         kv_runs, q_runs, *heads, lengths, size, noop_mask, separate_full_blocks=False, full_overhangs=False
     )
 
 
 def _grows(mask: BlockMask) -> bool:
-    """Tell whether blocks of the mask are no whole tiles."""
+    """Return whether the mask needs larger blocks: its block size is not a multiple of every tile."""
     return any(size % LARGEST_TILE for size in mask.BLOCK_SIZE)
 
 
@@ -110,14 +110,17 @@ def _dense(mask: BlockMask) -> tuple[Tensor, Tensor]:
 
 
 def _joined(blocks: Tensor, factor: int) -> Tensor:
-    """Return whether any of each `factor` blocks along the last axis is there."""
+    """Return whether any of each `factor` blocks along the last axis is true."""
     columns = -(-blocks.size(-1) // factor)
     padded = torch.nn.functional.pad(blocks, (0, columns * factor - blocks.size(-1)))
     return padded.unflatten(-1, (columns, factor)).any(-1)
 
 
 def _merged(lists: RunLists) -> RunLists:
-    """Return the lists with full blocks among the partial ones. Runs that touch stay apart: joining them would wait."""
+    """Return the lists with full blocks merged into the partial ones.
+
+    Adjacent runs are not joined, because that would synchronize with the device.
+    """
     partial, full = lists.partial, lists.full
     with _kept():
         runs = torch.cat((partial.runs, full.runs))
@@ -128,7 +131,7 @@ def _merged(lists: RunLists) -> RunLists:
 
 
 def _as_listed(bound: BoundMod | None, mask: BlockMask) -> BoundMod:
-    """Return the mask that lists from outside and their mod mean together, which have the last word over the mod."""
+    """Return the mask_mod that user-provided lists and their mod define together. The lists take precedence."""
     partial, full = _dense(mask)
     graph = _listed(None if bound is None else bound.graph, mask.BLOCK_SIZE, (mask.B > 1, mask.H > 1))
     captures, numbers = ((), ()) if bound is None else (bound.captures, bound.numbers)
@@ -137,7 +140,7 @@ def _as_listed(bound: BoundMod | None, mask: BlockMask) -> BoundMod:
 
 @lru_cache(512)
 def _listed(graph: ModGraph | None, size: tuple[int, int], own: tuple[bool, bool]) -> ModGraph:
-    """Return full[b, h, block] | partial[b, h, block] & mod, of two further captures."""
+    """Return full[b, h, block] | partial[b, h, block] & mod. Both block tensors are appended captures."""
     captures = () if graph is None else graph.captures
     builder = Builder()
     b, h, q_idx, kv_idx = (builder.input(name, torch.int32) for name in MASK_INPUTS)
@@ -154,7 +157,10 @@ def _listed(graph: ModGraph | None, size: tuple[int, int], own: tuple[bool, bool
 
 
 def _asked_where(builder: Builder, graph: ModGraph, partial: Expr) -> Expr:
-    """Append the graph, which reads a captured tensor for a place only where `partial`: elsewhere it may have none."""
+    """Append the graph with its loads per (q, kv) pair at index 0 outside of `partial` blocks.
+
+    There the mod is not applied, and its own index may be out of bounds.
+    """
 
     def guarded(builder: Builder, i: int, made: list[Expr]) -> Expr | None:
         load = graph.loads.get(i)

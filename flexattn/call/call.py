@@ -15,7 +15,7 @@ Mod = Callable[..., object]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """The arguments, unchecked: see flex_attention for what they mean."""
+    """The arguments of flex_attention, unchecked."""
 
     query: Tensor | None
     key: Tensor | None

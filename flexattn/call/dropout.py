@@ -1,10 +1,10 @@
-"""dropout: which weights are dropped, a function of a seed and of the place alone, whatever computes it.
+"""dropout: which weights are dropped. This depends only on a seed and the position (b, h, q_idx, kv_idx).
 
-Philox4x32-7 (Salmon et al., SC 2011; no fewer rounds pass BigCrush), keyed by the seed, with the counter
-(kv_idx // 32 * 8 + kv_idx % 8, q_idx // 16 * 8 + q_idx % 8, b * Hq + h, 0), gives four words: one for each of four keys
-that lie 8 apart, and of its halves one for each of two queries that do. Tensor cores leave such places of a product,
-and of its transpose, in one thread, which makes just the numbers that it needs. A weight is dropped where its number is
-below p * 65536.
+The generator is Philox4x32-7 (Salmon et al., SC 2011; fewer rounds fail BigCrush). Its key is the seed, and its counter
+is (kv_idx // 32 * 8 + kv_idx % 8, q_idx // 16 * 8 + q_idx % 8, b * Hq + h, 0). The four words of a counter belong to
+four keys that are 8 apart, and the two halves of a word to two queries that are 8 apart. In the layout of tensor cores,
+one thread owns all these positions of a product or of its transpose, so it generates only numbers that it needs. A
+weight is dropped if its 16-bit number is below p * 65536.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from flexattn.errors import ArgumentError, message
 from flexattn.torch_state.transforms import outside
 from flexattn.torch_state.uncompiled import uncompiled
 
-STEPS = 65536  # numbers that may come up
-KEYS, QUERIES, APART = 32, 16, 8  # of the counters of a group; how far those of one counter lie apart
+STEPS = 65536  # number of random values
+KEYS, QUERIES, APART = 32, 16, 8  # keys and queries of a group of counters; distance of those of one counter
 ROUNDS = 7
 _FACTORS = 0xD2511F53, 0xCD9E8D57
 _KEYS = 0x9E3779B9, 0xBB67AE85
@@ -30,20 +30,20 @@ _WORD = 0xFFFFFFFF
 
 @dataclass(frozen=True, eq=False)
 class Dropout:
-    """How often weights are dropped, and what decides which: one int64 on the device of the query."""
+    """The dropout probability, and the seed: one int64 on the device of the query."""
 
-    drop_below: int  # of STEPS
+    drop_below: int  # numbers below this are dropped, of STEPS
     seed: Tensor  # [1]
 
     @property
     def keep_scale(self) -> float:
-        """What kept weights are multiplied by, so that their expectation is as it was; 0 where none is kept."""
+        """The factor of kept weights, which preserves the expectation; 0 if no weight is kept."""
         return STEPS / (STEPS - self.drop_below) if self.drop_below < STEPS else 0.0
 
     def keep(self, batch_head: Tensor, q_idx: Tensor, keys: Sequence[tuple[int, int]]) -> Tensor:
-        """Return bool [..., keys]: which weights stay, for half-open ranges of keys.
+        """Return bool [..., keys]: which weights are kept, for half-open ranges of keys.
 
-        `batch_head` (b * Hq + h) and `q_idx` are of integers and broadcast to [..., 1].
+        `batch_head` (b * Hq + h) and `q_idx` are integers that broadcast to [..., 1].
         """
         return torch.cat([self._keep(batch_head.long(), q_idx.long(), *span) for span in keys], -1)
 
@@ -59,7 +59,7 @@ class Dropout:
 
 
 def _philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> tuple[Tensor, ...]:
-    """Return four words of 32 bits, in int64: products wrap around as those of unsigned numbers do."""
+    """Return four 32-bit words as int64. Products wrap around like unsigned ones."""
     c0, c1, c2 = torch.broadcast_tensors(c0, c1, c2)
     c3 = torch.zeros_like(c0)
     k0, k1 = seed & _WORD, seed >> 32 & _WORD
@@ -72,13 +72,13 @@ def _philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> tuple[Tensor, .
 
 
 def check_dropout(dropout_p: object, device: torch.device, seeded: bool = True) -> Dropout | None:
-    """Return a dropout with a seed from torch's generator of the device; None, and nothing drawn, where p is 0.
+    """Return a Dropout whose seed is drawn from the device's default generator; None if p is 0, without drawing.
 
-    Where it is not `seeded`, since nothing will run, nothing is drawn either.
+    With `seeded=False` nothing is drawn, for calls that compute nothing.
     """
     p = as_float("dropout_p", dropout_p, "a number", "Pass a Python float such as 0.1.")
     if not 0.0 <= p <= 1.0:
-        mend = "It is the part of weights that is dropped."
+        mend = "It is the fraction of weights that is dropped."
         raise ArgumentError(message("dropout_p", p, "a number from 0 to 1", mend))
     if p == 0.0:
         return None
@@ -92,13 +92,13 @@ def check_dropout(dropout_p: object, device: torch.device, seeded: bool = True) 
 def dropout_mask(
     dropout_p: float, shape: Sequence[int], device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return what flex_attention multiplies its weights by, dense, and move torch's generator as it does.
+    """Return the dense dropout mask of flex_attention. It advances torch's generator as flex_attention does.
 
     Args:
-        dropout_p: the part that is dropped, in steps of 1 / 65536.
+        dropout_p: fraction of weights that is dropped, in steps of 1 / 65536.
         shape: (B, Hq, M, N) of the weights.
-        device: that of the query.
-        dtype: of the result.
+        device: the device of the query.
+        dtype: the dtype of the result.
 
     Returns:
         [B, Hq, M, N]: 0 or 1 / (1 - p).

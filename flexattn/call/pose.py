@@ -1,4 +1,4 @@
-"""pose: Call -> Problem. Everything before an engine: the arguments are checked, mods traced and differentiated."""
+"""pose: Call -> Problem. Everything before the engine: arguments are checked, mods are traced and differentiated."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from flexattn.trace.trace import trace
 
 
 def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
-    """Return the problem that a call asks to solve.
+    """Return the problem of a call.
 
     Args:
         call: the arguments, unchecked.
-        seeded: whether dropout draws its seed from torch's generator; not where nothing will be computed.
-        on_gpu: treat the tensors as on a GPU, wherever they are.
+        seeded: whether dropout draws its seed from torch's generator; False if nothing will be computed.
+        on_gpu: treat the tensors as on a GPU, even if they are not.
     """
     query, key, value = check_tensors(*_autocast(call.query, call.key, call.value), call.enable_gqa)
     options = validate_options(call.kernel_options)
@@ -52,7 +52,7 @@ def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
     captures = () if score is None else score.captures
     sink = check_sink(call.sink, query)
     learnable = (query, key, value, *captures, *(() if sink is None else (sink,)))
-    transformed = is_transforming()  # then any tensor may be differentiated
+    transformed = is_transforming()  # under a torch.func transform any tensor may be differentiated
     gradient = transformed or (torch.is_grad_enabled() and any(x.requires_grad for x in learnable))
     blocks = _blocks(call.block_mask)  # PyTorch's BlockMask -> BlockMask
     mask = None
@@ -84,7 +84,7 @@ def _cast(x: object, dtype: torch.dtype) -> object:
 
 
 def _score(score_mod: Mod | None, query: Tensor) -> BoundMod | None:
-    """Trace score_mod for scores of this query; None where it returns its score unchanged."""
+    """Trace score_mod for scores of this query. Return None if it returns its score unchanged."""
     if score_mod is None:
         return None
     bound = trace(score_mod, "score", torch.float64 if query.dtype == torch.float64 else torch.float32)
@@ -94,7 +94,7 @@ def _score(score_mod: Mod | None, query: Tensor) -> BoundMod | None:
 
 
 def _mask(blocks: BlockMask, query: Tensor, by_hand: bool) -> BoundMod | None:
-    """Trace the mod of a mask, whose lists may be made by hand; None where it is true everywhere."""
+    """Trace the mask_mod of a mask. Return None if it is always true. `by_hand`: the user provided the lists."""
     bound = trace(blocks.mask_mod, "mask")
     result = bound.graph.nodes[bound.graph.output]
     if isinstance(result, Const) and result.value:
@@ -105,7 +105,7 @@ def _mask(blocks: BlockMask, query: Tensor, by_hand: bool) -> BoundMod | None:
 
 
 def _blocks(block_mask: BlockMask | upstream.BlockMask | None) -> BlockMask | None:
-    """Return the mask as ours; PyTorch's stand-in for "no mask", a single boundless block, becomes None."""
+    """Convert to our BlockMask. PyTorch's placeholder for no mask, a single block of unlimited size, becomes None."""
     if block_mask is None or isinstance(block_mask, BlockMask):
         return block_mask
     if not isinstance(block_mask, upstream.BlockMask):
@@ -115,6 +115,6 @@ def _blocks(block_mask: BlockMask | upstream.BlockMask | None) -> BlockMask | No
     if tuple(block_mask.BLOCK_SIZE) == (boundless, boundless) and block_mask.mask_mod is upstream.noop_mask:
         return None
     if block_mask.mask_mod is getattr(upstream, "_sliced_mask_mod_error", None):
-        mend = "Slice flexattn's own mask: its mask_mod follows."
+        mend = "Slice flexattn's BlockMask, whose mask_mod is sliced too."
         raise MaskError(message("block_mask", "a slice of PyTorch's BlockMask", "a mask with its mask_mod", mend))
     return from_torch(block_mask)

@@ -1,4 +1,4 @@
-"""Problem: one call of flex_attention after validation, the form in which every engine receives it."""
+"""problem: Problem, one call of flex_attention after validation. It is the input of every engine."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from flexattn.graph.equal_runs import EqualRuns
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.options import option
 
-Needs = tuple[bool, bool, bool, bool]  # which of query, key, value and the sink want a gradient
+Needs = tuple[bool, bool, bool, bool]  # which of query, key, value and the sink require a gradient
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What to compute: tensors, mods with their values, and the scale. `None` mods do nothing.
+    """What to compute: tensors, mods with their values, and the scale. A mod is None if it does nothing.
 
-    A mask has both `block_mask` (its runs) and `mask` (its mod, for partial blocks; None where the mod is noop).
+    A mask has `block_mask` (its block lists) and `mask` (its mask_mod for partial blocks, None if it is always true).
     """
 
     query: Tensor  # [B, Hq, M, D]
@@ -30,14 +30,14 @@ class Problem:
     score: BoundMod | None = None
     mask: BoundMod | None = None
     block_mask: BlockMask | None = None
-    score_grad: ModGraph | None = None  # gradient graph of `score`, where a backward may follow
-    runs: tuple[EqualRuns, ...] = ()  # of what `mask` captures, where they are known
+    score_grad: ModGraph | None = None  # gradient graph of `score`, if a backward may follow
+    runs: tuple[EqualRuns, ...] = ()  # of tensors that `mask` captures, if known
     options: tuple[tuple[str, object], ...] = ()  # validated kernel_options
-    sink: Tensor | None = None  # [B or 1, Hq or 1] float32 (float64), natural logarithm of one more term of each sum
+    sink: Tensor | None = None  # [B or 1, Hq or 1] float32 (float64), log of an additional term of each softmax sum
     dropout: Dropout | None = None
     max_scores: bool = False  # whether the forward returns the largest score of each row
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether the bits of a row's results may depend on that row and what it attends to alone."""
+        """Whether the bits of a row's results must depend only on that row and what it attends to."""
         return option(self.options, "BATCH_INVARIANT") is True

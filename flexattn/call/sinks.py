@@ -1,4 +1,4 @@
-"""sinks: one more term of each softmax's sum, which takes weight and has no value (Xiao et al., arXiv:2309.17453)."""
+"""sinks: attention sinks, an additional term of each softmax sum without a value (Xiao et al., arXiv:2309.17453)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexattn.torch_state.transforms import outside
 
 
 def check_sink(sink: object, query: Tensor) -> Tensor | None:
-    """Return the sink as a tensor [B or 1, Hq or 1], float32 (float64 for float64), through which gradients pass."""
+    """Return the sink as a differentiable tensor [B or 1, Hq or 1] of float32 (float64 for float64)."""
     if sink is None:
         return None
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -49,15 +49,18 @@ def _constant(number: float, device: torch.device, dtype: torch.dtype) -> Tensor
 
 
 def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """Return the gradient of a sink, a key of value 0, from lse and d_lse - rowsum(out * d_out), both [B, Hq, M]."""
+    """Return the gradient of a sink from lse and delta = d_lse - rowsum(out * d_out), both [B, Hq, M].
+
+    The sink acts like a key whose value is 0.
+    """
     weight = torch.where(lse == -math.inf, 0.0, torch.exp(sink[..., None] - lse))
     return (weight * delta).sum(-1).sum_to_size(sink.shape).to(sink.dtype)
 
 
 def weight_of_keys(sink: Tensor, lse: Tensor) -> Tensor:
-    """Return a bound of what the weights of a row sum to where the sink takes the rest, float32, 0-d: 1 at most.
+    """Return an upper bound of the sum of a row's weights without the sink's weight, float32, 0-d, at most 1.
 
-    It is near where most weight is the sink's, up to how lse [B, Hq, M] is rounded: 2**-15 where that is 30.
+    The bound is tight up to the rounding of lse [B, Hq, M], which is 2**-15 if lse is 30.
     """
     rounding = 2.0**-20 * (1 + lse.abs())
     weights = rounding - torch.expm1(sink[..., None] - lse)

@@ -1,4 +1,4 @@
-"""Checks of the arguments of flex_attention, so that a wrong call fails here, by name, and not inside a kernel."""
+"""validate: checks of the arguments of flex_attention. Errors name the argument."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _dtypes(query: Tensor, key: Tensor, value: Tensor) -> Exception:
     names = [short_dtype(x.dtype) for x in (query, key, value)]
     found = "query {}, key {}, value {}".format(*names)
     if any(name.startswith("float8") for name in names):
-        mend = "Cast to bfloat16; 8-bit keys and values are not there yet."
+        mend = "Cast to bfloat16. float8 is not supported yet."
         return UnsupportedError(message("query, key, value", found, "one dtype of f16, bf16, f32, f64", mend))
     wanted = query.dtype if query.dtype in DTYPES else torch.bfloat16
     cast = ", ".join(
@@ -65,23 +65,23 @@ def _dtypes(query: Tensor, key: Tensor, value: Tensor) -> Exception:
 def _check_sizes(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: bool) -> None:
     (B, Hq, _, D), (Bkv, Hkv, N, _) = q, k
     if k[3] != D:
-        mend = "Both are multiplied with each other: project them to one size."
+        mend = "Project query and key to the same head dim."
         raise ArgumentError(message("key", f"head dim {k[3]}", f"that of query, {D}", mend))
     for name, length in (("query", q[2]), ("key", N)):
         if length > INDEX_LIMIT:
-            mend = "Cut it into shorter ones, and merge the results by their lse."
+            mend = "Split it into shorter sequences, and merge the results by their lse."
             raise ArgumentError(message(name, f"length {length}", f"at most {INDEX_LIMIT}", mend))
     if D == 0 or v[3] == 0:
         name = "query" if D == 0 else "value"
         raise ArgumentError(message(name, "head dim 0", "at least 1", "Pass at least one channel."))
     if v[2] != N:
-        mend = "Each key needs one value: slice both alike."
+        mend = "Each key needs one value. Slice both in the same way."
         raise ArgumentError(message("value", f"length {v[2]}", f"that of key, {N}", mend))
     if v[1] != Hkv:
-        mend = "Give key and value the same heads."
+        mend = "Give key and value the same number of heads."
         raise ArgumentError(message("value", f"{v[1]} heads", f"those of key, {Hkv}", mend))
     if v[0] != Bkv:
-        mend = f"Expand it: value.expand({Bkv}, -1, -1, -1)." if v[0] == 1 else "Give both the same batch."
+        mend = f"Expand it: value.expand({Bkv}, -1, -1, -1)." if v[0] == 1 else "Give both the same batch size."
         raise ArgumentError(message("value", f"batch {v[0]}", f"that of key, {Bkv}", mend))
     if Bkv != B and Bkv != 1:
         mend = "Repeat keys and values, or pass batch 1 to share them."
@@ -101,10 +101,10 @@ def _check_groups(Hq: int, Hkv: int, enable_gqa: bool) -> None:
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:
-    """Return the scale as a float, 1 / sqrt(head_dim) where none was given."""
+    """Return the scale as a float, by default 1 / sqrt(head_dim)."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    mend = "Pass a Python float; multiply a learnable scale into query or into the score in score_mod."
+    mend = "Pass a Python float. Multiply a learnable scale into query, or into the score in score_mod."
     number = as_float("scale", scale, "a number", mend)
     if not math.isfinite(number):
         mend = "Pass None for 1 / sqrt(head dim)."
@@ -113,7 +113,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
 
 
 def check_block_mask(block_mask: BlockMask, query: Tensor, key: Tensor, backward: bool) -> None:
-    """Check that the mask was made for these inputs, and that it can serve a backward where one may follow."""
+    """Check that the mask was made for these inputs, and that it supports a backward if one may follow."""
     B, H, M, N = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
     if block_mask.seq_lengths != (M, N):
         raise MaskError(_lengths(block_mask.seq_lengths, (M, N)))
@@ -132,7 +132,7 @@ def check_block_mask(block_mask: BlockMask, query: Tensor, key: Tensor, backward
 
 
 def check_mask_reads(block_mask: BlockMask, bound: BoundMod, query: Tensor, by_hand: bool) -> None:
-    """Refuse one batch (head) of blocks for several where they differ. Lists made `by_hand` may serve all of them."""
+    """Reject block lists of one batch (head) for several if mask_mod reads b (h). Lists made `by_hand` are accepted."""
     if by_hand:
         return
     for name, have, wanted, what, argument in (
@@ -153,7 +153,7 @@ def _lengths(found: tuple[int, int], wanted: tuple[int, int]) -> str:
 
 
 def place_captures(bound: BoundMod, device: torch.device, argument: str) -> BoundMod:
-    """Return the mod with its captured tensors on `device`: scalars of the CPU are moved, all others must be there."""
+    """Return the mod with its captured tensors on `device`. CPU scalars are moved; other tensors must be on it."""
     placed = bound.on(device)
     for capture, described in zip(placed.captures, bound.graph.captures, strict=True):
         if capture.device != device:

@@ -1,4 +1,4 @@
-"""choice: which engine computes a problem."""
+"""choice: select the engine for a problem."""
 
 from __future__ import annotations
 

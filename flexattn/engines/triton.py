@@ -1,4 +1,4 @@
-"""The Triton engine: the kernels of forward and backward, on a GPU, or on a CPU under Triton's interpreter."""
+"""triton: the Triton engine. It runs the kernels of forward and backward on a GPU, or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from flexattn.machine.target import Target
 from flexattn.runtime.launch import run, scheduled_backward
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...], Tensor | None]
-# Called as launch.run; tuning keeps the calls instead.
+# The signature of launch.run. Tuning passes a function that records the calls.
 Run = Callable[[KernelSpec, Problem, Tensors, Tensors], None]
 
 
 def forward(problem: Problem, run: Run = run) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return out [B, Hq, M, Dv], lse [B, Hq, M] and, where asked for, the largest score of each row [B, Hq, M]."""
+    """Return out [B, Hq, M, Dv], lse [B, Hq, M] and, if requested, the largest score of each row [B, Hq, M]."""
     problem = _with_rows(problem)
     q, v = problem.query, problem.value
     out = _like_strides(q, v.size(-1))
@@ -45,7 +45,7 @@ def backward(
     problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs,
     run: Run = run,
 ) -> Gradients:  # fmt: skip
-    """Return the gradients of query, key, value, of captured tensors, and of the sink: None where not needed."""
+    """Return the gradients of query, key, value, captured tensors and the sink; None if not needed."""
     problem, d_out = _with_rows(problem), _rows(d_out, problem.batch_invariant)
     q, k, v = problem.query, problem.key, problem.value
     tensors = {"q": q, "k": k, "v": v, "o": out, "do": d_out}
@@ -83,7 +83,7 @@ def backward(
 
 
 def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | None], ...]:
-    """Return the plans of forward and backward on `target`, each with the reason why it is not Hopper's."""
+    """Return the plans of forward and backward on `target`, each with the reason why it is not a Hopper kernel."""
     problem = _with_rows(problem)
     q, k, v = problem.query, problem.key, problem.value
     out = _like_strides(q, v.size(-1))
@@ -97,14 +97,14 @@ def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | Non
 
 
 def _largest_of_rows(problem: Problem, lse: Tensor, d_out: Tensor, delta: Tensor) -> Tensor:
-    """Return the most that the sizes of the gradients of a row's scores sum to, float32, 0-d."""
+    """Return an upper bound of sum(|d score|) over a row, float32, 0-d."""
     kept = 1.0 if problem.dropout is None else problem.dropout.keep_scale
     largest = largest_of_rows(d_out, problem.value, delta, kept)
     return largest if problem.sink is None else largest * weight_of_keys(problem.sink.detach(), lse)
 
 
 def _capture_arrays(problem: Problem, sums: CaptureSums, **arrays: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Return tensors, one for each captured tensor that learns, by the names of the kernels' arguments."""
+    """Return one tensor per captured tensor that requires a gradient, by the names of the kernels' arguments."""
     return {
         capture_sum_name(problem, i, argument): tensor
         for argument, tensors in arrays.items()
@@ -113,9 +113,10 @@ def _capture_arrays(problem: Problem, sums: CaptureSums, **arrays: Iterable[Tens
 
 
 def _rows(tensor: Tensor, alike: bool) -> Tensor:
-    """Return the tensor with contiguous rows: a last stride other than 1 (or an expanded gradient) costs a copy.
+    """Return the tensor with contiguous rows. A last stride other than 1 (as in an expanded gradient) requires a copy.
 
-    `alike`: so does what lies otherwise than its copy as kernels see it, so that the head dim alone decides which runs.
+    With `alike` a tensor is also copied if its alignment or TMA support differs from its copy's. The choice of kernels
+    then depends only on the head dim, not on strides.
     """
     whole = tensor.stride(-1) == 1 or tensor.size(-1) == 1
     aligns = tensor.size(-1) * tensor.element_size() % 16 == 0
@@ -134,7 +135,7 @@ def _with_rows(problem: Problem) -> Problem:
 
 
 def _like_strides(tensor: Tensor, width: int) -> Tensor:
-    """Return an empty [B, H, rows, width] whose dims lie in memory in the order of `tensor`'s, the last innermost."""
+    """Return an empty [B, H, rows, width] with the dim order of `tensor` in memory, the last dim innermost."""
     B, H, rows, _ = tensor.shape
     strides = tensor.stride()
     order = [0, 1, 2] if 0 in strides[:3] else sorted(range(3), key=lambda d: -strides[d])

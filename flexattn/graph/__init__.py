@@ -1,1 +1,1 @@
-"""ModGraph: the scalar program of a mod, its operators, its derivatives, its bounds and what is proved of it."""
+"""ModGraph, the scalar program of a mod: its operators, derivatives, bounds and provable facts."""

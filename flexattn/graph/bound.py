@@ -1,11 +1,11 @@
-"""bound: a graph over (b, h, q_idx, kv_idx) to a graph of lower and upper values over boxes of them, one-sided.
+"""bound: ModGraph over (b, h, q_idx, kv_idx) -> graph of lower and upper bounds over boxes. Bounds may be loose.
 
 The bounding graph reads `b_lo, b_hi, h_lo, h_hi, q_lo, q_hi, kv_lo, kv_hi` (inclusive) and returns (low, high) of each
-output. Of a mask, `low` is "surely true everywhere in the box" (FULL), `not high` "surely false everywhere" (EMPTY).
-`bound_pairs.py` says what a pair (low, high) means.
+output. For a mask, `low` means true everywhere in the box (FULL), and `not high` means false everywhere (EMPTY).
+`bound_pairs.py` defines the meaning of a pair (low, high).
 
-A load becomes `range_min` and `range_max` nodes, whose operands are (low, high) of each index; the evaluator gives the
-least and the greatest element, or the whole range of the dtype where it does not know (`boxes.RangeTable`).
+A load becomes `range_min` and `range_max` nodes, whose operands are (low, high) of each index. The evaluator returns
+the minimum and maximum element, or the whole range of the dtype if it does not know them (`boxes.RangeTable`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flexattn.graph.nodes import Input, Load, NumberRef, RangeLoad
 from flexattn.graph.ranges import never_wraps
 
 BOX_INPUTS = ("b_lo", "b_hi", "h_lo", "h_hi", "q_lo", "q_hi", "kv_lo", "kv_hi")
-EMPTY, FULL, UNKNOWN, PARTIAL = range(4)  # what a mask is in a box
+EMPTY, FULL, UNKNOWN, PARTIAL = range(4)  # classes of a mask in a box
 
 _ENDS = {"b": ("b_lo", "b_hi"), "h": ("h_lo", "h_hi"), "q_idx": ("q_lo", "q_hi"), "kv_idx": ("kv_lo", "kv_hi")}
 

@@ -1,4 +1,4 @@
-"""BoundMod: a graph with the tensors and numbers of a call."""
+"""bound_mod: BoundMod, a graph with the tensors and numbers of a call."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from flexattn.torch_state.transforms import outside
 
 @dataclass(frozen=True)
 class BoundMod:
-    """A graph with the values of this call: captured tensors (after the prologue, under autograd) and numbers."""
+    """A graph with the values of one call: numbers, and captured tensors (after the prologue, part of autograd)."""
 
     graph: ModGraph
     captures: tuple[Tensor, ...] = ()
     numbers: tuple[int | float, ...] = ()
-    reached: tuple[Tensor, ...] = field(default=(), compare=False)  # the user's tensors, which captures come from
+    reached: tuple[Tensor, ...] = field(default=(), compare=False)  # the user's tensors that captures are computed from
     reached_names: tuple[str, ...] = field(default=(), compare=False)
     source: tuple[object, tuple[int | float, ...]] | None = field(default=None, compare=False)  # see `origin`
     prologue: tuple[str, tuple[int | float, ...]] = field(default=("", ()), compare=False)  # its text and its numbers
 
     @property
     def origin(self) -> object:
-        """What is equal for mods that compute the same of what they reached; None where that is not known."""
-        return None if self.source is None else (self.source[0], repr(self.source[1]))  # tells 0.0 from -0.0
+        """Equal for mods that compute the same function of their `reached` tensors; None if unknown."""
+        return None if self.source is None else (self.source[0], repr(self.source[1]))  # repr differs for 0.0 and -0.0
 
     def on(self, device: torch.device) -> BoundMod:
-        """Return the mod with those captures of the CPU on `device` that may be anywhere: scalars and literals."""
+        """Return the mod with its CPU scalars and literals moved to `device`. Other captures are not moved."""
         if all(c.device == device for c in self.captures):
             return self
         described = zip(self.captures, self.graph.captures, strict=True)
@@ -59,8 +59,8 @@ def _on(device: torch.device, capture: Tensor, literal: bool) -> Tensor:
     return placed
 
 
-_LARGE = 1024  # elements; a trace has one tensor for a literal as long as this, so looking for its bytes is not needed
-_placed = WeakTensorKeyDictionary()  # by literal: its copy on a GPU
+_LARGE = 1024  # elements; larger literals have one tensor per trace, so they are cached by tensor instead of by bytes
+_placed = WeakTensorKeyDictionary()  # literal -> its copy on a GPU
 
 
 @kept(2**26)

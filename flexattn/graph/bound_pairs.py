@@ -1,16 +1,16 @@
-"""bound_pairs: a pair (low, high) of expressions for each node of a graph, by the rules of OPS, one-sided.
+"""bound_pairs: a pair (low, high) of expressions that bounds each node of a graph, by the rules of OPS.
 
-What a pair (low, high) means:
+The meaning of a pair (low, high):
 
 - Integers are int64, whatever the dtype of the node. A pair that leaves the range of the node's dtype, where the mod
   would wrap around, becomes that whole range, so every pair lies inside the range of its dtype.
-- Floats have the dtype of the node. (-inf, inf) says "anything, NaN too"; every other pair says "not NaN". Sums,
-  products, quotients, roundings and casts are correctly rounded in torch and numpy alike, hence monotone, so end points
-  that are computed in the same dtype by the same operation contain every value without widening.
-  Other functions are widened by more than any of our devices err.
-- Booleans are (surely, maybe).
+- Floats have the dtype of the node. (-inf, inf) means any value including NaN; every other pair excludes NaN. Sums,
+  products, quotients, roundings and casts are correctly rounded in both torch and numpy, hence monotone. Their end
+  points, computed in the same dtype by the same operation, contain every value without widening. Other functions are
+  widened by more than the error of any supported device.
+- Booleans are (surely true, maybe true).
 
-`bound.py` writes the pairs over boxes of the inputs as a graph, `ranges.py` folds them over all calls to constants.
+`bound.py` writes the pairs for boxes of the inputs as a graph. `ranges.py` folds the pairs for all calls to constants.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Pair = tuple[Expr, Expr]
 
 _INF = float("inf")
 _BOOLEAN_OPS = {"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not", "where", "isnan", "isinf"}
-# These say themselves what becomes of a NaN.
+# The rules of these operations handle NaN operands.
 _NAN_AWARE = {"eq", "ne", "lt", "le", "gt", "ge", "where", "isnan", "isinf"}
-# Correctly rounded, or exact, in torch and numpy alike: at a point their value is the bound. (torch's sqrt is not.)
+# Correctly rounded or exact in both torch and numpy. At a point, their value is the bound. torch's sqrt is not.
 _EXACT = {
     "add", "sub", "mul", "div", "neg", "abs", "maximum", "minimum", "where", "floor", "ceil", "trunc", "round",
     "floordiv", "mod", "fmod", "bitand", "bitor", "bitxor", "bitnot", "shl", "shr",
 }  # fmt: skip
-# An int64 operation that may leave int64 is computed again in float64, to see whether it does.
+# These operations may overflow int64. They are also computed in float64 to detect that.
 _MAY_LEAVE_INT64 = {"add", "sub", "mul", "neg", "abs", "pow", "floordiv"}
 
 
@@ -47,7 +47,7 @@ def bound_nodes(
     load: Callable[[Load, list[Pair]], Pair],
     safe: tuple[bool, ...] | None,
 ) -> tuple[list[Pair], tuple[bool, ...]]:
-    """Bound each node; where `safe` says so without the check that its pair still is one."""
+    """Bound each node. Also return for which nodes the pair needs no check. `safe` nodes are not checked."""
     pairs: list[Pair] = []
     proved: list[bool] = []
     for i, node in enumerate(graph.nodes):
@@ -69,7 +69,7 @@ def bound_nodes(
                 dtypes = [graph.nodes[a].dtype for a in node.args]
                 pair, checked = _bound_operation(node, args, dtypes, safe is not None and safe[i])
             case RangeLoad():
-                raise TypeError(f"{node}: a bounding graph has no bounds of its own")
+                raise TypeError(f"{node}: a bounding graph cannot be bounded")
         pairs.append(pair)
         proved.append(checked)
     return pairs, tuple(proved)
@@ -80,7 +80,7 @@ def _bound_operation(node: Operation, args: list[Pair], dtypes: list[torch.dtype
     spec = OPS[node.op]
     unknown = unknown_pair(builder, node.dtype)
     if node.op not in _NAN_AWARE and any(map(_may_be_nan, args)):
-        return unknown, False  # as what follows would find, with many operations
+        return unknown, False  # the rest would give the same, with more operations
     pair = spec.bound(*args) if spec.bound and (node.dtype != torch.bool or node.op in _BOOLEAN_OPS) else None
     if pair is None:
         return _at_points(node, args, dtypes, unknown), False
@@ -100,13 +100,13 @@ def _bound_operation(node: Operation, args: list[Pair], dtypes: list[torch.dtype
     if safe:
         return pair, True
     if ok.constant is True:
-        # From infinite end points a smaller box can come to inf - inf.
+        # With infinite end points, a smaller box may compute inf - inf.
         return pair, not node.dtype.is_floating_point or all(math.isfinite(constant_of(e)) for e in pair)
     return (_where(ok, pair[0], unknown[0]), _where(ok, pair[1], unknown[1])), False
 
 
 def _in_range(node: Operation, pair: Pair, args: list[Pair]) -> Expr:
-    """Tell whether the pair is what the mod computes, without wrap-around in the node's dtype or in our int64."""
+    """Return whether the mod computes within the pair, without wrap-around in the node's dtype or in our int64."""
     limits = torch.iinfo(node.dtype)
     ok = _both(pair[0] >= limits.min, pair[1] <= limits.max)
     if node.op in _MAY_LEAVE_INT64 and (node.dtype == torch.int64 or node.op == "pow"):
@@ -122,7 +122,7 @@ def _rule(op: str) -> Callable[..., Pair]:
 
 
 def _at_points(node: Operation, args: list[Pair], dtypes: list[torch.dtype], unknown: Pair) -> Pair:
-    """Bound an operation that has no rule: by its value where all operands are single values, else not at all."""
+    """Bound an operation without a rule: by its value if all operands are single values, otherwise by `unknown`."""
     if node.op not in _EXACT or node.dtype in (torch.float16, torch.bfloat16):
         return unknown
     point = args[0][0].apply("eq", args[0][1])
@@ -168,7 +168,7 @@ def cast_pair(pair: Pair, source: torch.dtype, target: torch.dtype) -> Pair:
 
 
 def _fits(pair: Pair, dtype: torch.dtype) -> bool:
-    """Tell whether a pair of integer constants lies inside of an integer dtype."""
+    """Return whether a pair of integer constants is within the range of an integer dtype."""
     low, high = pair[0].constant, pair[1].constant
     if not (type(low) is int and type(high) is int) or dtype.is_floating_point or dtype == torch.bool:
         return False
@@ -176,14 +176,14 @@ def _fits(pair: Pair, dtype: torch.dtype) -> bool:
 
 
 def language_of(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which values of `dtype` are bounded."""
+    """Return the dtype in which bounds of `dtype` values are computed."""
     if dtype == torch.bool or dtype in (torch.float32, torch.float64):
         return dtype
     return torch.float32 if dtype.is_floating_point else torch.int64
 
 
 def unknown_pair(builder: Builder, dtype: torch.dtype) -> Pair:
-    """Return the pair that says nothing: a bool that may be either, any number of the dtype."""
+    """Return the pair that contains all values of the dtype."""
     if dtype == torch.bool:
         low, high = False, True
     elif dtype.is_floating_point:
@@ -195,12 +195,12 @@ def unknown_pair(builder: Builder, dtype: torch.dtype) -> Pair:
 
 
 def _may_be_nan(pair: Pair) -> bool:
-    """Tell whether nothing at all is known of a float before the graph runs."""
+    """Return whether a float pair is the constant (-inf, inf)."""
     return pair[0].constant == -_INF and pair[1].constant == _INF
 
 
 def _known(pair: Pair) -> Expr:
-    """Tell whether a pair of floats excludes NaN; booleans and integers always do."""
+    """Return whether a pair excludes NaN. Booleans and integers always do."""
     if not pair[0].dtype.is_floating_point:
         return pair[0].builder.const(True, torch.bool)
     return (pair[0] > -_INF).apply("or", pair[1] < _INF)
@@ -212,9 +212,9 @@ def without_nan(low: Expr, high: Expr) -> Pair:
 
 
 def _widen(pair: Pair) -> Pair:
-    """Move the end points apart by more than the error of any implementation (tanh.approx.f32: 2^-11 relative).
+    """Widen a pair by more than the error of any implementation (tanh.approx.f32: 2^-11 relative).
 
-    One that overflows to infinity here may stay just below elsewhere.
+    An end point that overflows to infinity here may stay finite on another device.
     """
     relative, tiny = (2.0**-10, 2.0**-120) if pair[0].dtype == torch.float32 else (2.0**-40, 2.0**-1000)
     largest = torch.finfo(pair[0].dtype).max * (1 - relative)

@@ -1,4 +1,4 @@
-"""boxes: a bounding graph evaluated by numpy over many boxes at once."""
+"""boxes: Bounds, a bounding graph that numpy evaluates over many boxes at once."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _DTYPES = {
     torch.bool: np.bool_, torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16, torch.int8: np.int8,
     torch.uint8: np.uint8, torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64,
 }  # fmt: skip
-DTYPES = frozenset(_DTYPES) | {torch.bfloat16}  # what nodes and captures may have
-_FULL_RESOLUTION = 2**14  # smaller arrays have tables of their elements, larger ones of granules
+DTYPES = frozenset(_DTYPES) | {torch.bfloat16}  # supported dtypes of nodes and captures
+_FULL_RESOLUTION = 2**14  # elements; the tables of larger arrays are over granules
 _LARGEST_TABLE = 2**22  # granules; a table of this many takes half a gigabyte
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """A bounding graph with the values of this call, evaluated by numpy over many boxes at once."""
+    """A bounding graph with the values of one call."""
 
     graph: ModGraph
     captures: tuple[Tensor, ...] = ()
     numbers: tuple[int | float, ...] = ()
-    granule: int = 128  # boxes mostly begin and end at multiples of this
+    granule: int = 128  # most boxes start and end at multiples of this
     _arrays: dict[int, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
     _tables: dict[tuple[int, int], RangeTable] = field(default_factory=dict, repr=False, compare=False)
 
@@ -81,7 +81,7 @@ class Bounds:
         return tuple(values[o] for o in self.graph.outputs if o is not None)
 
     def classify(self, *ends: Values) -> np.ndarray:
-        """Return EMPTY, FULL or UNKNOWN of a mask for each box given by its ends, uint8."""
+        """Return the class of a mask (EMPTY, FULL or UNKNOWN, uint8) in each box given by its ends."""
         sure, maybe = self(*ends)
         classes = np.where(sure, FULL, np.where(maybe, UNKNOWN, EMPTY)).astype(np.uint8)
         return np.broadcast_to(classes, np.broadcast_shapes(*(np.shape(e) for e in ends)))
@@ -94,7 +94,10 @@ class Bounds:
         return self._arrays[capture]
 
     def _range(self, node: RangeLoad, ends: list[Values]) -> tuple[Values, Values]:
-        """Return the least and greatest element of a capture over a box of indices, which may differ in one axis."""
+        """Return the minimum and maximum element of a capture over a box of indices.
+
+        They are known only for boxes with more than one index along at most one axis.
+        """
         array = self._array(node.capture)
         index = [_wrap(low, high, size) for low, high, size in zip(ends[::2], ends[1::2], array.shape, strict=True)]
         axes = [i for i, (low, high, _) in enumerate(index) if not np.array_equal(low, high)]
@@ -125,8 +128,8 @@ class Bounds:
 class RangeTable:
     """Minima and maxima of an array over ranges of its last axis, rounded outward to granules.
 
-    A granule is a fixed number of elements; over the granules stands a sparse table: level k holds the minimum of
-    2**k granules from each place on, so that two overlapping entries cover any range. A NaN makes both ends NaN.
+    A granule is a fixed number of elements. The table over granules is a sparse table: entry i of level k covers 2**k
+    granules from i on, so two overlapping entries cover any range. If a range contains a NaN, both ends are NaN.
     """
 
     def __init__(self, array: np.ndarray, granule: int) -> None:  # array: [..., n]
@@ -152,9 +155,9 @@ class RangeTable:
         return np.stack(levels)
 
     def __call__(self, leading: list[Values], low: Values, high: Values) -> tuple[Values, Values]:
-        """Return (least, greatest) of array[*leading, low..high], both inclusive and inside of the array."""
+        """Return (minimum, maximum) of array[*leading, low..high]. Both ends are inclusive and in bounds."""
         first, last = low // self.granule, high // self.granule
-        # frexp gives the number of bits, exactly; a float64 holds every count.
+        # frexp returns the exact number of bits. Every count is exact in float64.
         level = np.frexp((last - first + 1).astype(np.float64))[1] - 1
         second = last - (1 << level.astype(np.int64)) + 1
         least, most = (
@@ -163,7 +166,7 @@ class RangeTable:
         )
         if self.granule == 1:
             return least, most
-        # A single element is known exactly: sampled points, and indices that are the same for the whole box.
+        # A single element is read exactly, for sampled points and for indices that are constant in the box.
         point = low == high
         element = self.array[*leading, low]
         return np.where(point, element, least), np.where(point, element, most)
@@ -171,7 +174,7 @@ class RangeTable:
 
 @lru_cache(256)
 def _last_uses(graph: ModGraph) -> tuple[tuple[int, ...], ...]:
-    """For each node, those operands that no later node and no output reads: their values can go."""
+    """For each node, the operands that no later node and no output reads. Their values can be freed."""
     last = {a: i for i, node in enumerate(graph.nodes) for a in node.args}
     uses: list[list[int]] = [[] for _ in graph.nodes]
     for a, i in last.items():
@@ -181,7 +184,7 @@ def _last_uses(graph: ModGraph) -> tuple[tuple[int, ...], ...]:
 
 
 def _wrap(low: Values, high: Values, size: int) -> tuple[Values, Values, Values]:
-    """Return a range of indices after PyTorch's wrap-around, and whether all of it is inside of the axis."""
+    """Return a range of indices after PyTorch's wrap-around, and whether all of it is in bounds."""
     low, high = np.asarray(low), np.asarray(high)
     ok = (low >= -size) & (high < size)
     if low.min(initial=0) < 0:
@@ -202,7 +205,7 @@ def _limits(dtype: np.dtype) -> tuple[Any, Any]:
 def _cast_numpy(value: Values, dtype: torch.dtype) -> Values:
     if dtype != torch.bfloat16:
         return np.asarray(value).astype(_DTYPES[dtype])
-    # Round to nearest even in the upper half of the float's bits; what stays a float32 prints and computes as one.
+    # Round to nearest even in the upper half of the bits. The result is still a float32.
     bits = np.asarray(value, np.float32).view(np.uint32)
     rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)).view(
         np.float32

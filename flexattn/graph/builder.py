@@ -1,4 +1,4 @@
-"""Builder and Expr: graphs written with Python's operators, and copied with some of their nodes replaced."""
+"""builder: Builder and Expr, to write graphs with Python's operators and to copy graphs with some nodes replaced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flexattn.graph.operators import OPS, identity_of
 
 
 class Expr:
-    """A node under construction, with Python's operators; literals take the dtype of the expression beside them."""
+    """A node of a Builder, with Python's operators. Literals take the dtype of the other operand."""
 
     __slots__ = ("builder", "index")
 
@@ -42,7 +42,7 @@ class Expr:
 
     @property
     def constant(self) -> Scalar | None:
-        """The Python value of a constant, None for anything else."""
+        """The Python value of a constant, None for other nodes."""
         node = self.node
         return node.value if isinstance(node, Const) else None
 
@@ -51,7 +51,7 @@ class Expr:
         return self.builder.apply(op, self, *others)
 
     def cast(self, dtype: torch.dtype) -> Expr:
-        """Append a conversion, or return self where the dtype is the same."""
+        """Append a cast, or return self if the dtype is the same."""
         return self.builder.cast(self, dtype)
 
     def __add__(self, other: Expr | float) -> Expr:
@@ -94,19 +94,19 @@ class Expr:
         return self.apply("ge", other)
 
 
-# rule(builder, i, what nodes 0 to i - 1 have become) appends what node i becomes; None: the same of its new operands.
+# rule(builder, i, replacements of nodes 0 to i - 1) returns the replacement of node i, or None to keep the operation.
 Rule = Callable[["Builder", int, list[Expr]], Expr | None]
 
 
 class Builder:
-    """Builds the nodes of a graph: equal nodes are shared, constants folded, identities dropped."""
+    """Builds the nodes of a graph. Equal nodes are shared, constants folded and identities removed."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self._index: dict[Node, int] = {}
 
     def add(self, node: Node) -> Expr:
-        """Append a node, or return the equal one that stands already."""
+        """Append a node, or return the existing equal node."""
         index = self._index.setdefault(node, len(self.nodes))
         if index == len(self.nodes):
             self.nodes.append(node)
@@ -138,7 +138,7 @@ class Builder:
         return self.const(torch.tensor(x.constant, dtype=x.dtype).to(dtype).item(), dtype)
 
     def apply(self, op: str, *operands: Expr | float) -> Expr:
-        """Append `op(*operands)`; all operands but a leading condition have one dtype already."""
+        """Append `op(*operands)`. All operands except a leading condition must have the same dtype."""
         first = next(x for x in operands if isinstance(x, Expr) and (op != "where" or x is not operands[0]))
         args = tuple(self.like(x, first) for x in operands)
         spec = OPS[op]
@@ -152,7 +152,7 @@ class Builder:
         return self.add(Operation(op, tuple(a.index for a in args), dtype))
 
     def copy(self, graph: ModGraph, rule: Rule | None = None) -> list[Expr]:
-        """Append what `rule` makes of each node of `graph`, the node itself where it is None; return them in order."""
+        """Append the nodes of `graph`, replaced by `rule` if it does not return None. Return them in order."""
         made: list[Expr] = []
         for i, node in enumerate(graph.nodes):
             replaced = None if rule is None else rule(self, i, made)
@@ -171,7 +171,7 @@ class Builder:
         location: str = "",
         keep_unused: bool = False,
     ) -> ModGraph:
-        """Return the graph of `outputs`, less every node that they do not need unless `keep_unused`."""
+        """Return the graph of `outputs`. Nodes that they do not need are removed unless `keep_unused`."""
         keep = {e.index for e in (*outputs, *sites) if e is not None}
         keep = set(range(len(self.nodes))) if keep_unused else keep
         for i in reversed(range(len(self.nodes))):
@@ -191,9 +191,9 @@ def rewrite(
     graph: ModGraph, rule: Rule, *, inputs: tuple[str, ...] | None = None,
     captures: tuple[Capture, ...] | None = None, numbers: tuple[Number, ...] | None = None, keep_unused: bool = False,
 ) -> ModGraph:  # fmt: skip
-    """Return `graph` with each node replaced by what `rule` makes of it; an output keeps its dtype.
+    """Return `graph` with its nodes replaced by `rule`. Outputs keep their dtypes.
 
-    `inputs`, `captures` and `numbers` take the place of the graph's own.
+    `inputs`, `captures` and `numbers` replace the graph's own.
     """
     builder = Builder()
     made = builder.copy(graph, rule)
@@ -206,7 +206,7 @@ def rewrite(
 
 
 def without_unused(graph: ModGraph) -> tuple[ModGraph, tuple[int, ...], tuple[int, ...]]:
-    """Return the graph less captures and numbers that no node reads, with the positions of those that it keeps."""
+    """Return the graph without unused captures and numbers, and the positions of those that it keeps."""
     captures = tuple(sorted({load.capture for load in graph.loads.values()}))
     numbers = tuple(sorted({node.position for node in graph.nodes if isinstance(node, NumberRef)}))
 

@@ -1,7 +1,7 @@
-"""places_last: captured tensors that are read at each place by an axis other than the last get it last, by a copy.
+"""capture_axes: copy captured tensors so that the axis that varies over (q, kv) pairs is the last one.
 
-Of `bias[cells[q_idx, kv_idx], h]` the places of a program lie H elements apart: each takes a line of the cache of its
-own, and so does each addition to the gradient. As `bias[h, cells[...]]`, neighbours share one.
+With `bias[cells[q_idx, kv_idx], h]`, the loads of a program are H elements apart. Each load, and each atomic add to the
+gradient, uses its own cache line. With `bias[h, cells[...]]`, adjacent elements share one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LARGEST = 2**24  # elements of a tensor that is copied
 
 
 def places_last(bound: BoundMod) -> BoundMod:
-    """Return the mod with captured tensors copied where that brings what it reads side by side."""
+    """Return the mod with captured tensors copied if this makes its loads more contiguous."""
     orders = tuple([
         (i, order) for i, order in _orders(bound.graph) if _is_worth_a_copy(bound.captures[i], order)
     ])  # fmt: skip
@@ -38,9 +38,9 @@ def _is_worth_a_copy(tensor: Tensor, order: tuple[int, ...]) -> bool:
 
 @lru_cache(512)
 def _orders(graph: ModGraph) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Return captures with the order of their axes: first those that are one for a program, then those of places.
+    """Return captures with a new order of axes: those that are constant in a program first, then those that vary.
 
-    Left out are captures that are not read at each place, or not always by the same axes.
+    Captures without loads per (q, kv) pair, or whose loads vary along different axes, are left out.
     """
     found: dict[int, set[tuple[int, ...]]] = {}
     at_each = set[int]()
@@ -56,7 +56,7 @@ def _orders(graph: ModGraph) -> tuple[tuple[int, tuple[int, ...]], ...]:
 
 @lru_cache(256)
 def _reordered(graph: ModGraph, orders: tuple[tuple[int, tuple[int, ...]], ...]) -> ModGraph:
-    """Return the graph that reads captures whose axes have another order."""
+    """Return the graph that reads captures with reordered axes."""
     order_of = dict(orders)
 
     def reordered(builder: Builder, i: int, made: list[Expr]) -> Expr | None:

@@ -1,4 +1,4 @@
-"""dependence: what nodes are computed from, beyond `ModGraph.dependence`: places of the scores, and loads at each."""
+"""dependence: what nodes are computed from, such as loads whose index varies with both q_idx and kv_idx."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PLACES = frozenset(("q_idx", "kv_idx"))
 
 
 def each_place(graph: ModGraph, position: int) -> bool:
-    """Tell whether a node depends on both q_idx and kv_idx."""
+    """Return whether a node depends on both q_idx and kv_idx."""
     return graph.dependence[position] >= PLACES
 
 
@@ -31,12 +31,12 @@ def after_loads_each_place(graph: ModGraph) -> tuple[bool, ...]:
 
 
 def loads_by(graph: ModGraph, name: str) -> bool:
-    """Tell whether the index of any load depends on the input `name`."""
+    """Return whether the index of any load depends on the input `name`."""
     return any(name in graph.dependence[n] for n in graph.loads)
 
 
 def adds_to_score(graph: ModGraph, position: int) -> bool:
-    """Tell whether a node is the score with something added to it that does not depend on the score."""
+    """Return whether a node is the score plus a term that does not depend on the score."""
     node = graph.nodes[position]
     while node.op in ("add", "sub"):
         x, y = node.args
@@ -51,7 +51,7 @@ def adds_to_score(graph: ModGraph, position: int) -> bool:
 
 
 def computed_from(graph: ModGraph, position: int) -> set[int]:
-    """Return a node and all nodes that it is computed from."""
+    """Return a node and all its transitive operands."""
     found = {position}
     for n in range(position, -1, -1):
         if n in found:
@@ -61,7 +61,7 @@ def computed_from(graph: ModGraph, position: int) -> set[int]:
 
 @lru_cache(64)
 def uses(graph: ModGraph) -> tuple[int, ...]:
-    """For each node, how many others read it."""
+    """For each node, the number of nodes that read it."""
     counts = [0] * len(graph.nodes)
     for node in graph.nodes:
         for a in set(node.args):

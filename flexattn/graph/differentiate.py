@@ -1,4 +1,4 @@
-"""Differentiation: the gradients of a score_mod with respect to the score and to every load of a captured tensor."""
+"""differentiate: ModGraph -> graph of the gradients with respect to the score and every load of a captured tensor."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from flexattn.graph.operators import OPS
 def differentiate(graph: ModGraph, wrt: tuple[int, ...]) -> ModGraph:
     """Return the graph of (d(score), d(load) of each load from the captures in `wrt`), given `grad` = d(mod output).
 
-    Reverse mode over scalars: a node's gradient is the sum over its uses. An output is None where it is zero for
-    every input. Gradients are float32 or float64, also those of half-precision loads. Integers, booleans, indices
-    and what is detached carry none.
+    Reverse mode over scalars: a node's gradient is the sum over its uses. An output is None if it is zero for every
+    input. Gradients are float32 or float64, also those of half-precision loads. Integers, booleans, indices and
+    detached values have no gradient.
     """
     builder = Builder()
     grad = builder.input("grad", graph.nodes[graph.output].dtype)
@@ -45,7 +45,7 @@ def _is_used(gradient: Expr | None) -> bool:
 
 
 def _reach_leaves(graph: ModGraph, wrt: tuple[int, ...]) -> list[bool]:
-    """Tell for each node whether a gradient through it arrives at the score or at a load in `wrt`."""
+    """For each node, whether a gradient through it reaches the score or a load from `wrt`."""
     needed: list[bool] = []
     for node in graph.nodes:
         match node:
@@ -61,7 +61,7 @@ def _reach_leaves(graph: ModGraph, wrt: tuple[int, ...]) -> list[bool]:
 
 
 def _contributions(graph: ModGraph, i: int, gradient: Expr, nodes: list[Expr]) -> list[tuple[int, Expr]]:
-    """Return what node i passes on of its gradient, as (operand, contribution) pairs."""
+    """Return the contributions of node i's gradient to its operands, as (operand, contribution) pairs."""
     node = graph.nodes[i]
     if not isinstance(node, Operation):
         return []

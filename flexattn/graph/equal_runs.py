@@ -1,7 +1,7 @@
-"""equal_runs: where a mask asks whether a tensor's elements at q and at kv are equal, and the tensor ascends.
+"""equal_runs: replace x[q_idx] == x[kv_idx] in a mask by bounds of runs, if the captured tensor x is sorted.
 
-Then equal elements stand side by side, and the question is whether one place lies in the run of the other: two
-comparisons with what is known of a row, instead of an element for each column. Document masks are of this kind.
+Equal elements of x are then adjacent, and the comparison asks whether kv_idx is in the run of q_idx. This takes two
+comparisons with bounds of the row, instead of a load per column. Document masks are of this kind.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from flexattn.graph.nodes import Capture, Input, Load, Node
 
 @dataclass(frozen=True)
 class EqualRuns:
-    """The run that each element of a captured tensor lies in: int32 of its shape, along its last dimension."""
+    """The run of equal elements that contains each element of a captured tensor, along its last dimension."""
 
-    capture: int  # its position
-    places: Tensor  # [2, ...]
+    capture: int  # position of the captured tensor
+    places: Tensor  # int32 [2, *shape]: starts and ends
 
     @property
     def starts(self) -> Tensor:
@@ -32,19 +32,19 @@ class EqualRuns:
 
     @property
     def ends(self) -> Tensor:
-        """Where runs end, behind the last element."""
+        """The exclusive ends of the runs."""
         return self.places[1]
 
 
 def captures_compared(graph: ModGraph) -> tuple[int, ...]:
-    """Return the positions of the captured tensors of integers whose elements at q and kv are compared for equality."""
+    """Return the positions of the captured integer tensors x for which the graph compares x[q_idx] == x[kv_idx]."""
     return tuple(sorted({found[0] for node in graph.nodes if (found := _compared(graph, node))}))
 
 
 def with_runs(bound: BoundMod, runs: tuple[EqualRuns, ...], by_key: bool) -> BoundMod:
-    """Return the mod with comparisons of places with a run, that of the key where `by_key`, else that of the query.
+    """Return the mod with comparisons of an index with a run: the key's run if `by_key`, else the query's.
 
-    The runs are further captures.
+    The bounds of the runs are appended captures.
     """
     if not runs:
         return bound
@@ -67,12 +67,12 @@ def _with_runs(graph: ModGraph, captures: tuple[int, ...], by_key: bool) -> ModG
         start, end = (builder.load(position + side, torch.int32, at) for side in (0, 1))
         return (start <= column).apply("and", column < end)
 
-    # The loads that were compared stay, as the estimate of shared memory counts them.
+    # The compared loads are kept, because the estimate of shared memory counts them.
     return rewrite(graph, in_run, captures=(*graph.captures, *added), keep_unused=True)
 
 
 def _compared(graph: ModGraph, node: Node) -> tuple[int, tuple[int, ...], int, int] | None:
-    """Return (capture, index before the last, node of q_idx, node of kv_idx) of `x[..., q_idx] == x[..., kv_idx]`."""
+    """Match `x[..., q_idx] == x[..., kv_idx]`: return (capture, leading indices, node of q_idx, node of kv_idx)."""
     if node.op != "eq":
         return None
     x, y = (graph.nodes[a] for a in node.args)

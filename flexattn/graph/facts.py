@@ -1,7 +1,7 @@
-"""analyze: what can be proved about a mod before it runs, one-sided: a fact that is not stated may still hold.
+"""facts: ModGraph -> ModFacts, what can be proved about a mod before it runs. A fact that is not stated may still hold.
 
-ModFacts puts together what the analyses of this package find (`linear.py`, `row_bounds.py`, `bound.py`), for a reader.
-sympy only writes: it sorts and expands sums, so that equal expressions read alike. It proves nothing.
+ModFacts collects the results of the analyses in this package (`linear.py`, `row_bounds.py`, `bound.py`) for printing.
+sympy is used only for printing: it sorts and expands sums, so equal expressions have equal text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flexattn.graph.ranges import nonnegative, ranges
 from flexattn.graph.row_bounds import Interval, row_union
 
 _ORDER = ("score", "b", "h", "q_idx", "kv_idx", "grad")
-_MOST_WRITTEN = 60  # operations in one expression
+_MOST_WRITTEN = 60  # operations in one printed expression
 
 
 @dataclass(frozen=True)
@@ -37,23 +37,23 @@ class LoadFacts:
 
     node: int
     text: str  # table[h, q_idx - kv_idx], canonical
-    reads: tuple[str, ...]  # the inputs that the index is computed from
-    nonnegative: tuple[bool, ...]  # for each axis: the index never wraps around from the end
+    reads: tuple[str, ...]  # the inputs that the index depends on
+    nonnegative: tuple[bool, ...]  # for each axis: the index is never negative
 
 
 @dataclass(frozen=True)
 class ModFacts:
-    """What holds for every call of a mod: all b, h, q_idx, kv_idx in [0, INDEX_LIMIT), captured values and numbers."""
+    """Facts that hold for every call of a mod: all b, h, q_idx, kv_idx in [0, INDEX_LIMIT), captures and numbers."""
 
     graph: ModGraph
     result: str  # canonical expression
     reads: tuple[str, ...]
-    shift_invariant: bool  # q_idx and kv_idx matter only through q_idx - kv_idx
+    shift_invariant: bool  # depends on q_idx and kv_idx only through q_idx - kv_idx
     loads: tuple[LoadFacts, ...]
-    rows: tuple[Interval, ...] | None  # masks: the keys of a row lie in the union of these; None: no bounds are known
-    key: str | None  # masks: "q_idx" or "0": that key of each row attends, if it exists and `key_condition` holds
-    key_condition: ModGraph | None  # over numbers alone; None: always
-    assumes: tuple[str, ...]  # integer sums that must not wrap around for `shift_invariant` and `rows` to hold
+    rows: tuple[Interval, ...] | None  # masks: the keys of a row are in the union of these; None: no known bounds
+    key: str | None  # masks: each row attends to this key ("q_idx" or "0") if it exists and `key_condition` holds
+    key_condition: ModGraph | None  # a function of numbers only; None: always true
+    assumes: tuple[str, ...]  # `shift_invariant` and `rows` hold if these integer sums do not wrap around
 
     def __repr__(self) -> str:
         return _print(self)
@@ -61,7 +61,7 @@ class ModFacts:
 
 @lru_cache(256)
 def analyze(graph: ModGraph) -> ModFacts:
-    """Return the facts of a mod; they depend on its graph alone."""
+    """Return the facts of a mod. They depend only on its graph."""
     texts = [str(e) for e in expressions(graph)]
     output = graph.output
     mask = graph.nodes[output].dtype == torch.bool
@@ -92,7 +92,7 @@ def _ordered(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _assumed_by_shift(graph: ModGraph, output: int) -> set[int]:
-    """Return the sums that are looked into to tell that a node is shift invariant, of those that may wrap around."""
+    """Return the sums that may wrap around and that the proof of shift invariance relies on."""
     assumed, pending, seen = set[int](), [output], {output}
     while pending:
         node = pending.pop()
@@ -105,7 +105,7 @@ def _assumed_by_shift(graph: ModGraph, output: int) -> set[int]:
 
 
 def _key_of_each_row(graph: ModGraph) -> tuple[str | None, ModGraph | None]:
-    """Return a key that attends in every row, with the condition on numbers under which it does."""
+    """Return a key that every row attends to, and the condition on numbers for that."""
     for key in ("q_idx", "0"):
         at_key = _at_key(graph, key)
         low, _ = ranges(at_key)[at_key.output]
@@ -117,7 +117,7 @@ def _key_of_each_row(graph: ModGraph) -> tuple[str | None, ModGraph | None]:
 
 
 def _at_key(graph: ModGraph, key: str) -> ModGraph:
-    """Return the mask with kv_idx replaced; what then compares an integer with itself is decided."""
+    """Return the mask with kv_idx replaced by `key`. Comparisons of an integer with itself are folded."""
 
     def at_key(builder: Builder, i: int, made: list[Expr]) -> Expr | None:
         node = graph.nodes[i]
@@ -140,9 +140,9 @@ def _at_key(graph: ModGraph, key: str) -> ModGraph:
 
 
 def expressions(graph: ModGraph) -> tuple[Any, ...]:
-    """Return a sympy expression of each node, sums and products expanded and sorted: for reading and comparing.
+    """Return a sympy expression for each node, with sums and products expanded and sorted, for printing.
 
-    They are of integers and reals: neither wrap-around nor rounding is in them.
+    The expressions are over integers and reals. They do not model wrap-around or rounding.
     """
     import sympy
 
@@ -152,9 +152,9 @@ def expressions(graph: ModGraph) -> tuple[Any, ...]:
         sizes.append(1 + sum(sizes[a] for a in node.args))
         try:
             if sizes[i] > _MOST_WRITTEN:
-                raise ValueError("too long to read, and quadratic in all")
+                raise ValueError("too long to read, and takes quadratic time")
             found.append(_expression(sympy, graph, i, [found[a] for a in node.args]))
-        except (TypeError, ValueError, ZeroDivisionError):  # sympy declines: the node stands for itself
+        except (TypeError, ValueError, ZeroDivisionError):  # no sympy expression: use a symbol
             found.append(sympy.Symbol(f"t{i}"))
             sizes[i] = 1
     return tuple(found)

@@ -1,6 +1,6 @@
-"""linear: integers as sums `c1 * x1 + c2 * x2 + ... + c0` of the nodes that are no sums themselves.
+"""linear: integer nodes as sums `c1 * x1 + c2 * x2 + ... + c0` of nodes that are not sums themselves.
 
-An int32 or int64 sum is this modulo 2**32 or 2**64: what wraps around is noted, not excluded (`exact`, `may_wrap`).
+An int32 or int64 sum is equal to this modulo 2**32 or 2**64. Possible wrap-around is recorded (`exact`, `may_wrap`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from flexattn.graph.ranges import never_wraps
 
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _SUMS = ("add", "sub", "neg", "mul", "cast")
-_LONGEST = 64  # terms; a longer sum is not taken apart, as the sums of a chain take quadratic time
-_MOST_TERMS = 16  # of the index of a load
+_LONGEST = 64  # terms; longer sums are not expanded, because a chain of sums takes quadratic time
+_MOST_TERMS = 16  # in the index of a load
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Linear:
         return replace(self, terms=tuple(t for t in self.terms if t[0] != node))
 
     def sorted(self) -> Linear:
-        """Return the sum with its terms by node: equal sums are then equal objects."""
+        """Return the sum with its terms sorted by node, so that equal sums compare equal."""
         return replace(self, terms=tuple(sorted(self.terms)))
 
 
@@ -57,9 +57,9 @@ def is_integer(graph: ModGraph, position: int) -> bool:
 
 @lru_cache(512)
 def linear_forms(graph: ModGraph, moving: frozenset[str] | None = None) -> tuple[Linear, ...]:
-    """Return each node as a sum of multiples of others; one that is none is itself.
+    """Return each node as a sum of multiples of other nodes, or of itself if it is not a sum.
 
-    With `moving` (names of inputs), a node that depends on none of these is not taken apart.
+    With `moving` (names of inputs), nodes that depend on none of these are not expanded.
     """
     safe = never_wraps(graph)
     found: list[Linear] = []
@@ -92,12 +92,12 @@ def linear_forms(graph: ModGraph, moving: frozenset[str] | None = None) -> tuple
 
 
 def _is_of_places(graph: ModGraph, position: int) -> bool:
-    """Tell whether a cast is taken apart even where it may wrap around: one of places to int32 or int64."""
+    """Return whether a cast is expanded even if it may wrap around: a cast of q_idx or kv_idx to int32 or int64."""
     return graph.nodes[position].dtype in (torch.int32, torch.int64) and bool(graph.dependence[position] & PLACES)
 
 
 def is_sum(graph: ModGraph, position: int) -> bool:
-    """Tell whether a node is taken apart."""
+    """Return whether a node is expanded into terms."""
     return graph.nodes[position].op in _SUMS and linear_forms(graph)[position].terms != ((position, 1),)
 
 
@@ -123,7 +123,7 @@ class Affine:
 
 @lru_cache(1024)
 def affine(graph: ModGraph, position: int) -> Affine | None:
-    """Return a node as a sum of indices, None if anything but adding and subtracting is done to q_idx and kv_idx."""
+    """Return a node as an Affine, None if it is not linear in q_idx and kv_idx."""
     form = linear_forms(graph, PLACES)[position]
     q, kv = (sum(f for n, f in form.terms if graph.is_input(n, name)) for name in ("q_idx", "kv_idx"))
     rest = tuple((n, f) for n, f in form.terms if not graph.is_input(n, *PLACES))
@@ -133,10 +133,10 @@ def affine(graph: ModGraph, position: int) -> Affine | None:
 
 @lru_cache(512)
 def shift_invariant(graph: ModGraph, assuming_exact: bool = False) -> tuple[bool, ...]:
-    """For each node, whether it stays the same when q_idx and kv_idx grow by one number, as q_idx - kv_idx does.
+    """For each node, whether adding the same number to q_idx and kv_idx does not change it, as in q_idx - kv_idx.
 
-    Of a sum that wraps around this holds as well, but not of comparisons of such sums: they count as invariant only
-    where `assuming_exact`.
+    This holds for sums that wrap around too, but not for comparisons of such sums. These count as invariant only with
+    `assuming_exact`.
     """
     forms = linear_forms(graph)
     found: list[bool] = []
@@ -157,7 +157,7 @@ def shift_invariant(graph: ModGraph, assuming_exact: bool = False) -> tuple[bool
 
 
 def compared_or_summed(graph: ModGraph, position: int) -> tuple[int, ...]:
-    """Return the sums that a node is made of: itself, or the two sides of a comparison of integers."""
+    """Return the sums of a node: the node itself, or the two sides of an integer comparison."""
     node = graph.nodes[position]
     if not graph.dependence[position] & PLACES:
         return ()

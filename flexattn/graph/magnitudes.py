@@ -1,4 +1,4 @@
-"""magnitudes: the largest absolute values of nodes: what gradients are multiplied by, and sums that float32 holds."""
+"""magnitudes: the largest absolute values of nodes, for factors of gradients and for integer sums exact in float32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexattn.graph.nodes import Const, Input, Node, NumberRef, Operation
 from flexattn.graph.ranges import index_ranges
 
 _LARGEST_FACTOR = 2.0**24
-# The largest size of a result whose operands have these sizes.
+# The largest absolute value of a result, given those of its operands.
 _SIZES: dict[str, Callable[..., float]] = {
     "neg": lambda x: x, "abs": lambda x: x, "cast": lambda x: x, "detach": lambda x: x,
     "add": lambda x, y: x + y, "sub": lambda x, y: x + y, "mul": lambda x, y: x * y,
@@ -20,17 +20,17 @@ _SIZES: dict[str, Callable[..., float]] = {
 }  # fmt: skip
 _AT_MOST_ONE = frozenset(("tanh", "sin", "cos", "erf"))
 
-# Integers of at most this size are exact in float32, and so are sums of a few lengths below FLOAT_INDEX_LIMIT.
+# Integers up to this size are exact in float32. Sums of a few lengths below FLOAT_INDEX_LIMIT are, too.
 _EXACT_FLOAT32 = 1 << 24
 FLOAT_INDEX_LIMIT = 1 << 22
-_MOST_SUMMED = 16  # integers that are added in float32, one inside of the other
+_MOST_SUMMED = 16  # nested integer operations that are computed in float32
 
 
 @lru_cache(512)
 def gradient_factors(
     graph: ModGraph, numbers: tuple[int | float, ...], extents: tuple[int, int, int, int]
 ) -> tuple[float | None, ...]:
-    """For each site of a gradient graph, the most that it receives of a gradient of 1; None where that is not known."""
+    """For each site of a gradient graph, the largest |contribution| for `grad` = 1; None if unknown."""
     ranges = index_ranges(graph, numbers, extents)
     sizes: list[float | None] = []
     for node, between in zip(graph.nodes, ranges, strict=True):
@@ -40,7 +40,7 @@ def gradient_factors(
 
 
 def _size(graph: ModGraph, node: Node, args: list[float | None], numbers: tuple[int | float, ...]) -> float | None:
-    """Return the largest size of a node where its operands have these sizes and `grad` that of 1."""
+    """Return the largest absolute value of a node for |grad| <= 1, given those of its operands."""
     match node:
         case Input(name):
             return 1.0 if name == "grad" else None
@@ -68,7 +68,7 @@ def _is_number(graph: ModGraph, position: int) -> bool:
 
 @lru_cache(64)
 def exact_in_float32(graph: ModGraph) -> tuple[bool, ...]:
-    """For each node, whether it is a short sum of indices below FLOAT_INDEX_LIMIT, which float32 computes exactly."""
+    """For each node, whether it is a short sum of indices below FLOAT_INDEX_LIMIT, which is exact in float32."""
     found: list[tuple[int, int] | None] = []  # (bound, operations)
     for node in graph.nodes:
         parts = [found[a] for a in node.args]

@@ -1,9 +1,9 @@
-"""ModGraph: a score_mod, a mask_mod or a gradient as a list of scalar operations that prints, hashes and runs.
+"""mod_graph: ModGraph, a score_mod, mask_mod or gradient as a list of scalar operations. It prints, hashes and runs.
 
 A graph is in SSA form: node i reads nodes before i. Leaves are the inputs of the mod (`score, b, h, q_idx, kv_idx`),
 numbers lifted out of the user's Python, constants, and loads from captured tensors. Half-precision values are loaded
-and then computed in float32, so a node's dtype is one of float32, float64, an integer type or bool; a cast to
-float16 or bfloat16 that the user wrote stays, as a rounding.
+and then computed in float32, so a node's dtype is float32, float64, an integer type or bool. A cast to float16 or
+bfloat16 in the user's code is kept as a rounding.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from flexattn.torch_state.transforms import outside
 class ModGraph:
     """The scalar program of one mod.
 
-    `outputs` holds one node for a score_mod (the new score) and a mask_mod (a bool); of a gradient graph it holds
-    d(score) first (or None where the score is not read), then d(load) for each load listed in `sites`.
+    `outputs` has one node for a score_mod (the new score) and a mask_mod (a bool). For a gradient graph it has d(score)
+    first (None if the score is not read), then d(load) for each load in `sites`.
     """
 
     name: str
@@ -50,12 +50,12 @@ class ModGraph:
     numbers: tuple[Number, ...]
     nodes: tuple[Node, ...]
     outputs: tuple[int | None, ...]
-    sites: tuple[int, ...] = ()  # gradient graphs: load nodes whose gradient the outputs after the first give
+    sites: tuple[int, ...] = ()  # gradient graphs: the load nodes whose gradients are the outputs after the first
     location: str = ""  # the user's file:line; not part of the key
 
     @cached_property
     def key(self) -> str:
-        """Digest of everything that can change generated code: equal graphs have equal keys."""
+        """Digest of everything that can change generated code. Equal graphs have equal keys."""
         parts = (self.name, self.inputs, self.captures, self.numbers, self.nodes, self.outputs, self.sites)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
 
@@ -67,13 +67,13 @@ class ModGraph:
 
     @cached_property
     def computes(self) -> tuple[object, ...]:
-        """What the graph computes, whatever it and its captures are called."""
+        """What the graph computes, without the names of the graph and its captures."""
         captures = [(c.dtype, c.ndim) for c in self.captures]
         return (self.inputs, *captures, *(n.dtype for n in self.numbers), *self.nodes, *self.outputs)
 
     @cached_property
     def dependence(self) -> tuple[frozenset[str], ...]:
-        """For each node, the inputs (score, b, h, q_idx, kv_idx, grad) that it is computed from."""
+        """For each node, the inputs (score, b, h, q_idx, kv_idx, grad) that it depends on."""
         found: list[frozenset[str]] = []
         for node in self.nodes:
             own = frozenset((node.name,)) if isinstance(node, Input) else frozenset()
@@ -86,7 +86,7 @@ class ModGraph:
         return {i: node for i, node in enumerate(self.nodes) if isinstance(node, Load)}
 
     def is_input(self, position: int, *names: str) -> bool:
-        """Tell whether a node is one of these inputs."""
+        """Return whether a node is one of these inputs."""
         node = self.nodes[position]
         return isinstance(node, Input) and node.name in names
 
@@ -102,7 +102,7 @@ class ModGraph:
         return frozenset[str]().union(*(self.dependence[o] for o in self.outputs if o is not None))
 
     def reads(self, name: str) -> bool:
-        """Tell whether any output depends on the input `name`."""
+        """Return whether any output depends on the input `name`."""
         return name in self._read
 
     def evaluate(
@@ -115,7 +115,7 @@ class ModGraph:
     ) -> tuple[Tensor | None, ...]:
         """Run the graph on tensors that broadcast against each other.
 
-        `load` replaces `capture[index]`; `outputs` asks for other nodes than the graph's own (index expressions, say).
+        `load` replaces `capture[index]`. `outputs` selects other nodes than the graph's outputs (for example indices).
         """
         load = load or load_element
         device = next(iter(inputs.values())).device
@@ -145,7 +145,7 @@ class ModGraph:
         return tuple(None if o is None else values[o] for o in (self.outputs if outputs is None else outputs))
 
     def index_error(self, capture: str, dimension: int, size: int, index: int, where: str = "") -> IndexRangeError:
-        """Return the error for an index that lies outside of a captured tensor."""
+        """Return the error for an index that is out of bounds for a captured tensor."""
         kind = "score_mod" if "score" in self.inputs else "mask_mod"
         mod = kind if self.name == kind else f"{kind} {self.name}"
         where_is = f" ({self.location})" if self.location else ""
@@ -159,12 +159,12 @@ class ModGraph:
 
 
 def load_element(source: Tensor, index: tuple[Tensor, ...]) -> Tensor:
-    """Return `source[index]` with PyTorch's wrap-around of negative indices; a 0-d source is itself."""
+    """Return `source[index]` with PyTorch's wrap-around of negative indices, or a 0-d source itself."""
     return source[tuple(i.long() for i in index)] if index else source
 
 
 def _first_outside(source: Tensor, index: tuple[Tensor, ...]) -> tuple[int, int, int] | None:
-    """Return (dimension, its size, an index outside of it) of `source[index]`, None where all lie inside."""
+    """Return (dimension, its size, an index out of bounds) of `source[index]`, None if all are in bounds."""
     for dimension, (size, places) in enumerate(zip(source.shape, index, strict=True)):
         low, high = (int(x) for x in places.aminmax()) if places.numel() else (0, -1)
         if low < -size or high >= size:
@@ -174,7 +174,7 @@ def _first_outside(source: Tensor, index: tuple[Tensor, ...]) -> tuple[int, int,
 
 @lru_cache(1024)
 def _constant(node: Const, device: torch.device) -> Tensor:
-    with outside():  # it is kept for longer than any transform lasts
+    with outside():  # it is cached, and outlives any transform
         return torch.tensor(node.value, dtype=node.dtype, device=device)
 
 
@@ -185,7 +185,7 @@ _INFIX = {
 
 
 def _print(graph: ModGraph) -> str:
-    """Write the graph as a Python function with one line for each operation and its dtype as a comment."""
+    """Print the graph as a Python function with one line per operation and its dtype as a comment."""
     names: list[str] = []
     lines: list[tuple[str, str]] = []
     for node in graph.nodes:

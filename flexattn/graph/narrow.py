@@ -1,8 +1,8 @@
-"""narrow: the integers of a traced mod as int32 wherever that holds every value they can have.
+"""narrow: compute the integers of a traced mod in int32 if it can represent all their values.
 
 A mod is traced with int64 indices, as torch runs it. GPUs compute int32 faster, and ordinary masks (q_idx - kv_idx,
-q_idx // 128, windows) never need more. Which nodes do follows from the ranges of `bound`, and from the size of the
-captured numbers: a graph holds for all numbers of the same magnitudes.
+q_idx // 128, windows) never need more. Which nodes need int64 follows from their ranges and from the magnitudes of the
+captured numbers. A graph is valid for all numbers of the same magnitudes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const, Input, Load, NumberRef, Operation
 from flexattn.graph.ranges import ranges
 
-# Magnitudes of captured integers, as a number of bits. Sums of lengths and a few small numbers stay inside of int32.
+# Magnitudes of captured integers, in bits. Sums of lengths and a few small numbers fit in int32.
 _SMALL, _MEDIUM, _LARGE = 24, 30, 63
 _INT32 = torch.iinfo(torch.int32)
 
 
 def narrowed(graph: ModGraph, numbers: Sequence[int | float]) -> ModGraph:
-    """Return `graph` with its integers in int32 where that is enough for these numbers."""
+    """Return `graph` with its integers in int32 if that is sufficient for these numbers."""
     for position, low, high in _limits(graph):
         if not low <= numbers[position] <= high:
             raise _does_not_fit(graph, position, numbers[position], low, high)
     bits = tuple([_LARGE if type(n) is float else _magnitude(n) for n in numbers])
-    return _narrowed(graph, bits, graph.location)  # which equal graphs may differ in
+    return _narrowed(graph, bits, graph.location)  # equal graphs may have different locations
 
 
 def _magnitude(number: int | float) -> int:
@@ -39,7 +39,7 @@ def _magnitude(number: int | float) -> int:
 
 @lru_cache(512)
 def _limits(graph: ModGraph) -> tuple[tuple[int, int, int], ...]:
-    """Return (position, least, most) of the captured integers: what the dtypes hold that they are used in."""
+    """Return (position, min, max) of the captured integers: the range of the dtypes that they are used in."""
     found: dict[int, tuple[int, int]] = {}
     for node in graph.nodes:
         source = graph.nodes[node.args[0]] if node.op == "cast" else node
@@ -71,7 +71,7 @@ def _narrowed(graph: ModGraph, bits: tuple[int, ...], location: str) -> ModGraph
 
 
 def _narrow(builder: Builder, graph: ModGraph, i: int, made: list[Expr], dtype: torch.dtype) -> Expr | None:
-    """Append node i, whose result `dtype` holds; an int64 operand may come as int32."""
+    """Append node i, whose result fits in `dtype`. An int64 operand may have become int32."""
     node = graph.nodes[i]
     args = [made[a] for a in node.args]
     match node:

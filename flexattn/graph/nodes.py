@@ -1,4 +1,4 @@
-"""Nodes of a graph: typed leaves and the operations on them, and what the graph knows of its captures and numbers."""
+"""nodes: the nodes of a graph (typed leaves and operations on them), and its captures and numbers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _SHORT = {
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """Return the dtype as it is written in printed graphs: f32, bf16, i32, bool."""
+    """Return the dtype's name in printed graphs: f32, bf16, i32, bool."""
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that values of `dtype` are computed in: half and quarter precision in float32."""
+    """Return the dtype that values of `dtype` are computed in: float32 for 8-bit and 16-bit floats."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 @dataclass(frozen=True)
 class Input:
-    """An input of the mod: score, b, h, q_idx, kv_idx, or grad; of a bounding graph, an end of a box."""
+    """An input of the mod: score, b, h, q_idx, kv_idx, or grad. In a bounding graph, an end of a box."""
 
     op: ClassVar[str] = "input"
     args: ClassVar[tuple[int, ...]] = ()
@@ -51,7 +51,7 @@ class NumberRef:
 
 @dataclass(frozen=True, eq=False)
 class Const:
-    """A constant. Equality is by repr, which tells 0.0 from -0.0 and 1 from True and finds nan equal to itself."""
+    """A constant. Equality is by repr, so 0.0 != -0.0, 1 != True and nan == nan."""
 
     op: ClassVar[str] = "const"
     args: ClassVar[tuple[int, ...]] = ()
@@ -62,12 +62,12 @@ class Const:
         return isinstance(other, Const) and (repr(self.value), self.dtype) == (repr(other.value), other.dtype)
 
     def __hash__(self) -> int:
-        return hash((self.value if self.value == self.value else None, self.dtype))  # each nan has a hash of its own
+        return hash((self.value if self.value == self.value else None, self.dtype))  # hash(nan) differs by object
 
 
 @dataclass(frozen=True)
 class Load:
-    """An element of a captured tensor; `args` are its index expressions, one for each dimension."""
+    """An element of a captured tensor. `args` are its index expressions, one per dimension."""
 
     op: ClassVar[str] = "load"
     capture: int  # position in ModGraph.captures
@@ -77,7 +77,7 @@ class Load:
 
 @dataclass(frozen=True)
 class RangeLoad:
-    """The least or greatest element of a captured tensor over a box of indices; only in bounding graphs."""
+    """The minimum or maximum element of a captured tensor over a box of indices. Only in bounding graphs."""
 
     op: Literal["range_min", "range_max"]
     capture: int
@@ -87,7 +87,7 @@ class RangeLoad:
 
 @dataclass(frozen=True)
 class Operation:
-    """A scalar operation: `cast`, or a name in OPS."""
+    """A scalar operation: `cast` or a key of OPS."""
 
     op: str
     args: tuple[int, ...]  # positions of earlier nodes
@@ -99,7 +99,7 @@ Node = Input | NumberRef | Const | Load | RangeLoad | Operation
 
 @dataclass(frozen=True)
 class Capture:
-    """A tensor that the mod reads: its name in the user's code, dtype and rank. Sizes and strides are not fixed."""
+    """A tensor that the mod reads: its name in the user's code, dtype and rank. Sizes and strides may vary."""
 
     name: str
     dtype: torch.dtype
@@ -112,10 +112,10 @@ class Capture:
 
 @dataclass(frozen=True)
 class Number:
-    """A Python int or float of the user's code that is a runtime argument of the kernel."""
+    """A Python int or float in the user's code that is a runtime argument of the kernel."""
 
     name: str
-    dtype: torch.dtype  # int64 for an int, float64 for a float: what Python computes in
+    dtype: torch.dtype  # int64 for an int, float64 for a float
 
     def __repr__(self) -> str:
         return f"{self.name}: {'int' if self.dtype == torch.int64 else 'float'}"

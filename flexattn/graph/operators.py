@@ -1,12 +1,12 @@
-"""The table of scalar operations: what each computes in torch, its Triton text, its derivative and its bound.
+"""operators: the table of scalar operations: what each computes in torch, its Triton text, derivative and bound.
 
-A row is everything that flexattn knows about an operation; `tests/test_operators.py` checks every row. Rules for
-derivatives and bounds receive `Expr` objects and use their operators, so this module imports nothing of the package.
+A row is everything that flexattn knows about an operation. `tests/test_operators.py` checks every row. Rules for
+derivatives and bounds receive `Expr` objects and use their operators, so this module imports nothing from the package.
 
-Triton texts use `{0}`, `{1}`... for operands, `{kind}` for int, float or double, and the subset that Triton and Gluon
-share. `tl.` and `libdevice.` are names that every generated file imports. A derivative rule `grad(g, out, *operands)`
-returns one value (or None) for each operand. A bound rule takes one (low, high) pair for each operand and returns the
-pair of the result, or None where it can prove nothing.
+Triton texts use `{0}`, `{1}`... for operands, `{kind}` for int, float or double, and only what both Triton and Gluon
+support. Every generated file imports `tl` and `libdevice`. A derivative rule `grad(g, out, *operands)` returns one
+value (or None) per operand. A bound rule takes one (low, high) pair per operand and returns the pair of the result, or
+None if it can prove nothing.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Rule = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Op:
-    """One scalar operation; see the module's docstring for the languages of the fields."""
+    """One scalar operation. The module's docstring describes the fields."""
 
     torch: Callable[..., Tensor]
     triton: str
     grad: Rule | None = None  # None: piecewise constant, or not differentiable (integers and booleans)
     bound: Rule | None = None
-    result: str = "same"  # dtype of the result: that of the operands ("same"), or "bool"
-    exact_triton: str | None = None  # used instead of `triton` in masks, and where EXACT is asked for
+    result: str = "same"  # dtype of the result: "same" (as the operands) or "bool"
+    exact_triton: str | None = None  # replaces `triton` in masks and with EXACT
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
-    """Append where(condition, x, y); one of x and y may be a literal."""
+    """Append where(condition, x, y). One of x and y may be a literal."""
     expr = x if hasattr(x, "builder") else y
     return expr.builder.apply("where", condition, expr.builder.like(x, expr), expr.builder.like(y, expr))
 
@@ -49,10 +49,10 @@ def minimum(x: Any, y: Any) -> Any:
     return x.apply("minimum", y)
 
 
-# Bounds; `bound.py` says what a pair means. It also keeps integers in range, widens functions that are not correctly
-# rounded, and takes care of operands that may be NaN, except in comparisons and `where`, which do it here.
+# Bounds. `bound_pairs.py` defines the meaning of a pair. It also keeps integers in range, widens functions that are not
+# correctly rounded, and handles operands that may be NaN, except for comparisons and `where`, whose rules handle NaN.
 
-_INT64 = (-(2**63), 2**63 - 1)  # what a rule for integers answers where it knows nothing
+_INT64 = (-(2**63), 2**63 - 1)  # the result of a rule for integers that knows nothing
 _INF = float("inf")
 
 
@@ -70,7 +70,7 @@ def _falling(name: str) -> Rule:
 
 
 def _within(low: float, high: float) -> Rule:
-    """Bound a function by its range, for finite operands (an infinite one gives NaN)."""
+    """Bound a function by its range, for finite operands. An infinite operand gives NaN."""
 
     def rule(*pairs: Any) -> tuple[Any, Any]:
         finite = _all(*((x[0] > -_INF) for x in pairs), *((x[1] < _INF) for x in pairs))
@@ -89,7 +89,7 @@ def _all(first: Any, *others: Any) -> Any:
 def _corners(a: Any, b: Any, f: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
     """Bound a function that is monotone in each operand by its values at the four corners of the box.
 
-    In a positive constant second operand, products, quotients and shifts rise with the first.
+    If the second operand is a positive constant, products, quotients and shifts increase with the first.
     """
     if b[0].index == b[1].index and b[0].constant is not None and b[0].constant > 0:
         return f(a[0], b[0]), f(a[1], b[0])
@@ -110,15 +110,15 @@ def _bound_abs(a: Any) -> tuple[Any, Any]:
 
 
 def _bound_even(name: str) -> Rule:
-    """Bound an even function that rises from 0 on."""
+    """Bound an even function that is increasing for positive operands."""
     return lambda a: _rising(name)(_bound_abs(a))
 
 
 def _bound_compare(name: str, a: Any, b: Any) -> tuple[Any, Any]:
-    """Bound a comparison: `low` is true where it surely holds, `high` where it may hold.
+    """Bound a comparison: `low` is true if it surely holds, `high` if it may hold.
 
-    An operand that may be NaN is (-inf, inf), for which no comparison but "not equal" is ever sure: `<` by itself,
-    `<=` because infinite end points are left out.
+    An operand that may be NaN is (-inf, inf). No comparison with it except "not equal" is surely true: `<` by itself,
+    `<=` because infinite end points are excluded.
     """
     (al, ah), (bl, bh) = a, b
     match name:
@@ -151,9 +151,9 @@ def _bound_mul(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def _without_zero(b: Any) -> tuple[Any, Any]:
-    """Return whether a divisor surely is not zero, and the divisor with end points that can be divided by anyhow.
+    """Return whether a divisor surely is not zero, and the divisor with end points that are safe to divide by.
 
-    An integer divisor of -1 is left out too: with the least integer it traps.
+    An integer divisor of -1 is excluded too, because dividing the smallest integer by it traps.
     """
     safe = (b[0] > 0).apply("or", b[1] < (0 if b[0].dtype.is_floating_point else -1))
     return safe, (where(safe, b[0], 1), where(safe, b[1], 1))
@@ -166,7 +166,7 @@ def _bound_div(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def _bound_floordiv(a: Any, b: Any) -> tuple[Any, Any]:
-    """Bound a quotient rounded down; of floats, which torch computes by way of a remainder, one more to either side."""
+    """Bound a quotient rounded down. Float bounds are widened, because torch computes it from a remainder."""
     safe, divisor = _without_zero(b)
     unknown = _anything(a[0])
     low, high = _corners(a, divisor, lambda x, y: x.apply("floordiv", y))
@@ -176,7 +176,7 @@ def _bound_floordiv(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def _bound_mod(a: Any, b: Any) -> tuple[Any, Any]:
-    """Bound a remainder, which has the sign of the divisor: exact inside of one period, the whole period otherwise."""
+    """Bound a remainder with the sign of the divisor: exactly within one period, otherwise by the whole period."""
     unknown = _anything(a[0])
     if a[0].dtype.is_floating_point:
         return _float_period(a, b, minimum(b[0], 0.0), maximum(b[1], 0.0))
@@ -196,21 +196,21 @@ def _bound_fmod(a: Any, b: Any) -> tuple[Any, Any]:
     if a[0].dtype.is_floating_point:
         return _float_period(a, b, low, high)
     unknown = _anything(a[0])
-    safe = _all(_without_zero(b)[0], a[0] > _INT64[0], b[0] > _INT64[0])  # the least integer has no absolute value
+    safe = _all(_without_zero(b)[0], a[0] > _INT64[0], b[0] > _INT64[0])  # abs(smallest integer) overflows
     return where(safe, low, unknown[0]), where(safe, high, unknown[1])
 
 
 def _float_period(a: Any, b: Any, low: Any, high: Any) -> tuple[Any, Any]:
-    """Return (low, high) where a remainder cannot be NaN: finite operands, divisor not zero.
+    """Return (low, high) if a remainder cannot be NaN: finite operands, nonzero divisor.
 
-    The vector instructions behind torch's fmod also give NaN where the quotient is huge.
+    The vector instructions of torch's fmod also give NaN for huge quotients.
     """
     safe = _all(_without_zero(b)[0], b[0] > -_INF, b[1] < _INF, _bound_abs(a)[1] < _bound_abs(b)[0] * 1e15)
     return where(safe, low, -_INF), where(safe, high, _INF)
 
 
 def _bound_pow(x: Any, y: Any) -> tuple[Any, Any] | None:
-    """Bound small whole constant powers, as repeated products."""
+    """Bound powers with a small constant integer exponent as repeated products."""
     power = y[0].constant
     if power != y[1].constant or power not in (1, 2, 3, 4):
         return None
@@ -222,14 +222,14 @@ def _bound_pow(x: Any, y: Any) -> tuple[Any, Any] | None:
 
 
 def _bound_shl(a: Any, b: Any) -> tuple[Any, Any]:
-    safe = _all(b[0] >= 0, b[1] <= 31, a[0] >= -(2**31), a[1] < 2**31)  # the result then fits int64
+    safe = _all(b[0] >= 0, b[1] <= 31, a[0] >= -(2**31), a[1] < 2**31)  # then the result fits in int64
     count = tuple(where(safe, x, 0) for x in b)
     low, high = _corners(a, count, lambda x, y: x.apply("shl", y))
     return where(safe, low, _INT64[0]), where(safe, high, _INT64[1])
 
 
 def _bound_shr(a: Any, b: Any) -> tuple[Any, Any]:
-    """Bound a right shift; counts from 32 on are left to nobody's promise."""
+    """Bound a right shift. Counts of 32 and more are unbounded, because backends may differ."""
     safe = _all(b[0] >= 0, b[1] <= 31)
     count = tuple(where(safe, x, 0) for x in b)
     low, high = _corners(a, count, lambda x, y: x.apply("shr", y))
@@ -237,9 +237,9 @@ def _bound_shr(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def _bits(a: Any) -> tuple[Any, Any]:
-    """Return the bits that every value between a[0] and a[1] has, and those that some may have.
+    """Return the bits that are set in every value between a[0] and a[1], and the bits that may be set.
 
-    The bits above the highest one in which the end points differ are the same for all.
+    The bits above the highest one in which the end points differ are the same for all values.
     """
     if a[0].index == a[1].index:
         return a
@@ -250,7 +250,7 @@ def _bits(a: Any) -> tuple[Any, Any]:
 
 
 def _from_bits(must: Any, may: Any) -> tuple[Any, Any]:
-    """Return the least and the greatest number with these bits: where the sign is open, it makes the least."""
+    """Return the smallest and largest number with these bits. If the sign bit may be set, the smallest has it."""
     open_sign = _all(may < 0, must >= 0)
     return where(open_sign, must.apply("bitor", _INT64[0]), must), where(open_sign, may.apply("bitand", _INT64[1]), may)
 
@@ -270,7 +270,7 @@ def _bound_bits(name: str) -> Rule:
 
 
 def _bound_rsqrt(a: Any) -> tuple[Any, Any]:
-    positive = a[0] > 0  # at -0.0 it is -inf
+    positive = a[0] > 0  # rsqrt(-0.0) is -inf
     low, high = _falling("rsqrt")(tuple(where(positive, x, 1) for x in a))
     return where(positive, low, -_INF), where(positive, high, _INF)
 
@@ -290,7 +290,7 @@ def _bound_copysign(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def _grad_pow(g: Any, out: Any, x: Any, y: Any) -> tuple[Any, Any]:
-    """d(x**y): at y == 0 the derivative in x is 0, and at x == 0 that in y is 0 for y >= 0, as torch has it."""
+    """d(x**y), as in torch: d/dx is 0 at y == 0, and d/dy is 0 at x == 0 for y >= 0."""
     zero_power = y.apply("eq", 0.0)
     dx = where(zero_power, 0.0, g * y * x.apply("pow", where(zero_power, 1.0, y - 1.0)))
     at_zero = x.apply("eq", 0.0).apply("and", y >= 0.0)
@@ -308,7 +308,7 @@ def _half_on_ties(g: Any, x: Any, y: Any, wins: str) -> tuple[Any, Any]:
 
 
 def digamma(x: Any) -> Any:
-    """The derivative of log gamma: from 6 on by its asymptotic series, below by recurrence, below 1/2 by reflection."""
+    """The derivative of lgamma: six steps of the recurrence, then the asymptotic series; reflection below 1/2."""
     reflected = x < 0.5
     z = where(reflected, 1.0 - x, x)
     total = z * 0.0
@@ -325,7 +325,7 @@ def _unary(name: str, triton: str, grad: Rule | None, **extra: Any) -> Op:
 
 
 _TWO_OVER_SQRT_PI = 2.0 / math.sqrt(math.pi)
-# tanh.approx.f32 has a relative error of at most 2^-11 (PTX ISA, tanh); as exact, libdevice's within 2 ulp.
+# tanh.approx.f32 has a relative error of at most 2^-11 (PTX ISA, tanh). The exact one is libdevice's, within 2 ulp.
 _FAST_TANH = "fast_tanh({0})"
 
 OPS: dict[str, Op] = {
@@ -472,9 +472,9 @@ OPS: dict[str, Op] = {
 
 
 def identity_of(op: str, args: tuple[Any, ...]) -> Any:
-    """Return what `op(*args)` equals without computing it (an operand or a Python constant), or None.
+    """Return what `op(*args)` simplifies to (an operand or a Python constant), or None.
 
-    Only laws that hold for every value: x * 0 is not 0 for infinities, so floats keep it.
+    The rules hold for every value. For example, x * 0 is not simplified for floats, because inf * 0 is not 0.
     """
     values = [a.constant for a in args]
     match op:

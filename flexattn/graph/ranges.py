@@ -1,9 +1,9 @@
-"""ranges: between which values the nodes of a graph lie.
+"""ranges: the range of values of each node of a graph.
 
-For all calls (`ranges`, `never_wraps`, `nonnegative`) by the rules of OPS, once for each graph: it takes milliseconds.
-For one call (`index_ranges`), whose lengths and numbers are known, by plain interval arithmetic on Python integers, for
-what indices are made of; anything else is unknown. It takes microseconds, so a plan can say for each load whether it
-needs PyTorch's wrap-around of negative indices, or a guard.
+`ranges`, `never_wraps` and `nonnegative` hold for all calls. They use the rules of OPS, once per graph, and take
+milliseconds. `index_ranges` holds for one call, whose lengths and numbers are known. It uses interval arithmetic on
+Python integers for the operations of indices; other nodes are unknown. It takes microseconds, so a plan can decide for
+each load whether it needs PyTorch's wrap-around of negative indices, or a mask.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from flexattn.graph.builder import Builder
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import MASK_INPUTS, Const, Input, Load, Node, NumberRef
 
-# No axis is longer: q_idx + a small constant, or 2 * q_idx, then cannot leave int32.
+# Maximum length of an axis. q_idx plus a small constant, or 2 * q_idx, cannot overflow int32.
 INDEX_LIMIT = 2**30
 
 
 def nonnegative(graph: ModGraph) -> tuple[bool, ...]:
-    """For each node, whether it is a number that is never negative, given b, h, q_idx, kv_idx in [0, INDEX_LIMIT)."""
+    """For each node, whether it is a number and never negative, given b, h, q_idx, kv_idx in [0, INDEX_LIMIT)."""
     return tuple(
         node.dtype != torch.bool and low >= 0 for node, (low, _) in zip(graph.nodes, ranges(graph), strict=True)
     )
@@ -32,19 +32,19 @@ def nonnegative(graph: ModGraph) -> tuple[bool, ...]:
 def ranges(graph: ModGraph, bits: tuple[int, ...] = ()) -> tuple[tuple[Any, Any], ...]:
     """For each node, (low, high) over all b, h, q_idx, kv_idx in [0, INDEX_LIMIT), captured tensors and numbers.
 
-    Where `bits` is given, integer n of the captured numbers lies in [-2**bits[n], 2**bits[n]].
+    With `bits`, the n-th captured number, if an integer, is in [-2**bits[n], 2**bits[n]].
     """
     return _static(graph, bits)[0]
 
 
 def never_wraps(graph: ModGraph) -> tuple[bool, ...]:
-    """For each node, whether it surely is what exact integer arithmetic gives, for the same inputs as `ranges`."""
+    """For each node, whether it surely does not wrap around, for the same inputs as `ranges`."""
     return _static(graph)[1]
 
 
 @lru_cache(256)
 def _static(graph: ModGraph, bits: tuple[int, ...] = ()) -> tuple[tuple[tuple[Any, Any], ...], tuple[bool, ...]]:
-    """Bound every node with constants for inputs: the rules fold away. Also tell which nodes need no check."""
+    """Bound every node with constant bounds of the inputs, so the rules fold. Also return which nodes need no check."""
     builder = Builder()
 
     def leaf(node: Input | NumberRef) -> Pair:
@@ -64,14 +64,14 @@ def _static(graph: ModGraph, bits: tuple[int, ...] = ()) -> tuple[tuple[tuple[An
     return tuple((constant_of(low), constant_of(high)) for low, high in pairs), safe
 
 
-Range = tuple[int, int] | None  # inclusive; None where nothing is known
+Range = tuple[int, int] | None  # inclusive; None if unknown
 
 
 @lru_cache(4096)
 def index_ranges(
     graph: ModGraph, numbers: tuple[int | float, ...], extents: tuple[int, int, int, int]
 ) -> tuple[Range, ...]:
-    """Return the range of each node for b, h, q_idx, kv_idx from 0 to below `extents`; None for what is no integer."""
+    """Return the range of each node for b, h, q_idx, kv_idx in [0, extent); None for nodes that are not integers."""
     highest: dict[str, int] = dict(zip(("b", "h", "q_idx", "kv_idx"), extents, strict=True))
     found: list[Range] = []
     for node in graph.nodes:
@@ -124,7 +124,7 @@ def _range(node: Node, args: list[Range]) -> Range:
 
 
 def _holds(dtype: torch.dtype, low: int, high: int) -> bool:
-    """Tell whether `dtype` is an integer type that has all these values: others wrap around."""
+    """Return whether `dtype` is an integer type that can represent all these values, without wrap-around."""
     if dtype == torch.bool or dtype.is_floating_point:
         return False
     limits = torch.iinfo(dtype)

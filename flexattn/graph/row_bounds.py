@@ -1,10 +1,10 @@
-"""row_bounds: the columns of a row of scores that a mask lets attend, as bounds low <= column < high.
+"""row_bounds: the columns that a row of scores attends to, as bounds low <= column < high.
 
-Comparisons of integers are solved for the column, kv_idx say. There are two results:
+Integer comparisons are solved for the column (kv_idx, or q_idx). There are two results:
 
-- `row_bounds`: one interval and the conditions that are none, as a tree over the `and`, `or` and `not` of the mask. A
-  kernel computes the interval once for each row.
-- `row_union`: a union of intervals that contains all that attends. The reader sees it (`explain`).
+- `row_bounds`: an interval, and conditions that are not intervals, as a tree over the `and`, `or` and `not` of the
+  mask. A kernel computes the interval once per row.
+- `row_union`: a union of intervals that contains all columns that attend. `explain` prints it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from flexattn.graph.linear import COMPARISONS, Linear, is_integer, linear_forms,
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const, Operation
 
-_MOST_NESTED = 12  # operations that are looked into for one interval
-_MOST_INTERVALS = 4  # in a union; more are no help to the reader
+_MOST_NESTED = 12  # nesting depth of operations in an interval
+_MOST_INTERVALS = 4  # in a union; more are not printed
 _NEGATED = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
 
 
@@ -32,7 +32,7 @@ class Solved:
 
 @dataclass(frozen=True)
 class WholeRows:
-    """All columns of those rows for which a node is true; it does not depend on the column."""
+    """All columns of the rows for which a node is true. The node does not depend on the column."""
 
     node: int
 
@@ -46,7 +46,7 @@ class Complement:
 
 @dataclass(frozen=True)
 class Both:
-    """The columns that two intervals have in common."""
+    """The intersection of two intervals."""
 
     x: RowInterval
     y: RowInterval
@@ -54,7 +54,7 @@ class Both:
 
 @dataclass(frozen=True)
 class Either:
-    """The columns of one of two intervals, which are bounded on the same side alone."""
+    """The union of two intervals that are bounded only on the same side."""
 
     x: RowInterval
     y: RowInterval
@@ -62,7 +62,7 @@ class Either:
 
 @dataclass(frozen=True)
 class Condition:
-    """The columns for which a node is true, where these are no interval: a test of each place."""
+    """The columns for which a node is true, if these are not an interval. It is evaluated per (q, kv) pair."""
 
     node: int
 
@@ -72,7 +72,7 @@ RowInterval = Solved | WholeRows | Complement | Both | Either | Condition
 
 @lru_cache(512)
 def row_bounds(graph: ModGraph, column: str) -> RowInterval:
-    """Return a mask as intervals of its rows; what is no interval is a Condition, or one of a conjunction."""
+    """Return a mask as intervals of its rows. Conjuncts that are not intervals are Conditions."""
     return _conjunction(graph, column, graph.output, 0)
 
 
@@ -87,7 +87,7 @@ def _conjunction(graph: ModGraph, column: str, position: int, depth: int) -> Row
 
 
 def _interval(graph: ModGraph, column: str, position: int, depth: int) -> RowInterval | None:
-    """Return a node as an interval without conditions."""
+    """Return a node as an interval without conditions, None if it is not one."""
     node = graph.nodes[position]
     if column not in graph.dependence[position]:
         return WholeRows(position)
@@ -110,7 +110,7 @@ def _interval(graph: ModGraph, column: str, position: int, depth: int) -> RowInt
 
 
 def bounded_sides(interval: RowInterval) -> frozenset[str]:
-    """Return on which sides an interval has a bound."""
+    """Return the sides on which an interval has a bound."""
     match interval:
         case Solved(side):
             return frozenset((side,))
@@ -127,15 +127,15 @@ def bounded_sides(interval: RowInterval) -> frozenset[str]:
 
 
 def _totals(op: str, difference: Linear) -> list[Linear]:
-    """Return the sums that are at most 0 where `difference op 0` holds."""
-    if op in ("lt", "gt"):  # of integers: a < b is a <= b - 1
+    """Return the sums that are at most 0 if and only if `difference op 0` holds."""
+    if op in ("lt", "gt"):  # for integers, a < b is a <= b - 1
         difference = difference.plus(Linear((), 1 if op == "lt" else -1))
     negated = difference.times(-1)
     return [difference, negated] if op == "eq" else [difference] if op in ("lt", "le") else [negated]
 
 
 def _solve(graph: ModGraph, column: str, total: Linear) -> Solved | None:
-    """Solve total <= 0 for the column, where it stands alone with a factor of 1 or -1."""
+    """Solve total <= 0 for the column. Return None unless the column occurs once, with a factor of 1 or -1."""
     own = next((n for n, _ in total.terms if graph.is_input(n, column)), None)
     factor, rest = total.factor(own), total.without(own)
     if factor not in (1, -1) or any(column in graph.dependence[n] for n, _ in rest.terms):
@@ -145,7 +145,7 @@ def _solve(graph: ModGraph, column: str, total: Linear) -> Solved | None:
 
 @dataclass(frozen=True)
 class Interval:
-    """Keys max(low) <= kv_idx < min(high) of a row. `exact`: these all attend; otherwise only some of them may."""
+    """Keys max(low) <= kv_idx < min(high) of a row. If `exact`, the row attends to all of them, otherwise to some."""
 
     low: tuple[Linear, ...] = ()
     high: tuple[Linear, ...] = ()
@@ -153,9 +153,9 @@ class Interval:
 
 
 def row_union(graph: ModGraph) -> tuple[tuple[Interval, ...] | None, set[int]]:
-    """Return intervals whose union holds every key of a row, and the sums that must not wrap around for that.
+    """Return intervals whose union contains all keys of a row, and the sums that must not wrap around for that.
 
-    It is None where the intervals are many, or one bounds nothing.
+    The union is None if there are too many intervals, or if one is unbounded and not exact.
     """
     assumed = set[int]()
     asked = _asked(graph)
@@ -168,7 +168,7 @@ def row_union(graph: ModGraph) -> tuple[tuple[Interval, ...] | None, set[int]]:
 
 
 def _asked(graph: ModGraph) -> list[tuple[int, bool]]:
-    """Return the nodes under `and`, `or` and `not` of a mask, with whether they are wanted true or false."""
+    """Return the nodes under `and`, `or` and `not` of a mask, with the truth value for which keys are collected."""
     pending, asked = [(graph.output, True)], {(graph.output, True)}
     while pending:
         position, wanted = pending.pop()
@@ -183,7 +183,7 @@ def _asked(graph: ModGraph) -> list[tuple[int, bool]]:
 def _union_of(
     graph: ModGraph, i: int, wanted: bool, found: dict[tuple[int, bool], tuple[Interval, ...]], assumed: set[int]
 ) -> tuple[Interval, ...]:
-    """Return the keys for which node i is `wanted` as a union of intervals that may hold more than these."""
+    """Return a union of intervals that contains the keys for which node i is `wanted`. It may contain more."""
     node = graph.nodes[i]
     both = "and" if wanted else "or"
     match node:
@@ -214,7 +214,7 @@ def _distinct(items: tuple[Linear, ...]) -> tuple[Linear, ...]:
 
 
 def _compare(graph: ModGraph, i: int, op: str, assumed: set[int]) -> Interval:
-    """Solve a comparison for kv_idx, which may stand inside of one abs."""
+    """Solve a comparison for kv_idx, which may be inside an abs."""
     if op == "ne":
         return Interval(exact=False)
     left, right = (linear_forms(graph)[a] for a in graph.nodes[i].args)

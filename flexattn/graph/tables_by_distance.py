@@ -1,7 +1,7 @@
-"""distances: what a score_mod reads from a tensor by q_idx - kv_idx alone, read once for each distance of a call.
+"""tables_by_distance: replace loads of a score_mod that depend only on q_idx - kv_idx by a table of all distances.
 
-`table[bucket(q_idx - kv_idx), h]`, whose bucket takes a logarithm (T5), becomes `found[h, q_idx - kv_idx + N - 1]`:
-M + N - 1 buckets in place of M * N for each head and kernel.
+`table[bucket(q_idx - kv_idx), h]`, whose bucket takes a logarithm (T5), becomes `found[h, q_idx - kv_idx + N - 1]`.
+This computes M + N - 1 buckets instead of M * N for each head and kernel.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _CHEAP = frozenset(("input", "number", "const", "add", "sub", "neg", "cast", "de
 
 
 class _Site(NamedTuple):
-    """One way in which a captured tensor is read."""
+    """An index expression by which a captured tensor is read."""
 
     capture: int
-    axis: int  # whose index depends on the distance
-    index: int  # node of that index
+    axis: int  # the axis whose index depends on the distance
+    index: int  # the node of that index
 
 
 def by_distance(bound: BoundMod, M: int, N: int) -> BoundMod:
-    """Return the mod with costly indices that depend on the distance alone taken once each, where that is small."""
+    """Return the mod with loads by distance instead of loads with a costly index, if the tables are small."""
     indices: dict[_Site, Tensor] = {}
     for site in _sites(bound.graph) if M and N else ():
         table = bound.captures[site.capture]
@@ -56,7 +56,7 @@ def by_distance(bound: BoundMod, M: int, N: int) -> BoundMod:
 
 @lru_cache(512)
 def _sites(graph: ModGraph) -> tuple[_Site, ...]:
-    """Return the loads of which one index depends on places, costs much, and is a function of their distance alone."""
+    """Return the loads with one index that varies within a head, is costly and depends only on q_idx - kv_idx."""
     found: dict[_Site, None] = {}
     for load in graph.loads.values():
         axes = [axis for axis, a in enumerate(load.args) if graph.dependence[a] - {"b", "h"}]
@@ -76,7 +76,7 @@ def _is_costly_distance(graph: ModGraph, index: int) -> bool:
 def _index(
     graph: ModGraph, position: int, numbers: tuple[int | float, ...], M: int, N: int, size: int, device: torch.device
 ) -> Tensor | None:
-    """Return the index of each distance from 1 - N to M - 1, int32; None where one is outside of `size`."""
+    """Return the index for each distance from 1 - N to M - 1, int32; None if one is out of bounds for `size`."""
     builder = Builder()
     copied = builder.copy(graph)
     alone = builder.build(graph.name, graph.inputs, (), graph.numbers, [copied[position]])
@@ -85,14 +85,14 @@ def _index(
         places = {"q_idx": distance.clamp(min=0), "kv_idx": (-distance).clamp(min=0)}
         (index,) = alone.evaluate(places, (), numbers)
         assert index is not None
-        index = torch.where(index < 0, index + size, index)  # as PyTorch counts from the end
+        index = torch.where(index < 0, index + size, index)  # PyTorch's wrap-around
         inside = (index >= 0) & (index < size)
         return index.int() if bool(inside.all()) else None
 
 
 @lru_cache(256)
 def _rewritten(graph: ModGraph, sites: tuple[_Site, ...]) -> tuple[ModGraph, tuple[int, ...], tuple[int, ...]]:
-    """Return the graph that reads appended captures by distance, and which captures and numbers it keeps."""
+    """Return the graph that reads appended captures by distance, and the captures and numbers that it keeps."""
     last_key, first = len(graph.numbers), len(graph.captures)
     replaced = {n: i for n, load in graph.loads.items() for i, site in enumerate(sites) if _is_at(load, site)}
     builder = Builder()

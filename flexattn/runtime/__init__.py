@@ -1,1 +1,1 @@
-"""KernelSource -> a loaded kernel and its launch."""
+"""KernelSource -> loaded kernel, and its launch."""

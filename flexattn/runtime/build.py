@@ -1,4 +1,4 @@
-"""build: KernelSource -> Kernel, compiled once for each machine and loaded once for each process and device."""
+"""build: KernelSource -> Kernel. A kernel is compiled once per machine and loaded once per process and device."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from flexattn.process.forks import Lock, cached_property
 from flexattn.runtime.interpreted import replaced_globals
 
 _KEPT_FILES = ("json", "ptx", "ttgir", "cubin", "amdgcn", "hsaco")
-_LARGEST_TEXT = 1 << 20  # bytes of an intermediate text that are worth keeping
-_LONGEST_REASON = 2000  # characters of an error of Triton's, which may end with the whole PTX
-_MEMORY = 512  # kernels of one process
+_LARGEST_TEXT = 1 << 20  # bytes; larger intermediate texts are not kept
+_LONGEST_REASON = 2000  # characters of a Triton error, which may end with the whole PTX
+_MEMORY = 512  # kernels per process
 _ATTEMPTS = 3  # to find or build a kernel and read its files
 
-# (request, compiled files by ending) -> what launches the kernel on the current device, where it is loaded now.
+# (request, compiled files by ending) -> launch function. Loads the kernel on the current device.
 Loader = Callable[[triton_versions.Request, dict[str, Path]], triton_versions.Launch]
 
 
 class OutOfResources(CompileError):
-    """A kernel asks for more than the device has; a smaller tile may fit."""
+    """A kernel needs more resources than the device has. A smaller tile may fit."""
 
     def __init__(self, kernel: str, resource: str, asked: int, available: int) -> None:
         mend = "Use smaller tiles or fewer stages."
@@ -62,11 +62,14 @@ class Kernel:
         return f"Kernel({self.name}, {self.target}, {self.digest[:12]})"
 
     def launch(self, programs: int, arguments: tuple[Any, ...], stream: int | None = None) -> None:
-        """Run `programs` instances of the kernel; pointers are tensors or addresses, the latter being faster."""
+        """Run `programs` instances of the kernel. Pointers are tensors or addresses; addresses are faster."""
         raise NotImplementedError
 
     def load(self) -> None:
-        """Load the kernel on the current device now, not at its first launch; OutOfResources where it does not fit."""
+        """Load the kernel on the current device now instead of at its first launch.
+
+        Raises OutOfResources if it does not fit.
+        """
 
     @property
     def shared(self) -> int:
@@ -85,7 +88,7 @@ class Kernel:
 
     @property
     def ptx(self) -> str:
-        """What Triton handed to the assembler, where it was kept."""
+        """The PTX, or "" if it was not kept."""
         return ""
 
 
@@ -127,7 +130,7 @@ class _GpuKernel(Kernel):
         try:
             try:
                 launch = self._loader(self._request, self._files)
-            except (OSError, ImportError):  # files were deleted since, by a person or to make room
+            except (OSError, ImportError):  # files were deleted in the meantime, by a user or by cache eviction
                 self._restore()
                 launch = self._loader(self._request, self._files)
         except TritonOutOfResources as error:
@@ -143,7 +146,7 @@ class _GpuKernel(Kernel):
         return launch
 
     def _restore(self) -> None:
-        """Build again what was deleted since this kernel was built."""
+        """Rebuild files that were deleted since this kernel was built."""
         folder = _find_or_compile(self.source, self.target, self.digest)
         self.path = folder / f"{self.name}.py"
         self._files = _compiled_files(self.source, folder)
@@ -188,16 +191,16 @@ class _GpuKernel(Kernel):
 def load_on_gpu(request: triton_versions.Request, files: dict[str, Path]) -> triton_versions.Launch:
     """Load a kernel on the current GPU with Triton's driver: the default loader."""
     if not torch.cuda.is_available():
-        raise CompileError(message(f"kernel {request.name}", "no GPU", "one to launch it on", "Use CPU tensors."))
+        raise CompileError(message(f"kernel {request.name}", "no GPU", "a GPU to launch it on", "Use CPU tensors."))
     with triton_versions.cache_folder(_triton_folder()):
         return triton_versions.launcher(triton_versions.load_kernel(request, files))
 
 
 def build(source: KernelSource, target: Target, loader: Loader = load_on_gpu) -> Kernel:
-    """Return the kernel of `source`, compiled if neither this process nor its cache folder has it.
+    """Return the kernel of `source`. Compile it if neither this process nor the cache folder has it.
 
     `loader` runs once per device, at the first launch or `Kernel.load`. Tests pass one to run a kernel without a GPU:
-    as PTX, or on a driver that records launches. Kernels for the interpreter are not loaded and ignore it.
+    as PTX, or on a driver that records launches. Kernels for the interpreter do not use it.
     """
     key = digest(source, target)
     with _lock:
@@ -220,16 +223,16 @@ def _kernel(source: KernelSource, target: Target, key: str, loader: Loader) -> K
         try:
             kernel = kind(source, target, key, _find_or_compile(source, target, key))
             text = kernel.path.read_text()
-        except FileNotFoundError:  # deleted at once, by a person or by a process that makes room
+        except FileNotFoundError:  # deleted in the meantime, by a user or by another process's cache eviction
             continue
         _dump(kernel, text)
         return kernel
     mend = "Set FLEXATTN_CACHE_DIR or a larger FLEXATTN_CACHE_SIZE."
-    raise CompileError(message(f"kernel {source.name}", "its files deleted again and again", "them to stay", mend))
+    raise CompileError(message(f"kernel {source.name}", "its files deleted repeatedly", "them to be kept", mend))
 
 
 def digest(source: KernelSource, target: Target) -> str:
-    """Return the key of a kernel: all that changes its binary."""
+    """Return the cache key of a kernel: a digest of everything that changes its binary."""
     parts = {
         "package": _package_version(),
         "triton": triton_versions.version(),
@@ -246,20 +249,20 @@ def digest(source: KernelSource, target: Target) -> str:
 
 
 def stats() -> dict[str, int]:
-    """Return how many kernels this process compiled, found on disk, and found in memory."""
+    """Return the number of kernels that this process compiled, found on disk, and found in memory."""
     with _lock:
         return dict(_counts)
 
 
 def clear_memory() -> None:
-    """Forget the kernels of this process and start its counts anew; the disk keeps them."""
+    """Clear the in-memory cache and reset the counts. The disk cache is not changed."""
     with _lock:
         _kernels.clear()
         _counts.update(dict.fromkeys(_counts, 0))
 
 
 _lock = Lock()
-_interpreting = Lock()  # Triton's interpreter changes Triton's own modules while a kernel runs
+_interpreting = Lock()  # Triton's interpreter patches Triton's modules while a kernel runs
 _kernels: OrderedDict[tuple[str, Loader], Kernel] = OrderedDict()
 _counts = {"compiles": 0, "disk_hits": 0, "memory_hits": 0}
 
@@ -269,7 +272,7 @@ def _check(source: KernelSource, target: Target) -> None:
     if interpreting != (target.backend == "interpreter"):
         found = "TRITON_INTERPRET=1" if interpreting else "no TRITON_INTERPRET"
         raise CompileError(
-            message(f"target {target.backend}", found, "the contrary", "Set it before importing triton.")
+            message(f"target {target.backend}", found, "the opposite", "Set it before importing triton.")
         )
     unknown = set(source.divisible) - {name for name, _ in source.signature}
     if unknown:
@@ -292,7 +295,7 @@ def _find_or_compile(source: KernelSource, target: Target, key: str) -> Path:
             _tell_unwritable(store.root, str(error))
             failure = error
     raise CompileError(
-        f"kernel {source.name} has no folder to be built in ({failure}): set FLEXATTN_CACHE_DIR"
+        f"kernel {source.name}: no folder to build in is writable ({failure}). Set FLEXATTN_CACHE_DIR."
     ) from failure
 
 
@@ -303,7 +306,7 @@ def _stores() -> Iterator[KernelStore]:
 
 
 def _compiled_files(source: KernelSource, folder: Path) -> dict[str, Path]:
-    """Return the compiled files of an entry by their endings."""
+    """Return the compiled files of a cache entry by their endings."""
     found = {file.suffix[1:]: file for file in folder.glob(f"{source.name}.*") if file.suffix != ".py"}
     if "json" not in found:
         raise FileNotFoundError(f"{folder / source.name}.json")
@@ -319,7 +322,7 @@ def _found(source: KernelSource, folder: Path) -> Path:
 
 @functools.lru_cache(64)
 def _tell_unwritable(folder: Path, reason: str) -> None:
-    debug("build", f"{folder} cannot be written ({reason}), kernels are kept for this process only")
+    debug("build", f"{folder} is not writable ({reason}), kernels are kept for this process only")
 
 
 def _compile(source: KernelSource, target: Target, key: str, store: KernelStore) -> Path:
@@ -351,7 +354,7 @@ def _run_triton(source: KernelSource, target: Target, place: Path, text: str) ->
     try:
         return triton_versions.compile_kernel(function, _request(source, function), target, options)
     except OSError:
-        raise  # the folder's fault, not the kernel's
+        raise  # an error of the folder, not of the kernel
     except Exception as error:
         reason = str(error)[:_LONGEST_REASON]
         raise CompileError(f"kernel {source.name} cannot be compiled for {target}: {reason}") from error
@@ -365,11 +368,11 @@ def _request(source: KernelSource, function: Any = None) -> triton_versions.Requ
 
 
 def _import(place: Path, text: str, source: KernelSource) -> Any:
-    """Run a generated file as a module and return its kernel. The file may not be at its place yet."""
+    """Run a generated file as a module and return its kernel. The file may not be on disk yet."""
     module = types.ModuleType(f"flexattn_generated_{source.name}")
-    # Triton writes the file's name into PTX, where a quote would end it.
+    # Triton writes the file name into the PTX as a quoted string.
     file = module.__file__ = str(place) if _is_plain(str(place)) else "/".join(place.parts[-2:])
-    # Triton reads the source of each function; a traceback shows it as well.
+    # Triton and tracebacks read the source of each function from linecache.
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     try:
         exec(compile(text, file, "exec"), module.__dict__)
@@ -385,7 +388,7 @@ def _import(place: Path, text: str, source: KernelSource) -> Any:
 
 
 def _forget_text(function: Any) -> None:
-    """Let a traceback read the file of a kernel instead of keeping its text in memory."""
+    """Remove the text of a kernel from memory. Tracebacks then read its file."""
     linecache.cache.pop(function.fn.__code__.co_filename, None)
 
 
@@ -418,13 +421,13 @@ def _dump(kernel: Kernel, text: str) -> None:
 
 
 def _triton_folder() -> Path:
-    """Return where Triton keeps the C stubs that launch our kernels, so that a second process finds them."""
+    """Return the folder for Triton's C launcher stubs, which other processes reuse."""
     for store in _stores():
         try:
             return store.folder(cache_size.STUBS)
         except OSError as error:
             _tell_unwritable(store.root, str(error))
-    raise CompileError("there is no folder to write to: set FLEXATTN_CACHE_DIR")
+    raise CompileError("No folder is writable. Set FLEXATTN_CACHE_DIR.")
 
 
 @functools.cache
@@ -436,5 +439,5 @@ def _package_version() -> str:
 
 
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
-# The raw stream that work on a device is put on now.
+# Returns the current raw stream of a device.
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)

@@ -1,4 +1,4 @@
-"""builders: kernels compiled side by side, each in a process of its own, into the folder where `build` finds them."""
+"""compile_processes: compile kernels in parallel, each in its own process, into the cache folder that `build` reads."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _QUIET = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "FLEXATTN_DEBUG": 
 def build_apart(
     sources: Sequence[KernelSource], target: Target, processes: int, seconds: float
 ) -> dict[KernelSource, str]:
-    """Compile sources, so many at a time; return why, for each that is not ready after so many seconds.
+    """Compile sources in parallel processes. Return the reason for each that failed or was not ready in time.
 
-    A kernel that brings its compiler down, or keeps it busy for ever, takes nothing else with it.
+    A compiler that crashes or does not terminate does not affect the other kernels.
     """
     store = open_store(settings().cache_dir)
-    if store is None or target.backend == "interpreter":  # no folder that processes share, or nothing to compile
+    if store is None or target.backend == "interpreter":  # no shared folder, or nothing to compile
         return {}
     until = time.monotonic() + seconds
     wanted = list(dict.fromkeys(sources))
@@ -39,7 +39,7 @@ def build_apart(
 
 
 def main() -> None:
-    """Compile what a parent asks for on stdin."""
+    """Compile the kernel that the parent process sends on stdin."""
     source, target = pickle.load(sys.stdin.buffer)
     build(source, target)
 
@@ -49,10 +49,10 @@ def _build_one(source: KernelSource, target: Target, store: KernelStore, until: 
     if store.find(digest(source, target)) is not None:
         return ""
     if left <= 0:
-        return "not compiled: no time was left"
+        return "not compiled: no time left"
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     environment = {**os.environ, **_QUIET, "PYTHONPATH": path, "FLEXATTN_CACHE_DIR": str(store.root)}
-    # Files, not pipes: a pipe ends when all that hold it are gone, and another thread may fork a child that lives on.
+    # Files, not pipes: a pipe stays open while any process holds it, and another thread may fork a long-lived child.
     with tempfile.TemporaryFile() as request, tempfile.TemporaryFile() as told:
         pickle.dump((source, target), request)
         request.seek(0)

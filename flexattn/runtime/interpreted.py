@@ -1,4 +1,4 @@
-"""What Triton's interpreter, which runs on numpy, does not have: CUDA's libdevice and inline PTX, computed by torch."""
+"""interpreted: torch versions of libdevice and inline PTX functions, which Triton's interpreter does not support."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-_NAMES = {"nearbyint": "round"}  # of libdevice -> of torch, where they differ
+_NAMES = {"nearbyint": "round"}  # libdevice name -> torch name, if they differ
 
 
 class _Libdevice:
-    """Stands for triton.language.extra.libdevice."""
+    """Replaces triton.language.extra.libdevice."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         name = _NAMES.get(name, name)
@@ -22,12 +22,12 @@ class _Libdevice:
 
 @cache
 def replaced_globals() -> dict[str, Any]:
-    """Return what takes the place of the globals of these names in a generated file."""
+    """Return replacements for globals of a generated file, by name."""
     return {"libdevice": _Libdevice(), "fast_tanh": _on_blocks(torch.tanh)}
 
 
 def _on_blocks(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """Return a function of torch as one of the interpreter's blocks and Python numbers."""
+    """Wrap a torch function to take the interpreter's blocks and Python numbers."""
 
     def compute(*operands: Any) -> Any:
         from triton.language import core

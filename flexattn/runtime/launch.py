@@ -1,7 +1,7 @@
 """launch: run one kernel of a problem on its tensors.
 
-All arguments of a launch except the addresses follow from shapes, strides, alignment, mods and numbers. They are
-computed once for each such signature and kept, so a repeated call plans nothing and only fills in addresses.
+All arguments of a launch except the addresses depend only on shapes, strides, alignment, mods and numbers. They are
+computed once per signature and cached, so a repeated call does not plan and only fills in addresses.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from flexattn.runtime.load import load
 
 _REMEMBERED = 4096
 
-Filler = Callable[[Problem, Tensors], Any]  # makes an argument that each launch has its own of
+Filler = Callable[[Problem, Tensors], Any]  # returns an argument that differs between launches
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with all arguments but its tensors: `fillers` put those in, each at its position."""
+    """A kernel and its arguments. `fillers` provide the arguments that differ between launches, by position."""
 
     kernel: Kernel
     programs: int
@@ -67,10 +67,10 @@ _launches: OrderedDict[tuple[object, ...], Launch] = OrderedDict()
 
 
 def run(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -> None:
-    """Run a kernel on a problem in the form that it sees.
+    """Run a kernel on its variant of a problem (`KernelProblems.seen_by`).
 
-    `tensors` are those of the spec, [B, H, rows, D] with any strides but 1 for the last. `arrays` are contiguous and
-    passed by address alone (lse_ptr, ...).
+    `tensors` are the spec's tensors, [B, H, rows, D] with a last stride of 1. `arrays` are contiguous and passed only
+    by address (lse_ptr, ...).
     """
     key = signature(spec, problem, tensors, arrays)
     launch = _launches.get(key)
@@ -85,11 +85,11 @@ def run(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -
 
 
 def signature(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -> tuple[object, ...]:
-    """Return the cache key of a launch: all that its plan and its numbers depend on."""
+    """Return the cache key of a launch: everything that its plan and its scalar arguments depend on."""
     mask, q, k = problem.block_mask, problem.query, problem.key
     return (
         spec, q.dtype, q.device, q.shape, k.shape, problem.value.shape, problem.scale,
-        math.copysign(1.0, problem.scale),  # 0.0 and -0.0 are equal
+        math.copysign(1.0, problem.scale),  # because 0.0 == -0.0
         problem.options,
         problem.max_scores, tuple(arrays), torch.backends.cuda.matmul.allow_tf32, problem.score_grad,
         None if problem.sink is None else (problem.sink.shape, problem.sink.stride()),
@@ -108,7 +108,7 @@ def _mod_signature(mod: BoundMod | None) -> tuple[object, ...]:
 
 
 def prepare(wanted: KernelPlan, problem: Problem, tensors: Tensors) -> Launch:
-    """Load a plan's kernel and compute its arguments, as far as they are the same for equal signatures."""
+    """Load a plan's kernel and compute the arguments that are the same for equal signatures."""
     loaded = load(wanted)
     plan = loaded.plan
     tiles = tiles_of(plan, problem)
@@ -127,14 +127,14 @@ def prepare(wanted: KernelPlan, problem: Problem, tensors: Tensors) -> Launch:
 
 
 def runner(plan: KernelPlan, problem: Problem, tensors: Tensors, arrays: Tensors) -> Callable[[], None]:
-    """Return a function that runs the kernel of any plan for these tensors again and again."""
+    """Return a function that runs a plan's kernel on these tensors."""
     launch = prepare(plan, problem, tensors)
     everything = {**tensors, **arrays}
     return lambda: launch(problem, everything)
 
 
 def forget_launches() -> None:
-    """Plan every kernel anew, as when there is another tile for it."""
+    """Clear the cache of launches, for example after tiles have changed."""
     _launches.clear()
 
 
@@ -142,7 +142,7 @@ _backwards: OrderedDict[tuple[object, ...], tuple[KernelSpec, ...]] = OrderedDic
 
 
 def scheduled_backward(problems: KernelProblems, tensors: Tensors) -> tuple[KernelSpec, ...]:
-    """Return the kernels that follow DELTA, in order; planned once for equal signatures."""
+    """Return the kernels that run after DELTA, in order, cached by signature."""
     key = signature(DELTA, problems.of_captures, tensors, tensors)
     kernels = _backwards.get(key)
     if kernels is None:
@@ -154,7 +154,7 @@ def scheduled_backward(problems: KernelProblems, tensors: Tensors) -> tuple[Kern
 
 
 def _filler(argument: Argument, shared: bool) -> Filler:
-    """Return what fills in an argument; `shared`: programs take several tiles each, from a counter."""
+    """Return the filler of an argument. `shared`: programs take several tiles each, from a counter."""
     match argument.source:
         case FromTensors(name):
             return lambda problem, tensors: tensors[name]
@@ -169,7 +169,7 @@ def _filler(argument: Argument, shared: bool) -> Filler:
 
 
 def _counter(problem: Problem, tensors: Tensors) -> Tensor:
-    # One for each launch: in a CUDA graph zeroing is a node too, and what runs beside it has a counter of its own.
+    # A new counter for each launch: a CUDA graph captures the zeroing, and concurrent launches must not share one.
     return tensors["lse_ptr"].new_zeros(1, dtype=torch.int32)
 
 
@@ -179,7 +179,7 @@ def _no_counter(problem: Problem, tensors: Tensors) -> Tensor:
 
 @lru_cache(1)
 def _descriptor_kinds() -> tuple[type[Any], type[Any]]:
-    """Return Triton's tensor descriptor without and with its checks."""
+    """Return Triton's tensor descriptor class, without and with checks."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     class Checked(TensorDescriptor):
@@ -189,9 +189,9 @@ def _descriptor_kinds() -> tuple[type[Any], type[Any]]:
 
 
 def _descriptor(name: str, tile: tuple[int, ...]) -> Callable[[Tensors], Any]:
-    """Return what makes the tensor descriptor of a launch, checked by Triton the first time alone.
+    """Return a function that makes the tensor descriptor of a launch. Triton checks only the first one.
 
-    Shape and strides are those of the launch. Triton's checks take 7 us of the host, nine times in a backward.
+    Shapes and strides are part of the signature. Triton's checks take 7 us of host time, nine times in a backward.
     """
     Checked, TensorDescriptor = _descriptor_kinds()
     known: list[tuple[list[int], list[int]]] = []
@@ -200,7 +200,7 @@ def _descriptor(name: str, tile: tuple[int, ...]) -> Callable[[Tensors], Any]:
         tensor = tensors[name]
         if known:
             return Checked(tensor, *known[0], list(tile))
-        # The stride of a dim of one element means nothing to torch, but TMA wants a multiple of 16 bytes.
+        # torch ignores the stride of a dim of size 1, but TMA requires a multiple of 16 bytes.
         step = -(-tensor.size(-1) * tensor.element_size() // 16) * 16 // tensor.element_size()
         strides = [s if n > 1 else step for n, s in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
         made = TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], list(tile))

@@ -1,4 +1,4 @@
-"""load: KernelPlan -> a kernel that the device accepts, with a smaller tile where it must."""
+"""load: KernelPlan -> LoadedKernel, with a smaller tile if the device has too few resources."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexattn.runtime.build import Kernel, OutOfResources, build
 
 @dataclass(frozen=True)
 class LoadedKernel:
-    """A kernel with the plan and the source that it was built from."""
+    """A kernel, and the plan and source that it was built from."""
 
     plan: KernelPlan
     source: KernelSource
@@ -24,7 +24,7 @@ class LoadedKernel:
 
 @lru_cache(1024)
 def load(wanted: KernelPlan) -> LoadedKernel:
-    """Build and load the plan's kernel. Step down to smaller tiles while the device has too few resources for it."""
+    """Build and load the plan's kernel. Try smaller tiles while the device has too few resources for it."""
     failures: list[OutOfResources] = []
     for plan in smaller_tiles(fit(wanted)):
         source = render(plan)

@@ -1,4 +1,4 @@
-"""aten: what computes each aten operator, and why others have no row."""
+"""aten: the tables of all aten operators, and the reasons why others have no row."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Over:
-    """Arguments of a reduction: the dimensions (None or empty: all), whether they are kept with size 1, and others."""
+    """Arguments of a reduction: dimensions (None or empty: all), keepdim, and others."""
 
     dims: Any = None
     keep: bool = False
@@ -82,12 +82,12 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Tables:
-    """What computes an element of an operator's result, by the name of the operator (`aten.py`)."""
+    """The functions that compute an element of an operator's result, by the operator's name (`aten.py`)."""
 
     rows: dict[str, Row]  # elementwise
-    creation: dict[str, Callable[..., Any]]  # tensors of one value: the value
+    creation: dict[str, Callable[..., Any]]  # the value of tensors filled with one value
     views: dict[str, Callable[..., Expr]]  # compute(elements, node, index, *arguments)
-    results: dict[str, Callable[..., Expr]]  # of several results: compute(elements, node, index, which, *arguments)
+    results: dict[str, Callable[..., Expr]]  # several results: compute(elements, node, index, which, *arguments)
     reductions: dict[str, Reduction]
     reasons: dict[str, str]  # why an operator has no row
 
@@ -240,7 +240,7 @@ class Elements:
 
 
 def _holds(dtype: torch.dtype, value: int) -> bool:
-    """Return whether the dtype can hold this number, so that torch does not wrap it."""
+    """Return whether the dtype can represent this number without wrap-around."""
     if dtype.is_floating_point or dtype == torch.bool:
         return True
     limits = torch.iinfo(dtype)

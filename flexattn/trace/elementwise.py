@@ -1,4 +1,4 @@
-"""elementwise: the table of elementwise operators, and of those that make a tensor of one value."""
+"""elementwise: the tables of elementwise operators and of operators that fill a tensor with one value."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _converted(elements: Elements, dtype: torch.dtype, x: Expr, to: torch.dtype 
 
 
 def _clamp(x: Expr, low: Expr | None = None, high: Expr | None = None) -> Expr:
-    """clamp with torch's gradient at the ends. Integers need no gradient; min and max have tighter bounds."""
+    """clamp with torch's gradient at the ends. Integers have no gradient, and min and max have tighter bounds."""
     if low is not None:
         x = where(x < low, low, x) if x.dtype.is_floating_point else x.apply("maximum", low)
     if high is not None:

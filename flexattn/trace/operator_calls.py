@@ -1,4 +1,4 @@
-"""operator_calls: the name and the arguments of an operator of an FX graph, and what has no row in the tables."""
+"""operator_calls: the name and arguments of an operator in an FX graph, and the errors for operators without a row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 
 class UnknownOperator(Exception):
-    """No row of the tables computes this operator with these arguments; `reason` may say more."""
+    """No row of the tables computes this operator with these arguments. `reason` is part of the message."""
 
     def __init__(self, node: fx.Node, reason: str = "") -> None:
         super().__init__(str(node.target))
@@ -29,7 +29,7 @@ def is_symbol(value: object) -> bool:
 
 
 def operator_name(node: fx.Node) -> str:
-    """Return the name of an aten or prims operator without overload; in-place operators as their functional form."""
+    """Return the name of an aten or prims operator without overload; for in-place operators, the functional one's."""
     target = node.target
     name = target._schema.name if isinstance(target, torch._ops.OpOverload) else str(target)
     space, _, name = name.rpartition("::")
@@ -39,7 +39,7 @@ def operator_name(node: fx.Node) -> str:
 
 
 def entry(table: dict[str, Any], node: fx.Node) -> Any:
-    """Return the row of an operator: that of its overload, or else that of its name."""
+    """Return the row of an operator, by its overload or else by its name."""
     name = operator_name(node)
     overload = getattr(node.target, "_overloadname", "")
     return table.get(f"{name}.{overload}", table.get(name))
@@ -49,7 +49,7 @@ _LAYOUT = frozenset(("layout", "device", "pin_memory", "memory_format", "non_blo
 
 
 def arguments(node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of an operator, positional if its schema allows, without default values.
+    """Return the arguments of an operator that are not defaults, positional if its schema allows.
 
     Arguments that do not affect the elements (layout, device and so on) are omitted.
     """
@@ -72,7 +72,7 @@ def arguments(node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
 
 
 def check_arguments(compute: Callable[..., Any], node: fx.Node, *args: Any, **kwargs: Any) -> None:
-    """Raise unless a row has a parameter for each argument of the operator, so that none is ignored."""
+    """Raise unless a row has a parameter for each argument of the operator. No argument may be ignored."""
     try:
         _signature(compute).bind(*args, **kwargs)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""order: what stands at which place: extremes along a dimension, sorted rows, and places in a sorted table."""
+"""order: the tables of operators that compare elements: min and max along a dimension, sort, searchsorted, median."""
 
 from __future__ import annotations
 

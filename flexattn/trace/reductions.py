@@ -102,4 +102,4 @@ REDUCTIONS: dict[str, Reduction] = {
         _norm, lambda order=2, dim=None, keepdim=False, dtype=None: Over(dim, keepdim, (order,))
     ),
 }  # fmt: skip
-MOMENTS: dict[str, Callable[..., Expr]] = {"var_mean": _variance_and_mean}  # of two results
+MOMENTS: dict[str, Callable[..., Expr]] = {"var_mean": _variance_and_mean}  # two results

@@ -1,4 +1,4 @@
-"""views: views, gathers, and what is unrolled along a dimension."""
+"""views: the table of views, gathers and operators that are unrolled along a dimension."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _bitcast(elements: Elements, node: fx.Node, index: Index, source: fx.Node, d
         return elements.at(source, index)
     raise Refused(
         node,
-        f"that reads the bits of a {source.meta['val'].dtype} as {dtype}. Do so with captured tensors, before the call",
+        f"that reinterprets a {source.meta['val'].dtype} as {dtype}. Do this before the call, on captured tensors",
     )
 
 
@@ -101,7 +101,7 @@ def _roll(
     elements: Elements, node: fx.Node, index: Index, source: fx.Node, shifts: Sequence[Any], dims: Sequence[int] = ()
 ) -> Expr:
     if not dims:
-        raise UnknownOperator(node, "without dims. Name the dimension")
+        raise UnknownOperator(node, "without dims. Pass dims")
     rolled = index
     for shift, dim in zip(shifts, dims, strict=True):
         size = concrete(shape_of(node)[dim])
