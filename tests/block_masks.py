@@ -1,4 +1,4 @@
-"""Masks whose blocks are known dense, and what must hold of every BlockMask."""
+"""Masks whose dense blocks are known, and properties that every BlockMask must have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traced mods compared with the same mods run by Python on real 0-d tensors: values and gradients."""
+"""Compare values and gradients of traced mods with the same mods run eagerly on 0-d tensors."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def scores(dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float64, low: float = 0.2, high: float = 1.7) -> Tensor:
-    """Return a learnable tensor of distinct values in (low, high)."""
+    """Return a tensor of distinct values in (low, high) that requires a gradient."""
     n = math.prod(shape)
     flat = low + (high - low) * ((torch.arange(n, dtype=torch.float64) * 0.754877666) % 1.0)
     return flat.reshape(shape).to(dtype).requires_grad_()
 
 
 def eager(mod: Callable[..., Any], score: Tensor | None) -> Tensor:
-    """Run a mod by Python at each of the points."""
+    """Run a mod eagerly at each point."""
     rows = []
     for i in range(len(PLACES)):
         place = [p[i] for p in POINTS]
@@ -44,7 +44,7 @@ def run(bound: BoundMod, score: Tensor | None) -> Tensor:
 
 
 def gradients(bound: BoundMod, score: Tensor, grad: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
-    """Return d(score) and d(leaf), from the gradient graph, a scatter-add per site, and torch through the prologue."""
+    """Return d(score) and d(leaf): the gradient graph, a scatter-add per site, and autograd through the prologue."""
     wrt = tuple(i for i, c in enumerate(bound.captures) if c.requires_grad)
     graph = differentiate(bound.graph, wrt)
     inputs = dict(zip(bound.graph.inputs, (score, *POINTS), strict=True)) | {"grad": grad}
@@ -69,7 +69,7 @@ def gradients(bound: BoundMod, score: Tensor, grad: Tensor, leaves: list[Tensor]
 def check_score(
     mod: Callable[..., Any], *leaves: Tensor, dtype: torch.dtype = torch.float64, tol: float = 0
 ) -> BoundMod:
-    """Assert that a traced score_mod has the values and gradients of eager."""
+    """Assert that a traced score_mod has the same values and gradients as the eager one."""
     score = scores(dtype).requires_grad_()
     bound = trace(mod, "score", dtype)
     kw: dict[str, Any] = {"rtol": tol, "atol": tol} if tol else {}

@@ -1,4 +1,4 @@
-"""Tensors of another device than the CPU's, computed on the CPU, with operations that refuse what a GPU refuses.
+"""Tensors of a fake device, computed on the CPU. Operations reject what they reject on a GPU.
 
 `with elsewhere():` around code; `there(x)` moves a tensor, `back(x)` asserts that it is there. Operations on tensors of
 both devices raise, but for 0-d ones. The other device is cpu:0, which torch takes for another one than cpu: so nothing

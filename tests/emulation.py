@@ -1,4 +1,4 @@
-"""Calls with tensors on a CPU, planned and compiled for a card that is not here, their kernels run as PTX."""
+"""Run calls with CPU tensors as on a GPU that is not present: kernels are compiled for it and their PTX is emulated."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from flexattn.runtime.build import Loader, build
 
 
 def load_in_emulator(request: Request, files: dict[str, Path]) -> Launch:
-    """Return what runs a kernel's PTX here, program by program: a loader for `build`."""
+    """Load a kernel for emulation of its PTX, program by program. This is a loader for `build`."""
     program = ptx.parse(files["ptx"].read_text())
     metadata = json.loads(files["json"].read_text())
     threads, shared = 32 * metadata["num_warps"], metadata["shared"]
 
     def launch(programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
         memory = ptx.Memory([a for a in arguments if isinstance(a, Tensor)])
-        parameters = [_bits(a) for a in arguments] + [0, 0]  # Triton's own scratch memory, of which it asks nothing
+        parameters = [_bits(a) for a in arguments] + [0, 0]  # Triton's scratch memory, which these kernels do not use
         for index in range(programs):
             ptx.run(program, parameters, index, memory, threads, shared)
 
@@ -46,7 +46,7 @@ def _bits(argument: Tensor | float) -> int:
 
 @contextlib.contextmanager
 def emulated(card: str) -> Iterator[None]:
-    """Let calls with tensors on a CPU run as on a card that has no tensor descriptors, or is told so."""
+    """Run calls with CPU tensors as on this GPU. It must have no tensor descriptors, or calls set USE_TMA=False."""
     target = target_named(card)
     with (
         kernels_loaded_by(load_in_emulator),
@@ -59,9 +59,9 @@ def emulated(card: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kernels_loaded_by(loader: Loader) -> Iterator[None]:
-    """Let launches load their kernels with `loader`, and keep none of these launches.
+    """Load kernels with `loader`, and do not keep these launches.
 
-    The current device is 0: torch with CUDA raises where there is none.
+    The current device is 0, because torch with CUDA raises without a GPU.
     """
 
     def forget() -> None:

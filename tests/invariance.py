@@ -1,4 +1,4 @@
-"""Calls of which some rows must have the same bits whatever else they compute: on a CPU, in the interpreter, on a GPU.
+"""Calls in which some rows must have the same bits for any other rows: on a CPU, in the interpreter, on a GPU.
 
 Each check changes what stands beside some rows: other batch entries, heads, queries, keys that they do not attend to,
 or how the mask is written down. All but those of lists share one mask_mod, and so one set of kernels.
@@ -21,7 +21,7 @@ NAMES = ("out", "lse", "max_scores", "dq", "dk", "dv")
 
 
 def _distance(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    return score * 1.7 - 0.03 * kv_idx  # nothing of it hangs on the query's own position
+    return score * 1.7 - 0.03 * kv_idx  # does not depend on q_idx
 
 
 SCORES: dict[str, Callable[..., Any] | None] = {"none": None, "softcap": mods.softcap(5.0), "distance": _distance}
@@ -175,7 +175,7 @@ def blocks_of_other_classes(at: At) -> None:
 
 
 def blocks_that_overrule_the_mod(at: At) -> None:
-    """Full blocks of lists from outside attend whatever mask_mod says, and become a captured tensor of the mask."""
+    """Full blocks of user-provided lists attend for any mask_mod. They become a captured tensor of the mask."""
     x, mod, blocks = _blocks(at)
     none = torch.zeros_like(blocks)
     half = blocks & (torch.arange(blocks.shape[-1], device=at.device) % 2 == 0)

@@ -1,6 +1,6 @@
-"""Calls of flex_attention that test the kernels of the Triton engine, the same in its interpreter and on a GPU.
+"""Calls of flex_attention that test the kernels of the Triton engine, in Triton's interpreter and on a GPU.
 
-A Setting says where and how large; CASES are calls whose results are compared with the oracle, by name.
+A Setting is the device and the scale of the sizes. CASES are calls by name, whose results are compared with the oracle.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Mod = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a case runs: lengths are `size` times those of the smallest sensible problem, blocks `block` times."""
+    """Where a case runs. `size` and `block` multiply the lengths and block sizes of the smallest useful problem."""
 
     device: str
     dtype: torch.dtype
@@ -44,18 +44,18 @@ class Setting:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call, and what its gradients are asked for."""
+    """The arguments of one call, and the captured tensors whose gradients are compared."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     score_mod: Mod | None = None
     mask: BlockMask | upstream.BlockMask | None = None
-    mask_mod: Mod | Tensor | None = None  # what the oracle is given in place of the mask
+    mask_mod: Mod | Tensor | None = None  # the mask for the oracle
     scale: float | None = None
-    learned: tuple[Tensor, ...] = ()  # of the tensors that score_mod captures, and the sink
+    learned: tuple[Tensor, ...] = ()  # captured tensors of score_mod and the sink, if their gradients are compared
     options: dict[str, object] = field(default_factory=dict)
-    d_out: Callable[[Tensor], Tensor] = lambda x: x  # another layout of the same gradient
+    d_out: Callable[[Tensor], Tensor] = lambda x: x  # changes the layout of the gradient of out
     sink: Tensor | float | None = None
     dropout_p: float = 0.0
 
@@ -72,7 +72,7 @@ class Sizes:
     Bkv: int | None = None
 
     def times(self, factor: int) -> Sizes:
-        """Multiply lengths that are not chosen for being tiny or whole tiles; odd ones stay odd."""
+        """Multiply the lengths, except tiny ones and multiples of 128. Odd lengths stay odd."""
         M, N = (x if x < 16 or x % 128 == 0 else x * factor - (x * factor - x) % 2 for x in (self.M, self.N))
         return replace(self, M=M, N=N)
 
@@ -89,7 +89,7 @@ def make_call(
     at: Setting, sizes: Sizes = Sizes(), score: str | None = None, mask: str | None = None,
     block: int | tuple[int, int] = 32, **rest: Any,
 ) -> Call:  # fmt: skip
-    """Return a call with a score mod of SCORES and a mask of MASKS."""
+    """Return a call with a score_mod from SCORES and a mask from MASKS, by name."""
     q, k, v = inputs(at, sizes)
     M, N = q.shape[2], k.shape[2]
     if block == 32:
@@ -102,7 +102,7 @@ def make_call(
 
 @contextlib.contextmanager
 def deterministic(wanted: bool = True) -> Iterator[None]:
-    """Ask for deterministic algorithms."""
+    """Set torch.use_deterministic_algorithms."""
     torch.use_deterministic_algorithms(wanted)
     try:
         yield
@@ -111,10 +111,10 @@ def deterministic(wanted: bool = True) -> Iterator[None]:
 
 
 def results(call: Call, dtype: torch.dtype | str | None) -> tuple[Tensor | None, ...]:
-    """Return (out, lse, dq, dk, dv, *d_learned) of the engine (dtype "ours"), or of the dense reference in a dtype."""
+    """Return (out, lse, dq, dk, dv, *d_learned) of the engine (dtype "ours") or of the dense reference in `dtype`."""
     leaves = [x.detach().requires_grad_() for x in (call.query, call.key, call.value)]
     learned = [x.requires_grad_() for x in call.learned]
-    torch.manual_seed(5)  # of dropout
+    torch.manual_seed(5)  # for dropout
     if dtype == "ours":
         out, aux = flex_attention(
             *leaves, call.score_mod, call.mask, call.scale, enable_gqa=True, return_aux=AuxRequest(lse=True),
@@ -133,17 +133,17 @@ def results(call: Call, dtype: torch.dtype | str | None) -> tuple[Tensor | None,
 
 
 def given(call: Call, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of out and lse that a call's backward starts from."""
+    """Return the incoming gradients of out and lse for the backward of a call."""
     generator = torch.Generator().manual_seed(1)
     d_out, d_lse = (torch.randn(x.shape, generator=generator).to(x.device) for x in (out, lse))
     return call.d_out(d_out.to(call.query.dtype)).to(out.dtype), d_lse.to(lse.dtype) * (lse != -math.inf)
 
 
 def rounding_of_ds(call: Call, out: Tensor, lse: Tensor) -> dict[str, float]:
-    """Return how much one rounding of dO v^T, or of delta, changes an element of each gradient.
+    """Return how much one rounding of dO v^T or of delta changes an element of each gradient.
 
-    ds = p (dO v^T - delta) is small where one key has all the weight. Dense attention subtracts numbers there that were
-    rounded alike; a kernel has delta from out and dO.
+    ds = p (dO v^T - delta) is small if one key has all the weight. Dense attention then subtracts equally rounded
+    numbers, but a kernel computes delta from out and dO.
     """
     d_out, _ = given(call, out, lse)
     group = call.query.size(1) // call.value.size(1)
@@ -161,13 +161,13 @@ def rounding_of_ds(call: Call, out: Tensor, lse: Tensor) -> dict[str, float]:
 
 
 def check(call: Call, loose: bool = False) -> None:
-    """Compare out, lse and every gradient with the oracle; `loose` where a few values are no statistics."""
+    """Compare out, lse and every gradient with the oracle. Use `loose` for cases with too few values for an rmse."""
     got = results(call, "ours")
     same, exact = results(call, None), results(call, torch.float64)
     floor = 2.0 if call.query.dtype.itemsize == 2 else 4.0
     eps = None
     if dict(call.options).get("FLOAT32_PRECISION") == "tf32":
-        # 13 bits less are kept, and Triton cuts them off where cuBLAS rounds: each operand may lose a whole ulp.
+        # TF32 has 13 bits less. Triton truncates where cuBLAS rounds, so each operand may lose a whole ulp.
         floor, eps = 4.0 * 2**13, 2.0**-10
     names = ["out", "lse", "dq", "dk", "dv", *(f"gradient of capture {i}" for i in range(len(call.learned)))]
     rounding: dict[str, float] = {}
@@ -180,7 +180,7 @@ def check(call: Call, loose: bool = False) -> None:
         kind = name if name in ("out", "lse") else "grad"
         rounded_lse = 0.0
         if kind != "lse" and call.query.dtype == torch.float32:
-            # Half an ulp of a score, or of the lse that a backward starts from, is an error of lse / 2 ulp in a weight.
+            # Half an ulp of a score, or of the lse that the backward reads, is an error of lse / 2 ulp in a weight.
             rounded_lse = float(got[1].masked_fill(got[1] == -math.inf, 0).abs().amax())
         bound = floor + rounded_lse
         if name.startswith("gradient"):
@@ -196,14 +196,14 @@ def assert_near(
     name: str, got: Tensor, dense: Tensor, oracle: Tensor, dtype: torch.dtype, eps: float | None = None,
     floor: float = 32.0,
 ) -> None:  # fmt: skip
-    """Raise unless errors are of the size of those that dense attention makes; a few values need a `floor` in eps."""
+    """Raise unless errors are about as large as those of dense attention. `floor` is a minimal bound in eps."""
     error, bound = near_bound(name, got, dense, oracle, eps or torch.finfo(dtype).eps, floor)
     assert error <= bound, f"{name}: largest error {error:.3g}, allowed {bound:.3g}"
 
 
 def near_bound(name: str, got: Tensor, dense: Tensor, oracle: Tensor, eps: float, floor: float) -> tuple[float, float]:
-    """Return the largest error and what assert_near allows; raise for misplaced infinities."""
-    assert torch.equal(got.isinf(), oracle.isinf()), f"{name}: infinities are not where they belong"
+    """Return the largest error and the bound of assert_near. Raise for infinities at wrong positions."""
+    assert torch.equal(got.isinf(), oracle.isinf()), f"{name}: infinities are at wrong positions"
     got, dense, oracle = (x.double().masked_fill(x.isinf(), 0) for x in (got, dense, oracle))
     error, error_of_dense = (float((x - oracle).abs().max()) for x in (got, dense))
     return error, 4 * error_of_dense + floor * eps * max(1.0, float(oracle.abs().max()))
@@ -213,7 +213,7 @@ def near_bound(name: str, got: Tensor, dense: Tensor, oracle: Tensor, eps: float
 
 
 def _table(shape: Callable[[int, int, int], tuple[int, ...]], mod: Callable[..., Any], learn: bool = True) -> Any:
-    """Return a maker of a mod(score, b, h, i, j, table, M, N) with one captured float32 table."""
+    """Return a function that makes mod(score, b, h, i, j, table, M, N) with one captured float32 table."""
 
     def make(at: Setting, H: int, M: int, N: int) -> tuple[Mod, tuple[Tensor, ...]]:
         table = at.randn(*shape(H, M, N), seed=7)
@@ -233,7 +233,7 @@ def _nested(at: Setting, H: int, M: int, N: int) -> tuple[Mod, tuple[Tensor, ...
 
 
 def _nested_pairs(at: Setting, H: int, M: int, N: int) -> tuple[Mod, tuple[Tensor, ...]]:
-    """An index that is read for each place: outside of the lengths it may not be."""
+    """An index that is loaded per (q, kv) pair, and is out of bounds beyond the lengths."""
     cells = torch.arange(M * N, device=at.device).view(M, N).to(torch.int32) * 5 % 7
     table = at.randn(H, 7, seed=3)
     return lambda s, b, h, i, j: s + table[h, cells[i, j]], (table,)
@@ -250,7 +250,7 @@ def _views(at: Setting, H: int, M: int, N: int) -> tuple[Mod, tuple[Tensor, ...]
 
 
 def _not_contiguous(at: Setting, H: int, M: int, N: int) -> tuple[Mod, tuple[Tensor, ...]]:
-    """A captured tensor that is itself a strided view, and one that starts off the 16-byte grid."""
+    """A captured strided view, and a captured tensor that is not 16-byte aligned."""
     wide, odd = at.randn(M, 2 * N, seed=4)[:, ::2], at.randn(N + 1, seed=5)[1:]
     return lambda s, b, h, i, j: s * 0.9 + wide[i, j] * odd[j], (wide, odd)
 
@@ -261,7 +261,7 @@ def _expanded(at: Setting, H: int, M: int, N: int) -> tuple[Mod, tuple[Tensor, .
 
 
 def _inside(at: Setting, H: int, M: int, N: int) -> tuple[Mod, tuple[Tensor, ...]]:
-    """Tables that no tile can leave, indexed by sums in both directions: their loads start early and have no guard."""
+    """Tables larger than any tile can reach, indexed by sums in both directions. Their loads are early and unmasked."""
     half = at.randn(H, M + N + 300, seed=4, dtype=torch.float16)
     odd, pair = at.randn(H, M + N + 301, seed=5), at.randn(N + 130, M + 130, seed=6)
     mod = lambda s, b, h, i, j: s + half[h, i - j + N + 130] + odd[h, j - i + M + 130] * pair[j + 1, i]  # noqa: E731
@@ -269,7 +269,7 @@ def _inside(at: Setting, H: int, M: int, N: int) -> tuple[Mod, tuple[Tensor, ...
 
 
 def _two_dtypes(at: Setting, H: int, M: int, N: int) -> tuple[Mod, tuple[Tensor, ...]]:
-    """Half and integer tables; not bfloat16 in Triton's interpreter, which computes it wrong."""
+    """Half and integer tables. Not bfloat16 in Triton's interpreter, which computes it incorrectly."""
     half = at.randn(N, seed=4, dtype=torch.float16 if os.environ.get("TRITON_INTERPRET") == "1" else torch.bfloat16)
     steps = torch.arange(M, device=at.device) % 5
     flags = torch.arange(N, device=at.device) % 3 == 0
@@ -386,12 +386,12 @@ BLOCKS = (7, 16, 100, 256, (32, 64), (64, 16), (20, 128))
 
 
 def _transposed(x: Tensor) -> Tensor:
-    """Return the same values stored [B, S, H, D]."""
+    """Return the same values with [B, S, H, D] memory layout."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _inside_nan(x: Tensor) -> Tensor:
-    """Return the same values as a window of a larger tensor that is NaN elsewhere, off the 16-byte grid."""
+    """Return the same values as an unaligned view of a larger tensor that is NaN elsewhere."""
     B, H, S, D = x.shape
     around = torch.full((B, H + 1, S + 3, D + 5), math.nan, dtype=x.dtype, device=x.device)
     around[:, 1:, 1:-2, 3:-2] = x
@@ -399,7 +399,7 @@ def _inside_nan(x: Tensor) -> Tensor:
 
 
 def _aligned_inside_nan(x: Tensor) -> Tensor:
-    """Return the same values as a window on the 16-byte grid, NaN in the rows after it."""
+    """Return the same values as a 16-byte aligned view of a larger tensor that is NaN elsewhere."""
     B, H, S, D = x.shape
     around = torch.full((B, H, S + 40, -(-D // 8) * 8 + 8), math.nan, dtype=x.dtype, device=x.device)
     around[:, :, :S, :D] = x
@@ -429,7 +429,7 @@ def _with_gradient_layout(at: Setting, name: str) -> Call:
 
 
 def _with_lists(at: Setting) -> Call:
-    """Lists of the user's rule over the mask_mod; the last full block overhangs the keys."""
+    """User-provided block lists take precedence over mask_mod. The last full block extends past the keys."""
     block = 32 * at.block
     q, k, v = inputs(replace(at, size=1), Sizes(M=2 * block, N=3 * block - 3))
     counts = torch.tensor([[[1, 1]]], dtype=torch.int32, device=at.device)
@@ -447,7 +447,7 @@ def _with_lists(at: Setting) -> Call:
 
 
 def _with_unequal_lists(at: Setting) -> Call:
-    """Full blocks only, each row overhanging both lengths; blocks hold no whole number of tiles."""
+    """Only full blocks, which extend past both lengths. The block size is not a multiple of the tile."""
     M, N, block = 70, 75, (40, 24)
     q, k, v = inputs(replace(at, size=1), Sizes(M=M, N=N))
     counts = torch.tensor([[[2, 1]]], dtype=torch.int32, device=at.device)
@@ -466,7 +466,7 @@ def _with_upstreams_mask(at: Setting) -> Call:
     return replace(call, mask=mask)
 
 
-# Sinks: make(setting, batches, heads); those that learn are tensors.
+# Sinks: make(setting, batches, heads). Tensors require gradients.
 SINKS: dict[str, Callable[[Setting, int, int], Tensor | float]] = {
     "heads": lambda at, B, H: 2 * at.randn(H, seed=11),
     "batches": lambda at, B, H: at.randn(B, H, seed=11).to(at.dtype),
@@ -478,7 +478,7 @@ SINKS: dict[str, Callable[[Setting, int, int], Tensor | float]] = {
 
 
 def with_sink(call: Call, at: Setting, name: str) -> Call:
-    """Return the call with a sink of SINKS."""
+    """Return the call with a sink from SINKS."""
     sink = SINKS[name](at, *call.query.shape[:2])
     return replace(call, sink=sink, learned=(*call.learned, *((sink,) if isinstance(sink, Tensor) else ())))
 
@@ -505,7 +505,7 @@ def _cases() -> dict[str, Callable[[Setting], Call]]:
     for scale in (0.0, -0.7, 3.0):
         for score in (None, "softcap", "alibi"):
             found[f"scale{scale}-{score}"] = lambda at, x=scale, n=score: make_call(at, Sizes(), n, "causal", scale=x)
-    # Lengths of whole tiles: loads are proved to be inside of their tensor.
+    # Lengths that are multiples of tiles: loads are proved to be in bounds.
     for score in (None, "dense_bias"):
         found[f"mask_inside-{score}"] = lambda at, n=score: make_call(at, Sizes(1, 2, 1, 128, 128), n, "captured", 128)
     for sink, score, mask in (
@@ -523,7 +523,7 @@ def _cases() -> dict[str, Callable[[Setting], Call]]:
         found[f"dropout-{p}-{score}-{mask}"] = lambda at, p=p, s=score, m=mask, block=block: make_call(
             at, Sizes(), s, m, block, dropout_p=p
         )
-    # Of a thread's eight numbers, all or half may be in the tile; a mask of bytes changes how products of 16 terms lie.
+    # All or half of a thread's eight numbers may be in the tile. A bytes mask changes the layout of 16-term products.
     for rows, keys, mask in ((16, 32, "captured"), (32, 16, "captured"), (64, 32, "causal")):
         tile = {f"BLOCK_{x}{n}": size for x, size in (("M", rows), ("N", keys)) for n in ("", 1, 2)}
         found[f"dropout_tile-{rows}x{keys}-{mask}"] = lambda at, tile=tile, m=mask: make_call(
@@ -538,7 +538,7 @@ def _cases() -> dict[str, Callable[[Setting], Call]]:
 
 
 CASES = _cases()
-# Cases with so few values, or so large cancellations, that their errors are no statistics.
+# Cases with too few values or too large cancellations for the bounds of the rmse.
 LOOSE = (
     "shape",
     "dims",

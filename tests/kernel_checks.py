@@ -1,4 +1,4 @@
-"""What kernels must do besides being exact: leak nothing, agree, raise. For the interpreter and a GPU."""
+"""Checks of kernels besides accuracy: no leaks, consistency, errors. For the interpreter and a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(at: Setting, q: Tensor, k: Tensor, v: Tensor, *rest: object, **named: ob
 
 
 def bias_and_general_forms_agree(at: Setting) -> None:
-    """A mod that adds to the score has tiles of its own; the same mod written otherwise gives the same."""
+    """A mod that adds to the score has its own tiles. An equivalent mod of another kind gives the same results."""
     for name, mask in (("alibi", None), ("relative", "causal"), ("infinite_bias", "causal")):
         call = make_call(at, Sizes(), name, mask)
         additive = call.score_mod
@@ -32,7 +32,7 @@ def bias_and_general_forms_agree(at: Setting) -> None:
 
 
 def two_slots_agree(at: Setting) -> None:
-    """A mask as a mask and as a score mod of -inf give the same results."""
+    """A mask_mod and a score_mod that returns -inf give the same results."""
     call = make_call(at, Sizes(), None, "causal")
     general = replace(call, mask=None, score_mod=lambda s, b, h, i, j: torch.where(i >= j, s, -math.inf))
     for n, (one, other) in enumerate(zip(results(call, "ours"), results(general, "ours"), strict=True)):
@@ -40,7 +40,7 @@ def two_slots_agree(at: Setting) -> None:
 
 
 def empty_rows(at: Setting) -> None:
-    """A row without a key gives zeros and -inf, whatever the gradients that reach it."""
+    """A row without keys gives out 0 and lse -inf, for any incoming gradients."""
     q, k, v = (x.requires_grad_() for x in inputs(at, Sizes()))
     M, N = q.shape[2], k.shape[2]
     late = lambda b, h, i, j: i >= 40  # noqa: E731
@@ -50,7 +50,7 @@ def empty_rows(at: Setting) -> None:
         out, aux = run(at, q, k, v, *arguments, return_aux=AuxRequest(lse=True))
         assert (out[:, :, :40] == 0).all() and (aux.lse[:, :, :40] == -math.inf).all()
         assert aux.lse[:, :, 40:].isfinite().all()
-        # A loss that looks at every lse has a gradient of NaN where it is -inf.
+        # A loss of all lse may have a NaN gradient where lse is -inf.
         d_lse = torch.where(aux.lse == -math.inf, math.nan, 1.0)
         grads = torch.autograd.grad((out, aux.lse), (q, k, v), (torch.ones_like(out), d_lse))
         assert all(g.isfinite().all() for g in grads), "NaN of rows without a key"
@@ -58,7 +58,7 @@ def empty_rows(at: Setting) -> None:
 
 
 def rows_that_are_not_numbers(at: Setting) -> None:
-    """A row with a score of +inf is NaN and its lse +inf, one with a NaN is NaN, and what comes back to it is NaN."""
+    """A row with a score of +inf has out NaN and lse +inf. A row with a NaN score has NaN. Their gradients are NaN."""
     leaves = [x.requires_grad_() for x in inputs(at, Sizes())]
     q, k, v = leaves
     M, N = q.shape[2], k.shape[2]
@@ -101,7 +101,7 @@ def max_scores(at: Setting) -> None:
 
 
 def largest_of(q: Tensor, k: Tensor, call: Call, scale: float | None) -> Tensor:
-    """Return the largest score of each row: the limit of lse for ever more copies of it."""
+    """Return the largest score of each row, from the lse of each key alone."""
     N = k.shape[2]
     picks = [
         attention(
@@ -121,7 +121,7 @@ def _moved_mask(mod: object, n: int) -> object:
 
 
 def nothing_leaks_from_excluded_places(at: Setting) -> None:
-    """Poison captures at excluded places, keys and queries that attend to nothing, and what lies around the tensors."""
+    """NaN and inf in captured tensors do not change results if the mask excludes their positions."""
     for name in ("dense_bias", "dense_factor"):
         q, k, v = inputs(at, Sizes(Hkv=2, M=70, N=70))
         M, N = q.shape[2], k.shape[2]
@@ -137,7 +137,7 @@ def nothing_leaks_from_excluded_places(at: Setting) -> None:
             bias[..., excluded] = bad
             got = results(clean, "ours")
             for a, b in zip(got, want, strict=True):
-                assert torch.equal(a, b), f"{name}: {bad} in an excluded place of a captured tensor changed a result"
+                assert torch.equal(a, b), f"{name}: {bad} at an excluded position of a captured tensor changed a result"
 
 
 def out_of_range_indices_at_excluded_places(at: Setting) -> None:
@@ -153,7 +153,7 @@ def out_of_range_indices_at_excluded_places(at: Setting) -> None:
 
 
 def queries_and_keys_without_partners_may_be_nan(at: Setting) -> None:
-    """Rows of q and keys that no list reaches are never read into a sum."""
+    """Keys and values that are in no block list may be NaN."""
     q, k, v = inputs(at, Sizes(M=64, N=96))
     block = 32
     counts = torch.ones(1, 1, -(-q.shape[2] // block), dtype=torch.int32, device=at.device)
@@ -179,7 +179,7 @@ def mutation_is_refused(at: Setting) -> None:
 
 
 def each_gradient_alone(at: Setting) -> None:
-    """Asking for fewer gradients gives the same ones."""
+    """Requesting a single gradient gives the same result as requesting all."""
     call = make_call(at, Sizes(), "gate", "causal")
     want = results(call, "ours")[2:]
     leaves = [call.query, call.key, call.value, *call.learned]
@@ -197,7 +197,7 @@ def each_gradient_alone(at: Setting) -> None:
 
 
 def gradients_of_one_result(at: Setting) -> None:
-    """A loss of out alone (its gradient expanded) and one of lse alone."""
+    """A loss of only out (with an expanded gradient), and a loss of only lse."""
     q, k, v = inputs(at, Sizes())
     leaves = [x.requires_grad_() for x in (q, k, v)]
     cap = mods.softcap(4.0)
@@ -212,7 +212,7 @@ def gradients_of_one_result(at: Setting) -> None:
 
 
 def tiles_change_nothing(at: Setting) -> None:
-    """Any tile that a user asks for gives the same results, whatever the block size."""
+    """Tiles from kernel_options give correct results for any block size."""
     tiles = ((16, 16), (16, 64), (64, 16), (128, 32))
     for (m, n), block in zip(tiles, (24, 64, 128, 48), strict=True):
         options = {f"BLOCK_{side}{i}": size for i in ("", 1, 2) for side, size in (("M", m), ("N", n))}
@@ -221,7 +221,7 @@ def tiles_change_nothing(at: Setting) -> None:
 
 
 def lengths_and_values_share_kernels(at: Setting) -> None:
-    """New lengths, batches, values, numbers and scales compile nothing."""
+    """New lengths, batch sizes, values, numbers and scales do not compile kernels."""
     from flexattn.runtime.build import stats
 
     def one(M: int, N: int, B: int, factor: float, scale: float) -> None:

@@ -1,4 +1,4 @@
-"""Masks of every kind of dependence, to be built by kernels and on a CPU: `make_mask(name, tokens)` is a mask_mod."""
+"""Masks of every kind, for builds by kernels and on a CPU. `make_mask(name, tokens)` returns a mask_mod."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def whole(dtype: torch.dtype) -> Callable[[int], tuple[Tensor, ...]]:
 
 
 def one_of_all(conditions: Sequence[Tensor]) -> Tensor:
-    """Join conditions so that each place tells if any of them is wrong."""
+    """Combine conditions so that a wrong one changes the result at every position."""
     return functools.reduce(operator.xor, conditions)
 
 
@@ -119,7 +119,7 @@ def of_casts(n: int, x: Tensor) -> Mod:
 
 
 def of_thresholds(n: int, times: Tensor, x: Tensor) -> Mod:
-    """Compare what is equal at many places, where the last bit of a quotient, a root or a product decides."""
+    """Compare values that are equal at many positions, so that the last bit of a quotient, root or product decides."""
 
     def mask(b, h, q, k):
         down, right = (q // 12 - k // 12) * 1.0, (q % 12 - k % 12) * 1.0
@@ -239,11 +239,11 @@ def make_mask(name: str, n: int, device: torch.device | str = "cpu") -> Mod:
 
 
 def outside(device: torch.device | str = "cpu") -> dict[str, Mod]:
-    """Return masks that, for 120 tokens, read outside of the captured tensor `short`, which has 100."""
+    """Return masks that index the captured tensor `short` of 100 elements out of bounds for 120 tokens."""
     short, long = drawn(9, 100).to(device), drawn(9, 120).to(device)
 
     def once(q, k):
-        """Return an index that is outside at one place, which is no sample of a block."""
+        """Return an index that is out of bounds at one position, which is not a sampled one."""
         return torch.where((q == 37) & (k == 20), 100, 0)
 
     return {

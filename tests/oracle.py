@@ -1,4 +1,4 @@
-"""The comparison that decides whether a result is right: its error against that of a dense computation."""
+"""Compare a result with a float64 oracle. Its error may be a small multiple of that of a dense computation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# How many times the error of a dense computation in the same dtype a result may have: (rmse, largest).
+# Allowed error as a multiple of that of a dense computation in the same dtype: (rmse, largest).
 BOUNDS = {"out": (1.2, 2.0), "lse": (1.2, 2.0), "grad": (1.5, 2.0)}
 
 
 @dataclass(frozen=True)
 class Errors:
-    """How large the errors of a result are, and how large they may be."""
+    """The errors of a result and their bounds."""
 
     rmse: float
     rmse_bound: float
@@ -25,12 +25,12 @@ class Errors:
 
     @property
     def ratio(self) -> float:
-        """The error as a part of what is allowed."""
+        """The error divided by its bound, the larger of both ratios."""
         return max(part(self.rmse, self.rmse_bound), part(self.largest, self.largest_bound))
 
 
 def part(error: float, bound: float) -> float:
-    """Return error / bound; infinity for a NaN, or for an error where none is allowed."""
+    """Return error / bound; infinity for NaN, or for an error whose bound is 0."""
     return 0.0 if error == 0 else error / bound if bound and error == error else math.inf
 
 
@@ -44,12 +44,12 @@ def assert_close_to_oracle(
     factor: float = 1.0,
     room: float = 0.0,
 ) -> None:
-    """Raise unless `got` is as near to the oracle as the dense computation is, or within `floor` ulp of the magnitude.
+    """Raise unless `got` is about as close to the oracle as the dense result, or within `floor` ulp of the magnitude.
 
-    `factor` widens the bounds against the dense computation, `room` is added to that of the largest error.
+    `factor` scales the bounds relative to the dense computation. `room` is added to the bound of the largest error.
 
-    The magnitude of the rmse is that of the oracle's root mean square, that of the largest error its largest value.
-    Infinities must be where the oracle has them.
+    The magnitude is the oracle's root mean square for the rmse, and its largest value for the largest error. Infinities
+    must be at the same positions.
     """
     errors = errors_of(name, got, dense_same_dtype, oracle_fp64, kind, floor, factor, room)
     if errors is not None and (errors.rmse > errors.rmse_bound or errors.largest > errors.largest_bound):
@@ -60,19 +60,22 @@ def errors_of(
     name: str, got: Tensor, dense_same_dtype: Tensor, oracle_fp64: Tensor, kind: Literal["out", "lse", "grad"] = "out",
     floor: float = 2.0, factor: float = 1.0, room: float = 0.0,
 ) -> Errors | None:  # fmt: skip
-    """Return what assert_close_to_oracle compares, None for an empty result; raise for NaN and misplaced infinities."""
+    """Return the errors that assert_close_to_oracle checks, None for an empty result.
+
+    Raises for NaN and for infinities at other positions than the oracle's.
+    """
     assert got.shape == oracle_fp64.shape, f"{name}: shape {list(got.shape)}, expected {list(oracle_fp64.shape)}"
     if got.numel() == 0:
         return None
     ulp = torch.finfo(got.dtype).eps if kind != "lse" else torch.finfo(dense_same_dtype.dtype).eps
     got, dense, oracle = (x.detach().double().cpu() for x in (got, dense_same_dtype, oracle_fp64))
-    assert not oracle.isnan().any(), f"{name}: the oracle itself has NaN"
+    assert not oracle.isnan().any(), f"{name}: the oracle has NaN"
     if got.isnan().any():
         raise AssertionError(f"{name}: {int(got.isnan().sum())} of {got.numel()} values are NaN, {_first(got.isnan())}")
     infinite = oracle.isinf()
     wrong = (got.isinf() != infinite) | (infinite & (got != oracle))
     if wrong.any():
-        raise AssertionError(f"{name}: {int(wrong.sum())} infinities are not where they belong, {_first(wrong)}")
+        raise AssertionError(f"{name}: {int(wrong.sum())} infinities are at wrong positions, {_first(wrong)}")
     error = (got - oracle).masked_fill(infinite, 0.0).abs()
     allowed = (dense - oracle).masked_fill(infinite, 0.0).abs().nan_to_num()
     size = oracle.masked_fill(infinite, 0.0).abs()

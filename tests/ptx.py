@@ -290,7 +290,7 @@ class _Cta:
         self.put(target.partition("|")[0], self.value(source)[chosen], active)
 
     def atomic(self, this: Instruction, active: Values) -> None:
-        """atom and red, thread by thread: what is there becomes the result of an operation on it."""
+        """atom and red, thread by thread."""
         target, place, (source,) = this.operands if this.parts[0] == "atom" else (None, *this.operands)
         rule = next(_RULES[p] for p in this.parts[1:] if p in ("add", "or", "max", "min"))
         addresses, values, size = self.address(place), self.value(source), this.bits // 8

@@ -21,7 +21,7 @@ ON = {"BATCH_INVARIANT": True}
 
 
 def blas_takes_rows_alike(dtype: torch.dtype) -> bool:
-    """Tell whether BLAS rounds the rows of a product alike wherever they stand, as MKL does and OpenBLAS does not."""
+    """Return whether BLAS rounds a row of a product independently of its position. MKL does, OpenBLAS does not."""
     a, b = torch.randn(128, 64, dtype=dtype), torch.randn(64, 512, dtype=dtype)
     turned = torch.arange(128).roll(37)
     return torch.equal((a @ b)[turned], a[turned] @ b) and torch.equal((a @ b @ b.T)[turned], a[turned] @ b @ b.T)

@@ -189,7 +189,7 @@ MASKS = masks.MaskSettings(("flexattn", "torch_flex"), CPU, torch.float32, 3, (3
 
 
 def rows_of(builder: masks.Build, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str, str], masks.MaskResult]:
-    """Compare flexattn with another builder in the place of torch's, for causal masks."""
+    """Compare flexattn with a builder that replaces torch's, for causal masks."""
     ours = masks.mask_builders(["flexattn"], CPU)
     monkeypatch.setattr(masks, "mask_builders", lambda peers, device: ours | {"torch_flex": builder})
     monkeypatch.setattr(masks, "KINDS", {"causal": masks.causal})

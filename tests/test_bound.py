@@ -255,7 +255,7 @@ def test_bounds_of_random_numbers_contain_them(write, data):
         assert (values >= 0).all()
 
 
-# Masks that people write: what is proved, and that nothing is left for exact evaluation where nothing should be.
+# Common masks: what is proved, and that no block needs exact evaluation unless it must.
 
 
 def at(bu, k, *index):

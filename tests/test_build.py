@@ -1,4 +1,4 @@
-"""build: compiled once, kept on disk, rebuilt where damaged; what Triton makes of it; how launches reach the driver."""
+"""build: kernels are compiled once, cached on disk and rebuilt if damaged. Also Triton's output, and launches."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def test_folder_of_another_user_is_not_trusted(cache: Path, monkeypatch):
 
 
 def planted(folder: Path) -> Path:
-    """Make what Triton would load as it is, and return it."""
+    """Create a file that Triton would load unchecked, and return it."""
     stub = folder / "a" / "__triton_launcher.so"
     stub.parent.mkdir(parents=True)
     stub.write_bytes(b"planted")
@@ -325,7 +325,7 @@ def test_stubs_of_ours_are_kept(cache: Path):
     stub = planted(cache / "triton")
     for folder in (cache, cache / "triton"):
         folder.chmod(0o700)
-    stub.parent.chmod(0o775)  # as Triton makes it under umask 002: nobody else gets there
+    stub.parent.chmod(0o775)  # as Triton creates it with umask 002; others cannot reach it
     assert build_module._triton_folder() == cache / "triton"
     assert stub.exists()
 
@@ -585,7 +585,7 @@ except build_module.OutOfResources as error:
 
 @pytest.fixture(scope="module")
 def fake_driver(tmp_path_factory) -> dict[str, str]:
-    """Compile a libcuda.so.1 that only writes down what is launched."""
+    """Compile a libcuda.so.1 that only records launches."""
     compiler = shutil.which("gcc") or shutil.which("clang")
     if compiler is None or not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
         pytest.skip("Triton's launcher needs a C compiler and Python's headers")

@@ -1,4 +1,4 @@
-"""cache_size: the folder of the kernels stays below its limit, whatever happens to those that see to it."""
+"""cache_size: the kernel cache stays below its limit, even if processes that evict entries fail."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def digest(n: int) -> str:
 def add(store: KernelStore, n: int, size: int = 1000, used: float | None = None) -> None:
     folder = store.add(digest(n), {"k.py": b"x" * size})
     for file in (folder / "k.py", folder / "manifest.json"):
-        with contextlib.suppress(FileNotFoundError):  # others remove what is there
+        with contextlib.suppress(FileNotFoundError):  # other processes remove files
             os.utime(file, (used or 1000.0 + n, used or 1000.0 + n))
 
 

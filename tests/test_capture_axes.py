@@ -1,4 +1,4 @@
-"""Captured tensors whose places come first in memory are copied for kernels; nothing else changes."""
+"""capture_axes: captured tensors whose varying axes are not last are copied for kernels. Nothing else changes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ UNCHANGED: dict[str, Mod] = {
 
 
 def places() -> tuple[Tensor, ...]:
-    """Return score, b, h, q_idx, kv_idx of every place."""
+    """Return score, b, h, q_idx, kv_idx of every position."""
     sizes = (2, H, M, N)
     index = [torch.arange(n).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate(sizes)]
     return torch.randn(sizes, generator=torch.Generator().manual_seed(0)), *index

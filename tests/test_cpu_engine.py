@@ -242,7 +242,7 @@ def test_many_short_sequences(sizes, read):
 
 @pytest.mark.parametrize("read", [(None, None), (1024, None), (None, 4), (1024, 4)], ids=str)
 def test_short_sequences_take_few_strips(read):
-    """An operation of torch takes microseconds, whatever its size: one strip each would be 20 times torch's time."""
+    """A torch operation takes microseconds for any size. One strip each would take 20 times torch's time."""
     q, k, v = inputs(B=1024, Hq=4, Hkv=4, M=16, N=16)
     mask = block_mask(lambda b, h, i, j: i >= j + ((b if read[0] else 0) + (h if read[1] else 0)) % 3, q, k, 16, *read)
     for problem in (pose(q, k, v), pose(q, k, v, None, mask)):
@@ -454,7 +454,7 @@ def test_every_run_gives_the_same_bits(threads, monkeypatch):
 
 
 def test_one_tensor_by_row_and_by_column():
-    """PyTorch's FlexAttention refuses two uses of one tensor that learns."""
+    """PyTorch's FlexAttention rejects two uses of a tensor that requires a gradient."""
     bias = torch.randn(93, requires_grad=True)
     q, k, v = inputs()
     check(q, k, v, lambda s, b, h, i, j: s + bias[i] + bias[j], captures=(bias,))

@@ -36,7 +36,7 @@ create = functools.partial(create_block_mask, device="cpu")
 
 
 def random_mods() -> st.SearchStrategy[Mod]:
-    """Draw masks of every kind of dependence: on nothing, on one index, on bands, on tables."""
+    """Draw masks of every kind: constants, one index, bands, tables."""
 
     def table(seed: int, share: float) -> Mod:
         bits = torch.rand(4, 3, 64, 64, generator=torch.Generator().manual_seed(seed)) < share
@@ -223,7 +223,7 @@ def test_memory_does_not_grow_with_a_mask_without_structure(monkeypatch):
         return most
 
     create(mixed, None, None, 64, 64)  # what is imported and traced once
-    assert peak(4096) < 24 * 65_536  # bytes for each block: none stands anywhere by itself
+    assert peak(4096) < 24 * 65_536  # bytes per block
 
 
 @pytest.mark.parametrize(("mod", "size"), [(checkered, 1), (striped, 16), (checkered_by_4, 4)])

@@ -57,7 +57,7 @@ def test_as_many_are_dropped_as_asked_for(p: float) -> None:
     dropped = (mask == 0).double()
     sigma = (p * (1 - p)) ** 0.5
     assert abs(float(dropped.mean()) - p) < 4 * sigma / dropped.numel() ** 0.5
-    for dim in range(4):  # along no axis are there more in one place than in another
+    for dim in range(4):  # uniform along every axis
         rest = [d for d in range(4) if d != dim]
         share = dropped.mean(rest)
         assert float((share - p).abs().max()) < 5 * sigma / (dropped.numel() / len(share)) ** 0.5

@@ -1,4 +1,4 @@
-"""Comparisons of a tensor's elements at q and kv, and what stands for them where the tensor ascends."""
+"""equal_runs: comparisons of a tensor's elements at q and kv, and their replacement if the tensor is sorted."""
 
 from __future__ import annotations
 

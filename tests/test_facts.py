@@ -1,4 +1,4 @@
-"""Facts are one-sided: what is stated holds. Prints of a few, and random mods against brute force."""
+"""facts: every stated fact holds. Printed facts of some mods, and random mods against brute force."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_facts_of_score_mods_print(write, table, lines):
 
 
 def rows_have_a_key(facts: ModFacts, numbers: Sequence[int | float], Q: int, KV: int) -> bool:
-    """Tell whether the facts say that every row has a key that attends, for these numbers and lengths."""
+    """Return whether the facts state that every row attends to a key, for these numbers and lengths."""
     if facts.key is None or (KV < Q if facts.key == "q_idx" else KV < 1):
         return False
     if facts.key_condition is None:
@@ -211,7 +211,7 @@ def test_facts_hold(write):
 
 
 def test_affine_masks_have_rows():
-    """The random masks above are worth something: what people write is solved exactly."""
+    """The random masks are not trivial: common masks are solved exactly."""
     for write, captures, numbers in ((causal, (), ()), (sliding, (), (3,)), (prefix_lm, (TABLE,), ())):
         rows = analyze(build(write, captures, numbers).graph).rows
         assert rows is not None and all(interval.exact for interval in rows)

@@ -25,7 +25,7 @@ ALLOWED = {
     "machine/kernel_store.py": {"flock"},  # its handle is closed in a child
     "runtime/compile_processes.py": {"ThreadPoolExecutor"},  # of one call, no child uses it
     "engines/cpu_threads.py": {"ThreadPoolExecutor", "Barrier"},  # forgotten in a child
-    "block_mask/captures.py": {"cached_property"},  # asks what the user has
+    "block_mask/captures.py": {"cached_property"},  # inspects the user's objects
     "trace/follow/attributes.py": {"cached_property"},  # the same
 }
 

@@ -336,7 +336,7 @@ def test_tma_and_pointers_agree(D: int) -> None:
 
 
 def test_layouts_agree() -> None:
-    """A tensor's values alone decide, whatever its strides."""
+    """Results depend on a tensor's values, not on its strides."""
     call = make_call(BF16, Sizes(Hq=4, Hkv=4, D=64, Dv=64), "softcap", "causal")
     want = results(call, "ours")
     for name in ("transposed", "columns", "window", "aligned_window"):

@@ -68,7 +68,7 @@ def test_score_mods(backward: str, name: str, mask: str | None, sizes: Sizes) ->
 
 @pytest.mark.parametrize("name", ["zero_d", "alibi", "chained", "relative"])
 def test_gradients_of_captured_tensors(name: str) -> None:
-    """dq is Triton's, as it adds to them; dk and dv are Hopper's where the score_mod reads no table at each place."""
+    """dq uses the Triton kernel, which adds to them. dk and dv use Hopper unless score_mod loads per (q, kv) pair."""
     check(make_call(replace(BF16, options=(("fwd_BACKEND", "AUTO"), ("bwd_BACKEND", "AUTO"))), WIDE, name, "causal"))
 
 
@@ -235,7 +235,7 @@ def test_keys_and_queries_that_no_block_reaches(pair: bool) -> None:
 
 @pytest.mark.parametrize("ascending", [True, False])
 def test_documents_by_their_runs(ascending: bool) -> None:
-    """Where ids ascend a mask asks where documents begin and end, not which id each key has; else as it is written."""
+    """If ids are sorted, the mask reads bounds of documents, not the id of each key. Otherwise it is as written."""
     q, k, v = (x.requires_grad_() for x in big(2, 4, 2, 1000, 128))
     cuts = torch.tensor([[0, 130, 131, 500, 999], [0, 1, 2, 640, 650]], device="cuda")
     ids = (torch.arange(1000, device="cuda")[None, :, None] >= cuts[:, None, :]).sum(-1, dtype=torch.int32)

@@ -224,7 +224,7 @@ def settings_of(call: Call) -> Iterator[None]:
 
 
 def keys_and_outcomes(call: Call, keys: Mapping[str, Key]) -> Iterator[tuple[str, tuple[object, ...], object]]:
-    """Yield (name of the key function, key, what it stands for) of each launch of a call, and of its schedule."""
+    """Yield (name of the key function, key, cached value) for each launch of a call and for its schedule."""
     found: list[tuple[tuple[Any, ...], object]] = []
 
     def keep(spec: KernelSpec, problem: Problem, tensors: Any, arrays: Any) -> None:
@@ -245,7 +245,7 @@ def keys_and_outcomes(call: Call, keys: Mapping[str, Key]) -> Iterator[tuple[str
                 yield name, key(*arguments), meant
 
 
-Meanings = dict[str, dict[object, set[object]]]  # what each key stands for, by the function that made it
+Meanings = dict[str, dict[object, set[object]]]  # values of each key, by the function that made the key
 
 
 @pytest.fixture(scope="module")

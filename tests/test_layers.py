@@ -1,4 +1,4 @@
-"""The shape of the package: imports point one way, the door holds the public names, and opening it is cheap."""
+"""The structure of the package: the order of imports, the public names, and a cheap import."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 
 
 def _module_of(name: str) -> str:
-    """Return the module that `name` comes from: itself, or what holds it."""
+    """Return the module that `name` is or is defined in."""
     known = {_dotted(m) for m in MODULES}
     return name if name in known else name.rpartition(".")[0]
 

@@ -1,4 +1,4 @@
-"""lower: what a mod becomes in Triton."""
+"""lower: the Triton text of mods."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Goldens(TestCase):
     maxDiff = None
 
     def test_alibi(self):
-        """Index differences are formed in float32, the slope is loaded once."""
+        """Index differences are computed in float32, and the slope is loaded once."""
         plan = mod_plan(mods.alibi(torch.tensor([0.5, 0.25])), aligned=True)
         self.assertExpectedInline(
             lower_score(plan, "score_mod", GPU),
@@ -58,7 +58,7 @@ def score_mod(score, sm_scale, b, h, q_idx, kv_idx, live, score_slopes_0_ptr, sc
         )
 
     def test_softcap(self):
-        """Scale, cap and log2(e) are two factors, formed once; tanh is the hardware's."""
+        """Scale, cap and log2(e) are two factors, computed once. tanh is the hardware's approximation."""
         self.assertExpectedInline(
             lower_score(mod_plan(mods.softcap(30.0)), "score_mod", GPU),
             """\
@@ -149,7 +149,7 @@ def test_negative_indices_wrap_only_where_they_may_occur():
     table = torch.zeros(8)
     assert "tl.where(" in lower_score(mod_plan(lambda s, b, h, i, j: s * table[i - j]), "f", GPU)
     assert "< 0, " not in lower_score(mod_plan(lambda s, b, h, i, j: s * table[i + j]), "f", GPU)
-    # What lengths prove is told to the mod.
+    # The plan of the mod has what the lengths prove.
     plan = mod_plan(lambda s, b, h, i, j: s * table[i - j])
     (load,) = [n for n, node in enumerate(plan.graph.nodes) if node.op == "load"]
     proved = replace(plan, nonnegative=plan.graph.nodes[load].args, inside=(load,))
@@ -157,7 +157,7 @@ def test_negative_indices_wrap_only_where_they_may_occur():
 
 
 def test_scatter_sums_before_it_adds():
-    """A table of heads takes one atomic a tile, one of rows one a row."""
+    """A table by head takes one atomic add per tile, a table by row one per row."""
     table = torch.zeros(8, requires_grad=True)
     sums = []
     for mod in (
@@ -209,5 +209,5 @@ def test_arguments_have_names_of_their_own_whatever_the_users_names_are(captures
     of_mod = plan.argument_names()
     found = [*of_mod, *(name for name, _ in scatter_arguments(plan, sums)), *size_names(plan)]
     assert len(set(found)) == len(found) and all(name.isidentifier() for name in found)
-    # A launch passes what ends in _ptr as a tensor.
+    # A launch passes arguments that end in _ptr as tensors.
     assert sum(name.endswith("_ptr") for name in of_mod) == len(names)

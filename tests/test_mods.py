@@ -1,4 +1,4 @@
-"""The ready masks and score mods against their definitions in plain Python, and their documentation."""
+"""mods: the masks and score mods against their definitions in plain Python, and their documentation."""
 
 from __future__ import annotations
 

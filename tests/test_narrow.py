@@ -1,4 +1,4 @@
-"""Integers of mods: int64 as torch has them, int32 in graphs where that holds every value, the same in all engines."""
+"""narrow: integers of mods are int32 in graphs if that fits every value, and results equal torch's int64 ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BITS = torch.randint(-(2**62), 2**62, (N,), generator=torch.Generator().manual_s
 
 
 def int64s(graph: ModGraph) -> list[str]:
-    """Return the operations that a graph has in int64, but for numbers, which are converted."""
+    """Return the int64 operations of a graph, except numbers, which are converted."""
     return [n.op for n in graph.nodes if n.dtype == torch.int64 and n.op != "number"]
 
 
@@ -43,13 +43,13 @@ LARGE: dict[str, Callable[..., Any]] = {
 
 
 def by_torch(mask: Callable[..., Any]) -> Tensor:
-    """Run a mask as torch's eager flex_attention does: on int64 indices."""
+    """Run a mask on int64 indices, as torch's eager flex_attention does."""
     return mask(0, 0, torch.arange(N)[:, None], torch.arange(N)[None, :]).expand(N, N)
 
 
 @pytest.mark.parametrize("name", LARGE)
 def test_large_integers(name: str) -> None:
-    """The graph, its bounds at points, the mask builder and the CPU engine give what torch gives."""
+    """The graph, its bounds at points, the mask builder and the CPU engine agree with torch."""
     mask, wanted = LARGE[name], by_torch(LARGE[name])
     traced = trace(mask, "mask")
     q, k = torch.arange(N, dtype=torch.int32)[:, None], torch.arange(N, dtype=torch.int32)[None, :]

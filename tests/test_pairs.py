@@ -1,4 +1,4 @@
-"""pairs: how many places a mask computes, and how many of them attend."""
+"""pairs: how many (q, kv) pairs a mask computes, and how many of them attend."""
 
 from __future__ import annotations
 

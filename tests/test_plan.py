@@ -1,4 +1,4 @@
-"""plan: which tiles and parts a kernel gets, that it fits, and that a plan is what its source depends on."""
+"""plan: the tiles and parts of a kernel, shared memory limits, and that the source depends only on the plan."""
 
 from __future__ import annotations
 

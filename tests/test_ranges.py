@@ -1,4 +1,4 @@
-"""Ranges, linear forms and shift invariance: what is said of index expressions holds at every place."""
+"""Ranges, linear forms and shift invariance of index expressions hold at every position."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def index_of(expression: Callable[..., Any]) -> tuple[ModGraph, int, tuple[int |
 
 
 def values_of(expression: Callable[..., Any]) -> torch.Tensor:
-    """Return the index at every place, int64 [M, N]."""
+    """Return the index at every position, int64 [M, N]."""
     q, kv = torch.arange(M, dtype=torch.int32)[:, None], torch.arange(N, dtype=torch.int32)[None, :]
     return expression(q, kv).int().expand(M, N).long()
 

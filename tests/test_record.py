@@ -1,4 +1,4 @@
-"""record: a BlockMask refuses changes of what its mask_mod captured; so do its copies, and a copy on another device."""
+"""record: a BlockMask, and its copies on any device, reject changes of what its mask_mod captured."""
 
 from __future__ import annotations
 

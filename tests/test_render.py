@@ -1,4 +1,4 @@
-"""render: templates that a plan fills, and what it tells the compiler about their arguments."""
+"""render: templates filled with a plan, and the argument specialization for the compiler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 
 
 def works() -> dict[str, tuple[KernelPlan, ...]]:
-    """Return plans of calls that take every branch of the templates."""
+    """Return plans of calls that cover every branch of the templates."""
     found = {}
     table = torch.zeros(4, 200, requires_grad=True)
     scores = {
@@ -153,7 +153,7 @@ def test_names_are_identifiers():
 
 
 def test_kernels_of_mods_with_long_names_have_files():
-    """A file's name may have 255 characters, and Triton puts something before and behind that of a kernel."""
+    """A file name may have 255 characters, and Triton adds a prefix and a suffix to a kernel's name."""
 
     def score(s, b, h, q_idx, kv_idx):
         return s + q_idx

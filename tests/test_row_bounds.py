@@ -1,4 +1,4 @@
-"""Masks as bounds of rows: the lowered text, run on torch in place of Triton, says what the mask_mod says."""
+"""row_bounds: the lowered text of a mask, run on torch instead of Triton, gives the same as the mask_mod."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TL = SimpleNamespace(
 )  # fmt: skip
 HUGE = 2**31 - 1
 
-# name: mask_mod, comparisons with `offset` that are left, conditions that are no interval
+# name: mask_mod, number of comparisons with `offset`, conditions that are not intervals
 CASES: dict[str, tuple[Any, int, int]] = {
     "causal": (mods.causal, 1, 0),
     "strictly before": (lambda b, h, q, k: k < q, 1, 0),

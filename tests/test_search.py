@@ -1,4 +1,4 @@
-"""tuning, trials, builders: candidates, what wins, what is refused. Measuring itself is in tests/interpreter."""
+"""tuning: candidates, the choice of the fastest, and rejected calls. Measurements are in tests/interpreter."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_candidate_is_planned_as_the_tables_tile_would_be(monkeypatch):
             assert same == plan_step(call.spec, problem, SM90, tensors)[0]
 
 
-# what wins
+# the choice of the fastest
 
 FIRST, OTHER, BROKEN = Tile(64, 64, 4, 2), Tile(32, 64, 4, 2), Tile(16, 64, 4, 2)
 KEY = TileKey("forward", "bfloat16", 64, 64, "none", True)
@@ -125,7 +125,7 @@ def test_a_wrong_result_is_found():
     assert not tuning._difference({"o": torch.zeros(3)}, {"o": torch.zeros(3)}, torch.float16)
 
 
-# builders
+# compile processes
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_late_processes_are_ended():
     assert build_apart([source], SM90, 1, 0.5) == {source: "not compiled after 0 s"}
 
 
-# the public door
+# the public function
 
 
 def test_tune_refuses_what_it_cannot_tune(monkeypatch):

@@ -150,7 +150,7 @@ def test_gluon(work: str, kernel: str) -> None:
 
 @pytest.mark.parametrize(("work", "kernel"), slow_unless(lambda x: x[0] == "full 128", INVARIANT))
 def test_batch_invariant(work: str, kernel: str) -> None:
-    """Nothing is fused but the exponent, which asks for it, and nothing of the tiles changes."""
+    """Only the exponent, which uses an explicit fma, is fused. The tiles do not change."""
     made = sources(work, "HOPPER", invariant=True)
     plan, source = next(pair for pair in made if pair[0].kernel == kernel)
     found = report(source)
@@ -188,7 +188,7 @@ def older() -> Iterator[tuple[str, torch.dtype, int, bool]]:
 
 @pytest.mark.parametrize(("target", "dtype", "D", "aligned"), slow_unless(lambda x: x[3], older()), ids=str)
 def test_every_template_compiles_elsewhere(target: str, dtype: torch.dtype, D: int, aligned: bool) -> None:
-    """Pointers in place of TMA, products without warpgroups, float32, strides of any kind."""
+    """Pointers instead of TMA, products without warpgroups, float32, strides of any kind."""
     shift = 0 if aligned else 1
     q, k, v = (torch.zeros(2, 4, S, D + shift, dtype=dtype)[..., shift:].requires_grad_() for _ in range(3))
     table = torch.zeros(4, 21, requires_grad=True)

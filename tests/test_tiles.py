@@ -1,4 +1,4 @@
-"""tiles, tile_choice: which tile a kernel gets, what this machine remembers, and files that cannot be read."""
+"""tiles, tile_choice: the tile of a kernel, the table of this machine, and files that cannot be read."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_new_row_supersedes_that_of_its_cell():
     assert {*read_rows(with_measured([other]), "x")} == {*measured_rows(), other}
 
 
-# what this machine remembers
+# the table of this machine
 
 
 def test_a_tuned_tile_holds_for_exactly_its_key(machine):
@@ -134,7 +134,7 @@ def test_a_file_that_cannot_be_read_is_told_of_and_left_alone(machine, text):
     file.write_text(text)
     with pytest.warns(UserWarning, match=rf"tiles tuned on this machine are ignored: {file}: found \w+Error: "):
         assert choose(KEY, SM90).origin == "measured on sm_90"
-    choose(KEY, SM90)  # told once
+    choose(KEY, SM90)  # no second warning
     with pytest.raises(ArgumentError, match=rf"{file}.*Correct or delete it"):
         remember([ROW])
     assert file.read_text() == text
@@ -153,7 +153,7 @@ def test_remembering_without_a_folder_raises(machine, monkeypatch):
         remember([ROW])
 
 
-# what people see
+# messages and printed plans
 
 
 def tiles_shown(target: str, **options: object) -> list[str]:
