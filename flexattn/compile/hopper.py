@@ -28,7 +28,7 @@ from flexattn.compile.lower import Dialect, lower, lower_score
 from flexattn.compile.plan import has_descriptor
 from flexattn.compile.row_bounds import lower_row_bounds
 from flexattn.compile.tiles import Tile
-from flexattn.graph.dependence import loads_each_place
+from flexattn.graph.dependence import computed_from, loads_each_place
 from flexattn.machine.triton_versions import has_gluon
 from flexattn.options import option
 
@@ -54,14 +54,6 @@ DQ_TILES: dict[tuple[int, int], Tile] = {
     (128, 128): Tile(128, 64, 4, 3),
 }
 
-# What lowered mods may name of `tl`: the rest Gluon does not have.
-_GLUON_NAMES = frozenset((
-    "abs", "cast", "ceil", "cos", "div_rn", "erf", "exp", "exp2", "float16", "float32", "bfloat16", "floor", "fma",
-    "inline_asm_elementwise", "int1", "int16", "int32", "int64", "int8", "load", "log", "log2", "maximum", "minimum",
-    "rsqrt", "sin", "sqrt", "sqrt_rn", "uint8", "where", "zeros_like", "PropagateNan",
-))  # fmt: skip
-
-
 Refusal = Callable[[KernelPlan, Problem], str | None]  # why a plan has no Hopper form, None where it may have one
 
 
@@ -72,6 +64,21 @@ class HopperForm:
     spec: KernelSpec
     tiles: dict[tuple[int, int], Tile]
     refusals: tuple[Refusal, ...]
+
+
+def _refusal_of_mods(plan: KernelPlan, problem: Problem) -> str | None:
+    """Reject what lowers to functions that Gluon lacks: tl.broadcast_to, tl.full, and the type float64."""
+    gradient = plan.grad if plan.scales_gradient else None
+    for mod in (plan.score, gradient, plan.mask):
+        output = None if mod is None else mod.graph.outputs[0]
+        if mod is None or output is None:
+            continue
+        if mod is not plan.mask and not mod.graph.dependence[output] & {"score", "grad"}:
+            return "the score_mod does not read its score"
+        nodes = (mod.graph.nodes[i] for i in computed_from(mod.graph, output))
+        if any(node.op == "cast" and node.dtype == torch.float64 for node in nodes):
+            return "a mod computes in float64"
+    return None
 
 
 def _refusal_of_scale(plan: KernelPlan, problem: Problem) -> str | None:
@@ -119,7 +126,10 @@ def fused_backward(plan: KernelPlan, problem: Problem, tensors: Tensors) -> Kern
 
 
 def _in_form(form: HopperForm, plan: KernelPlan, problem: Problem, tensors: Tensors) -> KernelPlan | str:
-    reasons = (_refusal(plan, problem, tensors), *(refusal(plan, problem) for refusal in form.refusals))
+    reasons = (
+        _refusal(plan, problem, tensors),
+        *(refusal(plan, problem) for refusal in (*form.refusals, _refusal_of_mods)),
+    )
     reason = next((reason for reason in reasons if reason is not None), None)
     return reason or _with_tile(plan, form.spec, form.tiles)
 
@@ -153,9 +163,7 @@ def _with_tile(plan: KernelPlan, spec: KernelSpec, tiles: dict[tuple[int, int], 
         return f"no tile for D {plan.D}, Dv {plan.Dv}"
     if plan.blocks and (plan.blocks[0] % tile.BLOCK_M or plan.blocks[1] % tile.BLOCK_N):
         return f"blocks of {plan.blocks[0]} x {plan.blocks[1]} are no whole tiles of {tile.BLOCK_M} x {tile.BLOCK_N}"
-    plan = replace(plan, spec=spec, tile=tile, tma=True)
-    missing = _missing(plan)
-    return f"Gluon has no {', '.join(missing)}" if missing else plan
+    return replace(plan, spec=spec, tile=tile, tma=True)
 
 
 def hopper_mods(plan: KernelPlan) -> list[str]:
@@ -183,8 +191,3 @@ def _lowered(plan: KernelPlan) -> list[str]:
     if plan.grad is not None and plan.scales_gradient:
         found.append(lower(plan.grad, "score_grad", dialect))
     return found
-
-
-def _missing(plan: KernelPlan) -> list[str]:
-    names = {name for text in _lowered(plan) for name in re.findall(r"\btl\.(\w+)", text)}
-    return sorted(names - _GLUON_NAMES)
