@@ -146,7 +146,6 @@ def _refusal(plan: KernelPlan, problem: Problem, tensors: Tensors) -> str | None
         (target.backend != "cuda" or int(target.arch) != 90, f"{target} is not sm_90"),
         (plan.dtype not in (torch.float16, torch.bfloat16), f"{plan.dtype} is no half precision"),
         (plan.exact, "EXACT is asked for"),
-        (plan.has_dropout, "weights are dropped"),
         (not has_gluon(), "this release of Triton is not known to compile it"),
         (bool(asked), f"{', '.join(asked)} chooses a tile of the Triton engine"),
         (option(problem.options, "USE_TMA", phase) is False, "USE_TMA is False"),
@@ -163,6 +162,9 @@ def _with_tile(plan: KernelPlan, spec: KernelSpec, tiles: dict[tuple[int, int], 
         return f"no tile for D {plan.D}, Dv {plan.Dv}"
     if plan.blocks and (plan.blocks[0] % tile.BLOCK_M or plan.blocks[1] % tile.BLOCK_N):
         return f"blocks of {plan.blocks[0]} x {plan.blocks[1]} are no whole tiles of {tile.BLOCK_M} x {tile.BLOCK_N}"
+    known = {feature.name for feature in spec.features}
+    if unknown := [name for name in plan.features if name not in known]:
+        return f"it does not support {', '.join(unknown)}"
     return replace(plan, spec=spec, tile=tile, tma=True)
 
 

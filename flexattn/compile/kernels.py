@@ -46,6 +46,11 @@ def _sink(problem: Problem) -> torch.Tensor:
     return problem.sink.detach()
 
 
+def _of_rows(problem: Problem) -> torch.Tensor:
+    """Return an empty float32 array with one element per query: [B, Hq, M]."""
+    return torch.empty(problem.query.shape[:3], dtype=torch.float32, device=problem.query.device)
+
+
 def _dropout(problem: Problem) -> Dropout:
     assert problem.dropout is not None
     return problem.dropout
@@ -54,7 +59,8 @@ def _dropout(problem: Problem) -> Dropout:
 MAX_SCORES = Feature(
     "max_scores",
     wanted=lambda problem, arrays: problem.max_scores,
-    operands=(Array("max_ptr", "*fp32"),),  # [B, Hq, M]
+    operands=(Array("max_ptr", "*fp32"),),
+    outputs=lambda problem: {"max_ptr": _of_rows(problem)},
 )
 SINK = Feature(
     "sink",

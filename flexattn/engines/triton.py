@@ -34,8 +34,9 @@ def forward(problem: Problem, run: Run = run) -> tuple[Tensor, Tensor, Tensor | 
     out = _like_strides(q, v.size(-1))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     arrays = {"lse_ptr": lse}
-    if problem.max_scores:
-        arrays["max_ptr"] = torch.empty_like(lse)
+    for feature in FORWARD.features:
+        if feature.wanted(problem, arrays):
+            arrays |= feature.outputs(problem)
     seen = KernelProblems.of(problem).seen_by(FORWARD)
     run(FORWARD, seen, {"q": q, "k": problem.key, "v": v, "o": out}, arrays)
     return out, lse, arrays.get("max_ptr")
