@@ -24,6 +24,7 @@ class FlexKernelOptions(TypedDict, total=False):
     # The bits of a row's results depend only on that row and on what it attends to: docs/numerics.md.
     BATCH_INVARIANT: bool
     EXACT: bool  # tanh, exp etc. as accurate as torch's, no hardware approximations; the default for float32
+    PROFILE: bool  # count the clock cycles of the forward's programs: set by flexattn.profile
     FLOAT32_PRECISION: Literal["ieee", "tf32", "tf32x3"]  # of fp32 products; default: torch's setting
     num_warps: int
     num_stages: int

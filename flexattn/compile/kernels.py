@@ -39,6 +39,7 @@ from flexattn.compile.shared_memory import (
     product_bytes,
 )
 from flexattn.compile.tiles import Tile
+from flexattn.options import option
 
 
 def _sink(problem: Problem) -> torch.Tensor:
@@ -46,9 +47,9 @@ def _sink(problem: Problem) -> torch.Tensor:
     return problem.sink.detach()
 
 
-def _of_rows(problem: Problem) -> torch.Tensor:
-    """Return an empty float32 array with one element per query: [B, Hq, M]."""
-    return torch.empty(problem.query.shape[:3], dtype=torch.float32, device=problem.query.device)
+def _of_rows(problem: Problem, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return an empty array with one element per query: [B, Hq, M]."""
+    return torch.empty(problem.query.shape[:3], dtype=dtype, device=problem.query.device)
 
 
 def _dropout(problem: Problem) -> Dropout:
@@ -61,6 +62,13 @@ MAX_SCORES = Feature(
     wanted=lambda problem, arrays: problem.max_scores,
     operands=(Array("max_ptr", "*fp32"),),
     outputs=lambda problem: {"max_ptr": _of_rows(problem)},
+)
+PROFILE = Feature(
+    "profile",
+    wanted=lambda problem, arrays: option(problem.options, "PROFILE") is True,
+    operands=(Array("cycles_ptr", "*i64"),),  # [B, Hq, M], written at the first query of each tile
+    outputs=lambda problem: {"cycles_ptr": _of_rows(problem, torch.int64)},
+    text="    profile  clock cycles of each program",
 )
 SINK = Feature(
     "sink",
@@ -121,7 +129,7 @@ FORWARD = KernelSpec(
     phase="fwd",
     tensors=("q", "k", "v", "o"),
     operands=(
-        Descriptors(_key_streams), Pointers(("q",)), *_KEYS, Pointers(("o",)), _LSE, MAX_SCORES, SINK,
+        Descriptors(_key_streams), Pointers(("q",)), *_KEYS, Pointers(("o",)), _LSE, MAX_SCORES, PROFILE, SINK,
         Strides(("q",)), *_KEY_STRIDES, Strides(("o",)),
         Scalars(("M", "N", "heads", "heads_q", "group_size", "heads_per_group")), ScoreScale(),
         When(lambda plan: plan.score is None, (Scalars(("q_sign",)),)), DROPOUT, MaskLists(), ModArguments(),
