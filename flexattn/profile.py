@@ -15,7 +15,7 @@ from flexattn.call.pose import pose
 from flexattn.call.problem import Problem
 from flexattn.compile.arguments import Tensors
 from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
-from flexattn.compile.schedule import plan_step
+from flexattn.compile.schedule import plan_best_form
 from flexattn.engines import triton
 from flexattn.engines.choice import engine_of
 from flexattn.errors import UnsupportedError, message
@@ -103,7 +103,7 @@ def profile_problem(problem: Problem, target: Target) -> Profile:
     kept: list[tuple[KernelPlan, Tensor]] = []
 
     def run(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -> None:
-        wanted, _ = plan_step(spec, problem, target, tensors, arrays)
+        wanted, _ = plan_best_form(spec, problem, target, tensors, arrays)
         prepare(wanted, problem, tensors)(problem, {**tensors, **arrays})
         kept.append((load(wanted).plan, arrays["cycles_ptr"]))
 

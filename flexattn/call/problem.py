@@ -13,14 +13,16 @@ from flexattn.graph.equal_runs import EqualRuns
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.options import option
 
-Needs = tuple[bool, bool, bool, bool]  # which of query, key, value and the sink want a gradient
+Needs = tuple[bool, bool, bool, bool]  # which of query, key, value and the sink need a gradient
+# Of query, key, value, each tensor that score_mod captures, and the sink; None where not needed.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...], Tensor | None]
 
 
 @dataclass(frozen=True)
 class Problem:
     """What to compute: tensors, mods with their values, and the scale. `None` mods do nothing.
 
-    A mask has both `block_mask` (its runs) and `mask` (its mod, for partial blocks; None where the mod is noop).
+    `block_mask` lists which blocks attend. `mask` is its mod, applied in partial blocks; None where it is noop.
     """
 
     query: Tensor  # [B, Hq, M, D]
@@ -30,8 +32,9 @@ class Problem:
     score: BoundMod | None = None
     mask: BoundMod | None = None
     block_mask: BlockMask | None = None
-    score_grad: ModGraph | None = None  # gradient graph of `score`, where a backward may follow
-    runs: tuple[EqualRuns, ...] = ()  # of what `mask` captures, where they are known
+    # The gradient graph of `score`, where a backward may follow. Its sites are loads of captured tensors that learn.
+    score_grad: ModGraph | None = None
+    equal_runs: tuple[EqualRuns, ...] = ()  # of sorted tensors that `mask` captures, where they are known
     options: tuple[tuple[str, object], ...] = ()  # validated kernel_options
     sink: Tensor | None = None  # [B or 1, Hq or 1] float32 (float64), natural logarithm of one more term of each sum
     dropout: Dropout | None = None

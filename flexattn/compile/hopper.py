@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -24,9 +23,7 @@ from flexattn.compile.kernels import (
     HOPPER_FORWARD,
     SIZES,
 )
-from flexattn.compile.lower import Dialect, lower, lower_score
 from flexattn.compile.plan import has_descriptor
-from flexattn.compile.row_bounds import lower_row_bounds
 from flexattn.compile.tiles import Tile
 from flexattn.graph.dependence import computed_from, loads_each_place
 from flexattn.machine.triton_versions import has_gluon
@@ -106,6 +103,7 @@ def _refusal_of_tables(plan: KernelPlan, problem: Problem) -> str | None:
 _DQ = HopperForm(HOPPER_DQ, DQ_TILES, (_refusal_of_captures, _refusal_of_tables))
 FORMS: dict[KernelSpec, HopperForm] = {
     FORWARD: HopperForm(HOPPER_FORWARD, TILES, (_refusal_of_scale, _refusal_of_tables)),
+    # The last three are always rejected, since captured tensors receive gradients there: that is the reason to show.
     **dict.fromkeys((DQ, CAPTURES, SIZES, BATCH_CAPTURES), _DQ),
     DKDV: HopperForm(HOPPER_DKDV, BACKWARD_TILES, (_refusal_of_tables,)),
 }
@@ -166,30 +164,3 @@ def _with_tile(plan: KernelPlan, spec: KernelSpec, tiles: dict[tuple[int, int], 
     if unknown := [name for name in plan.features if name not in known]:
         return f"it does not support {', '.join(unknown)}"
     return replace(plan, spec=spec, tile=tile, tma=True)
-
-
-def hopper_mods(plan: KernelPlan) -> list[str]:
-    """Return the lowered mods of a plan as Gluon functions."""
-    return [as_gluon(text) for text in _lowered(plan)]
-
-
-def as_gluon(text: str) -> str:
-    """Return functions in the subset that Triton and Gluon share as Gluon's."""
-    text = text.replace("@triton.jit", "@gluon.jit")
-    return re.sub(r"\btl\.(?!PropagateNan|broadcast_to)", "gl.", text)
-
-
-def _lowered(plan: KernelPlan) -> list[str]:
-    dialect = Dialect(float_index=plan.float_index, columns="q_idx" if plan.transposed else "kv_idx")
-    found = []
-    if plan.mask is not None:
-        # Weights of queries past the end are 0 as they are, but the derivative there may be anything.
-        limited = not plan.transposed or plan.scales_gradient
-        found.append(
-            lower_row_bounds(plan.mask, "mask_mod", dialect.of_masks(ptx=True), limited=limited, rows=plan.transposed)
-        )
-    if plan.score is not None:
-        found.append(lower_score(plan.score, "score_mod", dialect))
-    if plan.grad is not None and plan.scales_gradient:
-        found.append(lower(plan.grad, "score_grad", dialect))
-    return found

@@ -16,7 +16,7 @@ from flexattn.compile.hopper_descriptors import dq_descriptors, forward_descript
 from flexattn.compile.kernel_plan import Feature, KernelPlan, KernelSpec, Operand
 from flexattn.compile.operands import (
     Array,
-    CaptureSums,
+    CaptureSumArguments,
     Counter,
     Described,
     Descriptors,
@@ -160,7 +160,7 @@ def _dq_operands(writes_dq: bool) -> tuple[Operand, ...]:
         *((Pointers(("dq",)),) if writes_dq else ()), _SHIFT, _DELTA,
         Strides(("q",)), *_KEY_STRIDES, Strides(("do",)), *own, DROPOUT,
         Scalars(("M", "M_padded", "N", "heads", "heads_q", "group_size", "heads_per_group")), ScoreScale(),
-        MaskLists(), ModArguments(), CaptureSums(),
+        MaskLists(), ModArguments(), CaptureSumArguments(),
     )  # fmt: skip
 
 
@@ -204,7 +204,7 @@ BATCH_CAPTURES = KernelSpec(
     operands=(
         Pointers(("q", "k", "v", "do")), _SHIFT, _DELTA, Strides(("q", "k", "v", "do")),
         Scalars(("M", "M_padded", "N", "B", "heads_q", "group_size")), ScoreScale(), MaskLists(("stride_mask_h",)),
-        ModArguments(), CaptureSums(),
+        ModArguments(), CaptureSumArguments(),
     ),
     shared_bytes=batch_capture_bytes,
     captures="adds over batch",

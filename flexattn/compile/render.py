@@ -30,7 +30,7 @@ from flexattn.graph.dependence import loads_by
 @lru_cache(512)
 def render(plan: KernelPlan) -> KernelSource:
     """Return the source of a plan's kernel: a Python file that reads as a Triton program, and how to compile it."""
-    names = _names(plan) | (hopper_names(plan) if plan.is_hopper else {})
+    names = _names(plan) | (hopper_names(plan) if plan.is_hopper else _triton_names(plan))
     text = environment().get_template(f"{plan.kernel}.py.jinja").render(names)
     arguments = plan.spec.arguments(plan)
     return KernelSource(
@@ -46,8 +46,7 @@ def _names(plan: KernelPlan) -> dict[str, object]:
     score = plan.score.argument_names() if plan.score else ()
     mask = plan.mask.argument_names() if plan.mask else ()
     return {
-        # The file: the kernel's name, its constants and its lowered mods.
-        "name": plan.name, "constants": constants_of(plan), "mods": _mods(plan),
+        "name": plan.name,  # of the kernel function
         # What the kernel computes.
         "has_score": plan.score is not None,  # score_mod is called
         "has_mask": plan.mask is not None,  # mask_mod is called for partial runs
@@ -74,6 +73,11 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         # Lists of names as text.
         "each": _each, "names": _joined,
     }  # fmt: skip
+
+
+def _triton_names(plan: KernelPlan) -> dict[str, object]:
+    """Return what only the templates of Triton kernels refer to."""
+    return {"constants": constants_of(plan), "mods": _mods(plan)}
 
 
 def _parameters(plan: KernelPlan) -> str:

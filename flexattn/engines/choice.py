@@ -1,4 +1,7 @@
-"""choice: which engine computes a problem."""
+"""choice: which engine computes a problem.
+
+Hopper's kernels belong to the triton engine: compile/schedule.py chooses between them and the portable ones.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexattn.call.problem import Needs, Problem
+from flexattn.call.problem import Gradients, Needs, Problem
 from flexattn.call.sinks import sink_gradient, weight_of_keys
 from flexattn.compile.arguments import Tensors
 from flexattn.compile.capture_sums import CaptureSums, largest_of_rows, sums_integers
@@ -18,16 +18,15 @@ from flexattn.compile.kernels import DELTA, DQ_ROWS, FORWARD, SIZES
 from flexattn.compile.plan import has_descriptor, is_aligned
 from flexattn.compile.scalars import padded
 from flexattn.compile.scatter import capture_sum_name
-from flexattn.compile.schedule import KernelProblems, backward_kernels, plan_step
+from flexattn.compile.schedule import KernelProblems, backward_kernels, plan_best_form
 from flexattn.machine.target import Target
-from flexattn.runtime.launch import run, scheduled_backward
+from flexattn.runtime.launch import run_kernel, scheduled_backward
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...], Tensor | None]
-# Called as launch.run; tuning keeps the calls instead.
+# Runs one kernel, as launch.run_kernel does. Tuning and profile pass functions that also keep the calls.
 Run = Callable[[KernelSpec, Problem, Tensors, Tensors], None]
 
 
-def forward(problem: Problem, run: Run = run) -> tuple[Tensor, Tensor, Tensor | None]:
+def forward(problem: Problem, run: Run = run_kernel) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return out [B, Hq, M, Dv], lse [B, Hq, M] and, where asked for, the largest score of each row [B, Hq, M]."""
     problem = _with_rows(problem)
     q, v = problem.query, problem.value
@@ -44,7 +43,7 @@ def forward(problem: Problem, run: Run = run) -> tuple[Tensor, Tensor, Tensor | 
 
 def backward(
     problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs,
-    run: Run = run,
+    run: Run = run_kernel,
 ) -> Gradients:  # fmt: skip
     """Return the gradients of query, key, value, of captured tensors, and of the sink: None where not needed."""
     problem, d_out = _with_rows(problem), _rows(d_out, problem.batch_invariant)
@@ -92,7 +91,7 @@ def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | Non
     problems = KernelProblems.of(problem)
     kernels = (FORWARD, DELTA, *backward_kernels(problems, tensors, target))
     return tuple(
-        plan_step(spec, problems.seen_by(spec), target, {name: tensors[name] for name in spec.tensors})
+        plan_best_form(spec, problems.seen_by(spec), target, {name: tensors[name] for name in spec.tensors})
         for spec in kernels
     )
 

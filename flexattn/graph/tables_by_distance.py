@@ -34,7 +34,7 @@ class _Site(NamedTuple):
     index: int  # node of that index
 
 
-def by_distance(bound: BoundMod, M: int, N: int) -> BoundMod:
+def read_tables_by_distance(bound: BoundMod, M: int, N: int) -> BoundMod:
     """Return the mod with costly indices that depend on the distance alone taken once each, where that is small."""
     indices: dict[_Site, Tensor] = {}
     for site in _sites(bound.graph) if M and N else ():
