@@ -56,7 +56,7 @@ class Feature:
     name: str
     wanted: Callable[[Problem, Tensors], bool]  # by a problem and the arrays of the launch
     operands: tuple[Operand, ...]
-    outputs: Callable[[Problem], dict[str, Tensor]] = lambda problem: {}  # arrays that a launch allocates for it
+    outputs: Callable[[Problem], dict[str, Tensor]] | None = None  # arrays that a launch allocates for it
     text: str = ""  # the line that it adds to a printed plan
 
     def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:

@@ -44,6 +44,8 @@ class KernelProblems:
     @staticmethod
     def of(problem: Problem) -> KernelProblems:
         """Convert a problem, once for all of its kernels."""
+        if not problem.equal_runs and problem.score_grad is None:
+            return KernelProblems(problem, problem, problem)  # most forwards
         by_query, by_key = (_with_runs(problem, by_key) for by_key in (False, True))
         if not sums_over_batch(problem):
             return KernelProblems(by_query, by_key, by_query)

@@ -24,6 +24,7 @@ from flexattn.runtime.launch import run_kernel, scheduled_backward
 
 # Runs one kernel, as launch.run_kernel does. Tuning and profile pass functions that also keep the calls.
 Run = Callable[[KernelSpec, Problem, Tensors, Tensors], None]
+_FORWARD_OUTPUTS = tuple((f.wanted, f.outputs) for f in FORWARD.features if f.outputs is not None)
 
 
 def forward(problem: Problem, run: Run = run_kernel) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -33,9 +34,9 @@ def forward(problem: Problem, run: Run = run_kernel) -> tuple[Tensor, Tensor, Te
     out = _like_strides(q, v.size(-1))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     arrays = {"lse_ptr": lse}
-    for feature in FORWARD.features:
-        if feature.wanted(problem, arrays):
-            arrays |= feature.outputs(problem)
+    for wanted, outputs in _FORWARD_OUTPUTS:
+        if wanted(problem, arrays):
+            arrays |= outputs(problem)
     seen = KernelProblems.of(problem).seen_by(FORWARD)
     run(FORWARD, seen, {"q": q, "k": problem.key, "v": v, "o": out}, arrays)
     return out, lse, arrays.get("max_ptr")
