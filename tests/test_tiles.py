@@ -135,7 +135,7 @@ def test_a_file_that_cannot_be_read_is_told_of_and_left_alone(machine, text):
     with pytest.warns(UserWarning, match=rf"tiles tuned on this machine are ignored: {file}: found \w+Error: "):
         assert choose(KEY, SM90).origin == "measured on sm_90"
     choose(KEY, SM90)  # told once
-    with pytest.raises(ArgumentError, match=rf"{file}.*Mend it by hand, or delete it"):
+    with pytest.raises(ArgumentError, match=rf"{file}.*Correct or delete it"):
         remember([ROW])
     assert file.read_text() == text
 

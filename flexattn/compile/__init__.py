@@ -1,1 +1,1 @@
-"""Problem -> KernelPlan -> KernelSource: kernel table, tiles, shared memory, lowered mods, filled templates."""
+"""Problem -> KernelPlan -> KernelSource: kernel table, tiles, shared memory, lowered mods, rendered templates."""

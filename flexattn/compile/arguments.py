@@ -1,4 +1,4 @@
-"""arguments: one argument of a kernel, and where a launch finds its value."""
+"""arguments: Argument, one runtime argument of a kernel, and where a launch gets its value."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexattn.call.problem import Problem
 
-Tensors = Mapping[str, Tensor]  # by the names that templates give them: q, k, v, o, do, dq, dk, dv, lse_ptr, ...
+Tensors = Mapping[str, Tensor]  # by their names in the templates: q, k, v, o, do, dq, dk, dv, lse_ptr, ...
 
 
 @dataclass(frozen=True)
@@ -21,21 +21,21 @@ class FromShapes:
 
 @dataclass(frozen=True)
 class FromTensors:
-    """The tensor or array that the engine passes by this name."""
+    """A tensor or array that the engine passes under this name."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class FromProblem:
-    """A tensor of the problem: a list of the mask, a captured tensor, the seed of dropout."""
+    """A tensor of the problem: a block list of the mask, a captured tensor, or the dropout seed."""
 
     tensor: Callable[[Problem], Tensor]
 
 
 @dataclass(frozen=True)
 class DescriptorOf:
-    """A TMA descriptor of a tensor that the engine passes by this name."""
+    """A TMA descriptor of a tensor that the engine passes under this name."""
 
     name: str
     block: tuple[int, ...]  # shape of a tile
@@ -43,17 +43,17 @@ class DescriptorOf:
 
 @dataclass(frozen=True)
 class TileCounter:
-    """An int32 zero that persistent programs take their tiles from, new for each launch."""
+    """An int32 counter, 0 at each launch, from which persistent programs take tile indices."""
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One runtime argument of a kernel: its name in the template, its Triton type and where a launch finds it."""
+    """One runtime argument of a kernel: its name in the template, its Triton type and the source of its value."""
 
     name: str
-    type: str  # as Triton writes it: i32, fp32, *bf16, tensordesc<...>
+    type: str  # in Triton's notation: i32, fp32, *bf16, tensordesc<...>
     source: FromShapes | FromTensors | FromProblem | DescriptorOf | TileCounter
-    divisible: bool = False  # a pointer that is a multiple of 16 bytes
+    divisible: bool = False  # the pointer is a multiple of 16 bytes
 
     @property
     def is_descriptor(self) -> bool:

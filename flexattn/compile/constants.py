@@ -80,18 +80,18 @@ def _mask_block(plan: KernelPlan, axis: int) -> int:
 
 
 def _reads_each_place(plan: KernelPlan) -> bool:
-    """Whether a mod loads from a captured tensor for each score, which it must not do outside of the lengths.
+    """Whether a mod loads from a captured tensor per (q, kv) pair. These loads are masked beyond the lengths.
 
-    Without such loads, rows that a program owns need no mask except that of the store.
+    Without such loads, only the store of the rows that a program owns is masked.
     """
     gradient = plan.grad if plan.scales_gradient or plan.sums else None
     return any(loads_where_live(mod) for mod in (plan.score, plan.mask, gradient) if mod is not None)
 
 
 def _keys_together(plan: KernelPlan) -> int:
-    """Return for how many keys a tile makes dropout's numbers at once; 0 where tiles may split a group of counters.
+    """Return how many keys' dropout numbers a tile generates at once; 0 if tiles may split a group of counters.
 
-    A product's transpose has two of the four keys of a counter in one thread.
+    In a transposed product, one thread owns two of a counter's four keys.
     """
     blocks = plan.blocks or (QUERIES, KEYS)
     if blocks[0] % QUERIES or blocks[1] % (KEYS // 2):
@@ -100,7 +100,7 @@ def _keys_together(plan: KernelPlan) -> int:
 
 
 def _settles(plan: KernelPlan) -> bool:
-    """Whether products of a tile have 16 terms, and one of their operands is made of joined numbers."""
+    """Whether products of a tile sum over 16 terms and dropout numbers are joined into one of their operands."""
     terms = min(plan.tile.BLOCK_M, plan.tile.partial_m) if plan.transposed else plan.tile.BLOCK_N
     return plan.target.backend == "cuda" and plan.has_dropout and terms == 16 and _keys_together(plan) > 0
 
@@ -123,13 +123,13 @@ CONSTANTS = (
     Constant("READS_EACH_PLACE", _has_loop, _reads_each_place),
     Constant("HAS_SCORE", _of_forward, lambda plan: plan.score is not None),
     Constant("BATCH_INVARIANT", _of_forward, lambda plan: plan.batch_invariant),
-    # Whether scores are in the exp2 domain as score_mod returns them.
+    # Whether the lowered score_mod returns scores in the exp2 domain.
     Constant("SCORES_IN_EXP2", _of_forward, lambda plan: plan.score is not None and not plan.exact),
     Constant("PRODUCTS_FIRST", _of_gradients, lambda plan: plan.tile.PRODUCTS_FIRST),
     Constant("PARTIAL_M", _of_keys, lambda plan: plan.tile.partial_m),
     Constant("CUTS_BLOCKS", _of_keys, lambda plan: plan.cuts_blocks),
     Constant("DTYPE", _has_sums, lambda plan: f"tl.{TRITON_DTYPE[plan.dtype]}"),
-    # score_scatter is told which scores count. Otherwise the contributions of all others are 0 already.
+    # Whether score_scatter takes `live`. Otherwise the contributions of all other positions are already 0.
     Constant("SUMS_ASK_LIVE", _has_sums, lambda plan: plan.grad is not None and needs_live(plan.grad)),
     Constant("LARGEST_UNITS", _has_integer_sums, lambda plan: LARGEST_UNITS),
     Constant("PHILOX_ROUNDS", _has_dropout, lambda plan: ROUNDS),

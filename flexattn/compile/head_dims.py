@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-# Widths (of q and k, of v) that Hopper's kernels are made for; narrower heads are filled with zeros by the TMA unit.
+# Widths (of q and k, of v) that Hopper's kernels support. TMA pads narrower heads with zeros.
 WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
 
 
 @dataclass(frozen=True)
 class Part:
-    """A slice of a head dim that one matrix product takes: `width` is a power of two, `used` what is there."""
+    """A slice of a head dim for one matrix product: `width` is a power of two, `used` of its columns exist."""
 
     index: int
     offset: int
@@ -20,18 +20,18 @@ class Part:
 
 
 def widths_of(D: int, Dv: int) -> tuple[int, int]:
-    """Return the least of WIDTHS that hold these head dims; (0, 0) where none does."""
+    """Return the smallest of WIDTHS that fit these head dims; (0, 0) if none does."""
     return next((widths for widths in WIDTHS if widths[0] >= D and widths[1] >= Dv), (0, 0))
 
 
 def pieces_of(D: int) -> int:
-    """Return of how many pieces of 32 columns Hopper's float32 sum of dq is."""
+    """Return the number of 32-column pieces in Hopper's float32 accumulator of dq."""
     return -(-D // 32)
 
 
 @lru_cache(1024)
 def split_head_dim(dim: int) -> tuple[Part, ...]:
-    """Split a head dim into powers of two: 192 = 128 + 64, 96 = 64 + 32; one padded part where two do not help."""
+    """Split a head dim into powers of two: 192 = 128 + 64, 96 = 64 + 32; one padded part if two are not smaller."""
     padded = max(16, 1 << (dim - 1).bit_length())
     large = padded // 2
     rest = max(16, 1 << (dim - large - 1).bit_length()) if dim > large else 0

@@ -1,4 +1,4 @@
-"""hopper: which plans run as Gluon kernels on sm_90, warp-specialised, and why the others do not."""
+"""hopper: which plans run as warp-specialized Gluon kernels on sm_90, and why the others do not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flexattn.graph.dependence import computed_from, loads_each_place
 from flexattn.machine.triton_versions import has_gluon
 from flexattn.options import option
 
-# By widths: the tile, whose BLOCK_M is ROWS for each consumer; registers of a consumer are what is left of 65,536.
+# Forward tiles by widths. BLOCK_M is ROWS per consumer. Consumers share the registers that are left of 65,536.
 TILES: dict[tuple[int, int], Tile] = {
     (64, 64): Tile(128, 128, 4, 3),
     (128, 128): Tile(128, 128, 4, 2),
@@ -37,26 +37,26 @@ TILES: dict[tuple[int, int], Tile] = {
     (256, 256): Tile(128, 64, 4, 2),
 }
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
-# The same for the backward. Fewer registers, and ptxas serialises the products.
+# The same for the backward. With fewer registers ptxas serializes the wgmma instructions.
 BACKWARD_TILES: dict[tuple[int, int], Tile] = {
     (64, 64): Tile(64, 128, 4, 3),
     (128, 128): Tile(64, 128, 4, 2),
 }
 WIDE_TILES: dict[tuple[int, int], Tile] = {(192, 128): Tile(64, 64, 4, 2), (256, 256): Tile(64, 64, 4, 2)}
 KEYS_REGISTERS, QUERIES_REGISTERS = 208, 64
-# The same for dq alone. With 128 keys at a time ptxas serialises the products of D 128, and at D 64 what mods read for
-# each key spills: 0.5 to 5 KB.
+# The same for dq alone. With BLOCK_N 128, ptxas serializes the wgmma instructions at D 128. At D 64, what mods load per
+# key spills 0.5 to 5 KB.
 DQ_TILES: dict[tuple[int, int], Tile] = {
     (64, 64): Tile(128, 64, 4, 4),
     (128, 128): Tile(128, 64, 4, 3),
 }
 
-Refusal = Callable[[KernelPlan, Problem], str | None]  # why a plan has no Hopper form, None where it may have one
+Refusal = Callable[[KernelPlan, Problem], str | None]  # why a plan has no Hopper form, None if it may have one
 
 
 @dataclass(frozen=True)
 class HopperForm:
-    """What may replace a plan of the Triton engine: a Gluon kernel with its tiles, where no refusal applies."""
+    """A Gluon kernel that may replace a Triton engine plan: its tiles, and the reasons to reject it."""
 
     spec: KernelSpec
     tiles: dict[tuple[int, int], Tile]
@@ -84,20 +84,20 @@ def _refusal_of_scale(plan: KernelPlan, problem: Problem) -> str | None:
 
 def _refusal_of_captures(plan: KernelPlan, problem: Problem) -> str | None:
     captured = problem.score_grad is not None and problem.score_grad.sites
-    return "score_mod's captured tensors receive gradients" if captured else None
+    return "captured tensors of score_mod require gradients" if captured else None
 
 
 def _refusal_of_order(plan: KernelPlan, problem: Problem) -> str | None:
-    """Reject what adds to dQ in any order where the order must be fixed."""
+    """Reject atomic adds to dq if the order must be fixed."""
     if torch.are_deterministic_algorithms_enabled():
-        return "deterministic algorithms are asked for: it adds to dq in any order"
-    return "BATCH_INVARIANT is asked for: it adds to dq in any order" if problem.batch_invariant else None
+        return "deterministic algorithms are enabled, and it adds to dq in any order"
+    return "BATCH_INVARIANT is set, and it adds to dq in any order" if problem.batch_invariant else None
 
 
 def _refusal_of_tables(plan: KernelPlan, problem: Problem) -> str | None:
-    """Reject tables read for each score: except for the fused backward, Triton is as fast (docs/kernels.md)."""
+    """Reject loads per (q, kv) pair. With them, only the fused backward is faster than Triton (docs/kernels.md)."""
     reads = plan.score is not None and bool(loads_each_place(plan.score.graph))
-    return "the score_mod reads a table at each place" if reads else None
+    return "score_mod loads from a tensor for each (q, kv) pair" if reads else None
 
 
 _DQ = HopperForm(HOPPER_DQ, DQ_TILES, (_refusal_of_captures, _refusal_of_tables))
@@ -114,12 +114,12 @@ _TILE_OPTIONS = {"fwd": ("BLOCK_M", "BLOCK_N"), "bwd": ("BLOCK_M1", "BLOCK_N1", 
 
 
 def hopper_form(plan: KernelPlan, problem: Problem, tensors: Tensors) -> KernelPlan | str:
-    """Return the Hopper form of a plan of the Triton engine, or the reason why there is none."""
+    """Return the Hopper form of a Triton engine plan, or the reason why it has none."""
     return _in_form(FORMS[plan.spec], plan, problem, tensors)
 
 
 def fused_backward(plan: KernelPlan, problem: Problem, tensors: Tensors) -> KernelPlan | str:
-    """Return the plan of one kernel for dq, dk and dv, from that of dK and dV, or the reason why there is none."""
+    """Return the plan of one kernel for dq, dk and dv, or the reason why there is none. `plan` is DKDV's."""
     return _in_form(_FUSED_WIDE if plan.widths in WIDE_TILES else _FUSED, plan, problem, tensors)
 
 
@@ -133,7 +133,7 @@ def _in_form(form: HopperForm, plan: KernelPlan, problem: Problem, tensors: Tens
 
 
 def _refusal(plan: KernelPlan, problem: Problem, tensors: Tensors) -> str | None:
-    """Return why no Gluon kernel computes a plan; None where one may."""
+    """Return why no Gluon kernel can compute a plan; None if one may."""
     phase = plan.spec.phase
     target, lengths = plan.target, (problem.query.size(2), problem.key.size(2))
     asked = [
@@ -142,13 +142,13 @@ def _refusal(plan: KernelPlan, problem: Problem, tensors: Tensors) -> str | None
     reasons = (
         (option(problem.options, "BACKEND", phase) == "TRITON", "BACKEND is TRITON"),
         (target.backend != "cuda" or int(target.arch) != 90, f"{target} is not sm_90"),
-        (plan.dtype not in (torch.float16, torch.bfloat16), f"{plan.dtype} is no half precision"),
-        (plan.exact, "EXACT is asked for"),
+        (plan.dtype not in (torch.float16, torch.bfloat16), f"{plan.dtype} is not float16 or bfloat16"),
+        (plan.exact, "EXACT is True"),
         (not has_gluon(), "this release of Triton is not known to compile it"),
         (bool(asked), f"{', '.join(asked)} chooses a tile of the Triton engine"),
         (option(problem.options, "USE_TMA", phase) is False, "USE_TMA is False"),
         (not plan.aligned or not all(map(has_descriptor, tensors.values())), "TMA cannot address the tensors' rows"),
-        (plan.full_overhangs, "full blocks of these lists may reach past the keys"),
+        (plan.full_overhangs, "full blocks of these lists may extend past the keys"),
         (not plan.float_index or max(lengths) >= 1 << 30, "the sequences are too long"),
     )
     return next((reason for refused, reason in reasons if refused), None)
@@ -159,7 +159,7 @@ def _with_tile(plan: KernelPlan, spec: KernelSpec, tiles: dict[tuple[int, int], 
     if tile is None:
         return f"no tile for D {plan.D}, Dv {plan.Dv}"
     if plan.blocks and (plan.blocks[0] % tile.BLOCK_M or plan.blocks[1] % tile.BLOCK_N):
-        return f"blocks of {plan.blocks[0]} x {plan.blocks[1]} are no whole tiles of {tile.BLOCK_M} x {tile.BLOCK_N}"
+        return f"blocks of {plan.blocks[0]} x {plan.blocks[1]} are not multiples of {tile.BLOCK_M} x {tile.BLOCK_N}"
     known = {feature.name for feature in spec.features}
     if unknown := [name for name in plan.features if name not in known]:
         return f"it does not support {', '.join(unknown)}"

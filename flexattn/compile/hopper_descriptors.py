@@ -1,4 +1,4 @@
-"""hopper_descriptors: the TMA descriptors of Hopper's kernels."""
+"""hopper_descriptors: the TMA descriptors of Hopper kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flexattn.compile.head_dims import Part, split_head_dim
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.operands import Described
 
-ROWS = 64  # queries of one consumer warpgroup of the forward, keys of one of the backward
+ROWS = 64  # queries per consumer warpgroup in the forward, keys per consumer warpgroup in the backward
 
 
 def forward_descriptors(plan: KernelPlan) -> tuple[Described, ...]:
@@ -29,13 +29,13 @@ def dq_descriptors(plan: KernelPlan) -> tuple[Described, ...]:
 
 
 def key_descriptors(plan: KernelPlan) -> tuple[Described, ...]:
-    """Return those of hopper_backward and hopper_dkdv."""
+    """Return the descriptors of hopper_backward and hopper_dkdv."""
     tiles = (_tile(plan, f"{name}_desc", name, rows, width) for name, rows, width in _of_keys(plan))
     return (*tiles, *_of_rows(plan))
 
 
 def wide_descriptors(plan: KernelPlan) -> tuple[Described, ...]:
-    """Return those of hopper_backward_wide, in parts of at most 128 columns."""
+    """Return the descriptors of hopper_backward_wide, in parts of at most 128 columns."""
     tiles = (
         _tile(plan, f"{name}_desc_{p.index}", name, rows, p.width)
         for name, rows, width in _of_keys(plan)
@@ -50,7 +50,7 @@ def columns(width: int) -> tuple[Part, ...]:
 
 
 def _of_keys(plan: KernelPlan) -> tuple[tuple[str, int, int], ...]:
-    """Return (tensor, rows of a tile, its width): first those that a program streams, then those that it owns."""
+    """Return (tensor, rows of a tile, its width): first the streamed tensors, then those that programs own."""
     D, Dv = plan.widths
     streamed = (("q", D), ("do", Dv))
     owned = (("k", D), ("v", Dv), ("dk", D), ("dv", Dv))
@@ -61,7 +61,7 @@ def _of_keys(plan: KernelPlan) -> tuple[tuple[str, int, int], ...]:
 
 
 def _of_rows(plan: KernelPlan) -> tuple[Described, ...]:
-    """Return the float32 arrays with a number or a sum for each row of queries."""
+    """Return the descriptors of float32 arrays with a row per query: lse, delta and the accumulator of dq."""
     rows = plan.tile.BLOCK_M
     numbers = (_array("shift_desc", "shift_ptr", (rows,)), _array("delta_desc", "delta_ptr", (rows,)))
     return (*numbers, _array("dq_desc", "dq_sum_ptr", (rows, 32))) if plan.adds_dq else numbers
@@ -77,6 +77,6 @@ def _array(argument: str, array: str, block: tuple[int, ...]) -> Described:
 
 
 def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Return the layout of a tile in shared memory: rows of 128 bytes or more are swizzled."""
+    """Return the layout of a tile in shared memory, swizzled by at most 128 bytes."""
     swizzle = min(128, block[-1] * dtype.itemsize) if len(block) > 1 else 0
     return f"NVMMASharedLayout(swizzle_byte_width={swizzle}, element_bitwidth={dtype.itemsize * 8}, rank={len(block)})"

@@ -15,7 +15,7 @@ def hopper_mods(plan: KernelPlan) -> list[str]:
 
 
 def as_gluon(text: str) -> str:
-    """Return functions in the subset that Triton and Gluon share as Gluon's."""
+    """Convert the text of Triton functions to Gluon. They may use only what both have."""
     text = text.replace("@triton.jit", "@gluon.jit")
     return re.sub(r"\btl\.(?!PropagateNan|broadcast_to)", "gl.", text)
 
@@ -24,7 +24,7 @@ def _lowered(plan: KernelPlan) -> list[str]:
     dialect = Dialect(float_index=plan.float_index, columns="q_idx" if plan.transposed else "kv_idx")
     found = []
     if plan.mask is not None:
-        # Weights of queries past the end are 0 as they are, but the derivative there may be anything.
+        # Weights of queries past the end are 0 without a limit, but the derivative of score_mod may be anything there.
         limited = not plan.transposed or plan.scales_gradient
         found.append(
             lower_row_bounds(plan.mask, "mask_mod", dialect.of_masks(ptx=True), limited=limited, rows=plan.transposed)

@@ -1,4 +1,4 @@
-"""hopper_roles: the roles and buffers of Hopper's kernels, and what else only their templates refer to."""
+"""hopper_roles: the roles and buffers of Hopper kernels, and other variables of their templates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flexattn.compile.templates import environment
 
 
 def hopper_names(plan: KernelPlan) -> dict[str, object]:
-    """Return what Hopper's templates refer to besides."""
+    """Return the additional variables of Hopper templates."""
     tile = plan.tile
     constants: list[tuple[str, object]] = [
         ("BLOCK_M", tile.BLOCK_M), ("BLOCK_N", tile.BLOCK_N), ("STAGES", tile.num_stages),
@@ -51,7 +51,7 @@ def hopper_names(plan: KernelPlan) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class _Own:
-    """What one of Hopper's templates adds."""
+    """The variables of one Hopper template."""
 
     constants: list[tuple[str, object]]
     buffers: tuple[str, ...]
@@ -82,15 +82,15 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
 
 
 def _exponent(plan: KernelPlan) -> str:
-    """Return the forward's scores less the maximum, in the exp2 domain."""
+    """Return the expression of the forward's scores minus the maximum, in the exp2 domain."""
     if plan.score is not None:
         return "s - m_safe[:, None]"
-    if plan.batch_invariant:  # where nothing is fused the product would be rounded
+    if plan.batch_invariant:  # FMA contraction is off, so a separate product would be rounded
         return "gl.fma(s, qk_scale, -m_safe[:, None])"
     return "s * qk_scale - m_safe[:, None]"
 
 
-# Conversions of two numbers at a time to half precision and back.
+# PTX that converts two numbers to half precision and back.
 _PACKING = {torch.bfloat16: "cvt.rn.bf16x2.f32 $0, $2, $1;", torch.float16: "cvt.rn.f16x2.f32 $0, $2, $1;"}
 _UNPACKING = {
     torch.bfloat16: "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
@@ -109,7 +109,7 @@ def _hopper_dq_names(plan: KernelPlan) -> _Own:
     )  # fmt: skip
 
 
-# Who runs where programs own keys.
+# Roles of kernels whose programs own keys.
 _KEY_ROLES: dict[str, dict[str, object]] = {
     "hopper_backward": {
         "roles": ["keys_0", "keys_1", "queries", "producer"], "worker_warps": [4, 4, 1],
@@ -132,7 +132,7 @@ def _hopper_backward_names(plan: KernelPlan) -> _Own:
         ("q_bufs", "k_bufs", "v_bufs", "do_bufs", *_ROWS, *(_OF_DQ if plan.adds_dq else ())),
         {
             "dtype": TRITON_DTYPE[plan.dtype], "packing": _PACKING[plan.dtype], "unpacking": _UNPACKING[plan.dtype],
-            # With a derivative there is enough to do while dk waits for its own dS (tanh: 4 % faster, D 128).
+            # With a derivative there is enough work to hide dk's wait for its own dS (tanh: 4 % faster, D 128).
             "delayed": not plan.scales_gradient or plan.widths[0] == 64,
             "keeps_keys": plan.widths == (64, 64),
             **_KEY_ROLES[plan.kernel],

@@ -1,7 +1,7 @@
-"""kernel_plan: what a kernel's source depends on, and nothing else. A KernelPlan is the cache key of a kernel.
+"""kernel_plan: KernelPlan, the cache key of a kernel: everything that changes its source, and nothing else.
 
 Lengths, strides, batch, heads, scale, captured values and lifted numbers are runtime arguments. Whether pointers and
-strides are multiples of 16 bytes is a field, since without it no load is vectorised.
+strides are multiples of 16 bytes is a field, because loads are vectorized only if the compiler knows it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ MEMORY = {"float": "float32 sums: 4 bytes", "integer": "int64 sums, the same in 
 
 @dataclass(frozen=True)
 class Rings:
-    """How many tiles Hopper's backward holds in shared memory."""
+    """Number of shared memory buffers in the rings of Hopper's backward."""
 
-    queries: int  # for dk each waits one step longer than its gradient, where there is room
+    queries: int  # one more than gradients if it fits: dk reads each tile one step later
     gradients: int
     ds: int
-    dq: int  # of 32 columns each, on their way to the sum
+    dq: int  # buffers of 32 columns for the atomic adds to dq
 
 
-# By widths; those of 256 fill 226 of 227 KB.
+# By widths. At 256 the rings fill 226 of 227 KB.
 RINGS = {
     (64, 64): Rings(4, 3, 3, 2), (128, 128): Rings(3, 2, 2, 4), (192, 128): Rings(2, 2, 2, 6),
     (256, 256): Rings(2, 2, 1, 2),
@@ -44,20 +44,20 @@ RINGS = {
 
 
 class Operand(Protocol):
-    """One or several arguments of a kernel, which may depend on the plan."""
+    """One or more arguments of a kernel. They may depend on the plan."""
 
     def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]: ...
 
 
 @dataclass(frozen=True)
 class Feature:
-    """An optional part of a kernel. As an operand, it adds its operands to plans that have it."""
+    """An optional part of a kernel. It is an operand that adds its operands to plans that have the feature."""
 
     name: str
-    wanted: Callable[[Problem, Tensors], bool]  # by a problem and the arrays of the launch
+    wanted: Callable[[Problem, Tensors], bool]  # whether a problem, with these arrays of the launch, needs it
     operands: tuple[Operand, ...]
     outputs: Callable[[Problem], dict[str, Tensor]] | None = None  # arrays that a launch allocates for it
-    text: str = ""  # the line that it adds to a printed plan
+    text: str = ""  # its line in a printed plan
 
     def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
         if self.name not in plan.features:
@@ -67,27 +67,27 @@ class Feature:
 
 @dataclass(frozen=True, eq=False)
 class KernelSpec:
-    """One kernel. Its signature, launch arguments, strides and features follow from `operands`, in that order."""
+    """One kernel. Its signature, launch arguments, strides and features are derived from `operands`, in that order."""
 
-    name: str  # also that of its template
+    name: str  # also the name of its template
     phase: Phase
     tensors: tuple[str, ...]  # [B, H, rows, D] tensors that it reads and writes
     operands: tuple[Operand, ...]
-    shared_bytes: Callable[[KernelPlan], int]  # upper bound of the shared memory of a program
-    owns_keys: bool = False  # programs own keys and loop over queries, not the other way round
-    products: bool = True  # computes scores, so that mods and masks are part of it
+    shared_bytes: Callable[[KernelPlan], int]  # upper bound on the shared memory of a program
+    owns_keys: bool = False  # programs own keys and loop over queries, instead of the reverse
+    products: bool = True  # computes scores, so it has mods and masks
     dims: tuple[str, str] = ("q", "v")  # the tensors whose head dims are its plan's D and Dv
     streams: tuple[str, ...] = ()  # tensors that the inner loop may load through TMA
-    gradients: tuple[str, ...] = ()  # of dq, dk, dv: what it computes
-    # What it does with gradients of captured tensors: adds them to buffers, adds what it summed over the batch, or
-    # finds how large they are.
+    gradients: tuple[str, ...] = ()  # which of dq, dk and dv it computes
+    # What it does with gradients of captured tensors: adds them to buffers, sums them over the batch and adds the sums,
+    # or computes their magnitudes.
     captures: Literal["", "adds", "adds over batch", "sizes"] = ""
-    gluon: bool = False  # a Gluon kernel with a role for each group of warps
+    gluon: bool = False  # a warp-specialized Gluon kernel
     fills_padding: bool = False  # its programs also own the padding after the last row
-    persistent: bool = False  # at most one program for each multiprocessor, which takes tile after tile
+    persistent: bool = False  # at most one program per SM, which processes several tiles
     tile_options: tuple[str, str] | None = None  # kernel_options for BLOCK_M and BLOCK_N
     tiled_as: str = ""  # the kernel whose rows of the tile table it uses; "": its own
-    fixed_tile: Tile | None = None  # instead of one from the table
+    fixed_tile: Tile | None = None  # used instead of the tile table
 
     def __repr__(self) -> str:
         return f"KernelSpec({self.name})"
@@ -104,7 +104,7 @@ class KernelSpec:
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """One kernel: two equal plans give the same source, byte for byte."""
+    """One kernel. Equal plans give the same source, byte for byte."""
 
     spec: KernelSpec
     target: Target
@@ -112,22 +112,22 @@ class KernelPlan:
     D: int
     Dv: int
     tile: Tile
-    aligned: bool  # all strides but the last, which is 1, and the pointers are multiples of 16 bytes
-    tma: bool = False  # streamed tiles come through tensor descriptors (sm_90 and later)
+    aligned: bool  # pointers and all strides but the last, which is 1, are multiples of 16 bytes
+    tma: bool = False  # streamed tiles are loaded through tensor descriptors (sm_90 and later)
     wide_rows: bool = False  # a stride between rows needs 64 bits
     score: ModPlan | None = None
     grad: ModPlan | None = None
     mask: ModPlan | None = None
     blocks: tuple[int, int] | None = None  # BLOCK_SIZE of the mask, None without one
-    full_overhangs: bool = False  # a full block may reach past the lengths
+    full_overhangs: bool = False  # a full block may extend past the lengths
     float_index: bool = True  # lengths are below 2**22: index differences are exact in float32
     precision: str = "ieee"  # of float32 products: ieee, tf32 or tf32x3
     exact: bool = False
     features: tuple[str, ...] = ()  # names of the spec's optional parts that the kernel has
-    # Rows' bits must not hang on where the compiler found a product to fuse into a sum, which differs between the
-    # places that one expression is inlined at.
+    # No FMA contraction. The compiler contracts the same expression differently at each place where it is inlined, so
+    # a row's bits could depend on which loop computes it.
     batch_invariant: bool = False
-    integer_sums: bool = False  # gradients of captured tensors are added as integers: deterministic algorithms
+    integer_sums: bool = False  # gradients of captured tensors are summed as integers, for deterministic algorithms
 
     @property
     def kernel(self) -> str:
@@ -136,7 +136,7 @@ class KernelPlan:
 
     @property
     def is_hopper(self) -> bool:
-        """Whether it is a Gluon kernel with a role for each group of warps."""
+        """Whether it is a warp-specialized Gluon kernel."""
         return self.spec.gluon
 
     @property
@@ -154,10 +154,9 @@ class KernelPlan:
 
     @property
     def scale(self) -> str:
-        """The argument that q k^T is multiplied by.
+        """Name of the argument that q k^T is multiplied by.
 
-        Without a score_mod nothing reads the score itself, so log2(e) is part of the scale. An exact backward keeps
-        the score in the natural domain, to avoid that rounding.
+        Without a score_mod, log2(e) is part of the scale. An exact backward leaves it out, to avoid its rounding.
         """
         return "qk_scale" if self.score is None and not (self.exact and not self.is_forward) else "sm_scale"
 
@@ -173,35 +172,36 @@ class KernelPlan:
 
     @property
     def adds_dq(self) -> bool:
-        """Whether it adds to a float32 sum of dq."""
+        """Whether it adds to a float32 accumulator of dq in global memory."""
         return self.spec.gluon and len(self.spec.gradients) == 3
 
     @property
     def rings(self) -> Rings:
-        """Tiles under way in Hopper's backward."""
+        """Ring sizes of Hopper's backward."""
         return RINGS[self.widths]
 
     @property
     def key_stages(self) -> int:
-        """Tiles of keys under way in hopper_dq: each waits one step longer than its values, for dq."""
+        """Buffers for tiles of keys in hopper_dq: one more than for values, because dq reads keys one step later."""
         return self.tile.num_stages + 1
 
     @property
     def tiles_of_queries(self) -> int:
-        """Tiles of queries in hopper_forward: with two the next one comes while one is worked on.
+        """Buffers for tiles of queries in hopper_forward. With two, the next tile is loaded during the current one.
 
-        Causal, D 64: 391 -> 400 TFLOP/s. At D 128 it changes nothing and takes all shared memory, above there is none.
+        Causal, D 64: 391 -> 400 TFLOP/s. At D 128 two give no speedup and use all shared memory. Above D 128 they do
+        not fit.
         """
         return 2 if self.widths[0] == 64 else 1
 
     @property
     def shares_output(self) -> bool:
-        """Whether hopper_forward's output leaves from the buffer of its queries, since both do not fit."""
+        """Whether hopper_forward stores its output from the buffer of the queries, because both do not fit."""
         return self.widths[0] > 128
 
     @property
     def scales_gradient(self) -> bool:
-        """Whether d(score) is taken and anything else than the gradient that comes in, as it is for `score + bias`."""
+        """Whether score_mod changes the gradient of the score. `score + bias` does not."""
         if self.grad is None or not self.spec.gradients:
             return False
         output = self.grad.graph.outputs[0]
@@ -209,33 +209,33 @@ class KernelPlan:
 
     @property
     def sums(self) -> str:
-        """How the kernel sums gradients of captured tensors: float, integer or sizes; "" without such gradients."""
+        """How the kernel sums gradients of captured tensors: "float", "integer" or "sizes"; "" if it does not."""
         if not self.spec.captures or self.grad is None or not self.grad.graph.sites:
             return ""
         return "sizes" if self.spec.captures == "sizes" else "integer" if self.integer_sums else "float"
 
     @property
     def unit(self) -> int:
-        """Elements in 16 bytes where strides are multiples of that, otherwise 1: strides are passed in this unit."""
+        """The unit that strides are passed in: the elements in 16 bytes if aligned, otherwise 1."""
         return 16 // self.dtype.itemsize if self.aligned else 1
 
     @property
     def outer(self) -> tuple[int, int]:
-        """(rows of a mask block on the side that a program owns, tile rows): they give the programs per block."""
+        """(rows of a mask block, rows of a tile) on the axis that a program owns."""
         own = int(self.transposed)
         tile = (self.tile.BLOCK_M, self.tile.BLOCK_N)[own]
         return (self.blocks[own] if self.blocks else tile), tile
 
     @property
     def cuts_blocks(self) -> bool:
-        """Whether blocks of the streamed side are no whole number of tiles."""
+        """Whether the block size on the streamed axis is not a multiple of the tile size."""
         if self.blocks is None:
             return False
         return bool(self.blocks[0] % self.tile.BLOCK_M if self.transposed else self.blocks[1] % self.tile.BLOCK_N)
 
     @property
     def has_partial_step(self) -> bool:
-        """Whether dK/dV takes fewer queries at a time in partial blocks."""
+        """Whether dK/dV uses a smaller BLOCK_M in partial blocks."""
         return self.blocks is not None and self.tile.partial_m != self.tile.BLOCK_M
 
     @property
@@ -247,7 +247,7 @@ class KernelPlan:
         return self.text()
 
     def text(self, origin: str = "") -> str:
-        """Return the plan to be read, and where its tile comes from if that is told."""
+        """Return the printed plan, with the origin of its tile if given."""
         t = self.tile
         kinds = f"{str(self.dtype).removeprefix('torch.')}  D {self.D}  Dv {self.Dv}"
         lines = [

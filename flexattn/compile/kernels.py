@@ -1,8 +1,8 @@
 """kernels: the table of kernels. An operand here is an argument of the template, of the signature and of the launch.
 
-The forward is FORWARD or HOPPER_FORWARD. The backward starts with DELTA. Then follow HOPPER_BACKWARD (or its WIDE form)
-and DQ_ROWS, or DQ and DKDV, which have Hopper forms too. DQ also computes the gradients of captured tensors. CAPTURES
-computes them without dQ, BATCH_CAPTURES sums them over the batch first, and SIZES bounds them for integer sums.
+The forward is FORWARD or HOPPER_FORWARD. The backward starts with DELTA, followed by HOPPER_BACKWARD (or its WIDE form)
+and DQ_ROWS, or by DQ and DKDV, which have Hopper forms too. DQ also computes the gradients of captured tensors.
+CAPTURES computes them without dQ, BATCH_CAPTURES sums them over the batch first, SIZES bounds them for integer sums.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ DROPOUT = Feature(
     "dropout",
     wanted=lambda problem, arrays: problem.dropout is not None,
     operands=(Own("seed_ptr", "*i64", lambda problem: _dropout(problem).seed), Scalars(("drop_below", "keep_scale"))),
-    text="    dropout  by Philox, from seed and place",
+    text="    dropout  by Philox, from seed and position",
 )
 DLSE = Feature(
     "dlse",
@@ -89,7 +89,8 @@ DLSE = Feature(
 )
 
 _LSE = Array("lse_ptr", "*fp32")  # [B, Hq, M]
-# [B * Hq, M_padded]: lse in the domain of the scores, +inf for rows without a key; dlse - rowsum(out * dO)
+# Both [B * Hq, M_padded]. shift is lse in the domain of the scores, +inf for rows without keys. delta is
+# dlse - rowsum(out * dO).
 _SHIFT, _DELTA = (Array(name, "*fp32", divisible=True) for name in ("shift_ptr", "delta_ptr"))
 
 
@@ -228,7 +229,7 @@ DKDV = KernelSpec(
     tile_options=("BLOCK_M1", "BLOCK_N1"),
 )  # fmt: skip
 
-# Hopper's own, in Gluon. `hopper_roles.py` has their roles and buffers, `hopper.py` when they run.
+# Hopper kernels, in Gluon. `hopper_roles.py` has their roles and buffers. `hopper.py` decides when they run.
 
 HOPPER_FORWARD = KernelSpec(
     "hopper_forward",
@@ -311,4 +312,4 @@ KERNELS: dict[str, KernelSpec] = {
     )
 }  # fmt: skip
 
-PAIR, FUSED = (DQ, DKDV), (HOPPER_BACKWARD, DQ_ROWS)  # the two ways from delta to all gradients
+PAIR, FUSED = (DQ, DKDV), (HOPPER_BACKWARD, DQ_ROWS)  # the two alternatives after DELTA

@@ -1,10 +1,12 @@
 """lower: ModGraph -> the text of `@triton.jit` functions that the templates call.
 
-A lowered mod is `mod(score, b, h, q_idx, kv_idx, live, <captures>, <numbers>)` on scalars b and h, rows `[BLOCK_M, 1]`
-and columns `[1, BLOCK_N]` (or transposed): an operation that depends on rows alone stays a column of BLOCK_M values,
-and what depends on neither is computed once. `live` is None, or tells for each place whether it may be read and
-written: loads that vary with both rows and columns are guarded by it, all others by the bounds of the captured tensor,
-so that nothing is read where the lengths, the lists or the mask exclude the place.
+A lowered mod is `mod(score, b, h, q_idx, kv_idx, live, <captures>, <numbers>)`. b and h are scalars, q_idx is
+`[BLOCK_M, 1]` and kv_idx is `[1, BLOCK_N]` (or transposed). An operation that depends only on rows therefore computes
+BLOCK_M values, and one that depends on neither computes a scalar.
+
+`live` is None, or a bool block: whether each (q, kv) pair may be read and written. It masks loads that vary with both
+rows and columns, so nothing is read for pairs that the lengths, the block lists or the mask exclude. Other loads are
+masked by the bounds of the captured tensor.
 """
 
 from __future__ import annotations
@@ -26,35 +28,35 @@ from flexattn.graph.nodes import Const, Input, Load, Node, NumberRef, RangeLoad,
 from flexattn.graph.operators import OPS
 from flexattn.graph.ranges import ranges
 
-MOST_OPERATIONS = 20_000  # of a mod: Triton takes minutes for as many
+MOST_OPERATIONS = 20_000  # in a mod; Triton takes minutes to compile this many
 
-# What `gather` of the prelude loads.
+# Dtypes that the prelude's `gather` supports.
 _GATHERED = (torch.float32, torch.int32, torch.float16, torch.bfloat16, torch.int16)
 
-# Triton's own float64 operations are rounded right, and tl.div_rn and tl.sqrt_rn are of float32 alone.
+# Triton's own float64 operations are correctly rounded. tl.div_rn and tl.sqrt_rn support only float32.
 _DOUBLE_TEXT = {"div": "{0} / {1}", "sqrt": "tl.sqrt({0})", "sigmoid": "(1.0 / (1.0 + libdevice.exp(-{0})))"}
 
 
 def _kind(node: Node) -> str:
-    """Return which functions of the prelude are for a node."""
+    """Return the suffix of the prelude functions for a node."""
     return "int" if not node.dtype.is_floating_point else "double" if node.dtype == torch.float64 else "float"
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """How the target wants operations written."""
+    """How to write operations for a target."""
 
     exact: bool = False  # accurate functions instead of the hardware's approximations
-    ptx: bool = False  # NVIDIA's instructions may be written inline
-    float_index: bool = True  # lengths are below FLOAT_INDEX_LIMIT: index differences are formed in float32
-    # This index (q_idx or kv_idx) also comes as the sum of `near`, which in each thread has few values (so there is
-    # little to convert to float32), and `offset`, which is a constant of the instruction.
+    ptx: bool = False  # inline PTX is allowed
+    float_index: bool = True  # lengths are below FLOAT_INDEX_LIMIT: index differences are computed in float32
+    # This index (q_idx or kv_idx) is also passed as the sum of `near` and `offset`. `near` has few values per thread,
+    # so few are converted to float32. `offset` is an immediate of the instruction.
     columns: str = ""
-    as_written: bool = False  # no product is joined with a sum; NVIDIA only
-    checked: bool = False  # a mask also gives the captures that it was asked to read outside of, as bits
+    as_written: bool = False  # no FMA contraction; NVIDIA only
+    checked: bool = False  # a mask also returns a bit mask of the captures that were indexed out of bounds
 
     def of_masks(self, ptx: bool) -> Dialect:
-        """Masks are computed as by the kernels that classify blocks: near a threshold all must agree on a place."""
+        """Return the dialect of masks. All kernels, including those that classify blocks, must round masks alike."""
         return replace(self, exact=True, as_written=ptx)
 
 
@@ -73,10 +75,10 @@ def lower(mod: ModPlan, function: str, dialect: Dialect) -> str:
 
 
 def lower_score(mod: ModPlan, function: str, dialect: Dialect) -> str:
-    """Return the text of a score_mod that takes q k^T and the scale apart, and gives the new score times log2(e).
+    """Return the text of a score_mod that takes q k^T and the scale separately and returns the new score times log2(e).
 
-    Scale and log2(e) join the other factors that are the same for all places, so that a chain of products costs one.
-    In an exact dialect the new score is given as it is.
+    Scale, log2(e) and all other factors that are the same for the tile are multiplied first, so a chain of products
+    costs one multiplication per score. In an exact dialect the new score is not multiplied by log2(e).
     """
     early = _early(mod, dialect)
     writer = Writer(mod, dialect, early)
@@ -90,14 +92,17 @@ def lower_score(mod: ModPlan, function: str, dialect: Dialect) -> str:
 
 
 def _early(mod: ModPlan, dialect: Dialect) -> tuple[int, ...]:
-    """Return what is given to a lowered mod loaded: Hopper's kernels overlap loads with the other warpgroup's work."""
+    """Return the loads that a lowered mod receives as arguments.
+
+    Hopper kernels have none. They overlap loads with the work of the other warpgroup.
+    """
     return () if dialect.columns else early_loads(mod)
 
 
 def early_loads(mod: ModPlan) -> tuple[int, ...]:
-    """Return the loads of each place that can start before the score is known: they need neither it nor a guard.
+    """Return the loads per (q, kv) pair that can start before the score is computed: they need neither it nor a mask.
 
-    A mask is asked after the score is known, and not in every tile: its loads stay where they are.
+    A mask_mod has none. It is applied after the score is computed, and not in every tile.
     """
     if mod.role == "mask":
         return ()
@@ -106,9 +111,9 @@ def early_loads(mod: ModPlan) -> tuple[int, ...]:
 
 
 def lower_early_loads(mod: ModPlan, function: str, dialect: Dialect, streamed: str) -> str:
-    """Return the text of a function of (b, h, q_idx, kv_idx, far) that gives the early loads as a tuple.
+    """Return the text of a function of (b, h, q_idx, kv_idx, far) that returns the early loads as a tuple.
 
-    `far` are the indices that the loop streams (`streamed`: q_idx or kv_idx) as int64, which addresses are made of.
+    `far` is the index that the loop streams (`streamed`: q_idx or kv_idx) as int64, for addresses.
     """
     writer = Writer(mod, dialect, streamed=streamed)
     values = [writer.value(i) for i in early_loads(mod)]
@@ -116,7 +121,7 @@ def lower_early_loads(mod: ModPlan, function: str, dialect: Dialect, streamed: s
 
 
 def mod_parameters(graph: ModGraph) -> list[str]:
-    """Return the parameters of a lowered mod: the score comes unscaled, with its scale."""
+    """Return the parameters of a lowered mod. The score is unscaled, followed by its scale."""
     return [p for name in graph.inputs for p in ((name, "sm_scale") if name == "score" else (name,))]
 
 
@@ -126,7 +131,7 @@ def _parameters(mod: ModPlan, dialect: Dialect) -> list[str]:
 
 @lru_cache(512)
 def loads_where_live(mod: ModPlan) -> tuple[int, ...]:
-    """Return the loads that a lowered mod guards by `live`: one for each score, perhaps outside of the tensor."""
+    """Return the loads that a lowered mod masks by `live`: those per (q, kv) pair that may be out of bounds."""
     loads = mod.graph.loads.items()
     return tuple(i for i, node in loads if node.args and i not in mod.inside and _varies_by_score(mod.graph, i))
 
@@ -146,12 +151,12 @@ class Writer:
         self.lines: list[str] = []
         self.names = {node: f"early[{i}]" for i, node in enumerate(early)}  # of nodes already written
         self.float_names: dict[int, str] = {}
-        self.split: dict[str, tuple[str, str]] = {}  # of names of a sum with `offset`: the rest and its sign
-        self._near: set[int] | None = None  # operands of a node whose far ones are written, or being written
-        self.checks: list[tuple[int, str]] = []  # (capture, condition that a load of it is inside), where checked
+        self.split: dict[str, tuple[str, str]] = {}  # by name of a sum with `offset`: the rest, the sign of `offset`
+        self._near: set[int] | None = None  # nodes whose distant operands are already written or being written
+        self.checks: list[tuple[int, str]] = []  # (capture, condition that a load is in bounds), if checked
         if bounded and len(mod.graph.nodes) > MOST_OPERATIONS:
             found = f"{len(mod.graph.nodes)} operations in {mod.graph.name} {mod.graph.location}".rstrip()
-            mend = "Put what its loops go over into a captured tensor and index it, or use tensors on a CPU."
+            mend = "Store the values that its loops iterate over in a captured tensor and index it, or use CPU tensors."
             raise CompileError(message(f"{mod.role}_mod", found, f"at most {MOST_OPERATIONS} for a kernel", mend))
         self.limits: Sequence[tuple[Any, Any]] = (
             ranges(mod.graph) if bounded else ((None, None),) * len(mod.graph.nodes)
@@ -167,7 +172,7 @@ class Writer:
         return f"@triton.jit\ndef {name}({parameters}):\n{text}\n"
 
     def varies(self, position: int) -> bool:
-        """Tell whether a node is a block (and not a scalar)."""
+        """Return whether a node is a block (and not a scalar)."""
         return bool(self.graph.dependence[position] & {"q_idx", "kv_idx", "score", "grad"})
 
     def value(self, position: int) -> str:
@@ -177,9 +182,9 @@ class Writer:
         return self.names[position]
 
     def _write_far_operands(self, position: int) -> None:
-        """Write those operands of operands that are many operations away, the innermost first.
+        """Write the operands of operands that are many operations away, innermost first.
 
-        Each operation writes its operands by calls, and Python's stack is too short for a chain of hundreds.
+        Operands are written recursively, and a chain of hundreds would exceed Python's recursion limit.
         """
         if self._near is not None and position in self._near:
             return
@@ -229,12 +234,12 @@ class Writer:
         return self.assign(f"{function}({', '.join([*map(self.value, node.args), *map(str, constants)])})")
 
     def _is_shift(self, node: Node) -> bool:
-        """Tell whether the hardware shifts by this count: torch's result is defined for all others, too."""
+        """Return whether a hardware shift supports this count. torch defines the result for other counts too."""
         low, high = self.limits[node.args[1]]
-        return low is None or (low >= 0 and high < 8 * node.dtype.itemsize)  # bounding graphs take care themselves
+        return low is None or (low >= 0 and high < 8 * node.dtype.itemsize)  # bounding graphs check counts themselves
 
     def _must_round(self, node: Node, position: int) -> bool:
-        """Tell whether the compiler could join a product with a sum, which would then be rounded once."""
+        """Return whether the compiler could contract a product and a sum to an FMA, which rounds once."""
         fuses = self.dialect.as_written and node.dtype in (torch.float32, torch.float64)
         return fuses and position in _summands(self.graph)
 
@@ -254,16 +259,16 @@ class Writer:
             return self.assign(f"{self.value(node.args[0])} != 0")
         value = self.value(node.args[0])
         if source.op == "number" or _is_literal(value):
-            # A lifted number has the type that holds its value: the conversion states the type that torch computes in.
-            # A constant that was converted before is still written as a literal, which has no method.
+            # A lifted number has the type that fits its value. The cast gives the type that torch computes in. A
+            # converted constant is still a literal, which has no `to` method.
             return self.assign(f"tl.cast({value}, tl.{TRITON_DTYPE[node.dtype]})")
         return self.assign(f"{value}.to(tl.{TRITON_DTYPE[node.dtype]})")
 
     def product(self, position: int, factor: str | None = None) -> str:
-        """Write a chain of products and quotients, times `factor`: all that is the same for all places as one factor.
+        """Write a chain of products and quotients, times `factor`. All scalar factors are multiplied first.
 
-        A division by such a value becomes a product with its reciprocal, and equal values above and below cancel:
-        one or two roundings differ from what is written, none in an exact dialect.
+        A division by a scalar becomes a product with its reciprocal, and equal numerators and denominators cancel. This
+        changes one or two roundings. An exact dialect keeps the chain as it is.
         """
         self._write_far_operands(position)
         if self.dialect.exact:
@@ -288,7 +293,7 @@ class Writer:
         return varying[0] if len(varying) == 1 else self.assign(" * ".join(varying))
 
     def _sum(self, position: int, factor: str) -> str | None:
-        """Write a sum times `factor` as the sum of its parts times it, where one of them has a factor to join it."""
+        """Write a sum times `factor` as the sum of its scaled parts, if a part has scalar factors to merge with it."""
         node = self.graph.nodes[position]
         if node.op not in ("add", "sub") or position in self.names or not node.dtype.is_floating_point:
             return None
@@ -298,7 +303,7 @@ class Writer:
         return self.assign(f"{x} {'+' if node.op == 'add' else '-'} {y}")
 
     def _factors(self, position: int) -> tuple[list[str], list[int | str], list[int | str]]:
-        """Return (texts that vary over places, nodes above, nodes below the line) of a chain of products."""
+        """Return (texts of block factors, scalar numerators, scalar denominators) of a chain of products."""
         node = self.graph.nodes[position]
         if not self.varies(position):
             return [], [position], []
@@ -316,7 +321,7 @@ class Writer:
         return [self._plain(position)], [], []
 
     def _plain(self, position: int) -> str:
-        """Return the value of a node that is no chain of products."""
+        """Return the value of a node that is not part of a chain of products."""
         node = self.graph.nodes[position]
         if position not in self.names and node.op in ("mul", "div"):
             x, y = (self.value(a) for a in node.args)
@@ -327,7 +332,7 @@ class Writer:
         x, y = (self.value(a) for a in node.args)
         whole = not node.dtype.is_floating_point
         if whole and all(self.nonnegative[a] for a in node.args):
-            # Triton divides integers as C does, which is Python's way where neither is negative.
+            # Triton divides integers as C does, which equals Python's division if neither is negative.
             return self.assign(f"{x} // {y}" if node.op == "floordiv" else f"{x} % {y}")
         if whole and node.op == "fmod":
             return self.assign(f"{x} % {y}")
@@ -358,7 +363,7 @@ class Writer:
 
     def _loaded(self, text: str, dtype: torch.dtype, guarded_by_live: bool = False) -> str:
         if guarded_by_live:
-            # Without a guard Triton refuses `other`; live is None at compile time where all places are live.
+            # Triton rejects `other` without a mask. live is None at compile time if all pairs are live.
             name = f"t{len(self.lines)}"
             bare = text.replace(", mask=live, other=0", "")
             self.lines.append(f"if live is None:\n        {name} = {bare}\n    else:\n        {name} = {text}")
@@ -367,7 +372,7 @@ class Writer:
         return self.assign(f"{name} != 0") if dtype == torch.bool else name
 
     def wrapped(self, position: int, size: str) -> str:
-        """Return an index expression with PyTorch's wrap-around, which provably non-negative ones do not need."""
+        """Return an index expression with PyTorch's wrap-around, unless it is known to be non-negative."""
         value = self.value(position)
         node = self.graph.nodes[position]
         if isinstance(node, Const):
@@ -387,10 +392,11 @@ class Writer:
         return " + ".join([f"{name}_ptr", *(f"({t})" for t in terms)])
 
     def _far_address(self, node: Load, name: str) -> str | None:
-        """Return the address of a load whose indices are sums, formed in int64 with the streamed indices first.
+        """Return the address of a load whose indices are sums, as an int64 sum with the streamed index first.
 
-        Then the places of a thread differ by constants, which the instruction holds: of 4 instructions for each score
-        1 is left, and equal addresses are loaded once (for q_idx - kv_idx 18 of 32; 517 instructions become 395).
+        The addresses of a thread then differ by constants, which are immediates of the instruction. This takes 1
+        instruction per score instead of 4, and equal addresses are loaded once (for q_idx - kv_idx 18 of 32; 517
+        instructions become 395).
         """
         sums = [affine(self.graph, a) for a in node.args]
         layout = self.mod.layouts[node.capture]
@@ -412,10 +418,10 @@ class Writer:
     def _wide(self, index: str) -> str:
         return f"tl.cast({index}, tl.int64)"
 
-    # Index arithmetic in float32: an int-to-float conversion for each score runs at a quarter of the rate of an add.
+    # Index arithmetic in float32. An int-to-float conversion per score has a quarter of the throughput of an add.
 
     def _in_float32(self, position: int) -> bool:
-        """Tell whether a node can be computed in float32 exactly from rows and columns."""
+        """Return whether a node can be computed exactly in float32 from rows and columns."""
         return self.dialect.float_index and exact_in_float32(self.graph)[position]
 
     def _float_value(self, position: int) -> str:
@@ -435,7 +441,7 @@ class Writer:
         return self.float_names[position]
 
     def _split_sum(self, node: Node) -> tuple[str, str] | None:
-        """Return a sum of which one part is split as (what has few values, the sign of `offset`)."""
+        """Return a sum with one split operand as (sum without `offset`, sign of `offset`), None if it has none."""
         x, y = (self._float_value(a) for a in node.args)
         sign = "+" if node.op == "add" else "-"
         if x in self.split and y not in self.split:
@@ -452,12 +458,12 @@ class Writer:
         return name
 
 
-_MOST_NESTED = 40  # operations that write each other by calls
+_MOST_NESTED = 40  # recursion depth of operations
 
 
 @lru_cache(64)
 def _stops(graph: ModGraph) -> tuple[int, ...]:
-    """Return nodes, ascending, such that no more than _MOST_NESTED operations lie between two of them or a leaf."""
+    """Return nodes, ascending, so that at most _MOST_NESTED operations are between two of them, or one and a leaf."""
     height: list[int] = []
     found: list[int] = []
     for i, node in enumerate(graph.nodes):

@@ -1,8 +1,8 @@
-"""lower_bounds: a mask's bounding graph -> the text of a Triton function over boxes that are blocks.
+"""lower_bounds: a mask's bounding graph -> text of a Triton function that bounds the mask over blocks.
 
-The function is `bounds(b, h, q_block, kv_block, q_lo, q_hi, kv_lo, kv_hi, <captures>, <numbers>, <tables>)`, on rows
-`[n, 1]` of query blocks and columns `[1, n]` of key blocks, and gives (surely true, maybe true) of each pair of them.
-What a captured tensor holds over a range of indices comes from a table of minima and maxima, made beforehand.
+The function is `bounds(b, h, q_block, kv_block, q_lo, q_hi, kv_lo, kv_hi, <captures>, <numbers>, <tables>)`. Query
+blocks are rows `[n, 1]` and key blocks are columns `[1, n]`. It returns (surely true, maybe true) for each pair. The
+minimum and maximum of a captured tensor over a range of indices are read from a precomputed table.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from flexattn.graph.nodes import Input, Load, Node, NumberRef, RangeLoad
 class TableSpec:
     """Minima and maxima of a captured tensor along one axis, [2, levels, other axes, entries].
 
-    `own` "q" (or "kv"): the index is q_idx itself, so an entry is one block of queries, and one level is all. Otherwise
-    level k holds the minimum of 2**k entries from each place on, so that two overlapping ones cover any range.
+    `own` is "q" (or "kv") if the index is q_idx (kv_idx). An entry then covers one block, and there is one level.
+    Otherwise entry i of level k covers 2**k entries from i on, so two overlapping entries cover any range.
     """
 
     capture: int
@@ -43,7 +43,7 @@ class TableSpec:
 
 
 def table_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a table: that in which the values of the captured tensor are bounded."""
+    """Return the dtype of a table, in which values of the captured tensor are bounded."""
     if dtype == torch.float64:
         return dtype
     return torch.float32 if dtype.is_floating_point else torch.int64
@@ -57,7 +57,7 @@ class BoundsText:
     tables: tuple[TableSpec, ...]
 
     def arguments(self, graph: ModGraph) -> tuple[tuple[str, str], ...]:
-        """Return (name, Triton type) of the arguments that are tables'."""
+        """Return (name, Triton type) of the arguments of all tables."""
         return tuple(a for i, t in enumerate(self.tables) for a in t.arguments(i, graph.captures[t.capture].dtype))
 
 
@@ -74,7 +74,7 @@ def lower_bounds(mod: ModPlan, dialect: Dialect) -> BoundsText:
 
 
 def _of_one_head(graph: ModGraph) -> ModGraph:
-    """Return the bounding graph for boxes of one batch and one head: both ends are the same node."""
+    """Return the bounding graph for boxes with a single b and h: both ends are the same node."""
     same = {f"{name}_{end}": name for name in ("b", "h") for end in ("lo", "hi")}
 
     def one_head(builder: Builder, i: int, _: list[Expr]) -> Expr | None:
@@ -112,7 +112,7 @@ class _BoxWriter(Writer):
         return super()._write(node, position)
 
     def _range(self, node: RangeLoad) -> tuple[str, str]:
-        """Write the least and the greatest element over a box of indices; the whole range of the dtype if not known."""
+        """Write the minimum and maximum element over a box of indices; the whole range of the dtype if unknown."""
         capture = self.graph.captures[node.capture]
         name = self.mod.capture_name(node.capture)
         least, most = _limits(capture.dtype)
@@ -137,7 +137,7 @@ class _BoxWriter(Writer):
         return (self.assign(f"{low} != 0"), self.assign(f"{high} != 0")) if capture.dtype == torch.bool else (low, high)
 
     def _place(self, low: int, high: int, size: str) -> tuple[str, tuple[str, str]]:
-        """Write whether a range of indices is inside of an axis, and the range after PyTorch's wrap-around."""
+        """Write whether a range of indices is in bounds of an axis, and the range after PyTorch's wrap-around."""
         first, last = self.value(low), self.value(high)
         if self._own(low, high):
             return f"({last} < {size})", (first, last)
@@ -151,7 +151,7 @@ class _BoxWriter(Writer):
         return ok, (first, last)
 
     def _own(self, low: int, high: int) -> str | None:
-        """Return "q" (or "kv") where a range is that of the block itself."""
+        """Return "q" (or "kv") if a range is the index range of the block."""
         match self.graph.nodes[low], self.graph.nodes[high]:
             case Input("q_lo"), Input("q_hi"):
                 return "q"
@@ -187,7 +187,7 @@ class _BoxWriter(Writer):
         name = f"r{len(self.lines)}"
         arguments = f"{table}_ptr, {table}_rows, {table}_entries, {table}_levels, {table}_shift"
         self.lines.append(f"{name}_low, {name}_high = range_of({arguments}, {row}, {low}, {high}, {known})")
-        # An entry of a coarse table is many elements; a range of one is known exactly.
+        # An entry of a coarse table covers many elements. A range of one element is read exactly.
         single = self.assign(f"{known} & ({low} == {high}) & ({table}_shift > 0)")
         element = self._element(node, [p for p, _ in index], single)
         return (

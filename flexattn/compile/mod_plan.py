@@ -1,4 +1,4 @@
-"""ModPlan: a mod's graph with what its arguments look like, which together decide the text of its lowered function."""
+"""mod_plan: ModPlan, a mod's graph with the properties of its arguments that change the lowered text."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ TRITON_POINTER = {
 
 @dataclass(frozen=True)
 class CaptureLayout:
-    """What generated code assumes of a captured tensor's memory; sizes and strides themselves are runtime values."""
+    """What generated code assumes about a captured tensor's memory. Sizes and strides are runtime values."""
 
     dense: bool  # the last stride is 1
-    aligned: bool  # dense, and the other strides and the pointer are multiples of 16 bytes: loads are vectorised
-    wide: bool  # offsets may pass 2**31: addresses are int64
+    aligned: bool  # dense, and the other strides and the pointer are multiples of 16 bytes: loads are vectorized
+    wide: bool  # offsets may exceed 2**31: addresses are int64
 
 
 @dataclass(frozen=True)
 class ModPlan:
-    """A graph with everything of its runtime arguments that changes the generated text."""
+    """A graph and everything about its runtime arguments that changes the generated text."""
 
     graph: ModGraph
     role: str  # "score" or "mask": the prefix of its arguments
     layouts: tuple[CaptureLayout, ...]
     numbers: tuple[str, ...]  # Triton types of the lifted numbers: i32, i64 or fp32
-    # For the lengths of the call: nodes that are never negative, and loads that are inside of their tensor at any place
-    # of any tile. Without that knowledge an index is wrapped as PyTorch does, and a load guarded.
+    # For the lengths of the call: nodes that are never negative, and loads that are in bounds everywhere in every tile.
+    # Any other negative index wraps around as in PyTorch, and any other load is masked.
     nonnegative: tuple[int, ...] = ()
     inside: tuple[int, ...] = ()
 
     def arguments(self) -> tuple[Argument, ...]:
-        """Return the runtime arguments: of each captured tensor its pointer, strides and sizes, then the numbers."""
+        """Return the runtime arguments: pointer, strides and sizes of each captured tensor, then the numbers."""
         found: list[Argument] = []
         for i, (capture, layout) in enumerate(zip(self.graph.captures, self.layouts, strict=True)):
             name, width = self.capture_name(i), "i64" if layout.wide else "i32"
@@ -60,7 +60,7 @@ class ModPlan:
         return tuple(found)
 
     def bound(self, problem: Problem) -> BoundMod:
-        """Return the mod of a problem that this is the plan of."""
+        """Return the mod of `problem` that this plan is for."""
         mod = problem.score if self.role == "score" else problem.mask
         assert mod is not None
         return mod
@@ -81,9 +81,8 @@ class ModPlan:
         """Return (name, Triton type) of each runtime argument, in order."""
         return tuple((a.name, a.type) for a in self.arguments())
 
-    # No two arguments have the same name, whatever the user's names are: the part after the last underscore is the
-    # position in a number's name, and a word (ptr, stride0, size0) in the names of a captured tensor's arguments, where
-    # what stands before that word ends with the position.
+    # Argument names are unique for any names in the user's code. A number's name ends in its position. The names of a
+    # captured tensor's arguments end in its position and a word: ptr, stride0, size0.
     def capture_name(self, position: int) -> str:
         return f"{self.role}_{_identifier(self.graph.captures[position].name)}_{position}"
 
@@ -95,7 +94,7 @@ class ModPlan:
 
 
 def layout_unit(dtype: torch.dtype) -> int:
-    """Return the elements in 16 bytes: strides of aligned captures come in this unit, so that loads are vectorised."""
+    """Return the number of elements in 16 bytes. Strides of aligned captures are passed in this unit."""
     return max(1, 16 // dtype.itemsize)
 
 

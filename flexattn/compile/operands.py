@@ -1,4 +1,4 @@
-"""operands: the kinds of operands that kernels have. Each gives the arguments that it is in a plan."""
+"""operands: the kinds of kernel operands. Each returns its arguments for a plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flexattn.compile.mod_plan import TRITON_POINTER
 from flexattn.compile.scalars import SCALARS, mask_of
 from flexattn.compile.scatter import capture_sum_arguments
 
-_KEY_TENSORS = ("k", "v", "dk", "dv")  # their rows are keys
+_KEY_TENSORS = ("k", "v", "dk", "dv")  # tensors with a row per key
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Strides:
 
 
 def _stride(plan: KernelPlan, tensor: torch.Tensor, d: int) -> int:
-    shared = d == 0 and tensor.size(0) == 1  # keys that the batch shares
+    shared = d == 0 and tensor.size(0) == 1  # keys are shared by the batch
     return 0 if shared else tensor.stride(d) // plan.unit
 
 
@@ -58,7 +58,7 @@ class Array:
 
     name: str
     type: str
-    divisible: bool = False  # by 16 bytes, whatever the user's tensors are
+    divisible: bool = False  # the pointer is a multiple of 16 bytes, even if the user's tensors are not aligned
 
     def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
         return (Argument(self.name, self.type, FromTensors(self.name), self.divisible),)
@@ -93,7 +93,7 @@ class Scalars:
 
 @dataclass(frozen=True)
 class Counter:
-    """The counter from which persistent programs take tiles."""
+    """The counter from which persistent programs take tile indices."""
 
     def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
         return (Argument("counter_ptr", "*i32", TileCounter()),)
@@ -101,7 +101,7 @@ class Counter:
 
 @dataclass(frozen=True)
 class When:
-    """Operands of the plans that a condition holds for."""
+    """Operands of the plans that satisfy a condition."""
 
     condition: Callable[[KernelPlan], bool]
     operands: tuple[Operand, ...]
@@ -112,7 +112,7 @@ class When:
 
 @dataclass(frozen=True)
 class ScoreScale:
-    """The factor of q k^T, with log2(e) in it where no score_mod reads the score."""
+    """The factor of q k^T; see KernelPlan.scale."""
 
     def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
         return Scalars((plan.scale,)).arguments(plan)
@@ -120,7 +120,7 @@ class ScoreScale:
 
 @dataclass(frozen=True)
 class MaskLists:
-    """The lists of blocks along the axis that programs own, and where those of a batch and head begin."""
+    """The block lists along the axis that programs own, and their strides by batch and head."""
 
     strides: tuple[str, ...] = ("stride_mask_b", "stride_mask_h")
 
@@ -155,7 +155,7 @@ class ModArguments:
 
 @dataclass(frozen=True)
 class CaptureSumArguments:
-    """The buffers that gradients of captured tensors are added to."""
+    """The gradient accumulators of captured tensors."""
 
     def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
         return capture_sum_arguments(plan.grad, plan.sums) if plan.grad is not None and plan.sums else ()
@@ -163,13 +163,13 @@ class CaptureSumArguments:
 
 @dataclass(frozen=True)
 class Described:
-    """A TMA descriptor: its argument, the tensor or array that it describes, and the shape of a tile."""
+    """A TMA descriptor: its argument name, the tensor or array that it describes, and the shape of a tile."""
 
     argument: str
     of: str
     block: tuple[int, ...]
-    dtype: torch.dtype | None = None  # None: that of the plan
-    layout: str = ""  # in shared memory, as Gluon writes it
+    dtype: torch.dtype | None = None  # None: the plan's dtype
+    layout: str = ""  # in shared memory, in Gluon's notation
 
     def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
         element = TRITON_POINTER[self.dtype or plan.dtype][1:]
@@ -179,7 +179,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Descriptors:
-    """TMA descriptors, which depend on the plan's tile and head dims."""
+    """TMA descriptors. They depend on the plan's tile and head dims."""
 
     of: Callable[[KernelPlan], tuple[Described, ...]]
 

@@ -1,4 +1,4 @@
-"""plan: from a problem to the KernelPlan of each kernel: tile, alignment, what loads need no guard."""
+"""plan: Problem -> KernelPlan of each kernel: its tile, its alignment, and which loads need no mask."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from flexattn.graph.ranges import Range, index_ranges
 from flexattn.machine.target import Target
 from flexattn.options import LARGEST_TILE, option
 
-# Rows of a program where they are not aligned to 16 bytes. Fewer than 64 rows keep Triton from wgmma: fed from
-# registers it read outside of shared memory (H200, triton 3.6; D 33, 64, 130).
+# Maximum rows per program when rows are not aligned to 16 bytes. Below 64 rows Triton does not use wgmma. With operands
+# from registers, wgmma read out of bounds of shared memory (H200, triton 3.6; D 33, 64, 130).
 _UNALIGNED_ROWS = 32
 
 _NO_ARRAYS: Tensors = {}
@@ -37,9 +37,9 @@ def plan_kernel(
     spec: KernelSpec, problem: Problem, target: Target, tensors: Tensors, arrays: Tensors = _NO_ARRAYS,
     tile: Tile | None = None,
 ) -> KernelPlan:  # fmt: skip
-    """Plan one kernel of a problem; `tensors` are those of its spec, `arrays` the others that the engine passes.
+    """Plan one kernel of a problem. `tensors` are the spec's tensors, `arrays` are the engine's other buffers.
 
-    `tile` replaces the one in the tables, and is changed by options and limits as that would be.
+    `tile` replaces the tile from the tables. Options and limits still apply to it.
     """
     dims = {"q": problem.query.size(-1), "v": problem.value.size(-1)}
     D, Dv = (dims[name] for name in spec.dims)
@@ -53,7 +53,7 @@ def plan_kernel(
 
 
 def _with_products(plan: KernelPlan, problem: Problem, tensors: Tensors) -> KernelPlan:
-    """Return the plan of a kernel that computes scores: with mods, a mask, and a tile that fits."""
+    """Return the plan of a kernel that computes scores, with mods, a mask, and a tile that fits in shared memory."""
     mask, spec = problem.block_mask, plan.spec
     score, grad = _mod_plan(problem.score, "score", problem), None
     if spec.phase == "bwd" and problem.score is not None and problem.score_grad is not None:
@@ -69,17 +69,17 @@ def _with_products(plan: KernelPlan, problem: Problem, tensors: Tensors) -> Kern
     )  # fmt: skip
     plan = fit(plan)
     if _may_stream(plan, problem):
-        # A descriptor does not guard rows: where a tile passes the end of a block, it would load rows that no list
-        # contains, perhaps NaN. Past the end of the tensor it loads zeros.
+        # A descriptor load cannot mask rows. Past the end of the tensor it loads zeros, but past the end of a block
+        # it loads rows that are in no list and may be NaN.
         plan = replace(plan, tma=not plan.cuts_blocks and all(has_descriptor(tensors[n]) for n in spec.streams))
     plan = replace(plan, full_overhangs=mask is not None and mask.full_overhangs)
-    return fit(plan)  # descriptors have buffers of their own
+    return fit(plan)  # descriptor loads need more shared memory
 
 
 def _may_stream(plan: KernelPlan, problem: Problem) -> bool:
-    """Whether tiles may be loaded through TMA: on Hopper or later, with aligned rows, unless the user forbids it.
+    """Whether tiles may be loaded through TMA: on Hopper or later, with aligned rows, unless USE_TMA is False.
 
-    Batch-invariant kernels do not, because descriptors depend on strides and on the size of blocks.
+    Batch-invariant kernels do not use TMA, because its use depends on strides and on the block size.
     """
     wanted = option(problem.options, "USE_TMA", plan.spec.phase)
     capable = plan.target.backend == "cuda" and int(plan.target.arch) >= 90 and not plan.batch_invariant
@@ -88,14 +88,14 @@ def _may_stream(plan: KernelPlan, problem: Problem) -> bool:
 
 @lru_cache(512)
 def tile_key(plan: KernelPlan) -> TileKey:
-    """Return what the tile of a plan of the Triton engine is chosen by."""
+    """Return the key that selects the tile of a Triton engine plan."""
     graph = None if plan.score is None else plan.score.graph
     masked = plan.blocks is not None
     return _tile_key(plan.spec, plan.dtype, plan.precision, plan.D, plan.Dv, graph, masked, plan.aligned)
 
 
 def tile_origin(plan: KernelPlan) -> str:
-    """Return where the tile of a plan comes from, in words."""
+    """Return a description of where the tile of a plan comes from."""
     if plan.is_hopper or plan.spec.fixed_tile:
         return "measured on sm_90"
     choice = choose(tile_key(plan), plan.target, tuned=not plan.batch_invariant)
@@ -115,7 +115,7 @@ def _tile_key(
 def _tile(
     spec: KernelSpec, problem: Problem, target: Target, D: int, Dv: int, aligned: bool, tile: Tile | None
 ) -> Tile:
-    """Choose the tile: as given or from the tables, with kernel_options, within what Triton compiles correctly."""
+    """Return `tile` or the tile from the tables, changed by kernel_options and limited to what Triton compiles."""
     if spec.fixed_tile is not None:
         return spec.fixed_tile
     if tile is None:
@@ -129,10 +129,10 @@ def _tile(
     if not aligned:
         rows = "BLOCK_N" if spec.owns_keys else "BLOCK_M"
         tile = replace(tile, **{rows: min(getattr(tile, rows), _UNALIGNED_ROWS)})
-    if problem.dropout is not None and spec.owns_keys:  # with more D 256 has 1.3 to 2.4 KB of spills
+    if problem.dropout is not None and spec.owns_keys:  # larger tiles spill 1.3 to 2.4 KB at D 256
         tile = replace(tile, BLOCK_M=min(tile.BLOCK_M, 32), PARTIAL_M=0)
     if problem.score is not None and loads_by(problem.score.graph, "score"):
-        # A load whose address depends on a product cannot be pipelined: Triton 3.6 fails on it.
+        # Triton 3.6 cannot pipeline a load whose address depends on a dot product.
         tile = replace(tile, num_stages=1)
     return tile
 
@@ -146,7 +146,7 @@ def _with_options(tile: Tile, names: tuple[str, str], phase: Phase, problem: Pro
 
 @lru_cache(512)
 def score_kind(graph: ModGraph) -> str:
-    """Return which of KINDS a score_mod is."""
+    """Return the kind of a score_mod, one of KINDS."""
     (output,) = graph.outputs
     if output is None or not adds_to_score(graph, output):
         return "transforms"
@@ -162,7 +162,7 @@ def _precision(problem: Problem, target: Target) -> str:
     given = option(problem.options, "FLOAT32_PRECISION")
     if given is not None and given not in target.precisions:
         mend = f"Leave it out: {target} computes in {' or '.join(target.precisions)}."
-        raise OptionError(message("kernel_options['FLOAT32_PRECISION']", repr(given), f"what {target} has", mend))
+        raise OptionError(message("kernel_options['FLOAT32_PRECISION']", repr(given), f"one that {target} has", mend))
     if given is not None:
         return str(given)
     wanted = problem.query.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
@@ -170,20 +170,20 @@ def _precision(problem: Problem, target: Target) -> str:
 
 
 def _exact(problem: Problem) -> bool:
-    """Tell whether functions shall be as exact as torch's: as asked for, else for float32, whose users count digits."""
+    """Return whether functions are as accurate as torch's: the EXACT option, by default True for float32 only."""
     given = option(problem.options, "EXACT")
     return problem.query.dtype == torch.float32 if given is None else bool(given)
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Tell whether rows of the tensor can be read 16 bytes at a time."""
+    """Return whether rows of the tensor can be read 16 bytes at a time."""
     unit = 16 // tensor.element_size()
     strides = tensor.stride()
     return all(s % unit == 0 for s in strides[:-1]) and tensor.data_ptr() % 16 == 0
 
 
 def has_descriptor(tensor: Tensor) -> bool:
-    """Tell whether TMA can address the tensor: no dim of several elements is an expanded one."""
+    """Return whether TMA can address the tensor: no dim with more than one element is expanded."""
     return all(n == 1 or 0 < s < 1 << 38 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
@@ -192,11 +192,12 @@ def _mod_plan(mod: BoundMod | None, role: str, problem: Problem) -> ModPlan | No
         return None
     layouts = tuple(_layout(t) for t in mod.captures)
     plan = ModPlan(mod.graph, role, layouts, tuple(number_type(n) for n in mod.numbers))
-    # Only for loads of each place: a guard of rows or columns costs nothing, and a bit more would be a kernel more.
+    # Only for loads per (q, kv) pair. Masking a load per row or per column is free, and each distinct value of these
+    # fields compiles another kernel.
     loads = loads_each_place(mod.graph)
     if not loads:
         return plan
-    # A tile may pass the last row or column by less than its own size.
+    # A tile may extend past the last row or column by less than its own size.
     B, H, M, N = *problem.query.shape[:3], problem.key.size(2)
     whole = problem.block_mask is None or not any(size % LARGEST_TILE for size in problem.block_mask.BLOCK_SIZE)
     tiled = [n if whole and n % LARGEST_TILE == 0 else n + LARGEST_TILE - 1 for n in (M, N)]
@@ -228,7 +229,7 @@ def _layout(tensor: Tensor) -> CaptureLayout:
 
 
 def number_type(number: int | float) -> str:
-    """Return the Triton type that a lifted number is passed as."""
+    """Return the Triton type of a lifted number."""
     if isinstance(number, float):
         return "fp32"
     return "i32" if -(1 << 31) <= number < 1 << 31 else "i64"

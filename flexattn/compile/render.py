@@ -1,4 +1,4 @@
-"""render: KernelPlan -> KernelSource, the templates filled with the plan's constants and its lowered mods."""
+"""render: KernelPlan -> KernelSource. The templates are rendered with the plan's constants and lowered mods."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flexattn.graph.dependence import loads_by
 
 @lru_cache(512)
 def render(plan: KernelPlan) -> KernelSource:
-    """Return the source of a plan's kernel: a Python file that reads as a Triton program, and how to compile it."""
+    """Return the source of a plan's kernel, with its compile options."""
     names = _names(plan) | (hopper_names(plan) if plan.is_hopper else _triton_names(plan))
     text = environment().get_template(f"{plan.kernel}.py.jinja").render(names)
     arguments = plan.spec.arguments(plan)
@@ -42,7 +42,7 @@ def render(plan: KernelPlan) -> KernelSource:
 
 
 def _names(plan: KernelPlan) -> dict[str, object]:
-    """Return what the templates of a plan's kernel refer to."""
+    """Return the variables of the templates of a plan's kernel."""
     score = plan.score.argument_names() if plan.score else ()
     mask = plan.mask.argument_names() if plan.mask else ()
     return {
@@ -50,7 +50,7 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         # What the kernel computes.
         "has_score": plan.score is not None,  # score_mod is called
         "has_mask": plan.mask is not None,  # mask_mod is called for partial runs
-        "has_blocks": plan.blocks is not None,  # the lists of a BlockMask are walked
+        "has_blocks": plan.blocks is not None,  # the kernel iterates over the block lists of a BlockMask
         "has_dropout": plan.has_dropout, "has_sink": "sink" in plan.features, "has_dlse": "dlse" in plan.features,
         "features": plan.features,  # names of all optional parts
         "max_scores": "max_scores" in plan.features,  # the forward stores the maximum of each row too
@@ -70,7 +70,7 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "stream_arguments": _stream_arguments(plan),  # of the inner loop: addresses of streamed tiles
         "partial_arguments": tuple(_partial_name(plan, n) for n in _stream_arguments(plan)),  # the same in partial runs
         **_scatter_names(plan),
-        # Lists of names as text.
+        # Functions that format lists of names.
         "each": _each, "names": _joined,
     }  # fmt: skip
 
@@ -81,17 +81,19 @@ def _triton_names(plan: KernelPlan) -> dict[str, object]:
 
 
 def _parameters(plan: KernelPlan) -> str:
-    """Return the kernel's parameters as the lines of its definition."""
+    """Return the kernel's parameter list, wrapped to the line length."""
     names = " ".join(f"{a.name}," for a in plan.spec.arguments(plan))
     return textwrap.fill(names, 110, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def _scatter_names(plan: KernelPlan) -> dict[str, object]:
-    """Return what the templates refer to for gradients of captured tensors.
+    """Return the template variables for gradients of captured tensors.
 
-    sums: float, integer or sizes (scatter.SUMS). scatter_arguments: of the kernel; scatter_values: the same as lowered
-    functions take them, and scatter_loads: (value, pointer) of those that are loaded once. sizes and contributions:
-    names of sums over a row and over the batch. carried: accumulators of the inner loop.
+    - sums: "float", "integer" or "sizes" (KernelPlan.sums).
+    - scatter_arguments: arguments of the kernel. scatter_values: the same as passed to the lowered functions.
+      scatter_loads: (value, pointer) of the arguments that are loaded once.
+    - sizes and contributions: names of sums over a row and over the batch.
+    - carried: accumulators of the inner loop.
     """
     makes_dq = "dq" in plan.spec.gradients
     parts = tuple(f"dq_{p.index}" for p in split_head_dim(plan.D)) if makes_dq else ()
@@ -132,10 +134,10 @@ def _mods(plan: KernelPlan) -> list[str]:
 
 
 def _most_registers(plan: KernelPlan) -> int | None:
-    """Return the limit of a thread's registers, None where the compiler is free.
+    """Return the limit on registers per thread, or None for no limit.
 
-    With 168 three programs of 4 warps share a multiprocessor. Integer sums along diagonals would take 181 at D 64:
-    T5's dQ took 2.06 ms with them (8x32x2048, H200), with the limit 1.6.
+    With 168 registers, three programs of 4 warps fit on an SM. Without a limit, integer sums along diagonals use 181 at
+    D 64. T5's dQ took 2.06 ms without the limit and 1.6 ms with it (8x32x2048, H200).
     """
     if plan.sums != "integer" or plan.grad is None or not adds_along_diagonals(plan.grad.graph):
         return None
@@ -144,23 +146,23 @@ def _most_registers(plan: KernelPlan) -> int | None:
 
 
 def _dropout_arguments(plan: KernelPlan) -> tuple[str, ...]:
-    """Return what the inner loop needs to know which weights are dropped, beside places."""
+    """Return the inner loop's arguments for dropout, besides the positions."""
     first = ("n0",) if plan.transposed else ("m0",) if plan.is_forward else ()
     return ("seed", *first, "drop_below", "keep_scale", "heads_q") if plan.has_dropout else ()
 
 
 def _streamed(plan: KernelPlan) -> str:
-    """Return the index that grows in the inner loop."""
+    """Return the index that the inner loop iterates over."""
     return "q_idx" if plan.transposed else "kv_idx"
 
 
 def _each(pattern: str, parts: tuple[Part, ...]) -> str:
-    """Return the pattern for each part of a head dim, with the part's number in place of %."""
+    """Return the pattern for each part of a head dim, comma-separated, with % replaced by the part's index."""
     return ", ".join(pattern.replace("%", str(p.index)) for p in parts)
 
 
 def _joined(names: tuple[str, ...]) -> str:
-    """Return arguments of a list that goes on."""
+    """Return the names for the start of an argument list, each followed by a comma."""
     return "".join(f"{n}, " for n in names)
 
 
@@ -169,7 +171,7 @@ def _partial_name(plan: KernelPlan, argument: str) -> str:
 
 
 def _stream_arguments(plan: KernelPlan) -> tuple[str, ...]:
-    """Return what the inner loop needs to address the tiles that it streams."""
+    """Return the inner loop's arguments that address the streamed tiles."""
     first, second, rows = ("q", "do", "m") if plan.transposed else ("k", "v", "n")
     if plan.tma:
         names = tuple(a.name for a in plan.spec.arguments(plan) if a.is_descriptor and "partial" not in a.name)

@@ -1,9 +1,9 @@
-"""row_bounds: the text of a mask_mod as two comparisons for each place, where a row attends to an interval.
+"""row_bounds: the text of a mask_mod as two comparisons per (q, kv) pair, if each row attends to an interval.
 
-Causal, sliding, prefix-LM and document masks are such; of other masks the conjuncts that are (`graph/row_bounds.py`
-decides). What bounds a row is computed once for it, in whatever operations the user wrote; for each place of a thread
-two comparisons with a constant are left (the columns of a thread are `near` + `offset`). Written out, a causal document
-mask takes six.
+This applies to causal, sliding-window, prefix-LM and document masks, and to the conjuncts of other masks that are
+intervals (`graph/row_bounds.py`). The bounds are computed once per row, in the operations that the user wrote. Each
+pair then takes two comparisons with a constant, because the columns of a thread are `near` + `offset`. A causal
+document mask would otherwise take six.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from flexattn.graph.row_bounds import (
     row_bounds,
 )  # fmt: skip
 
-_FAR = 2**30  # beyond all lengths, and no sum of two wraps around
+_FAR = 2**30  # above all lengths; a sum of two does not overflow
 
-Ends = tuple[str | None, str | None]  # texts of the first column and of that behind the last; None: no bound
+Ends = tuple[str | None, str | None]  # texts of the first column and of the last + 1; None: no bound
 
 
 def lower_row_bounds(mod: ModPlan, function: str, dialect: Dialect, *, limited: bool, rows: bool) -> str:
     """Return the text of a mask_mod that takes its columns as `near` and `offset`.
 
-    `limited`: it also takes `limit`, which columns are below. `rows`: it takes `row`, the rows that attend at all.
+    With `limited` it takes `limit`, which all columns are below. With `rows` it takes `row`: which rows attend at all.
     """
     writer = _RowBounds(mod, dialect)
     low, high = writer.ends(row_bounds(mod.graph, dialect.columns))
@@ -49,7 +49,7 @@ def lower_row_bounds(mod: ModPlan, function: str, dialect: Dialect, *, limited: 
 
 
 class _RowBounds(Writer):
-    """Writes the intervals of a mask's rows, with the conditions that are none apart."""
+    """Writes the intervals of a mask's rows. Conditions that are not intervals are collected separately."""
 
     def __init__(self, mod: ModPlan, dialect: Dialect) -> None:
         super().__init__(mod, dialect)
@@ -79,11 +79,11 @@ class _RowBounds(Writer):
                 return self.combined("minimum", low, other_low), self.combined("maximum", high, other_high)
 
     def combined(self, function: str, x: str | None, y: str | None) -> str | None:
-        """Return the minimum or maximum of two bounds, one of which may not exist."""
+        """Return the minimum or maximum of two bounds. None means no bound."""
         return x if y is None else y if x is None else self.assign(f"tl.{function}({x}, {y})")
 
     def _bound(self, solved: Solved) -> str:
-        """Write a bound, in any width of its terms."""
+        """Write a bound. It is summed in int64 and clamped, so no term can overflow."""
         terms = [
             f" {'+' if factor > 0 else '-'} tl.cast({self.value(n)}, tl.int64)"
             for n, factor in solved.bound.terms for _ in range(abs(factor))

@@ -1,4 +1,4 @@
-"""scalars: the numbers that kernels receive: lengths, heads, strides of lists, scales."""
+"""scalars: the scalar arguments of kernels: lengths, heads, strides of block lists, scales."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ def mask_of(problem: Problem) -> BlockMask:
 
 
 def padded(rows: int) -> int:
-    """Return the rows of a head in arrays that backward kernels read without a guard; tiles may begin at any row."""
+    """Return the rows per head of arrays that backward kernels read without a mask; tiles may start at any row."""
     return -(-rows // LARGEST_TILE) * LARGEST_TILE + LARGEST_TILE
 
 
 def heads_per_group(head_bytes: int, l2: int, heads: int) -> int:
-    """Return how many heads to work on at a time, so that what they stream stays in L2.
+    """Return how many heads to process at a time, so that their streamed tensors stay in L2.
 
-    Groups are about even: of 16 heads in groups of 3 the last one alone would leave most programs idle at the end.
+    Groups have about the same size. With 16 heads in groups of 3, the last group would have one head, and most SMs
+    would be idle at the end.
     """
     most = max(1.0, l2 * 0.6 / max(1, head_bytes))
     groups = max(1, round(heads / most))
@@ -36,7 +37,7 @@ def heads_per_group(head_bytes: int, l2: int, heads: int) -> int:
 
 
 def _heads(plan: KernelPlan, problem: Problem) -> int:
-    """Return the heads that programs own tiles of."""
+    """Return the number of heads, over all batches, whose tiles are assigned to programs."""
     B, Hq = problem.query.shape[:2]
     if plan.transposed:
         return problem.key.size(0) * problem.key.size(1)
@@ -44,7 +45,7 @@ def _heads(plan: KernelPlan, problem: Problem) -> int:
 
 
 def tiles_of(plan: KernelPlan, problem: Problem) -> int:
-    """Return the tiles of all heads that programs own."""
+    """Return the number of tiles assigned to programs, over all heads."""
     rows = (problem.key if plan.transposed else problem.query).size(2)
     if plan.spec.fills_padding:
         return padded(rows) // plan.tile.BLOCK_M * _heads(plan, problem)
@@ -63,13 +64,13 @@ def _group_size(plan: KernelPlan, problem: Problem) -> int:
 
 
 def _qk_scale(plan: KernelPlan, problem: Problem) -> float:
-    # The forward's maximum needs a positive factor: the sign, or a scale of zero, is applied to q there.
+    # The forward's running maximum needs a positive factor. It applies the sign, or a scale of zero, to q.
     scale = problem.scale
     return (abs(scale) * LOG2E or 1.0) if plan.is_forward else scale * LOG2E
 
 
 def _blocks(plan: KernelPlan, problem: Problem) -> int:
-    """Return the rows of blocks of the lists."""
+    """Return the number of block lists per head."""
     rows = (problem.key if plan.transposed else problem.query).size(2)
     return -(-rows // mask_of(problem).BLOCK_SIZE[plan.transposed])
 
@@ -89,7 +90,7 @@ def _dropout(problem: Problem) -> Dropout:
     return problem.dropout
 
 
-# Triton type and value of each number that kernels receive.
+# Triton type and value of each scalar argument.
 SCALARS: dict[str, tuple[str, Callable[[KernelPlan, Problem], int | float]]] = {
     "tiles": ("i32", tiles_of),
     "M": ("i32", lambda plan, problem: problem.query.size(2)),

@@ -1,8 +1,8 @@
-"""scatter: gradient graph -> the text of the function that adds the gradients of captured tensors into their buffers.
+"""scatter: gradient graph -> text of the function that adds the gradients of captured tensors to their buffers.
 
-Each use of a captured tensor (a site) has an index and a gradient for every score of a tile. Before anything is added
-in memory it is summed over what the index does not depend on: rows, columns, or the places with equal q_idx - kv_idx.
-What is added are floats, in any order, or integers, whose sum is the same in every order (`capture_sums.py`).
+Each use of a captured tensor (a site) has an index and a gradient for every score of a tile. Before the atomic adds,
+the gradient is summed over everything that the index does not depend on: rows, columns, or positions with equal
+q_idx - kv_idx. The sums are floats, or integers whose sum does not depend on the order (`capture_sums.py`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from flexattn.graph.nodes import Load
 
 
 def scatter_captures(graph: ModGraph) -> tuple[int, ...]:
-    """Return the captured tensors that receive a gradient, each once, in order."""
+    """Return the positions of the captured tensors that receive a gradient, sorted and without duplicates."""
     return tuple(sorted({graph.loads[s].capture for s in graph.sites}))
 
 
-# |contribution| in units of an integer sum: what is larger is no number, or the sum's scale is wrong.
+# Largest |contribution| to an integer sum, in steps. A larger one is not a number, or the scale is wrong.
 LARGEST_UNITS = 2.0**60
-# How captured gradients are summed: the arguments of each captured tensor (what its buffer holds first), and what adds
-# `value` at `pointers`. "sizes" adds nothing: it finds how large a row's contributions are.
+# By KernelPlan.sums: the kernel arguments of each captured tensor (its buffer first), and the statement that adds
+# `value` at `pointers`. "sizes" has no statement: it computes the magnitude of a row's contributions.
 _BUFFERS: dict[str, tuple[tuple[str, str], ...]] = {
     "float": (("grad_ptr", "*fp32"),),
     "integer": (("grad_ptr", "*i64"), ("scale_ptr", "*fp32"), ("lost_ptr", "*i32")),
@@ -42,7 +42,7 @@ _ADD = {
 
 
 def capture_sum_arguments(mod: ModPlan, sums: str) -> tuple[Argument, ...]:
-    """Return the arguments that describe the buffers of gradients of captured tensors; the last stride is 1."""
+    """Return the arguments for the gradient buffers of captured tensors. Their last stride is 1."""
     found: list[Argument] = []
     for position in scatter_captures(mod.graph):
         name, layout = mod.capture_name(position), mod.layouts[position]
@@ -73,15 +73,15 @@ def _contiguous_stride(mod: ModPlan, position: int, d: int) -> FromShapes:
 
 
 def scatter_arguments(mod: ModPlan, sums: str) -> tuple[tuple[str, str], ...]:
-    """Return (name, Triton type) of these arguments."""
+    """Return (name, Triton type) of each argument of `capture_sum_arguments`."""
     return tuple((a.name, a.type) for a in capture_sum_arguments(mod, sums))
 
 
 def needs_live(mod: ModPlan) -> bool:
-    """Tell whether a site must know which places are live.
+    """Return whether a site needs `live`.
 
-    It need not where it receives the gradient of the score as it is, which is 0 elsewhere, and its index reads no other
-    captured tensor at each place, which it may not do elsewhere.
+    It does not if it receives the unchanged gradient of the score, which is 0 where `live` is false, and its index does
+    not load from another captured tensor per (q, kv) pair, which is allowed only where `live` is true.
     """
     graph = mod.graph
     passed = all(o is not None and graph.is_input(o, "grad") for o in graph.outputs[1:])
@@ -89,26 +89,26 @@ def needs_live(mod: ModPlan) -> bool:
 
 
 def scatter_loads(mod: ModPlan, sums: str) -> tuple[tuple[str, str], ...]:
-    """Return (value, pointer) of the numbers that a program reads once for all of its tiles."""
+    """Return (value, pointer) of the scalars that a program loads once for all of its tiles."""
     pointers = [name for name, _ in scatter_arguments(mod, sums) if name.endswith("_scale_ptr")]
     return tuple((pointer.removesuffix("_ptr"), pointer) for pointer in pointers)
 
 
 def scatter_values(mod: ModPlan, sums: str) -> tuple[str, ...]:
-    """Return what the lowered function is given for the arguments: pointers, and numbers in place of theirs."""
+    """Return the names that the lowered function receives: the arguments, with loaded scalars instead of pointers."""
     loaded = {pointer: value for value, pointer in scatter_loads(mod, sums)}
     return tuple(loaded.get(name, name) for name, _ in scatter_arguments(mod, sums))
 
 
 def size_names(mod: ModPlan) -> tuple[str, ...]:
-    """Return the names of the sizes that `lower_sizes` gives: one for each captured tensor."""
+    """Return the names of the results of the function of `lower_sizes`, one per captured tensor."""
     return tuple(f"{mod.capture_name(i)}_size" for i in scatter_captures(mod.graph))
 
 
 def lower_sizes(mod: ModPlan, function: str, dialect: Dialect) -> str:
-    """Return the text of a function that gives the sum of the sizes of each row's contributions to a captured tensor.
+    """Return the text of a function that returns each row's sum of |contribution| for every captured tensor.
 
-    It has the parameters of `lower_scatter`'s, and gives a tuple of [BLOCK_M] for the captured tensors in order.
+    Its parameters are those of `lower_scatter`. It returns a tuple with one [BLOCK_M] block per captured tensor.
     """
     graph, writer = mod.graph, Writer(mod, dialect)
     buffers = [n for n, _ in scatter_arguments(mod, "sizes")]
@@ -122,10 +122,10 @@ def lower_sizes(mod: ModPlan, function: str, dialect: Dialect) -> str:
 
 
 def lower_scatter(mod: ModPlan, function: str, dialect: Dialect, sums: str) -> str:
-    """Return the text of a function that adds the gradient of each captured tensor into its buffer.
+    """Return the text of a function that adds the gradient of each captured tensor to its buffer.
 
-    `live` is None where the gradient of the score is 0 wherever the place is not live; m0 and n0 are the first q_idx
-    and kv_idx of the tile, which has queries along axis 0 and keys along axis 1.
+    `live` is None if no site needs it (`needs_live`). m0 and n0 are the first q_idx and kv_idx of the tile, which has
+    queries along axis 0 and keys along axis 1.
     """
     graph = mod.graph
     writer = Writer(mod, dialect)
@@ -149,9 +149,9 @@ def lower_scatter(mod: ModPlan, function: str, dialect: Dialect, sums: str) -> s
 
 @lru_cache(512)
 def same_in_all_batches(graph: ModGraph) -> bool:
-    """Tell whether every site adds at each place, to a cell that all batches share: they are summed over these first.
+    """Return whether every site adds per (q, kv) pair to an element that all batches share.
 
-    Along diagonals little is added to memory anyway.
+    Such gradients are summed over the batch first. Diagonal sums are excluded: they need few atomic adds anyway.
     """
     own = {"b", "score", "grad"}
     return bool(graph.sites) and all(
@@ -162,17 +162,17 @@ def same_in_all_batches(graph: ModGraph) -> bool:
 
 @lru_cache(512)
 def without_sites(graph: ModGraph) -> ModGraph:
-    """Return a gradient graph that has the gradient of the score alone."""
+    """Return the gradient graph with only the gradient of the score."""
     return replace(graph, sites=(), outputs=graph.outputs[:1])
 
 
 def contribution_names(mod: ModPlan) -> tuple[str, ...]:
-    """Return the names of what each site of a gradient graph receives from the places of a tile."""
+    """Return the names of the contributions of a tile, one per site of the gradient graph."""
     return tuple(f"d{i}" for i in range(len(mod.graph.sites)))
 
 
 def lower_contributions(mod: ModPlan, function: str, dialect: Dialect) -> str:
-    """Return the text of a function that gives what each site receives from each place, a tuple."""
+    """Return the text of a function that returns a tuple with the contributions of a tile to each site."""
     writer = Writer(mod, dialect)
     body = [line for i in range(len(mod.graph.sites)) for line in _contribution(writer, i)]
     result = f"return ({', '.join(contribution_names(mod))},)"
@@ -180,7 +180,7 @@ def lower_contributions(mod: ModPlan, function: str, dialect: Dialect) -> str:
 
 
 def lower_additions(mod: ModPlan, function: str, dialect: Dialect, sums: str) -> str:
-    """Return the text of a function that adds sums of contributions of live places into the buffers."""
+    """Return the text of a function that adds sums of contributions to the buffers where `live` is true."""
     buffers = list(scatter_values(mod, sums))
     arguments = ", ".join((*mod.argument_names(), *buffers))
     body = [line for i in range(len(mod.graph.sites)) for line in _add(mod, i, f"{function}_place{i}", arguments, sums)]
@@ -190,13 +190,13 @@ def lower_additions(mod: ModPlan, function: str, dialect: Dialect, sums: str) ->
 
 
 def _places(mod: ModPlan, dialect: Dialect, function: str, buffers: list[str]) -> list[str]:
-    """Return the texts of the functions that give the address of each site."""
+    """Return the texts of the functions that compute the address of each site."""
     sites = [(mod.graph.loads[site], site) for site in mod.graph.sites]
     return [_place(mod, dialect, *of, f"{function}_place{i}", buffers) for i, of in enumerate(sites)]
 
 
 def _add(mod: ModPlan, i: int, place: str, arguments: str, sums: str) -> list[str]:
-    """Return statements that add d{i} at the addresses of its places."""
+    """Return statements that add d{i} to the buffer of its site."""
     graph, site = mod.graph, mod.graph.sites[i]
     name = mod.capture_name(graph.loads[site].capture)
     pointers, inside = (f"tl.broadcast_to({x}, d{i}.shape)" for x in ("pointers", "inside"))
@@ -208,7 +208,7 @@ def _add(mod: ModPlan, i: int, place: str, arguments: str, sums: str) -> list[st
 
 
 def _contribution(writer: Writer, i: int) -> list[str]:
-    """Return statements that give d{i}, what the i-th site receives from each place of the tile."""
+    """Return statements that compute d{i}, the contributions of the tile to the i-th site."""
     output = writer.graph.outputs[1 + i]
     assert output is not None
     return [
@@ -219,19 +219,19 @@ def _contribution(writer: Writer, i: int) -> list[str]:
 
 
 def adds_along_diagonals(graph: ModGraph) -> bool:
-    """Tell whether the gradients of a graph's captured tensors are first summed along the diagonals of a tile."""
+    """Return whether the gradient of any captured tensor is first summed along the diagonals of a tile."""
     return any(_along_diagonals(graph, site) for site in graph.sites)
 
 
 def _along_diagonals(graph: ModGraph, site: int) -> bool:
-    """Tell whether the index of a site is the same along diagonals, and read from nothing but q_idx and kv_idx."""
+    """Return whether the index of a site is constant along diagonals and computed without loads per (q, kv) pair."""
     if not each_place(graph, site) or graph.dependence[site] & {"score", "grad"}:
         return False
     return all(shift_invariant(graph)[a] and not after_loads_each_place(graph)[a] for a in graph.loads[site].args)
 
 
 def _place(mod: ModPlan, dialect: Dialect, node: Load, site: int, function: str, buffers: list[str]) -> str:
-    """Return the text of a function that gives the address of a site in its buffer, and whether it is inside."""
+    """Return the text of a function that returns the address of a site in its buffer, and whether it is in bounds."""
     writer = Writer(mod, dialect)
     position = node.capture
     name, layout = mod.capture_name(position), mod.layouts[position]
@@ -246,7 +246,7 @@ def _place(mod: ModPlan, dialect: Dialect, node: Load, site: int, function: str,
 
 
 def _add_diagonals(i: int, place: str, arguments: str, one_cell: bool, adder: str, name: str) -> list[str]:
-    """Return statements that add the sums of the diagonals of each 8 x 8 block."""
+    """Return statements that add the diagonal sums of each 8 x 8 block."""
     add = adder.format(pointers="pointers", value="sums", inside="inside & diagonal", name=name)
     add_whole = adder.format(pointers="corner", value="whole", inside="corner_inside", name=name)
     text = [
@@ -255,7 +255,7 @@ def _add_diagonals(i: int, place: str, arguments: str, one_cell: bool, adder: st
     ]
     if not one_cell:
         return [*text, add]
-    # A clamped or bucketed distance sends most tiles as a whole to one cell.
+    # With a clamped or bucketed distance, most tiles add to a single element.
     return [
         *text,
         "q_first, kv_first = m0 + tl.arange(0, 1)[:, None], n0 + tl.arange(0, 1)[None, :]",

@@ -1,4 +1,4 @@
-"""schedule: which kernels a forward and a backward run, in which order, and in which form."""
+"""schedule: which kernels a forward and a backward run, in which order, and whether as Triton or Hopper kernels."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _NO_ARRAYS: Tensors = {}
 
 @dataclass(frozen=True)
 class KernelProblems:
-    """One problem in the forms that kernels see.
+    """One problem, in a variant for each group of kernels.
 
-    The mask uses runs of equal elements along the rows that a kernel's programs own, where these are known. Gradients
-    of captured tensors that are summed over the batch belong to kernels of their own.
+    If runs of equal elements are known, mask_mod reads them for the axis that programs own. Gradients of captured
+    tensors that are summed over the batch are computed by separate kernels.
     """
 
     owns_queries: Problem
@@ -52,7 +52,7 @@ class KernelProblems:
         return KernelProblems(_without_captures(by_query), _without_captures(by_key), by_query)
 
     def seen_by(self, spec: KernelSpec) -> Problem:
-        """Return the problem that a kernel computes a part of."""
+        """Return the variant for a kernel."""
         if spec.captures in ("adds over batch", "sizes"):
             return self.of_captures
         return self.owns_keys if spec.owns_keys else self.owns_queries
@@ -70,19 +70,19 @@ def _without_captures(problem: Problem) -> Problem:
 
 
 def sums_over_batch(problem: Problem) -> bool:
-    """Whether captured tensors receive a gradient for each score, in elements that all batches share."""
+    """Whether captured tensors receive a gradient per (q, kv) pair, in elements that all batches share."""
     graph, mask = problem.score_grad, problem.block_mask
     if graph is None or not graph.sites or problem.query.size(0) == 1 or problem.dropout is not None:
-        return False  # fast path: this runs in each forward and backward
+        return False  # the common case, checked in each forward and backward
     one_mask = mask is None or (mask.B == 1 and problem.mask is not None and not problem.mask.graph.reads("b"))
     return one_mask and same_in_all_batches(graph)
 
 
 def backward_kernels(problems: KernelProblems, tensors: Tensors, target: Target) -> tuple[KernelSpec, ...]:
-    """Return the kernels that follow DELTA, in order: FUSED, or those of PAIR whose gradients are among `tensors`.
+    """Return the kernels that run after DELTA, in order: FUSED, or the kernels of PAIR whose outputs are in `tensors`.
 
-    Gradients of captured tensors come with dQ or have a kernel of their own. SIZES runs before them if they are summed
-    as integers and nothing bounds them.
+    Gradients of captured tensors are computed by DQ or by a separate kernel. SIZES runs first if they are summed as
+    integers and have no known bound.
     """
     possible = tuple(spec for spec in PAIR if tensors.keys() >= set(spec.tensors))
     captures = problems.of_captures
@@ -105,10 +105,10 @@ def _fused_or_pair(
 def plan_best_form(
     spec: KernelSpec, problem: Problem, target: Target, tensors: Tensors, arrays: Tensors = _NO_ARRAYS
 ) -> tuple[KernelPlan, str | None]:
-    """Plan a portable kernel in its Hopper form where that can run it, and return the reason where it cannot.
+    """Plan one kernel, as a Hopper kernel if possible. Also return the reason if not, else None.
 
-    The plan's spec is that of the Hopper form then. `problem` is the one that the kernel sees. Raises UnsupportedError
-    where BACKEND requires Hopper's kernels and there is a reason against them.
+    `problem` is the kernel's variant (`KernelProblems.seen_by`). Raises UnsupportedError if BACKEND is "HOPPER" and no
+    Hopper kernel can compute it.
     """
     if spec is HOPPER_BACKWARD:
         fused = _plan_fused(problem, target, tensors)
@@ -129,7 +129,7 @@ def plan_best_form(
 def plan_with_tile(
     spec: KernelSpec, problem: Problem, target: Target, tensors: Tensors, tile: Tile
 ) -> KernelPlan | None:
-    """Plan a kernel of the Triton engine with this tile; None where it cannot have it."""
+    """Plan a kernel of the Triton engine with this tile. Return None if options or limits change the tile."""
     plan = plan_kernel(spec, problem, target, tensors, tile=tile)
     return plan if plan.tile == tile else None
 

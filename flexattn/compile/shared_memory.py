@@ -1,7 +1,8 @@
-"""shared_memory: how much of it a plan takes, and the largest tile that fits.
+"""shared_memory: how much shared memory a plan needs, and the largest tile that fits.
 
-What passes through shared memory in Triton's kernels goes by the units that compute the products: each has a function
-here, which adds up the fullest moment of the inner loop. Read off the buffers that Triton allocates; 3.6 and 3.7 agree.
+What Triton's kernels keep in shared memory depends on the units that compute the products. Each unit has a function
+here, which adds up the peak of the inner loop. The rules were read off the buffers that Triton allocates. 3.6 and 3.7
+agree.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from flexattn.errors import CompileError, message
 from flexattn.graph.dependence import PLACES
 
 _FEWEST_ROWS = 8
-_ALIGNMENT = 1024  # of the operands of wgmma and tcgen05
+_ALIGNMENT = 1024  # bytes; of wgmma and tcgen05 operands
 
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Bytes of the tiles of a program of the Triton engine, by parts of a head dim where they have such."""
+    """Bytes of the tiles of a Triton engine program; tuples have one entry per part of a head dim."""
 
-    held: tuple[int, ...]  # what it owns: q, in dQ also dO, in dK/dV k and v
+    held: tuple[int, ...]  # kept for the whole loop: q, in dQ also dO, in dK/dV k and v
     first: tuple[int, ...]  # streamed, for the scores: k, in dK/dV q
     second: tuple[int, ...]  # streamed: v, in dK/dV dO
-    scores: int  # weights or their gradient as an operand of the next product
-    rows: int  # lse or delta of what dK/dV streams
-    stages: int  # 1: nothing is loaded ahead
+    scores: int  # weights or their gradient, as an operand of the next product
+    rows: int  # lse or delta of the rows that dK/dV streams
+    stages: int  # 1: loads are not pipelined
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -44,7 +45,7 @@ class _Tiles:
 
 
 def _tiles(plan: KernelPlan, size: int) -> _Tiles:
-    """Return the tiles of a plan whose operands have `size` bytes an element in shared memory."""
+    """Return the tiles of a plan whose operands have `size` bytes per element in shared memory."""
     t, own, streamed = plan.tile, own_rows(plan), streamed_rows(plan)
     dims = [tuple(size * p.width for p in split_head_dim(d)) for d in (plan.D, plan.Dv)]
     held = dims[0] if plan.is_forward else dims[0] + dims[1]
@@ -57,7 +58,7 @@ def _tiles(plan: KernelPlan, size: int) -> _Tiles:
 
 
 def _read_again(plan: KernelPlan, t: _Tiles) -> tuple[tuple[int, ...], ...]:
-    """Return the streamed tiles that are operands of the last products, which add to what the program computes."""
+    """Return the streamed tiles that are operands of the last products, which update the accumulators."""
     return (t.second,) if plan.is_forward else (t.first, t.second) if plan.transposed else (t.first,)
 
 
@@ -70,7 +71,7 @@ def streamed_rows(plan: KernelPlan) -> int:
 
 
 def _loads_ahead(plan: KernelPlan) -> bool:
-    """Whether tiles are loaded some steps ahead: on most cards such loads have at least 4 bytes."""
+    """Whether loads of tiles are pipelined. Most GPUs need at least 4 contiguous bytes per load for that."""
     return plan.target.loads_ahead and _copies(plan)
 
 
@@ -80,26 +81,26 @@ def _copies(plan: KernelPlan) -> bool:
 
 
 def _fma(plan: KernelPlan) -> int:
-    """Products without matrix units: operands are float32, and all pass through shared memory."""
+    """Products without matrix units. All operands are float32 and pass through shared memory."""
     t = _tiles(plan, 4)
     first, second, held, exchanged = sum(t.first), sum(t.second), sum(t.held), _exchanged(plan)
     ahead = (t.stages - 1) * (t.streamed + t.rows)
-    if ahead and plan.tma:  # what is read transposed is copied once more
+    if ahead and plan.tma:  # tiles that are also read transposed are copied once more
         copied = first if plan.is_forward else max(first, second) + t.scores if plan.transposed else first + second
         return held + ahead + max(copied, t.scores) + _barriers(plan) + exchanged
     if ahead:
         return held + ahead + t.scores + 4 * own_rows(plan) + exchanged
     if plan.dtype.itemsize < 4:  # converted just before each product
-        # The scores stay for the second part of the next product.
+        # The scores stay live for the second part of the next product.
         scores = (t.scores + part[0] for part in _read_again(plan, t) if len(part) > 1)
         return held + max(*t.parts, *scores, t.scores)
     if plan.is_forward:
         return held + max(first, t.scores + max(t.second), exchanged) + 4 * own_rows(plan)
     if not plan.transposed:
         before, places = _exchanged_before(plan), own_rows(plan) * streamed_rows(plan)
-        beside = before if places <= 256 else 0  # in tiles of 16 x 16, while the last operand is there
+        beside = before if places <= 256 else 0  # 16 x 16 tiles: exchanged while the last operand is live
         return held + first + max(second + beside, t.scores + _exchanged_after(plan), before) + _barriers(plan)
-    # Rows that give each thread 16 bytes lie in registers as the last products want them.
+    # If rows have 16 bytes for each thread, they are already in the register layout of the last products.
     if max(t.parts) // streamed_rows(plan) >= 512 * plan.tile.num_warps and not plan.tma:
         return held + max(first, second) + max(t.scores, exchanged)
     at_once = t.first[0] + max(first - t.first[0], max(t.second)) if plan.tma else first + second
@@ -107,15 +108,15 @@ def _fma(plan: KernelPlan) -> int:
 
 
 def _mma(plan: KernelPlan) -> int:
-    """Products of a warp each: operands in registers, read from the tiles; what is loaded at once is stored for it."""
+    """mma.sync: operands are read from tiles in shared memory into registers. Other loads are stored there first."""
     t = _tiles(plan, plan.dtype.itemsize)
     first, second, held = sum(t.first), sum(t.second), sum(t.held)
     scores, exchanged = _scores_of_warps(plan, t), _exchanged(plan)
-    # What was loaded element by element is converted in pieces: 16 bytes for each thread, twice where warps share rows.
+    # Tiles loaded element by element are converted in pieces: 16 bytes per thread, 32 if warps share rows.
     of_threads = (32 if scores else 16) * plan.target.warp_size * plan.tile.num_warps
     piece = max(t.parts) if _copies(plan) else max(t.scores, of_threads)
     widest = min(max(t.parts), piece)
-    # Without TMA a float32 tile that is also read transposed has no one layout: it is loaded at once, and converted.
+    # Without TMA, a float32 tile that is also read transposed needs two layouts. Its load is not pipelined.
     twice = not plan.is_forward and plan.dtype.itemsize == 4 and not plan.tma
     if t.stages > 1 and not twice:
         return held + (t.stages - 1) * (t.streamed + t.rows) + scores + exchanged + _barriers(plan)
@@ -131,13 +132,13 @@ def _mma(plan: KernelPlan) -> int:
 
 
 def _wgmma(plan: KernelPlan) -> int:
-    """Products of four warps on operands in shared memory: no stage is free before its product is done."""
+    """wgmma: operands are in shared memory, so a stage is free only after its product."""
     t = _tiles(plan, plan.dtype.itemsize)
     return _aligned(t.stages * t.streamed + max(1, t.stages - 1) * t.rows + _barriers(plan)) + sum(t.held)
 
 
 def _tcgen05(plan: KernelPlan) -> int:
-    """As wgmma; what a later product reads again waits one step longer, and so does each part before it."""
+    """Like wgmma. Tiles that a later product reads again stay one step longer, plus one for each part after them."""
     t = _tiles(plan, plan.dtype.itemsize)
     again = () if plan.is_forward else _read_again(plan, t)
     ahead = t.stages * t.streamed + max(1, t.stages - 1) * t.rows + _barriers(plan) + 256
@@ -151,9 +152,9 @@ def _tcgen05(plan: KernelPlan) -> int:
 
 
 def _mfma(plan: KernelPlan) -> int:
-    """AMD: operands in registers, each tile passes through by itself unless it is loaded ahead.
+    """AMD: operands are in registers. Tiles pass through shared memory one at a time unless their loads are pipelined.
 
-    Whether scores are exchanged goes by the shapes of instructions that Triton chooses for each product.
+    Whether scores are exchanged depends on the instruction shape that Triton chooses for each product.
     """
     t = _tiles(plan, plan.dtype.itemsize)
     places, threads = own_rows(plan) * streamed_rows(plan), plan.target.warp_size * plan.tile.num_warps
@@ -161,17 +162,17 @@ def _mfma(plan: KernelPlan) -> int:
     scores = t.scores if plan.dtype.itemsize < 4 or not _one_layout(plan) else 0
     dropped = plan.has_dropout and (plan.dtype.itemsize == 4 or not plan.transposed)
     scores = max(scores, 4 * places if diagonals or dropped or _exchanges_sums(plan) else 0)
-    addresses = 20 * threads if plan.sums else 0  # a small tile has more than one for each place
+    addresses = 20 * threads if plan.sums else 0  # per thread: a small tile has several threads per element
     if plan.sums and not diagonals:
         scores = max(scores, 8 * places)
     if t.stages > 1:
         scores += (t.stages - 1) * t.streamed
-    zeros_and_ones = 1024 * plan.dtype.itemsize if diagonals else 0  # what sums along diagonals, for the whole loop
+    zeros_and_ones = 1024 * plan.dtype.itemsize if diagonals else 0  # operand of diagonal sums, live in the whole loop
     return max(*t.held, addresses, max(*t.parts, scores) + zeros_and_ones) + 4 * own_rows(plan)
 
 
 def _one_layout(plan: KernelPlan) -> bool:
-    """Whether float32 scores are an operand of the last products as they are: all have instructions of one shape."""
+    """Whether float32 scores need no layout conversion for the last products: all use the same instruction shape."""
     own, dims = own_rows(plan), (plan.Dv,) if plan.is_forward else (plan.D,)
     widths = [p.width for d in (*dims, *((plan.Dv,) if plan.transposed else ())) for p in split_head_dim(d)]
     sides = {32 if min(own, other) >= 32 else 16 for other in (streamed_rows(plan), *widths)}
@@ -181,23 +182,23 @@ def _one_layout(plan: KernelPlan) -> bool:
 
 
 def _exchanges_sums(plan: KernelPlan) -> bool:
-    """Whether scores are exchanged before they are rounded: mods read something for each, or dQ is masked."""
+    """Whether scores are exchanged before they are rounded: a mod loads per (q, kv) pair, or dQ has a mask."""
     masked = not plan.is_forward and not plan.transposed and plan.blocks is not None
     masked &= plan.dtype.itemsize < 4 and _loads_ahead(plan)
     return masked or any(load.each_place for mod in (plan.score, plan.mask) if mod for load in _loads(mod))
 
 
 def _scores_of_warps(plan: KernelPlan, t: _Tiles) -> int:
-    """Return what a tile of scores takes where warps share rows, so that other warps need parts of it.
+    """Return the bytes to exchange a tile of scores between warps, 0 if warps do not share rows.
 
-    The last product decides that: rows are shared where its result is wider than high.
+    Warps share rows if the result of the last product has more columns than rows.
     """
     own, width = own_rows(plan), split_head_dim(plan.Dv if plan.is_forward else plan.D)[-1].width
     return 0 if own >= width else t.scores + _reductions(plan)
 
 
 def _barriers(plan: KernelPlan) -> int:
-    """Return what TMA's barriers take: 8 bytes for each tile under way, rounded up."""
+    """Return the bytes of the TMA barriers: 8 per tile in flight, rounded up."""
     parts = len(split_head_dim(plan.D)) + len(split_head_dim(plan.Dv))
     return 16 * max(2, plan.tile.num_stages) * parts if plan.tma else 0
 
@@ -211,14 +212,14 @@ def _aligned(size: int) -> int:
 
 
 def delta_bytes(plan: KernelPlan) -> int:
-    """Each row's sum, once from every warp that has a part of the row: a thread reads 16 bytes, or one element."""
+    """One partial sum per row and warp. A thread reads 16 bytes of a row if aligned, otherwise one element."""
     widest = plan.dtype.itemsize * max(p.width for p in split_head_dim(plan.Dv))
     of_warp = plan.target.warp_size * (16 if plan.aligned else plan.dtype.itemsize)
     return 4 * plan.tile.BLOCK_M * min(plan.tile.num_warps, -(-widest // of_warp))
 
 
 def _ahead_of_mods(plan: KernelPlan) -> int:
-    """Return what the mods load ahead: one element for each streamed row, or for each place where rows are read."""
+    """Return the bytes of the mods' pipelined loads: one element per streamed row, or per score for loads of rows."""
     own, streamed = own_rows(plan), streamed_rows(plan)
     steps = plan.tile.num_stages - 1 if plan.target.loads_ahead else 0
     ahead = 0
@@ -232,7 +233,7 @@ def _ahead_of_mods(plan: KernelPlan) -> int:
 
 
 def _of_dropout(plan: KernelPlan) -> int:
-    """Return what its numbers pass through where no thread holds the places of a counter, and dK/dV's delta, alone."""
+    """Shared memory for dropout: exchanging random words if no thread owns a counter's positions, plus dK/dV's delta."""
     if not plan.has_dropout:
         return 0
     places = own_rows(plan) * streamed_rows(plan)
@@ -243,12 +244,12 @@ def _of_dropout(plan: KernelPlan) -> int:
 
 
 def _exchanged(plan: KernelPlan) -> int:
-    """Return what is brought from the layout that it is read or added up in to that of the scores, or back."""
+    """Return the bytes of conversions between the layout of the scores and that of the mods' loads or gradient sums."""
     return max(_exchanged_before(plan), _exchanged_after(plan))
 
 
 def _exchanged_before(plan: KernelPlan) -> int:
-    """Return what mods read for each place in another layout than that of the scores."""
+    """Return the bytes of the mods' loads per (q, kv) pair that are converted to the layout of the scores."""
     ahead = plan.tile.num_stages > 1 and plan.target.loads_ahead
     late = not ahead and (units(plan) != "mma" or not plan.is_forward or not _copies(plan))
     read = [load for load in _each_place(plan, plan.score, plan.mask) if load.size < 4 or (load.reads_rows and late)]
@@ -256,7 +257,7 @@ def _exchanged_before(plan: KernelPlan) -> int:
 
 
 def _exchanged_after(plan: KernelPlan) -> int:
-    """Return what the gradients of captured tensors pass through before they are added."""
+    """Return the bytes of gradients of captured tensors that are converted before they are added."""
     if not plan.sums or _converts_scores(plan):
         return 0
     wide = units(plan) == "fma" or plan.dtype.itemsize == 4
@@ -267,12 +268,12 @@ def _exchanged_after(plan: KernelPlan) -> int:
 
 
 def _converts_scores(plan: KernelPlan) -> bool:
-    """Whether scores pass through shared memory anyhow, as float32 operands of half precision."""
+    """Whether scores pass through shared memory anyway, because half-precision products use float32 operands."""
     return not plan.target.loads_ahead and plan.dtype.itemsize < 4
 
 
 def _each_place(plan: KernelPlan, *mods: ModPlan | None) -> list[_Load]:
-    """Return what mods read for each place and exchange."""
+    """Return the mods' loads per (q, kv) pair that are exchanged through shared memory."""
     return [] if _converts_scores(plan) else [load for mod in mods if mod for load in _loads(mod) if load.each_place]
 
 
@@ -280,11 +281,11 @@ def _each_place(plan: KernelPlan, *mods: ModPlan | None) -> list[_Load]:
 class _Load:
     """How a mod reads a captured tensor."""
 
-    size: int  # bytes of an element
+    size: int  # bytes per element
     aligned: bool
     varies: bool  # with rows or columns
     each_place: bool  # with both
-    reads_rows: bool  # neighbours in a row of the scores are neighbours in memory
+    reads_rows: bool  # adjacent scores of a row read adjacent elements
 
 
 @lru_cache(1024)
@@ -304,7 +305,7 @@ _UNITS: dict[str, Callable[[KernelPlan], int]] = {
 
 
 def units(plan: KernelPlan) -> str:
-    """Return which units compute the products of a plan of the Triton engine: of _UNITS."""
+    """Return the units that compute the products of a Triton engine plan, a key of _UNITS."""
     found = plan.target.matrix_units
     if found not in ("fma", "mfma") and plan.dtype == torch.float32 and plan.precision == "ieee":
         return "fma"
@@ -320,12 +321,12 @@ def product_bytes(plan: KernelPlan) -> int:
     taken += _ahead_of_mods(plan) + (0 if unit in ("mma", "fma") else _exchanged(plan))
     if plan.precision != "tf32x3" or unit == "fma":
         return taken
-    t = _tiles(plan, 4)  # three products of the parts that a TF32 number holds of each operand
+    t = _tiles(plan, 4)  # each operand is split into two TF32 numbers
     return taken + t.streamed + (0 if plan.is_forward else 2 * t.scores)
 
 
 def batch_capture_bytes(plan: KernelPlan) -> int:
-    """All four tiles are streamed, batch by batch; between, what was summed changes its layout to be added."""
+    """All four tiles are streamed, batch by batch. Then the sums change their layout to be added."""
     t, size = plan.tile, plan.dtype.itemsize
     pairs = [(t.BLOCK_M + t.BLOCK_N) * size * sum(p.width for p in split_head_dim(d)) for d in (plan.D, plan.Dv)]
     ahead = t.num_stages - (units(plan) not in ("wgmma", "tcgen05"))
@@ -334,7 +335,7 @@ def batch_capture_bytes(plan: KernelPlan) -> int:
 
 
 def hopper_forward_bytes(plan: KernelPlan) -> int:
-    """Queries, an output tile unless it shares their buffers, and rings of keys and values."""
+    """Queries, an output tile unless it shares a buffer with them, and rings of keys and values."""
     t, (D, Dv) = plan.tile, plan.widths
     queries = t.BLOCK_M * (D * plan.tiles_of_queries + (0 if plan.shares_output else Dv))
     return (queries + t.num_stages * t.BLOCK_N * (D + Dv)) * plan.dtype.itemsize + 1024
@@ -348,7 +349,7 @@ def hopper_dq_bytes(plan: KernelPlan) -> int:
 
 
 def hopper_keys_bytes(plan: KernelPlan) -> int:
-    """Keys and values, rings of queries, dO and their lse and delta, and rings of dS and dQ where it computes dQ."""
+    """Keys and values, rings of queries, dO, lse and delta, and rings of dS and dQ if it computes dQ."""
     t, size, ring, (D, Dv) = plan.tile, plan.dtype.itemsize, plan.rings, plan.widths
     rows = (ring.queries + ring.gradients) * t.BLOCK_M * 4
     tiles = t.BLOCK_N * (D + Dv) + t.BLOCK_M * (D * ring.queries + Dv * ring.gradients)
@@ -361,14 +362,14 @@ def dq_rows_bytes(plan: KernelPlan) -> int:
 
 
 def shared_bytes(plan: KernelPlan) -> int:
-    """Return an upper bound of the shared memory that the kernel's tiles take."""
+    """Return an upper bound of the kernel's shared memory in bytes."""
     return plan.spec.shared_bytes(plan)
 
 
 def smaller_tiles(plan: KernelPlan) -> Iterator[KernelPlan]:
-    """Yield the plan, then the same with ever smaller tiles, down to 16 x 16 with one stage.
+    """Yield the plan, then plans with smaller and smaller tiles, down to 16 x 16 with one stage.
 
-    Products without matrix units go on to 8 rows of what a program owns, which is held for the whole loop.
+    Without matrix units, the axis that a program owns goes down to 8 rows: its tiles are held for the whole loop.
     """
     yield plan
     while (smaller := _smaller(plan)) is not None:
@@ -380,7 +381,7 @@ def _smaller(plan: KernelPlan) -> KernelPlan | None:
     t, own = plan.tile, "BLOCK_N" if plan.transposed else "BLOCK_M"
     if t.num_stages > 1:
         fewer = replace(plan, tile=replace(t, num_stages=t.num_stages - 1))
-        if shared_bytes(fewer) < shared_bytes(plan):  # what is loaded at once may take more than what is loaded ahead
+        if shared_bytes(fewer) < shared_bytes(plan):  # without pipelining a plan may need more
             return fewer
     if t.BLOCK_N >= t.BLOCK_M and t.BLOCK_N > 16:
         t = replace(t, BLOCK_N=t.BLOCK_N // 2)
@@ -395,9 +396,9 @@ def _smaller(plan: KernelPlan) -> KernelPlan | None:
 
 
 def fit(plan: KernelPlan) -> KernelPlan:
-    """Return the plan with the largest tile not above its own that fits the target's shared memory.
+    """Return the plan with its largest tile that fits in the target's shared memory, at most its own.
 
-    Where float32 products in TF32 have none, exact ones have: they read their operands in fewer layouts.
+    If no tile fits with TF32, ieee products are used. They read their operands in fewer layouts.
     """
     for precision in dict.fromkeys((plan.precision, "ieee")):
         for smaller in smaller_tiles(replace(plan, precision=precision)):
@@ -405,5 +406,5 @@ def fit(plan: KernelPlan) -> KernelPlan:
                 return smaller
     found = f"D {plan.D}, Dv {plan.Dv} in {plan.dtype}"
     raise CompileError(
-        message("head dims", found, f"at most what {plan.target} holds", "Use the CPU engine or fewer channels.")
+        message("head dims", found, f"ones that fit {plan.target}", "Use the CPU engine or smaller head dims.")
     )

@@ -1,7 +1,7 @@
-"""tile_choice: the tile of a kernel: as tuned on this machine, else from the table of what was measured elsewhere.
+"""tile_choice: the tile of a kernel, from the table tuned on this machine or from the package's table.
 
-Both tables are files named tiles.json: one beside this module, whose rows hold for all widths up to theirs, and one in
-the folder of the kernels, whose rows hold for exactly what they were measured with. `flexattn.tune` writes the latter.
+Both tables are files named tiles.json. The package's table is next to this module, and its rows apply to all head dims
+up to theirs. The table in the kernel cache folder is written by `flexattn.tune`, and its rows apply to their exact key.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from flexattn.machine.target import Target
 from flexattn.process.config import debug, settings
 
 NAME = "tiles.json"
-# The table in the package. Its first rows were measured with triton 3.6 at 4,096 to 32,768 tokens, each kernel alone
-# among about eight candidates; `python -m benchmarks.tune --write` replaces them. dtypes of one size share a row, and
-# so do calls with and without a mask.
+# The package's table. Its first rows were measured with triton 3.6 at 4,096 to 32,768 tokens, each kernel separately,
+# with about eight candidates. `python -m benchmarks.tune --write` replaces them. dtypes of the same size share a row,
+# and so do calls with and without a mask.
 MEASURED = Path(__file__).with_name(NAME)
 _INTERPRETER_TILE = Tile(32, 32, 4, 1)
 
 
 @dataclass(frozen=True)
 class TileChoice:
-    """A tile and where it comes from, in words."""
+    """A tile and a description of where it comes from."""
 
     tile: Tile
     origin: str
 
 
 def choose(key: TileKey, target: Target, tuned: bool = True) -> TileChoice:
-    """Return the tile for `key` on a target: its own where that was `tuned`, else the nearest that was measured.
+    """Return the tile for `key` on a target: from this machine's table, else the nearest from the package's table.
 
-    What was tuned differs between machines, and between calls with a mask and without.
+    `tuned=False` ignores this machine's table, whose tiles depend on the machine and on whether there is a mask.
     """
     own = _remembered(settings().cache_dir).get((str(target), key)) if tuned else None
     if own is not None:
@@ -53,7 +53,7 @@ def choose(key: TileKey, target: Target, tuned: bool = True) -> TileChoice:
 
 
 def tiles_in_table(kernel: str) -> tuple[Tile, ...]:
-    """Return all tiles of the package's table for a kernel, whatever they were measured for."""
+    """Return all tiles in the package's table for a kernel, for any key."""
     return tuple(dict.fromkeys(row.tile for row in measured_rows() if row.key.kernel == kernel))
 
 
@@ -64,19 +64,19 @@ def measured_rows() -> tuple[TileRow, ...]:
 
 
 def with_measured(rows: Iterable[TileRow]) -> str:
-    """Return the text of the package's table with other rows, each in the place of what it supersedes."""
+    """Return the text of the package's table with `rows` added. They replace rows for the same cell."""
     table = {_cell(row): row for row in measured_rows()}
     return rows_text({**table, **{_cell(row): row for row in rows}}.values())
 
 
 def remember(rows: Iterable[TileRow]) -> Path:
-    """Keep rows in this machine's table, for this process and later ones; return its file.
+    """Save rows in this machine's table, for this process and later ones. Return its file.
 
-    Raises ArgumentError where the table cannot be read, so that nothing in it is lost, or has no folder.
+    Raises ArgumentError if the table cannot be read, so that its rows are not overwritten, or has no folder.
     """
     store = open_store(settings().cache_dir)
     if store is None:
-        found = f"{settings().cache_dir}, which is not yours to write"
+        found = f"{settings().cache_dir}, which is not writable"
         raise ArgumentError(message("FLEXATTN_CACHE_DIR", found, "a folder for tiles", "Set it to a folder of yours."))
     with store.lock(NAME):
         table = {(row.architecture, row.key): row for row in (*_rows_of(store), *rows)}
@@ -86,20 +86,20 @@ def remember(rows: Iterable[TileRow]) -> Path:
 
 
 def remembered_rows() -> tuple[TileRow, ...]:
-    """Return the rows of this machine's table; raise ArgumentError, which names its file, where it cannot be read."""
+    """Return the rows of this machine's table. Raise an ArgumentError that names the file if it cannot be read."""
     store = existing_store(settings().cache_dir)
     return () if store is None else _rows_of(store)
 
 
 def _cell(row: TileRow) -> tuple[object, ...]:
-    """Return what tells rows of the package's table apart."""
+    """Return the key of a row in the package's table."""
     key = row.key
     return row.architecture, key.kernel, key.bytes, key.kind, key.D, key.Dv
 
 
 def _candidates(key: TileKey, target: Target) -> Iterator[TileRow]:
-    """Yield rows of the kernel: the nearest architecture first, there those of the kind, then those of none."""
-    size = 4 if target.matrix_units == "fma" else key.bytes  # products without matrix units are float32's everywhere
+    """Yield rows of the kernel, nearest architecture first; within one, rows of the kind before rows of kind "none"."""
+    size = 4 if target.matrix_units == "fma" else key.bytes  # without matrix units, products are always in float32
     rows = [row for row in measured_rows() if (row.key.kernel, row.key.bytes) == (key.kernel, size)]
     for architecture in sorted({row.architecture for row in rows}, key=lambda name: _distance(name, target)):
         for kind in dict.fromkeys((key.kind, "none")):
@@ -107,7 +107,7 @@ def _candidates(key: TileKey, target: Target) -> Iterator[TileRow]:
 
 
 def _distance(architecture: str, target: Target) -> tuple[int, int, int]:
-    """Return how unlike two architectures are: NVIDIA's by generation, then number; all others as much as can be."""
+    """Return the distance of two architectures: for NVIDIA by generation, then number; all others are farther away."""
     if architecture == str(target):
         return 0, 0, 0
     numbers = [re.fullmatch(r"sm_(\d+)", name) for name in (architecture, str(target))]
@@ -120,7 +120,7 @@ def _distance(architecture: str, target: Target) -> tuple[int, int, int]:
 
 @lru_cache(8)
 def _remembered(folder: Path | None) -> dict[tuple[str, TileKey], TileRow]:
-    """Return the rows of this machine's table by what they hold for; a table that cannot be read is told of, once."""
+    """Return the rows of this machine's table by architecture and key. Warn once if it cannot be read."""
     try:
         rows = remembered_rows()
     except ArgumentError as error:

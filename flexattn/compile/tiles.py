@@ -1,4 +1,4 @@
-"""tiles: what a tile is, what it was measured for, and tables of tiles as JSON text with a row on each line."""
+"""tiles: Tile, the TileKey that it was measured for, and tables of tiles as JSON text with one row per line."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 from flexattn.errors import ArgumentError, message
 from flexattn.options import LARGEST_TILE
 
-FORMAT = 1  # of the JSON text; another one is not read
+FORMAT = 1  # version of the JSON text; other versions are rejected
 
-# What a score_mod does, the first that holds: it transforms the score, which takes registers in the backward; it loads
-# for each place; it adds to the score; there is none. Or, whatever it does: rows are not aligned to 16 bytes and come
-# element by element through registers.
+# The kind of a score_mod is the first that applies: it transforms the score (needs registers in the backward), loads
+# for each (q, kv) pair, adds to the score, or is absent. "unaligned" takes precedence over all of them: rows are not
+# aligned to 16 bytes and are loaded element by element through registers.
 KINDS = ("transforms", "gathers", "adds", "none", "unaligned")
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The part of the scores that one program holds at a time, and how it is run."""
+    """The tile of scores that a program computes at a time, with its warps and pipeline stages."""
 
     BLOCK_M: int
     BLOCK_N: int
     num_warps: int
     num_stages: int
-    # Queries that dK/dV takes at a time where a mask is asked; 0: BLOCK_M. What the mask holds in registers beside dK
-    # and dV spills 4 KB with 64 (D 128), and the kernel then takes 3.6 times as long.
+    # BLOCK_M of dK/dV where mask_mod is applied; 0: BLOCK_M. At D 128 the mask, dK and dV together spill 4 KB of
+    # registers with 64 rows, and the kernel takes 3.6 times as long.
     PARTIAL_M: int = 0
-    # Ask for both products of the backward (q k^T, dO v^T) before using either. Then less waits in registers for the
-    # second one: with tanh at D 128 dK/dV takes 2.33 ms so and 3.08 ms otherwise, but plain causal 2.50 and 1.99 ms.
+    # Issue both products of the backward (q k^T, dO v^T) before using either. Fewer values are then live during the
+    # second product. D 128: dK/dV with tanh takes 2.33 ms instead of 3.08, but plain causal 2.50 instead of 1.99.
     PRODUCTS_FIRST: bool = False
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class TileKey:
-    """What a tile is chosen by on one architecture."""
+    """The key that selects a tile on one architecture."""
 
     kernel: str  # of the Triton engine: forward, backward_dq, ...
     dtype: str  # of the products: float16, bfloat16, float32, tf32 or tf32x3
@@ -62,9 +62,9 @@ class TileKey:
 
 @dataclass(frozen=True)
 class TileRow:
-    """A tile with what, where and when it was measured."""
+    """A tile, the key that it was measured for, and the architecture, device and date."""
 
-    architecture: str  # as str(Target): sm_90
+    architecture: str  # str(Target): sm_90
     key: TileKey
     tile: Tile
     device: str
@@ -72,14 +72,14 @@ class TileRow:
 
 
 def rows_text(rows: Iterable[TileRow]) -> str:
-    """Return a table as JSON text, sorted: equal tables give equal text."""
+    """Return a table as sorted JSON text. Equal tables give equal text."""
     ordered = sorted(rows, key=lambda row: (row.architecture, row.key.kernel, row.key.bytes, *_place(row.key)))
     lines = ",\n".join(f"  {json.dumps(_record(row))}" for row in ordered)
     return f'{{\n "format": {FORMAT},\n "tiles": [\n{lines}\n ]\n}}\n'
 
 
 def read_rows(text: str, name: str) -> tuple[TileRow, ...]:
-    """Return the rows of a table, in its order; raise ArgumentError, which says `name`, where the text is no table."""
+    """Return the rows of a table, in order. Raise an ArgumentError that names `name` if the text is not a table."""
     try:
         table = json.loads(text)
         if table["format"] != FORMAT:
@@ -87,12 +87,12 @@ def read_rows(text: str, name: str) -> tuple[TileRow, ...]:
         return tuple(_row(record) for record in table["tiles"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         found = f"{type(error).__name__}: {error}"
-        mend = "Mend it by hand, or delete it."
+        mend = "Correct or delete it."
         raise ArgumentError(message(name, found, f"a table of tiles in format {FORMAT}", mend)) from error
 
 
 def _place(key: TileKey) -> tuple[int, int, int, int, bool, str]:
-    """Return what rows of a kernel are sorted by: the least widths that hold come first."""
+    """Return the sort key for the rows of a kernel. The smallest head dims come first."""
     return KINDS.index(key.kind), max(key.D, key.Dv), key.D, key.Dv, key.masked, key.dtype
 
 
@@ -117,5 +117,5 @@ def _row(record: dict[str, Any]) -> TileRow:
         and key.kind in KINDS
     )
     if not possible:
-        raise ValueError(f"a row that no kernel can have: {record}")
+        raise ValueError(f"invalid row {record}")
     return TileRow(record["architecture"], key, tile, record["device"], record["date"])
