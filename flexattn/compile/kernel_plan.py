@@ -93,6 +93,11 @@ class KernelSpec:
         return f"KernelSpec({self.name})"
 
     @property
+    def sums_over_batch(self) -> bool:
+        """Whether it sums gradients of captured tensors over the batch before it adds them."""
+        return self.captures == "adds over batch"
+
+    @property
     def features(self) -> tuple[Feature, ...]:
         """The features that a plan of this kernel may have."""
         return tuple(operand for operand in self.operands if isinstance(operand, Feature))

@@ -7,6 +7,8 @@ CAPTURES computes them without dQ, BATCH_CAPTURES sums them over the batch first
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from flexattn.call.dropout import Dropout
@@ -176,28 +178,15 @@ DQ = KernelSpec(
     captures="adds",
     tile_options=("BLOCK_M2", "BLOCK_N2"),
 )
-CAPTURES = KernelSpec(
-    "backward_captures",
-    phase="bwd",
+CAPTURES = replace(
+    DQ,
+    name="backward_captures",
     tensors=("q", "k", "v", "do"),
     operands=_dq_operands(writes_dq=False),
-    shared_bytes=product_bytes,
-    streams=("k", "v"),
-    captures="adds",
-    tile_options=("BLOCK_M2", "BLOCK_N2"),
+    gradients=(),
     tiled_as="backward_dq",
 )
-SIZES = KernelSpec(
-    "backward_sizes",
-    phase="bwd",
-    tensors=("q", "k", "v", "do"),
-    operands=_dq_operands(writes_dq=False),
-    shared_bytes=product_bytes,
-    streams=("k", "v"),
-    captures="sizes",
-    tile_options=("BLOCK_M2", "BLOCK_N2"),
-    tiled_as="backward_dq",
-)
+SIZES = replace(CAPTURES, name="backward_sizes", captures="sizes")
 BATCH_CAPTURES = KernelSpec(
     "backward_batch_captures",
     phase="bwd",
@@ -271,25 +260,11 @@ HOPPER_DKDV = KernelSpec(
     gradients=("dk", "dv"),
     gluon=True,
 )
-HOPPER_BACKWARD = KernelSpec(
-    "hopper_backward",
-    phase="bwd",
-    tensors=("q", "k", "v", "do", "dk", "dv"),
-    operands=(Descriptors(key_descriptors), _KEY_SCALARS, ScoreScale(), MaskLists(), ModArguments()),
-    shared_bytes=hopper_keys_bytes,
-    owns_keys=True,
-    gradients=("dq", "dk", "dv"),
-    gluon=True,
-)
-HOPPER_BACKWARD_WIDE = KernelSpec(
-    "hopper_backward_wide",
-    phase="bwd",
-    tensors=("q", "k", "v", "do", "dk", "dv"),
-    operands=(Descriptors(wide_descriptors), _KEY_SCALARS, ScoreScale(), MaskLists(), ModArguments()),
-    shared_bytes=hopper_keys_bytes,
-    owns_keys=True,
-    gradients=("dq", "dk", "dv"),
-    gluon=True,
+HOPPER_BACKWARD = replace(HOPPER_DKDV, name="hopper_backward", gradients=("dq", "dk", "dv"))
+HOPPER_BACKWARD_WIDE = replace(
+    HOPPER_BACKWARD,
+    name="hopper_backward_wide",
+    operands=(Descriptors(wide_descriptors), *HOPPER_BACKWARD.operands[1:]),
 )
 DQ_ROWS = KernelSpec(
     "backward_dq_rows",

@@ -125,7 +125,7 @@ def _mods(plan: KernelPlan) -> list[str]:
         found.append(lower(plan.grad, "score_grad", dialect))
     if plan.grad and plan.sums == "sizes":
         found.append(lower_sizes(plan.grad, "score_sizes", dialect))
-    elif plan.grad and plan.sums and plan.spec.captures == "adds over batch":
+    elif plan.grad and plan.sums and plan.spec.sums_over_batch:
         found.append(lower_contributions(plan.grad, "score_contributions", dialect))
         found.append(lower_additions(plan.grad, "score_additions", dialect, plan.sums))
     elif plan.grad and plan.sums:
