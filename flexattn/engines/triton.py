@@ -98,16 +98,18 @@ def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | Non
 
 
 def _largest_of_rows(problem: Problem, lse: Tensor, d_out: Tensor, delta: Tensor) -> Tensor:
-    """Return the most that the sizes of the gradients of a row's scores sum to, float32, 0-d."""
+    """Return an upper bound of a row's sum of |gradient of a score|, float32, 0-d."""
     kept = 1.0 if problem.dropout is None else problem.dropout.keep_scale
     largest = largest_of_rows(d_out, problem.value, delta, kept)
     return largest if problem.sink is None else largest * weight_of_keys(problem.sink.detach(), lse)
 
 
 def _capture_arrays(problem: Problem, sums: CaptureSums, **arrays: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Return tensors, one for each captured tensor that learns, by the names of the kernels' arguments."""
+    """Return tensors by the names of the kernels' arguments, one for each captured tensor that needs a gradient."""
+    if problem.score is None:
+        return {}
     return {
-        capture_sum_name(problem, i, argument): tensor
+        capture_sum_name(problem.score.graph, i, argument): tensor
         for argument, tensors in arrays.items()
         for i, tensor in zip(sums.buffers, tensors, strict=False)
     }
@@ -116,7 +118,7 @@ def _capture_arrays(problem: Problem, sums: CaptureSums, **arrays: Iterable[Tens
 def _rows(tensor: Tensor, alike: bool) -> Tensor:
     """Return the tensor with contiguous rows: a last stride other than 1 (or an expanded gradient) costs a copy.
 
-    `alike`: so does what lies otherwise than its copy as kernels see it, so that the head dim alone decides which runs.
+    `alike`: also copy a tensor whose alignment differs from that of its copy, so that only the head dim selects a kernel.
     """
     whole = tensor.stride(-1) == 1 or tensor.size(-1) == 1
     aligns = tensor.size(-1) * tensor.element_size() % 16 == 0
@@ -135,7 +137,7 @@ def _with_rows(problem: Problem) -> Problem:
 
 
 def _like_strides(tensor: Tensor, width: int) -> Tensor:
-    """Return an empty [B, H, rows, width] whose dims lie in memory in the order of `tensor`'s, the last innermost."""
+    """Return an empty [B, H, rows, width] with the memory order of `tensor`'s dims; the last is innermost."""
     B, H, rows, _ = tensor.shape
     strides = tensor.stride()
     order = [0, 1, 2] if 0 in strides[:3] else sorted(range(3), key=lambda d: -strides[d])
