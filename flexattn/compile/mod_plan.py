@@ -91,8 +91,8 @@ class ModPlan:
         return tuple(a.name for a in self.arguments())
 
 
-# Argument names are unique for any names in the user's code. A number's name ends in its position. The names of a captured
-# tensor's arguments end in its position and a word: ptr, stride0, size0.
+# Argument names are unique for any names in the user's code. A number's name ends in its position. The names of a
+# captured tensor's arguments end in its position and a word: ptr, stride0, size0.
 def capture_name(role: str, graph: ModGraph, position: int) -> str:
     """Return what the names of a captured tensor's arguments begin with."""
     return f"{role}_{_identifier(graph.captures[position].name)}_{position}"

@@ -118,7 +118,8 @@ def _capture_arrays(problem: Problem, sums: CaptureSums, **arrays: Iterable[Tens
 def _rows(tensor: Tensor, alike: bool) -> Tensor:
     """Return the tensor with contiguous rows: a last stride other than 1 (or an expanded gradient) costs a copy.
 
-    `alike`: also copy a tensor whose alignment differs from that of its copy, so that only the head dim selects a kernel.
+    `alike`: also copy a tensor whose alignment differs from that of its copy, so that only the head dim selects the
+    kernel.
     """
     whole = tensor.stride(-1) == 1 or tensor.size(-1) == 1
     aligns = tensor.size(-1) * tensor.element_size() % 16 == 0
