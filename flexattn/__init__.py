@@ -1,6 +1,6 @@
 """flexattn compiles attention: score_mod and mask_mod in plain Python become fused, block-sparse kernels.
 
-    query, key, value, mods  ->  trace  ->  differentiate  ->  plan  ->  lower  ->  render  ->  build  ->  run
+    mods  ->  trace  ->  differentiate  ->  plan  ->  lower  ->  render  ->  build  ->  load  ->  launch
 
 The names of torch.nn.attention.flex_attention are available with the same meaning. `explain` shows each stage of a
 call, and `tune` measures the tiles of its kernels.
@@ -23,6 +23,8 @@ from flexattn.mods import and_masks as and_masks
 from flexattn.mods import noop_mask as noop_mask
 from flexattn.mods import or_masks as or_masks
 from flexattn.options import FlexKernelOptions as FlexKernelOptions
+from flexattn.profile import Profile as Profile
+from flexattn.profile import profile as profile
 from flexattn.trace.registered import register_operator as register_operator
 from flexattn.tuning.report import Tuning as Tuning
 
@@ -33,6 +35,7 @@ __all__ = [
     "Explanation",
     "FlexAttentionError",
     "FlexKernelOptions",
+    "Profile",
     "Tuning",
     "and_masks",
     "create_block_mask",
@@ -43,6 +46,7 @@ __all__ = [
     "mods",
     "noop_mask",
     "or_masks",
+    "profile",
     "reference",
     "register_operator",
     "tune",

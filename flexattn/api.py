@@ -1,19 +1,22 @@
 """api: flex_attention, explain and tune, the functions that users call.
 
-flex_attention runs these stages, each in a module of its own:
+flex_attention calls these stages. Indented stages are called by the one above them.
 
-    Call          the arguments, as given                                    call/call.py
-    pose          arguments checked, mods traced and differentiated: Problem  call/pose.py
-    engine_of     which engine computes it                                    engines/choice.py
-    attention     the differentiable operation around the engine              engines/autograd.py
-
-The Triton engine (engines/triton.py) then runs, for each kernel of the schedule:
-
-    schedule      which kernels run, in which order and form                  compile/schedule.py
-    plan          what the kernel's source depends on: KernelPlan             compile/plan.py
-    render        the template, filled: KernelSource                          compile/render.py
-    load          built and loaded, with a smaller tile where it must         runtime/load.py
-    launch        arguments and launch                                        runtime/launch.py
+    Call                        call/call.py         the arguments, as given
+    pose                        call/pose.py         Call -> Problem: checked, traced, differentiated
+        trace                   trace/trace.py       score_mod, mask_mod -> BoundMod
+        differentiate           graph/differentiate.py   ModGraph -> ModGraph of gradients
+    engine_of                   engines/choice.py    which engine computes the problem
+    attention                   engines/autograd.py  the differentiable operation around the engine
+        forward, backward       engines/triton.py    arrays, and one call of run_kernel for each kernel
+            KernelProblems      compile/schedule.py  the problem in the forms that kernels see
+            backward_kernels    compile/schedule.py  which kernels run, in which order
+            run_kernel          runtime/launch.py    the launch of an equal call, if there was one. Else:
+                plan_best_form  compile/schedule.py  Problem -> KernelPlan, for Hopper's or the portable kernel
+                load            runtime/load.py      KernelPlan -> loaded kernel, with a smaller tile if necessary
+                    render      compile/render.py    KernelPlan -> KernelSource
+                    build       runtime/build.py     KernelSource -> compiled files, from disk if they are there
+                prepare         runtime/launch.py    the arguments that equal calls share
 """
 
 from __future__ import annotations

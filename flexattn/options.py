@@ -24,6 +24,7 @@ class FlexKernelOptions(TypedDict, total=False):
     # The bits of a row's results depend only on that row and on what it attends to: docs/numerics.md.
     BATCH_INVARIANT: bool
     EXACT: bool  # tanh, exp etc. as accurate as torch's, no hardware approximations; the default for float32
+    PROFILE: bool  # count the clock cycles of the forward's programs: set by flexattn.profile
     FLOAT32_PRECISION: Literal["ieee", "tf32", "tf32x3"]  # of fp32 products; default: torch's setting
     num_warps: int
     num_stages: int
@@ -33,12 +34,13 @@ class FlexKernelOptions(TypedDict, total=False):
     BLOCK_N1: int  # dK/dV tile, keys
     BLOCK_M2: int  # dQ tile, queries
     BLOCK_N2: int  # dQ tile, keys
-    PRESCALE_QK: bool  # scale q instead of the scores: faster, less exact
-    ROWS_GUARANTEED_SAFE: bool  # guarantees that each row has a key
-    BLOCKS_ARE_CONTIGUOUS: bool  # accepted and ignored: masks are stored as runs of blocks
-    WRITE_DQ: bool  # accepted and ignored: the plan chooses where captured gradients are summed
-    FORCE_USE_FLEX_ATTENTION: bool  # do not use the kernel for short queries
-    USE_TMA: bool
+    USE_TMA: bool  # False: do not load tiles through TMA
+    # PyTorch's options that follow are accepted and have no effect. They describe PyTorch's own kernels.
+    PRESCALE_QK: bool  # scale q instead of the scores
+    ROWS_GUARANTEED_SAFE: bool  # each row has a key
+    BLOCKS_ARE_CONTIGUOUS: bool  # masks are stored as runs of blocks anyway
+    WRITE_DQ: bool  # the plan chooses where captured gradients are summed
+    FORCE_USE_FLEX_ATTENTION: bool  # there is no other kernel for short queries
     SPLIT_KV: int
     PARTITION_SIZE: int
     SKIP_MASK_SCORE: bool

@@ -120,7 +120,7 @@ class _Cta:
         self.at = np.zeros(threads, int)  # the instruction that each thread does next
         self.stacks = np.zeros((threads, 1024), np.uint8)
         self.registers: dict[str, Values] = {
-            "%tid.x": np.arange(threads, dtype=np.uint64), "%ctaid.x": self.all(index),
+            "%tid.x": np.arange(threads, dtype=np.uint64), "%ctaid.x": self.all(index), "%clock64": self.all(0),
         }  # fmt: skip
         self.parameters = {f"{program.name}_param_{i}": value for i, value in enumerate(parameters)}
 
@@ -132,6 +132,7 @@ class _Cta:
         at = self.next()
         if at == len(self.program.code):
             return False
+        self.registers["%clock64"] += np.uint64(1)
         this, active = self.program.code[at], self.at == at
         self.at[active] = at + 1
         if this.guard is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexattn import explain, mods
 from flexattn.graph.capture_axes import places_last
-from flexattn.graph.tables_by_distance import by_distance
+from flexattn.graph.tables_by_distance import read_tables_by_distance
 from flexattn.trace.trace import trace
 
 M, N, H = 5, 7, 4
@@ -72,7 +72,7 @@ def test_large_tensors_stay_as_they_are() -> None:
 
 
 def test_indices_of_the_distance_are_taken_first() -> None:
-    bound = by_distance(trace(mods.t5_bias(torch.zeros(32, H)), "score"), M, N)
+    bound = read_tables_by_distance(trace(mods.t5_bias(torch.zeros(32, H)), "score"), M, N)
     assert places_last(bound) is bound
 
 

@@ -27,10 +27,10 @@ from flexattn.call.dropout import Dropout
 from flexattn.call.pose import pose
 from flexattn.call.problem import Problem
 from flexattn.compile import scalars
-from flexattn.compile.arguments import TensorDescriptor
+from flexattn.compile.arguments import DescriptorOf
 from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
 from flexattn.compile.kernels import DELTA, KERNELS
-from flexattn.compile.schedule import backward_kernels, plan_step
+from flexattn.compile.schedule import backward_kernels, plan_best_form
 from flexattn.compile.shared_memory import fit
 from flexattn.engines import triton
 from flexattn.graph.bound_mod import BoundMod
@@ -198,11 +198,11 @@ class Outcome:
 
 
 def outcome(spec: KernelSpec, problem: Problem, tensors: Mapping[str, Tensor], arrays: Mapping[str, Tensor]) -> Outcome:
-    plan, _ = plan_step(spec, problem, SM90, tensors, arrays)
+    plan, _ = plan_best_form(spec, problem, SM90, tensors, arrays)
     made = launch.prepare(plan, problem, tensors)
     plan, everything = fit(plan), {**tensors, **arrays}
     sources = [argument.source for argument in plan.spec.arguments(plan)]
-    described = [everything[source.name] for source in sources if isinstance(source, TensorDescriptor)]
+    described = [everything[source.name] for source in sources if isinstance(source, DescriptorOf)]
     return Outcome(
         plan, made.programs, tuple(map(repr, made.arguments)),
         tuple((position, fill.__qualname__) for position, fill in made.fillers),
@@ -250,7 +250,7 @@ Meanings = dict[str, dict[object, set[object]]]  # values of each key, by the fu
 
 @pytest.fixture(scope="module")
 def meanings() -> Meanings:
-    keys = {"signature": launch.signature, **mutants()}
+    keys = {"launch_key": launch.launch_key, **mutants()}
     found: Meanings = {name: {} for name in keys}
     with on_sm90():
         for call in CALLS:
@@ -278,16 +278,16 @@ def ambiguous(meanings: Meanings, name: str) -> list[set[object]]:
 
 # Elements that no call here needs, and why.
 NOT_NEEDED = {
-    "signature: spec": "tensors, arrays and settings tell the kernels of a problem apart",
-    "signature: q.device": "there is one device here",
-    "signature: k.shape": "batch, heads and rows are those of value, and the head dim is that of query",
-    "signature: problem.max_scores": "max_ptr is among the arrays",
+    "launch_key: spec": "tensors, arrays and settings tell the kernels of a problem apart",
+    "launch_key: q.device": "there is one device here",
+    "launch_key: k.shape": "batch, heads and rows are those of value, and the head dim is that of query",
+    "launch_key: problem.max_scores": "max_ptr is among the arrays",
 }
 
 
 def mutants() -> dict[str, Key]:
     """Return functions that make the key without one of its elements, by the text of the element."""
-    functions = (launch.signature, launch._mod_signature)
+    functions = (launch.launch_key, launch._mod_key)
     found: dict[str, Key] = {}
     for function in functions:
         number = sum(len(node.elts) for node in tuples(tree_of(function)))
@@ -300,7 +300,7 @@ def mutants() -> dict[str, Key]:
             for other in functions:
                 body = tree if other is function else tree_of(other)
                 exec(compile(ast.fix_missing_locations(body), "mutant", "exec"), namespace)
-            found[text] = namespace["signature"]
+            found[text] = namespace["launch_key"]
     return found
 
 
@@ -316,8 +316,8 @@ def tuples(tree: ast.AST) -> list[ast.Tuple]:
 
 
 def test_equal_keys_mean_equal_launches(meanings: Meanings) -> None:
-    assert len(meanings["signature"]) > len(CALLS)
-    assert ambiguous(meanings, "signature") == []
+    assert len(meanings["launch_key"]) > len(CALLS)
+    assert ambiguous(meanings, "launch_key") == []
 
 
 @pytest.mark.parametrize("element", mutants())
@@ -326,7 +326,7 @@ def test_each_element_of_the_key_is_needed(meanings: Meanings, element: str) -> 
 
 
 def test_every_kernel_is_among_the_calls(meanings: Meanings) -> None:
-    launched = set().union(*meanings["signature"].values())
+    launched = set().union(*meanings["launch_key"].values())
     assert {meant.plan.kernel for meant in launched if isinstance(meant, Outcome)} == set(KERNELS)
 
 

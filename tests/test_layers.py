@@ -18,7 +18,8 @@ PACKAGE = Path(flexattn.__file__).parent
 # Reading order: a module imports only from those before it. A folder is one layer.
 ORDER = (
     "errors", "options", "reference", "mods", "process", "torch_state", "machine", "graph", "trace", "block_mask",
-    "call", "compile", "runtime", "mask_build", "engines", "tuning", "explain", "api", "__init__", "__main__",
+    "call", "compile", "runtime", "mask_build", "engines", "tuning", "explain", "profile", "api", "__init__",
+    "__main__",
 )  # fmt: skip
 LEAVES = ("mods", "reference")
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "manager", "misc"}
@@ -102,9 +103,9 @@ def test_modules_import_each_other_without_cycles() -> None:
 
 def test_public_names() -> None:
     assert flexattn.__all__ == [
-        "AuxOutput", "AuxRequest", "BlockMask", "Explanation", "FlexAttentionError", "FlexKernelOptions", "Tuning",
-        "and_masks", "create_block_mask", "create_mask", "dropout_mask", "explain", "flex_attention", "mods",
-        "noop_mask", "or_masks", "reference", "register_operator", "tune",
+        "AuxOutput", "AuxRequest", "BlockMask", "Explanation", "FlexAttentionError", "FlexKernelOptions", "Profile",
+        "Tuning", "and_masks", "create_block_mask", "create_mask", "dropout_mask", "explain", "flex_attention", "mods",
+        "noop_mask", "or_masks", "profile", "reference", "register_operator", "tune",
     ]  # fmt: skip
     assert all(hasattr(flexattn, name) for name in flexattn.__all__)
 

@@ -14,7 +14,7 @@ from flexattn.call.call import Call
 from flexattn.call.pose import pose
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.render import render
-from flexattn.compile.schedule import plan_step
+from flexattn.compile.schedule import plan_best_form
 from flexattn.compile.shared_memory import shared_bytes
 from flexattn.compile.tiles import Tile, TileKey
 from flexattn.engines import triton
@@ -80,7 +80,7 @@ def test_a_candidate_is_planned_as_the_tables_tile_would_be(monkeypatch):
         if call.kernel in TUNED:
             problem, tensors = call.problem, call.tensors
             same = tuning.plan_with_tile(call.spec, problem, SM90, tensors, call.plan.tile)
-            assert same == plan_step(call.spec, problem, SM90, tensors)[0]
+            assert same == plan_best_form(call.spec, problem, SM90, tensors)[0]
 
 
 # the choice of the fastest

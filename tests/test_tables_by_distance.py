@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexattn import create_block_mask, explain, flex_attention, mods
-from flexattn.graph.tables_by_distance import by_distance
+from flexattn.graph.tables_by_distance import read_tables_by_distance
 from flexattn.reference import attention
 from flexattn.trace.trace import trace
 
@@ -45,7 +45,11 @@ def test_results_and_gradients(name: str, masked: bool) -> None:
     make, shape = MODS[name]
     table = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
     leaves, mod = [*inputs(), table], make(table)
-    assert by_distance(trace(mod, "score", torch.float64), M, N).graph.captures[-1].name.endswith("_by_distance")
+    assert (
+        read_tables_by_distance(trace(mod, "score", torch.float64), M, N)
+        .graph.captures[-1]
+        .name.endswith("_by_distance")
+    )
     mask = create_block_mask(mods.causal, None, None, M, N, device="cpu", BLOCK_SIZE=16) if masked else None
     out = flex_attention(*leaves[:3], mod, mask)
     want, _ = attention(*leaves[:3], mod, mods.causal if masked else None)
@@ -69,19 +73,21 @@ UNCHANGED: dict[str, Mod] = {
 @pytest.mark.parametrize("name", UNCHANGED)
 def test_what_stays_as_it_is(name: str) -> None:
     bound = trace(UNCHANGED[name], "score")
-    assert by_distance(bound, M, N) is bound
+    assert read_tables_by_distance(bound, M, N) is bound
 
 
 def test_large_tensors_stay_as_they_are() -> None:
     table = torch.zeros(2**16, 8)
     bound = trace(lambda s, b, h, i, j: s + table[b, (i - j).abs() // 9], "score")
-    assert by_distance(bound, 30, 40) is not bound
-    assert by_distance(bound, 300, 400) is bound
+    assert read_tables_by_distance(bound, 30, 40) is not bound
+    assert read_tables_by_distance(bound, 300, 400) is bound
 
 
 def test_lengths_and_numbers_share_a_graph() -> None:
     table = torch.randn(H, 200)
-    graphs = {by_distance(trace(steps(table, 7), "score"), m, n).graph for m, n in ((37, 50), (20, 30), (9, 50))}
+    graphs = {
+        read_tables_by_distance(trace(steps(table, 7), "score"), m, n).graph for m, n in ((37, 50), (20, 30), (9, 50))
+    }
     assert len(graphs) == 1
 
 

@@ -303,10 +303,10 @@ def _print_table(table: collections.Counter[tuple[str, str]]) -> None:
 # ptx
 
 
-def ptx(before: Path, after: Path, targets: Collection[str] = ()) -> int:
+def ptx(before: Path, after: Path, targets: Collection[str] = (), sample: int = 0) -> int:
     """Compile each pair of different sources once and compare the assembly; return 1 if any differs.
 
-    `targets` restricts it to some architectures.
+    `targets` restricts it to some architectures, `sample` to that many pairs, evenly spaced.
     """
     pairs: dict[tuple[str, str, str], tuple[str, str, Record, Record]] = {}
     alone = 0
@@ -319,7 +319,10 @@ def ptx(before: Path, after: Path, targets: Collection[str] = ()) -> int:
             elif verdict(a, b) == DIFFERENT:
                 pairs.setdefault((one["target"], _compiled(a), _compiled(b)), (one["name"], one["target"], a, b))
     found: collections.Counter[str] = collections.Counter()
-    for name, target, a, b in pairs.values():
+    chosen = list(pairs.values())
+    if 0 < sample < len(chosen):
+        chosen = [chosen[i * len(chosen) // sample] for i in range(sample)]
+    for name, target, a, b in chosen:
         try:
             texts = [_assembly(source, target) for source in (a, b)]
             found[same := "identical" if texts[0] == texts[1] else "different"] += 1
@@ -328,7 +331,10 @@ def ptx(before: Path, after: Path, targets: Collection[str] = ()) -> int:
             found[same := "not compiled"] += 1
             note = f"      {type(error).__name__}: {str(error)[:500]}"
         print(f"{same}: {a['name']} for {target} ({name})", *([note] if note else []), sep="\n", flush=True)
-    print(f"{len(pairs)} different sources, assembly of", ", ".join(f"{n} {kind}" for kind, n in found.items()))
+    print(
+        f"{len(pairs)} different sources, assembly of {len(chosen)}:",
+        ", ".join(f"{n} {kind}" for kind, n in found.items()),
+    )
     print(f"{alone} sources are on one side alone")
     return 1 if alone or found.keys() - {"identical"} else 0
 
@@ -401,13 +407,14 @@ def main() -> int:
         command.add_argument("before", type=Path)
         command.add_argument("after", type=Path)
         if name == "ptx":
+            command.add_argument("--sample", type=int, default=0, help="compile this many pairs; default: all")
             command.add_argument("--targets", nargs="*", default=(), help="architectures, such as sm_80; default: all")
     given = parser.parse_args()
     if given.command == "write":
         return write(given.folder)
     if given.command == "compare":
         return compare(given.before, given.after)
-    return ptx(given.before, given.after, given.targets)
+    return ptx(given.before, given.after, given.targets, given.sample)
 
 
 if __name__ == "__main__":

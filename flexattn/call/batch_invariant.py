@@ -30,7 +30,7 @@ from flexattn.options import LARGEST_TILE
 from flexattn.torch_state.transforms import outside
 
 
-def in_one_class(problem: Problem) -> Problem:
+def as_batch_invariant(problem: Problem) -> Problem:
     """Return the problem with one ascending list of partial blocks per row of blocks, and the same mask."""
     M, N = problem.query.size(2), problem.key.size(2)
     if problem.query.numel() == 0 or N == 0:

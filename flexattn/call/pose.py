@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
 from flexattn.block_mask import BlockMask, from_torch
-from flexattn.call.batch_invariant import in_one_class
+from flexattn.call.batch_invariant import as_batch_invariant
 from flexattn.call.call import Call, Mod
 from flexattn.call.dropout import check_dropout
 from flexattn.call.problem import Problem
@@ -26,7 +26,7 @@ from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.capture_axes import places_last
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.nodes import Const
-from flexattn.graph.tables_by_distance import by_distance
+from flexattn.graph.tables_by_distance import read_tables_by_distance
 from flexattn.options import option, validate_options
 from flexattn.torch_state.transforms import is_transforming
 from flexattn.trace.trace import trace
@@ -46,7 +46,7 @@ def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
     score = _score(call.score_mod, query)  # Python -> BoundMod
     invariant = option(options, "BATCH_INVARIANT") is True
     if score is not None and not invariant:  # the size limit of a table by distance depends on the lengths
-        score = by_distance(score, query.shape[2], key.shape[2])  # BoundMod -> BoundMod
+        score = read_tables_by_distance(score, query.shape[2], key.shape[2])  # BoundMod -> BoundMod
         if on_gpu or not query.is_cpu:
             score = places_last(score)  # BoundMod -> BoundMod
     captures = () if score is None else score.captures
@@ -67,7 +67,7 @@ def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
     problem = Problem(
         query, key, value, scale, score, mask, blocks, score_grad, runs, options, sink, dropout, call.max_scores
     )
-    return in_one_class(problem) if invariant else problem
+    return as_batch_invariant(problem) if invariant else problem
 
 
 def _autocast(query: object, key: object, value: object) -> tuple[object, object, object]:

@@ -14,13 +14,15 @@ from flexattn.graph.mod_graph import ModGraph
 from flexattn.options import option
 
 Needs = tuple[bool, bool, bool, bool]  # which of query, key, value and the sink require a gradient
+# Of query, key, value, each tensor that score_mod captures, and the sink; None if not needed.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...], Tensor | None]
 
 
 @dataclass(frozen=True)
 class Problem:
     """What to compute: tensors, mods with their values, and the scale. A mod is None if it does nothing.
 
-    A mask has `block_mask` (its block lists) and `mask` (its mask_mod for partial blocks, None if it is always true).
+    `block_mask` lists which blocks attend. `mask` is its mod, applied in partial blocks; None if it is always true.
     """
 
     query: Tensor  # [B, Hq, M, D]
@@ -30,8 +32,9 @@ class Problem:
     score: BoundMod | None = None
     mask: BoundMod | None = None
     block_mask: BlockMask | None = None
-    score_grad: ModGraph | None = None  # gradient graph of `score`, if a backward may follow
-    runs: tuple[EqualRuns, ...] = ()  # of tensors that `mask` captures, if known
+    # Gradient graph of `score`, if a backward may follow. Its sites are loads of captures that require gradients.
+    score_grad: ModGraph | None = None
+    equal_runs: tuple[EqualRuns, ...] = ()  # of sorted tensors that `mask` captures, if known
     options: tuple[tuple[str, object], ...] = ()  # validated kernel_options
     sink: Tensor | None = None  # [B or 1, Hq or 1] float32 (float64), log of an additional term of each softmax sum
     dropout: Dropout | None = None

@@ -34,7 +34,7 @@ class FromProblem:
 
 
 @dataclass(frozen=True)
-class TensorDescriptor:
+class DescriptorOf:
     """A TMA descriptor of a tensor that the engine passes under this name."""
 
     name: str
@@ -52,9 +52,9 @@ class Argument:
 
     name: str
     type: str  # in Triton's notation: i32, fp32, *bf16, tensordesc<...>
-    source: FromShapes | FromTensors | FromProblem | TensorDescriptor | TileCounter
+    source: FromShapes | FromTensors | FromProblem | DescriptorOf | TileCounter
     divisible: bool = False  # the pointer is a multiple of 16 bytes
 
     @property
     def is_descriptor(self) -> bool:
-        return isinstance(self.source, TensorDescriptor)
+        return isinstance(self.source, DescriptorOf)

@@ -51,7 +51,7 @@ def _of_forward(plan: KernelPlan) -> bool:
 
 def _of_gradients(plan: KernelPlan) -> bool:
     """Whether it is a backward kernel that loops over tiles of one batch."""
-    return plan.spec.products and not plan.is_forward and plan.spec.captures != "adds over batch"
+    return plan.spec.products and not plan.is_forward and not plan.spec.sums_over_batch
 
 
 def _of_keys(plan: KernelPlan) -> bool:

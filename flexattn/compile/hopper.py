@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -24,11 +23,9 @@ from flexattn.compile.kernels import (
     HOPPER_FORWARD,
     SIZES,
 )
-from flexattn.compile.lower import Dialect, lower, lower_score
 from flexattn.compile.plan import has_descriptor
-from flexattn.compile.row_bounds import lower_row_bounds
 from flexattn.compile.tiles import Tile
-from flexattn.graph.dependence import loads_each_place
+from flexattn.graph.dependence import computed_from, loads_each_place
 from flexattn.machine.triton_versions import has_gluon
 from flexattn.options import option
 
@@ -54,14 +51,6 @@ DQ_TILES: dict[tuple[int, int], Tile] = {
     (128, 128): Tile(128, 64, 4, 3),
 }
 
-# Names in `tl` that lowered mods may use in Gluon, which does not have the others.
-_GLUON_NAMES = frozenset((
-    "abs", "cast", "ceil", "cos", "div_rn", "erf", "exp", "exp2", "float16", "float32", "bfloat16", "floor", "fma",
-    "inline_asm_elementwise", "int1", "int16", "int32", "int64", "int8", "load", "log", "log2", "maximum", "minimum",
-    "rsqrt", "sin", "sqrt", "sqrt_rn", "uint8", "where", "zeros_like", "PropagateNan",
-))  # fmt: skip
-
-
 Refusal = Callable[[KernelPlan, Problem], str | None]  # why a plan has no Hopper form, None if it may have one
 
 
@@ -72,6 +61,21 @@ class HopperForm:
     spec: KernelSpec
     tiles: dict[tuple[int, int], Tile]
     refusals: tuple[Refusal, ...]
+
+
+def _refusal_of_mods(plan: KernelPlan, problem: Problem) -> str | None:
+    """Reject what lowers to functions that Gluon lacks: tl.broadcast_to, tl.full, and the type float64."""
+    gradient = plan.grad if plan.scales_gradient else None
+    for mod in (plan.score, gradient, plan.mask):
+        output = None if mod is None else mod.graph.outputs[0]
+        if mod is None or output is None:
+            continue
+        if mod is not plan.mask and not mod.graph.dependence[output] & {"score", "grad"}:
+            return "the score_mod does not read its score"
+        nodes = (mod.graph.nodes[i] for i in computed_from(mod.graph, output))
+        if any(node.op == "cast" and node.dtype == torch.float64 for node in nodes):
+            return "a mod computes in float64"
+    return None
 
 
 def _refusal_of_scale(plan: KernelPlan, problem: Problem) -> str | None:
@@ -99,6 +103,7 @@ def _refusal_of_tables(plan: KernelPlan, problem: Problem) -> str | None:
 _DQ = HopperForm(HOPPER_DQ, DQ_TILES, (_refusal_of_captures, _refusal_of_tables))
 FORMS: dict[KernelSpec, HopperForm] = {
     FORWARD: HopperForm(HOPPER_FORWARD, TILES, (_refusal_of_scale, _refusal_of_tables)),
+    # The last three are always rejected, since captured tensors receive gradients there: that is the reason to show.
     **dict.fromkeys((DQ, CAPTURES, SIZES, BATCH_CAPTURES), _DQ),
     DKDV: HopperForm(HOPPER_DKDV, BACKWARD_TILES, (_refusal_of_tables,)),
 }
@@ -119,7 +124,10 @@ def fused_backward(plan: KernelPlan, problem: Problem, tensors: Tensors) -> Kern
 
 
 def _in_form(form: HopperForm, plan: KernelPlan, problem: Problem, tensors: Tensors) -> KernelPlan | str:
-    reasons = (_refusal(plan, problem, tensors), *(refusal(plan, problem) for refusal in form.refusals))
+    reasons = (
+        _refusal(plan, problem, tensors),
+        *(refusal(plan, problem) for refusal in (*form.refusals, _refusal_of_mods)),
+    )
     reason = next((reason for reason in reasons if reason is not None), None)
     return reason or _with_tile(plan, form.spec, form.tiles)
 
@@ -136,7 +144,6 @@ def _refusal(plan: KernelPlan, problem: Problem, tensors: Tensors) -> str | None
         (target.backend != "cuda" or int(target.arch) != 90, f"{target} is not sm_90"),
         (plan.dtype not in (torch.float16, torch.bfloat16), f"{plan.dtype} is not float16 or bfloat16"),
         (plan.exact, "EXACT is True"),
-        (plan.has_dropout, "dropout_p is not 0"),
         (not has_gluon(), "this release of Triton is not known to compile it"),
         (bool(asked), f"{', '.join(asked)} chooses a tile of the Triton engine"),
         (option(problem.options, "USE_TMA", phase) is False, "USE_TMA is False"),
@@ -153,38 +160,7 @@ def _with_tile(plan: KernelPlan, spec: KernelSpec, tiles: dict[tuple[int, int], 
         return f"no tile for D {plan.D}, Dv {plan.Dv}"
     if plan.blocks and (plan.blocks[0] % tile.BLOCK_M or plan.blocks[1] % tile.BLOCK_N):
         return f"blocks of {plan.blocks[0]} x {plan.blocks[1]} are not multiples of {tile.BLOCK_M} x {tile.BLOCK_N}"
-    plan = replace(plan, spec=spec, tile=tile, tma=True)
-    missing = _missing(plan)
-    return f"Gluon has no {', '.join(missing)}" if missing else plan
-
-
-def hopper_mods(plan: KernelPlan) -> list[str]:
-    """Return the lowered mods of a plan as Gluon functions."""
-    return [as_gluon(text) for text in _lowered(plan)]
-
-
-def as_gluon(text: str) -> str:
-    """Convert the text of Triton functions to Gluon. They may use only what both have."""
-    text = text.replace("@triton.jit", "@gluon.jit")
-    return re.sub(r"\btl\.(?!PropagateNan|broadcast_to)", "gl.", text)
-
-
-def _lowered(plan: KernelPlan) -> list[str]:
-    dialect = Dialect(float_index=plan.float_index, columns="q_idx" if plan.transposed else "kv_idx")
-    found = []
-    if plan.mask is not None:
-        # Weights of queries past the end are 0 without a limit, but the derivative of score_mod may be anything there.
-        limited = not plan.transposed or plan.scales_gradient
-        found.append(
-            lower_row_bounds(plan.mask, "mask_mod", dialect.of_masks(ptx=True), limited=limited, rows=plan.transposed)
-        )
-    if plan.score is not None:
-        found.append(lower_score(plan.score, "score_mod", dialect))
-    if plan.grad is not None and plan.scales_gradient:
-        found.append(lower(plan.grad, "score_grad", dialect))
-    return found
-
-
-def _missing(plan: KernelPlan) -> list[str]:
-    names = {name for text in _lowered(plan) for name in re.findall(r"\btl\.(\w+)", text)}
-    return sorted(names - _GLUON_NAMES)
+    known = {feature.name for feature in spec.features}
+    if unknown := [name for name in plan.features if name not in known]:
+        return f"it does not support {', '.join(unknown)}"
+    return replace(plan, spec=spec, tile=tile, tma=True)

@@ -12,10 +12,9 @@ from flexattn.compile.hopper import (
     KEYS_REGISTERS,
     PRODUCER_REGISTERS,
     QUERIES_REGISTERS,
-    as_gluon,
-    hopper_mods,
 )
 from flexattn.compile.hopper_descriptors import ROWS, columns
+from flexattn.compile.hopper_mods import as_gluon, hopper_mods
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.lower import loads_where_live
 from flexattn.compile.mod_plan import TRITON_DTYPE

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from flexattn.call.problem import Problem
 from flexattn.compile.arguments import Argument, Tensors
@@ -55,6 +56,7 @@ class Feature:
     name: str
     wanted: Callable[[Problem, Tensors], bool]  # whether a problem, with these arrays of the launch, needs it
     operands: tuple[Operand, ...]
+    outputs: Callable[[Problem], dict[str, Tensor]] | None = None  # arrays that a launch allocates for it
     text: str = ""  # its line in a printed plan
 
     def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
@@ -89,6 +91,11 @@ class KernelSpec:
 
     def __repr__(self) -> str:
         return f"KernelSpec({self.name})"
+
+    @property
+    def sums_over_batch(self) -> bool:
+        """Whether it sums gradients of captured tensors over the batch before it adds them."""
+        return self.captures == "adds over batch"
 
     @property
     def features(self) -> tuple[Feature, ...]:

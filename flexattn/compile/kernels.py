@@ -7,6 +7,8 @@ CAPTURES computes them without dQ, BATCH_CAPTURES sums them over the batch first
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from flexattn.call.dropout import Dropout
@@ -16,7 +18,7 @@ from flexattn.compile.hopper_descriptors import dq_descriptors, forward_descript
 from flexattn.compile.kernel_plan import Feature, KernelPlan, KernelSpec, Operand
 from flexattn.compile.operands import (
     Array,
-    CaptureSums,
+    CaptureSumArguments,
     Counter,
     Described,
     Descriptors,
@@ -39,11 +41,17 @@ from flexattn.compile.shared_memory import (
     product_bytes,
 )
 from flexattn.compile.tiles import Tile
+from flexattn.options import option
 
 
 def _sink(problem: Problem) -> torch.Tensor:
     assert problem.sink is not None
     return problem.sink.detach()
+
+
+def _of_rows(problem: Problem, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return an empty array with one element per query: [B, Hq, M]."""
+    return torch.empty(problem.query.shape[:3], dtype=dtype, device=problem.query.device)
 
 
 def _dropout(problem: Problem) -> Dropout:
@@ -54,7 +62,15 @@ def _dropout(problem: Problem) -> Dropout:
 MAX_SCORES = Feature(
     "max_scores",
     wanted=lambda problem, arrays: problem.max_scores,
-    operands=(Array("max_ptr", "*fp32"),),  # [B, Hq, M]
+    operands=(Array("max_ptr", "*fp32"),),
+    outputs=lambda problem: {"max_ptr": _of_rows(problem)},
+)
+PROFILE = Feature(
+    "profile",
+    wanted=lambda problem, arrays: option(problem.options, "PROFILE") is True,
+    operands=(Array("cycles_ptr", "*i64"),),  # [B, Hq, M], written at the first query of each tile
+    outputs=lambda problem: {"cycles_ptr": _of_rows(problem, torch.int64)},
+    text="    profile  clock cycles of each program",
 )
 SINK = Feature(
     "sink",
@@ -116,7 +132,7 @@ FORWARD = KernelSpec(
     phase="fwd",
     tensors=("q", "k", "v", "o"),
     operands=(
-        Descriptors(_key_streams), Pointers(("q",)), *_KEYS, Pointers(("o",)), _LSE, MAX_SCORES, SINK,
+        Descriptors(_key_streams), Pointers(("q",)), *_KEYS, Pointers(("o",)), _LSE, MAX_SCORES, PROFILE, SINK,
         Strides(("q",)), *_KEY_STRIDES, Strides(("o",)),
         Scalars(("M", "N", "heads", "heads_q", "group_size", "heads_per_group")), ScoreScale(),
         When(lambda plan: plan.score is None, (Scalars(("q_sign",)),)), DROPOUT, MaskLists(), ModArguments(),
@@ -147,7 +163,7 @@ def _dq_operands(writes_dq: bool) -> tuple[Operand, ...]:
         *((Pointers(("dq",)),) if writes_dq else ()), _SHIFT, _DELTA,
         Strides(("q",)), *_KEY_STRIDES, Strides(("do",)), *own, DROPOUT,
         Scalars(("M", "M_padded", "N", "heads", "heads_q", "group_size", "heads_per_group")), ScoreScale(),
-        MaskLists(), ModArguments(), CaptureSums(),
+        MaskLists(), ModArguments(), CaptureSumArguments(),
     )  # fmt: skip
 
 
@@ -162,28 +178,15 @@ DQ = KernelSpec(
     captures="adds",
     tile_options=("BLOCK_M2", "BLOCK_N2"),
 )
-CAPTURES = KernelSpec(
-    "backward_captures",
-    phase="bwd",
+CAPTURES = replace(
+    DQ,
+    name="backward_captures",
     tensors=("q", "k", "v", "do"),
     operands=_dq_operands(writes_dq=False),
-    shared_bytes=product_bytes,
-    streams=("k", "v"),
-    captures="adds",
-    tile_options=("BLOCK_M2", "BLOCK_N2"),
+    gradients=(),
     tiled_as="backward_dq",
 )
-SIZES = KernelSpec(
-    "backward_sizes",
-    phase="bwd",
-    tensors=("q", "k", "v", "do"),
-    operands=_dq_operands(writes_dq=False),
-    shared_bytes=product_bytes,
-    streams=("k", "v"),
-    captures="sizes",
-    tile_options=("BLOCK_M2", "BLOCK_N2"),
-    tiled_as="backward_dq",
-)
+SIZES = replace(CAPTURES, name="backward_sizes", captures="sizes")
 BATCH_CAPTURES = KernelSpec(
     "backward_batch_captures",
     phase="bwd",
@@ -191,7 +194,7 @@ BATCH_CAPTURES = KernelSpec(
     operands=(
         Pointers(("q", "k", "v", "do")), _SHIFT, _DELTA, Strides(("q", "k", "v", "do")),
         Scalars(("M", "M_padded", "N", "B", "heads_q", "group_size")), ScoreScale(), MaskLists(("stride_mask_h",)),
-        ModArguments(), CaptureSums(),
+        ModArguments(), CaptureSumArguments(),
     ),
     shared_bytes=batch_capture_bytes,
     captures="adds over batch",
@@ -257,25 +260,11 @@ HOPPER_DKDV = KernelSpec(
     gradients=("dk", "dv"),
     gluon=True,
 )
-HOPPER_BACKWARD = KernelSpec(
-    "hopper_backward",
-    phase="bwd",
-    tensors=("q", "k", "v", "do", "dk", "dv"),
-    operands=(Descriptors(key_descriptors), _KEY_SCALARS, ScoreScale(), MaskLists(), ModArguments()),
-    shared_bytes=hopper_keys_bytes,
-    owns_keys=True,
-    gradients=("dq", "dk", "dv"),
-    gluon=True,
-)
-HOPPER_BACKWARD_WIDE = KernelSpec(
-    "hopper_backward_wide",
-    phase="bwd",
-    tensors=("q", "k", "v", "do", "dk", "dv"),
-    operands=(Descriptors(wide_descriptors), _KEY_SCALARS, ScoreScale(), MaskLists(), ModArguments()),
-    shared_bytes=hopper_keys_bytes,
-    owns_keys=True,
-    gradients=("dq", "dk", "dv"),
-    gluon=True,
+HOPPER_BACKWARD = replace(HOPPER_DKDV, name="hopper_backward", gradients=("dq", "dk", "dv"))
+HOPPER_BACKWARD_WIDE = replace(
+    HOPPER_BACKWARD,
+    name="hopper_backward_wide",
+    operands=(Descriptors(wide_descriptors), *HOPPER_BACKWARD.operands[1:]),
 )
 DQ_ROWS = KernelSpec(
     "backward_dq_rows",

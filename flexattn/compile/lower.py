@@ -86,12 +86,8 @@ def lower_score(mod: ModPlan, function: str, dialect: Dialect) -> str:
     assert output is not None
     result = writer.product(output, None if dialect.exact else "LOG2E")
     if "score" not in mod.graph.dependence[output]:
-        shape = "tl.broadcast_to" if writer.varies(output) else "tl.full"
-        result = (
-            f"{shape}({result}, score.shape)"
-            if writer.varies(output)
-            else f"{shape}(score.shape, {result}, tl.float32)"
-        )
+        varies = writer.varies(output)
+        result = f"tl.broadcast_to({result}, score.shape)" if varies else f"tl.full(score.shape, {result}, tl.float32)"
     return writer.function(function, [*_parameters(mod, dialect), *(["early"] if early else [])], [f"return {result}"])
 
 

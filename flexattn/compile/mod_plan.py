@@ -81,16 +81,21 @@ class ModPlan:
         """Return (name, Triton type) of each runtime argument, in order."""
         return tuple((a.name, a.type) for a in self.arguments())
 
-    # Argument names are unique for any names in the user's code. A number's name ends in its position. The names of a
-    # captured tensor's arguments end in its position and a word: ptr, stride0, size0.
     def capture_name(self, position: int) -> str:
-        return f"{self.role}_{_identifier(self.graph.captures[position].name)}_{position}"
+        return capture_name(self.role, self.graph, position)
 
     def number_name(self, position: int) -> str:
         return f"{self.role}_{_identifier(self.graph.numbers[position].name)}_{position}"
 
     def argument_names(self) -> tuple[str, ...]:
         return tuple(a.name for a in self.arguments())
+
+
+# Argument names are unique for any names in the user's code. A number's name ends in its position. The names of a
+# captured tensor's arguments end in its position and a word: ptr, stride0, size0.
+def capture_name(role: str, graph: ModGraph, position: int) -> str:
+    """Return what the names of a captured tensor's arguments begin with."""
+    return f"{role}_{_identifier(graph.captures[position].name)}_{position}"
 
 
 def layout_unit(dtype: torch.dtype) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from flexattn.call.problem import Problem
-from flexattn.compile.arguments import Argument, FromProblem, FromShapes, FromTensors, TensorDescriptor, TileCounter
+from flexattn.compile.arguments import Argument, DescriptorOf, FromProblem, FromShapes, FromTensors, TileCounter
 from flexattn.compile.kernel_plan import KernelPlan, Operand
 from flexattn.compile.mod_plan import TRITON_POINTER
 from flexattn.compile.scalars import SCALARS, mask_of
@@ -154,7 +154,7 @@ class ModArguments:
 
 
 @dataclass(frozen=True)
-class CaptureSums:
+class CaptureSumArguments:
     """The gradient accumulators of captured tensors."""
 
     def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
@@ -174,7 +174,7 @@ class Described:
     def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
         element = TRITON_POINTER[self.dtype or plan.dtype][1:]
         kind = f"tensordesc<{element}{list(self.block)}{',' if self.layout else ''}{self.layout}>"
-        return (Argument(self.argument, kind, TensorDescriptor(self.of, self.block)),)
+        return (Argument(self.argument, kind, DescriptorOf(self.of, self.block)),)
 
 
 @dataclass(frozen=True)

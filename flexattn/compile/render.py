@@ -30,7 +30,7 @@ from flexattn.graph.dependence import loads_by
 @lru_cache(512)
 def render(plan: KernelPlan) -> KernelSource:
     """Return the source of a plan's kernel, with its compile options."""
-    names = _names(plan) | (hopper_names(plan) if plan.is_hopper else {})
+    names = _names(plan) | (hopper_names(plan) if plan.is_hopper else _triton_names(plan))
     text = environment().get_template(f"{plan.kernel}.py.jinja").render(names)
     arguments = plan.spec.arguments(plan)
     return KernelSource(
@@ -46,13 +46,13 @@ def _names(plan: KernelPlan) -> dict[str, object]:
     score = plan.score.argument_names() if plan.score else ()
     mask = plan.mask.argument_names() if plan.mask else ()
     return {
-        # The file: the kernel's name, its constants and its lowered mods.
-        "name": plan.name, "constants": constants_of(plan), "mods": _mods(plan),
+        "name": plan.name,  # of the kernel function
         # What the kernel computes.
         "has_score": plan.score is not None,  # score_mod is called
         "has_mask": plan.mask is not None,  # mask_mod is called for partial runs
         "has_blocks": plan.blocks is not None,  # the kernel iterates over the block lists of a BlockMask
         "has_dropout": plan.has_dropout, "has_sink": "sink" in plan.features, "has_dlse": "dlse" in plan.features,
+        "features": plan.features,  # names of all optional parts
         "max_scores": "max_scores" in plan.features,  # the forward stores the maximum of each row too
         "scales_gradient": plan.scales_gradient,  # score_grad is called
         "early_score": bool(plan.score and early_loads(plan.score)),  # score_loads is called before the product
@@ -73,6 +73,11 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         # Functions that format lists of names.
         "each": _each, "names": _joined,
     }  # fmt: skip
+
+
+def _triton_names(plan: KernelPlan) -> dict[str, object]:
+    """Return what only the templates of Triton kernels refer to."""
+    return {"constants": constants_of(plan), "mods": _mods(plan)}
 
 
 def _parameters(plan: KernelPlan) -> str:
@@ -120,7 +125,7 @@ def _mods(plan: KernelPlan) -> list[str]:
         found.append(lower(plan.grad, "score_grad", dialect))
     if plan.grad and plan.sums == "sizes":
         found.append(lower_sizes(plan.grad, "score_sizes", dialect))
-    elif plan.grad and plan.sums and plan.spec.captures == "adds over batch":
+    elif plan.grad and plan.sums and plan.spec.sums_over_batch:
         found.append(lower_contributions(plan.grad, "score_contributions", dialect))
         found.append(lower_additions(plan.grad, "score_additions", dialect, plan.sums))
     elif plan.grad and plan.sums:

@@ -41,7 +41,7 @@ def _heads(plan: KernelPlan, problem: Problem) -> int:
     B, Hq = problem.query.shape[:2]
     if plan.transposed:
         return problem.key.size(0) * problem.key.size(1)
-    return Hq if plan.spec.captures == "adds over batch" else B * Hq
+    return Hq if plan.spec.sums_over_batch else B * Hq
 
 
 def tiles_of(plan: KernelPlan, problem: Problem) -> int:

@@ -11,10 +11,9 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 
-from flexattn.call.problem import Problem
 from flexattn.compile.arguments import Argument, FromShapes, FromTensors
 from flexattn.compile.lower import Dialect, Writer, mod_parameters
-from flexattn.compile.mod_plan import ModPlan
+from flexattn.compile.mod_plan import ModPlan, capture_name
 from flexattn.graph.dependence import after_loads_each_place, each_place
 from flexattn.graph.linear import affine, shift_invariant
 from flexattn.graph.mod_graph import ModGraph
@@ -57,15 +56,9 @@ def capture_sum_arguments(mod: ModPlan, sums: str) -> tuple[Argument, ...]:
     return tuple(found)
 
 
-@lru_cache(1024)
-def _score_plan(graph: ModGraph) -> ModPlan:
-    return ModPlan(graph, "score", (), ())
-
-
-def capture_sum_name(problem: Problem, capture: int, argument: str) -> str:
-    """Return the name of an argument (grad, scale, lost, size) of a captured tensor of the score_mod."""
-    assert problem.score is not None
-    return f"{_score_plan(problem.score.graph).capture_name(capture)}_{argument}_ptr"
+def capture_sum_name(graph: ModGraph, capture: int, argument: str) -> str:
+    """Return the name of an argument (grad, scale, lost, size) of a captured tensor of this score_mod."""
+    return f"{capture_name('score', graph, capture)}_{argument}_ptr"
 
 
 def _contiguous_stride(mod: ModPlan, position: int, d: int) -> FromShapes:

@@ -43,7 +43,9 @@ class KernelProblems:
 
     @staticmethod
     def of(problem: Problem) -> KernelProblems:
-        """Return the variants of a problem."""
+        """Convert a problem, once for all of its kernels."""
+        if not problem.equal_runs and problem.score_grad is None:
+            return KernelProblems(problem, problem, problem)  # most forwards
         by_query, by_key = (_with_runs(problem, by_key) for by_key in (False, True))
         if not sums_over_batch(problem):
             return KernelProblems(by_query, by_key, by_query)
@@ -57,9 +59,9 @@ class KernelProblems:
 
 
 def _with_runs(problem: Problem, by_key: bool) -> Problem:
-    if not problem.runs or problem.mask is None:
+    if not problem.equal_runs or problem.mask is None:
         return problem
-    return replace(problem, mask=with_runs(problem.mask, problem.runs, by_key), runs=())
+    return replace(problem, mask=with_runs(problem.mask, problem.equal_runs, by_key), equal_runs=())
 
 
 def _without_captures(problem: Problem) -> Problem:
@@ -71,7 +73,7 @@ def sums_over_batch(problem: Problem) -> bool:
     """Whether captured tensors receive a gradient per (q, kv) pair, in elements that all batches share."""
     graph, mask = problem.score_grad, problem.block_mask
     if graph is None or not graph.sites or problem.query.size(0) == 1 or problem.dropout is not None:
-        return False  # the common case, checked at each launch
+        return False  # the common case, checked in each forward and backward
     one_mask = mask is None or (mask.B == 1 and problem.mask is not None and not problem.mask.graph.reads("b"))
     return one_mask and same_in_all_batches(graph)
 
@@ -87,12 +89,12 @@ def backward_kernels(problems: KernelProblems, tensors: Tensors, target: Target)
     if captures.score_grad is not None and captures.score_grad.sites:
         sizes = (SIZES,) if sums_integers(captures) and not has_known_bounds(captures) else ()
         if captures is not problems.owns_queries:
-            return (*sizes, BATCH_CAPTURES, *_without_capture_gradients(problems, possible, tensors, target))
+            return (*sizes, BATCH_CAPTURES, *_fused_or_pair(problems, possible, tensors, target))
         return (*sizes, *(() if "dq" in tensors else (CAPTURES,)), *possible)
-    return _without_capture_gradients(problems, possible, tensors, target)
+    return _fused_or_pair(problems, possible, tensors, target)
 
 
-def _without_capture_gradients(
+def _fused_or_pair(
     problems: KernelProblems, possible: tuple[KernelSpec, ...], tensors: Tensors, target: Target
 ) -> tuple[KernelSpec, ...]:
     if possible != PAIR:
@@ -100,7 +102,7 @@ def _without_capture_gradients(
     return FUSED if isinstance(_plan_fused(problems.owns_keys, target, tensors), KernelPlan) else PAIR
 
 
-def plan_step(
+def plan_best_form(
     spec: KernelSpec, problem: Problem, target: Target, tensors: Tensors, arrays: Tensors = _NO_ARRAYS
 ) -> tuple[KernelPlan, str | None]:
     """Plan one kernel, as a Hopper kernel if possible. Also return the reason if not, else None.

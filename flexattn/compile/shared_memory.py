@@ -233,7 +233,7 @@ def _ahead_of_mods(plan: KernelPlan) -> int:
 
 
 def _of_dropout(plan: KernelPlan) -> int:
-    """Shared memory for dropout: exchanging random words if no thread owns a counter's scores, plus dK/dV's delta."""
+    """Shared memory for dropout: exchanging random words if no thread has a counter's positions, plus dK/dV's delta."""
     if not plan.has_dropout:
         return 0
     places = own_rows(plan) * streamed_rows(plan)

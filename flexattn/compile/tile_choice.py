@@ -52,7 +52,7 @@ def choose(key: TileKey, target: Target, tuned: bool = True) -> TileChoice:
     return TileChoice(row.tile, f"measured on {row.architecture}{far}")
 
 
-def tiles_of(kernel: str) -> tuple[Tile, ...]:
+def tiles_in_table(kernel: str) -> tuple[Tile, ...]:
     """Return all tiles in the package's table for a kernel, for any key."""
     return tuple(dict.fromkeys(row.tile for row in measured_rows() if row.key.kernel == kernel))
 

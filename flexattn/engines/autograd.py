@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.func import vjp
 
-from flexattn.call.problem import Needs, Problem
+from flexattn.call.problem import Gradients, Needs, Problem
 from flexattn.engines.second_order import tangents
 from flexattn.errors import MutationError, message
 from flexattn.graph.bound_mod import BoundMod
@@ -23,7 +23,6 @@ from flexattn.torch_state.transforms import is_transforming, one_by_one, refuse_
 from flexattn.torch_state.uncompiled import uncompiled
 
 # Gradients of query, key, value, each tensor captured by score_mod, and the sink.
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...], Tensor | None]
 
 
 class Engine(Protocol):

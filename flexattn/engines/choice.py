@@ -1,4 +1,7 @@
-"""choice: select the engine for a problem."""
+"""choice: select the engine for a problem.
+
+Hopper kernels belong to the Triton engine. compile/schedule.py chooses between them and the portable kernels.
+"""
 
 from __future__ import annotations
 

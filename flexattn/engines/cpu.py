@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flexattn.call.problem import Needs, Problem
+from flexattn.call.problem import Gradients, Needs, Problem
 from flexattn.call.sinks import sink_gradient
 from flexattn.engines.cpu_mods import CaptureGradients
 from flexattn.engines.cpu_scores import Scores, computing_dtype
@@ -24,8 +24,6 @@ from flexattn.engines.cpu_threads import Queue, in_threads
 from flexattn.engines.cpu_tiles import Share, Strip, Tile, fixed_strips, shares, strips
 
 _LOG2E = math.log2(math.e)
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...], Tensor | None]
 
 
 @torch.no_grad()

@@ -191,7 +191,7 @@ FIXED_ROWS, FIXED_KEYS = 128, 512
 def fixed_strips(problem: Problem, share: Share | None = None) -> Iterator[Strip]:
     """Yield strips like `strips`, of one head and FIXED_ROWS each, with tiles of FIXED_KEYS in ascending order.
 
-    The problem is one from `batch_invariant.in_one_class`.
+    The problem is one from `batch_invariant.as_batch_invariant`.
     """
     Hq, M = problem.query.shape[1:3]
     Hkv, N = problem.key.shape[1:3]

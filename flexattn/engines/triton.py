@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexattn.call.problem import Needs, Problem
+from flexattn.call.problem import Gradients, Needs, Problem
 from flexattn.call.sinks import sink_gradient, weight_of_keys
 from flexattn.compile.arguments import Tensors
 from flexattn.compile.capture_sums import CaptureSums, largest_of_rows, sums_integers
@@ -18,24 +18,25 @@ from flexattn.compile.kernels import DELTA, DQ_ROWS, FORWARD, SIZES
 from flexattn.compile.plan import has_descriptor, is_aligned
 from flexattn.compile.scalars import padded
 from flexattn.compile.scatter import capture_sum_name
-from flexattn.compile.schedule import KernelProblems, backward_kernels, plan_step
+from flexattn.compile.schedule import KernelProblems, backward_kernels, plan_best_form
 from flexattn.machine.target import Target
-from flexattn.runtime.launch import run, scheduled_backward
+from flexattn.runtime.launch import run_kernel, scheduled_backward
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...], Tensor | None]
-# The signature of launch.run. Tuning passes a function that records the calls.
+# Runs one kernel, as launch.run_kernel does. Tuning and profile pass functions that also record the calls.
 Run = Callable[[KernelSpec, Problem, Tensors, Tensors], None]
+_FORWARD_OUTPUTS = tuple((f.wanted, f.outputs) for f in FORWARD.features if f.outputs is not None)
 
 
-def forward(problem: Problem, run: Run = run) -> tuple[Tensor, Tensor, Tensor | None]:
+def forward(problem: Problem, run: Run = run_kernel) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return out [B, Hq, M, Dv], lse [B, Hq, M] and, if requested, the largest score of each row [B, Hq, M]."""
     problem = _with_rows(problem)
     q, v = problem.query, problem.value
     out = _like_strides(q, v.size(-1))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     arrays = {"lse_ptr": lse}
-    if problem.max_scores:
-        arrays["max_ptr"] = torch.empty_like(lse)
+    for wanted, outputs in _FORWARD_OUTPUTS:
+        if wanted(problem, arrays):
+            arrays |= outputs(problem)
     seen = KernelProblems.of(problem).seen_by(FORWARD)
     run(FORWARD, seen, {"q": q, "k": problem.key, "v": v, "o": out}, arrays)
     return out, lse, arrays.get("max_ptr")
@@ -43,7 +44,7 @@ def forward(problem: Problem, run: Run = run) -> tuple[Tensor, Tensor, Tensor | 
 
 def backward(
     problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs,
-    run: Run = run,
+    run: Run = run_kernel,
 ) -> Gradients:  # fmt: skip
     """Return the gradients of query, key, value, captured tensors and the sink; None if not needed."""
     problem, d_out = _with_rows(problem), _rows(d_out, problem.batch_invariant)
@@ -91,7 +92,7 @@ def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | Non
     problems = KernelProblems.of(problem)
     kernels = (FORWARD, DELTA, *backward_kernels(problems, tensors, target))
     return tuple(
-        plan_step(spec, problems.seen_by(spec), target, {name: tensors[name] for name in spec.tensors})
+        plan_best_form(spec, problems.seen_by(spec), target, {name: tensors[name] for name in spec.tensors})
         for spec in kernels
     )
 
@@ -105,8 +106,10 @@ def _largest_of_rows(problem: Problem, lse: Tensor, d_out: Tensor, delta: Tensor
 
 def _capture_arrays(problem: Problem, sums: CaptureSums, **arrays: Iterable[Tensor]) -> dict[str, Tensor]:
     """Return one tensor per captured tensor that requires a gradient, by the names of the kernels' arguments."""
+    if problem.score is None:
+        return {}
     return {
-        capture_sum_name(problem, i, argument): tensor
+        capture_sum_name(problem.score.graph, i, argument): tensor
         for argument, tensors in arrays.items()
         for i, tensor in zip(sums.buffers, tensors, strict=False)
     }

@@ -34,7 +34,7 @@ class _Site(NamedTuple):
     index: int  # the node of that index
 
 
-def by_distance(bound: BoundMod, M: int, N: int) -> BoundMod:
+def read_tables_by_distance(bound: BoundMod, M: int, N: int) -> BoundMod:
     """Return the mod with loads by distance instead of loads with a costly index, if the tables are small."""
     indices: dict[_Site, Tensor] = {}
     for site in _sites(bound.graph) if M and N else ():

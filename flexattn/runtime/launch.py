@@ -1,7 +1,7 @@
 """launch: run one kernel of a problem on its tensors.
 
 All arguments of a launch except the addresses depend only on shapes, strides, alignment, mods and numbers. They are
-computed once per signature and cached, so a repeated call does not plan and only fills in addresses.
+computed once per key and cached, so a repeated call does not plan and only fills in addresses.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import Tensor
 from flexattn.call.problem import Problem
 from flexattn.compile.arguments import (
     Argument,
+    DescriptorOf,
     FromProblem,
     FromShapes,
     FromTensors,
-    TensorDescriptor,
     Tensors,
     TileCounter,
 )
 from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
 from flexattn.compile.kernels import DELTA
 from flexattn.compile.scalars import tiles_of
-from flexattn.compile.schedule import KernelProblems, backward_kernels, plan_step
+from flexattn.compile.schedule import KernelProblems, backward_kernels, plan_best_form
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.machine.target import processors, target_of
 from flexattn.runtime.build import Kernel
@@ -66,17 +66,17 @@ class Launch:
 _launches: OrderedDict[tuple[object, ...], Launch] = OrderedDict()
 
 
-def run(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -> None:
+def run_kernel(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -> None:
     """Run a kernel on its variant of a problem (`KernelProblems.seen_by`).
 
     `tensors` are the spec's tensors, [B, H, rows, D] with a last stride of 1. `arrays` are contiguous and passed only
     by address (lse_ptr, ...).
     """
-    key = signature(spec, problem, tensors, arrays)
+    key = launch_key(spec, problem, tensors, arrays)
     launch = _launches.get(key)
     if launch is None:
         target = target_of(problem.query.device)
-        plan, _ = plan_step(spec, problem, target, tensors, arrays)
+        plan, _ = plan_best_form(spec, problem, target, tensors, arrays)
         launch = prepare(plan, problem, tensors)
         _launches[key] = launch
         if len(_launches) > _REMEMBERED:
@@ -84,7 +84,7 @@ def run(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -
     launch(problem, {**tensors, **arrays})
 
 
-def signature(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -> tuple[object, ...]:
+def launch_key(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -> tuple[object, ...]:
     """Return the cache key of a launch: everything that its plan and its scalar arguments depend on."""
     mask, q, k = problem.block_mask, problem.query, problem.key
     return (
@@ -97,18 +97,18 @@ def signature(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tens
         torch.are_deterministic_algorithms_enabled(),
         None if mask is None else (mask.B, mask.H, mask.BLOCK_SIZE, mask.full_overhangs),
         *((t.stride(), t.data_ptr() & 15) for t in tensors.values()),
-        *_mod_signature(problem.score), *_mod_signature(problem.mask),
+        *_mod_key(problem.score), *_mod_key(problem.mask),
     )  # fmt: skip
 
 
-def _mod_signature(mod: BoundMod | None) -> tuple[object, ...]:
+def _mod_key(mod: BoundMod | None) -> tuple[object, ...]:
     if mod is None:
         return (None,)
     return (mod.graph, mod.numbers, *((t.shape, t.stride(), t.data_ptr() & 15) for t in mod.captures))
 
 
 def prepare(wanted: KernelPlan, problem: Problem, tensors: Tensors) -> Launch:
-    """Load a plan's kernel and compute the arguments that are the same for equal signatures."""
+    """Load a plan's kernel and compute the arguments that are the same for equal keys."""
     loaded = load(wanted)
     plan = loaded.plan
     tiles = tiles_of(plan, problem)
@@ -142,8 +142,9 @@ _backwards: OrderedDict[tuple[object, ...], tuple[KernelSpec, ...]] = OrderedDic
 
 
 def scheduled_backward(problems: KernelProblems, tensors: Tensors) -> tuple[KernelSpec, ...]:
-    """Return the kernels that run after DELTA, in order, cached by signature."""
-    key = signature(DELTA, problems.of_captures, tensors, tensors)
+    """Return the kernels that run after DELTA, in order, cached by key."""
+    # The names of `tensors` say which gradients are requested, so they are part of the key, like those of arrays.
+    key = launch_key(DELTA, problems.of_captures, tensors, tensors)
     kernels = _backwards.get(key)
     if kernels is None:
         kernels = backward_kernels(problems, tensors, target_of(problems.of_captures.query.device))
@@ -160,7 +161,7 @@ def _filler(argument: Argument, shared: bool) -> Filler:
             return lambda problem, tensors: tensors[name]
         case FromProblem(tensor):
             return lambda problem, tensors: tensor(problem)
-        case TensorDescriptor(name, block):
+        case DescriptorOf(name, block):
             make = _descriptor(name, block)
             return lambda problem, tensors: make(tensors)
         case TileCounter():
@@ -182,24 +183,24 @@ def _descriptor_kinds() -> tuple[type[Any], type[Any]]:
     """Return Triton's tensor descriptor class, without and with checks."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    class Checked(TensorDescriptor):
+    class Unchecked(TensorDescriptor):
         def __post_init__(self) -> None: ...
 
-    return Checked, TensorDescriptor
+    return Unchecked, TensorDescriptor
 
 
 def _descriptor(name: str, tile: tuple[int, ...]) -> Callable[[Tensors], Any]:
     """Return a function that makes the tensor descriptor of a launch. Triton checks only the first one.
 
-    Shapes and strides are part of the signature. Triton's checks take 7 us of host time, nine times in a backward.
+    Shapes and strides are part of the launch key. Triton's checks take 7 us of host time, nine times in a backward.
     """
-    Checked, TensorDescriptor = _descriptor_kinds()
+    Unchecked, TensorDescriptor = _descriptor_kinds()
     known: list[tuple[list[int], list[int]]] = []
 
     def make(tensors: Tensors) -> Any:
         tensor = tensors[name]
         if known:
-            return Checked(tensor, *known[0], list(tile))
+            return Unchecked(tensor, *known[0], list(tile))
         # torch ignores the stride of a dim of size 1, but TMA requires a multiple of 16 bytes.
         step = -(-tensor.size(-1) * tensor.element_size() // 16) * 16 // tensor.element_size()
         strides = [s if n > 1 else step for n, s in zip(tensor.shape[:-1], tensor.stride(), strict=False)]

@@ -22,8 +22,8 @@ from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.plan import tile_key
 from flexattn.compile.render import render
-from flexattn.compile.schedule import plan_step, plan_with_tile
-from flexattn.compile.tile_choice import remember, remembered_rows, tiles_of
+from flexattn.compile.schedule import plan_best_form, plan_with_tile
+from flexattn.compile.tile_choice import remember, remembered_rows, tiles_in_table
 from flexattn.compile.tiles import Tile
 from flexattn.engines import triton
 from flexattn.engines.autograd import wants_gradient
@@ -32,7 +32,7 @@ from flexattn.machine.target import target_of
 from flexattn.options import LARGEST_TILE
 from flexattn.runtime.build import OutOfResources, build
 from flexattn.runtime.compile_processes import build_apart
-from flexattn.runtime.launch import forget_launches, run, runner
+from flexattn.runtime.launch import forget_launches, run_kernel, runner
 from flexattn.tuning.report import KernelTuning, Trial, Tuning
 
 TUNED = ("forward", "backward_dq", "backward_dkdv")
@@ -74,7 +74,7 @@ class _Call:
         return self.spec.name
 
     def run(self) -> None:
-        run(self.spec, self.problem, self.tensors, self.arrays)
+        run_kernel(self.spec, self.problem, self.tensors, self.arrays)
 
     def results(self) -> dict[str, Tensor]:
         """Return the outputs of the kernel by name."""
@@ -106,7 +106,7 @@ def tune_problem(problem: Problem, effort: Effort, keep: bool) -> Tuning:
 
 def candidates(plan: KernelPlan, problem: Problem, tensors: Tensors) -> tuple[KernelPlan, ...]:
     """Return plans that differ from `plan` only in their tiles, all of which may fit; the first is `plan` itself."""
-    tiles = dict.fromkeys((*_near(plan), *tiles_of(plan.kernel)))
+    tiles = dict.fromkeys((*_near(plan), *tiles_in_table(plan.kernel)))
     tiles.pop(plan.tile, None)
     others = (plan_with_tile(plan.spec, problem, plan.target, tensors, tile) for tile in tiles)
     return plan, *(other for other in others if other is not None)
@@ -135,7 +135,7 @@ def _calls(problem: Problem, learns: bool) -> tuple[_Call, ...]:
     target, calls = target_of(problem.query.device), []
 
     def keep(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -> None:
-        plan, _ = plan_step(spec, problem, target, tensors, arrays)
+        plan, _ = plan_best_form(spec, problem, target, tensors, arrays)
         calls.append(_Call(spec, problem, tensors, arrays, plan))
 
     out, lse, _ = triton.forward(problem, keep)

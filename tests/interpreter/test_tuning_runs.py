@@ -25,7 +25,7 @@ TRITON = {"BACKEND": "TRITON"}
 def few_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave three tiles to choose from."""
     monkeypatch.setattr(tuning, "_near", lambda plan: (Tile(16, 16, 4, 1), Tile(16, 32, 4, 1)))
-    monkeypatch.setattr(tuning, "tiles_of", lambda kernel: ())
+    monkeypatch.setattr(tuning, "tiles_in_table", lambda kernel: ())
 
 
 def inputs(grad: bool = True) -> tuple[torch.Tensor, ...]:

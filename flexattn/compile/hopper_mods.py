@@ -1,0 +1,36 @@
+"""hopper_mods: the lowered mods of a Hopper kernel, as Gluon functions."""
+
+from __future__ import annotations
+
+import re
+
+from flexattn.compile.kernel_plan import KernelPlan
+from flexattn.compile.lower import Dialect, lower, lower_score
+from flexattn.compile.row_bounds import lower_row_bounds
+
+
+def hopper_mods(plan: KernelPlan) -> list[str]:
+    """Return the lowered mods of a plan as Gluon functions."""
+    return [as_gluon(text) for text in _lowered(plan)]
+
+
+def as_gluon(text: str) -> str:
+    """Convert the text of Triton functions to Gluon. They may use only what both have."""
+    text = text.replace("@triton.jit", "@gluon.jit")
+    return re.sub(r"\btl\.(?!PropagateNan|broadcast_to)", "gl.", text)
+
+
+def _lowered(plan: KernelPlan) -> list[str]:
+    dialect = Dialect(float_index=plan.float_index, columns="q_idx" if plan.transposed else "kv_idx")
+    found = []
+    if plan.mask is not None:
+        # Weights of queries past the end are 0 without a limit, but the derivative of score_mod may be anything there.
+        limited = not plan.transposed or plan.scales_gradient
+        found.append(
+            lower_row_bounds(plan.mask, "mask_mod", dialect.of_masks(ptx=True), limited=limited, rows=plan.transposed)
+        )
+    if plan.score is not None:
+        found.append(lower_score(plan.score, "score_mod", dialect))
+    if plan.grad is not None and plan.scales_gradient:
+        found.append(lower(plan.grad, "score_grad", dialect))
+    return found
