@@ -1,6 +1,6 @@
 """flexattn compiles attention: score_mod and mask_mod in plain Python become fused, block-sparse kernels.
 
-    mods  ->  trace  ->  differentiate  ->  plan  ->  lower  ->  render  ->  build  ->  load  ->  launch
+    mods  ->  trace  ->  differentiate  ->  plan  ->  render (lower)  ->  build  ->  launch
 
 The names of torch.nn.attention.flex_attention are available with the same meaning. `explain` shows each stage of a
 call, and `tune` measures the tiles of its kernels.

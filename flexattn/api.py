@@ -10,13 +10,17 @@ flex_attention calls these stages. Indented stages are called by the one above t
     attention                   engines/autograd.py  the differentiable operation around the engine
         forward, backward       engines/triton.py    arrays, and one call of run_kernel for each kernel
             KernelProblems      compile/schedule.py  the problem in the forms that kernels see
-            backward_kernels    compile/schedule.py  which kernels run, in which order
-            run_kernel          runtime/launch.py    the launch of an equal call, if there was one. Else:
-                plan_best_form  compile/schedule.py  Problem -> KernelPlan, for Hopper's or the portable kernel
-                load            runtime/load.py      KernelPlan -> loaded kernel, with a smaller tile if necessary
-                    render      compile/render.py    KernelPlan -> KernelSource
-                    build       runtime/build.py     KernelSource -> compiled files, from disk if they are there
-                prepare         runtime/launch.py    the arguments that equal calls share
+            scheduled_backward  runtime/launch.py    the backward's kernels, kept for equal calls
+                backward_kernels    compile/schedule.py  chooses them, in order
+            run_kernel          runtime/launch.py    runs a kept Launch; makes one if no call was equal
+                plan_best_form  compile/schedule.py  Problem -> KernelPlan, for the Hopper or the portable kernel
+                prepare         runtime/launch.py    KernelPlan -> Launch: the arguments that equal calls share
+                    load        runtime/load.py      KernelPlan -> loaded kernel, with a smaller tile if necessary
+                        render  compile/render.py    KernelPlan -> KernelSource
+                            lower   compile/lower.py     ModGraph -> the text of a function
+                        build   runtime/build.py     KernelSource -> compiled files, from disk if they are there
+                Launch          runtime/launch.py    adds the addresses, and calls Kernel.launch (runtime/build.py)
+                    launcher    machine/triton_versions.py   the call of Triton's C launcher
 """
 
 from __future__ import annotations

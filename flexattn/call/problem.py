@@ -13,7 +13,8 @@ from flexattn.graph.equal_runs import EqualRuns
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.options import option
 
-Needs = tuple[bool, bool, bool, bool]  # which of query, key, value and the sink require a gradient
+# Which of query, key, value and the sink require a gradient. Of captured tensors, the sites of score_grad say it.
+Needs = tuple[bool, bool, bool, bool]
 # Of query, key, value, each tensor that score_mod captures, and the sink; None if not needed.
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...], Tensor | None]
 

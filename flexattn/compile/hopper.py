@@ -56,7 +56,7 @@ Refusal = Callable[[KernelPlan, Problem], str | None]  # why a plan has no Hoppe
 
 @dataclass(frozen=True)
 class HopperForm:
-    """A Gluon kernel that may replace a Triton engine plan: its tiles, and the reasons to reject it."""
+    """A Gluon kernel that may replace a portable plan: its tiles, and the reasons to reject it."""
 
     spec: KernelSpec
     tiles: dict[tuple[int, int], Tile]
@@ -109,12 +109,12 @@ FORMS: dict[KernelSpec, HopperForm] = {
 }
 _FUSED = HopperForm(HOPPER_BACKWARD, BACKWARD_TILES, (_refusal_of_captures, _refusal_of_order))
 _FUSED_WIDE = replace(_FUSED, spec=HOPPER_BACKWARD_WIDE, tiles=WIDE_TILES)
-# kernel_options that choose a tile of the Triton engine.
+# kernel_options that choose a tile of a portable kernel.
 _TILE_OPTIONS = {"fwd": ("BLOCK_M", "BLOCK_N"), "bwd": ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")}
 
 
 def hopper_form(plan: KernelPlan, problem: Problem, tensors: Tensors) -> KernelPlan | str:
-    """Return the Hopper form of a Triton engine plan, or the reason why it has none."""
+    """Return the Hopper form of a portable plan, or the reason why it has none."""
     return _in_form(FORMS[plan.spec], plan, problem, tensors)
 
 
@@ -145,7 +145,7 @@ def _refusal(plan: KernelPlan, problem: Problem, tensors: Tensors) -> str | None
         (plan.dtype not in (torch.float16, torch.bfloat16), f"{plan.dtype} is not float16 or bfloat16"),
         (plan.exact, "EXACT is True"),
         (not has_gluon(), "this release of Triton is not known to compile it"),
-        (bool(asked), f"{', '.join(asked)} chooses a tile of the Triton engine"),
+        (bool(asked), f"{', '.join(asked)} chooses a tile of the portable kernel"),
         (option(problem.options, "USE_TMA", phase) is False, "USE_TMA is False"),
         (not plan.aligned or not all(map(has_descriptor, tensors.values())), "TMA cannot address the tensors' rows"),
         (plan.full_overhangs, "full blocks of these lists may extend past the keys"),

@@ -1,4 +1,4 @@
-"""kernels: the table of kernels. An operand here is an argument of the template, of the signature and of the launch.
+"""kernels: the table of kernels. An operand adds its arguments to the template, the signature and the launch.
 
 The forward is FORWARD or HOPPER_FORWARD. The backward starts with DELTA, followed by HOPPER_BACKWARD (or its WIDE form)
 and DQ_ROWS, or by DQ and DKDV, which have Hopper forms too. DQ also computes the gradients of captured tensors.
@@ -24,7 +24,7 @@ from flexattn.compile.operands import (
     Descriptors,
     MaskLists,
     ModArguments,
-    Own,
+    OfProblem,
     Pointers,
     Scalars,
     ScoreScale,
@@ -75,13 +75,16 @@ PROFILE = Feature(
 SINK = Feature(
     "sink",
     wanted=lambda problem, arrays: problem.sink is not None,
-    operands=(Own("sink_ptr", "*fp32", _sink), Scalars(("stride_sink_b", "stride_sink_h"))),
+    operands=(OfProblem("sink_ptr", "*fp32", _sink), Scalars(("stride_sink_b", "stride_sink_h"))),
     text="    sink     one more term of each sum",
 )
 DROPOUT = Feature(
     "dropout",
     wanted=lambda problem, arrays: problem.dropout is not None,
-    operands=(Own("seed_ptr", "*i64", lambda problem: _dropout(problem).seed), Scalars(("drop_below", "keep_scale"))),
+    operands=(
+        OfProblem("seed_ptr", "*i64", lambda problem: _dropout(problem).seed),
+        Scalars(("drop_below", "keep_scale")),
+    ),
     text="    dropout  by Philox, from seed and position",
 )
 DLSE = Feature(
@@ -266,6 +269,7 @@ HOPPER_BACKWARD_WIDE = replace(
     name="hopper_backward_wide",
     operands=(Descriptors(wide_descriptors), *HOPPER_BACKWARD.operands[1:]),
 )
+# The last step after HOPPER_BACKWARD: its float32 sums of dq -> dq.
 DQ_ROWS = KernelSpec(
     "backward_dq_rows",
     phase="bwd",

@@ -65,7 +65,7 @@ class Array:
 
 
 @dataclass(frozen=True)
-class Own:
+class OfProblem:
     """A pointer to a tensor of the problem."""
 
     name: str

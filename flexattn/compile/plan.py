@@ -88,7 +88,7 @@ def _may_stream(plan: KernelPlan, problem: Problem) -> bool:
 
 @lru_cache(512)
 def tile_key(plan: KernelPlan) -> TileKey:
-    """Return the key that selects the tile of a Triton engine plan."""
+    """Return the key that selects the tile of a portable plan."""
     graph = None if plan.score is None else plan.score.graph
     masked = plan.blocks is not None
     return _tile_key(plan.spec, plan.dtype, plan.precision, plan.D, plan.Dv, graph, masked, plan.aligned)

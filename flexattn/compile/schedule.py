@@ -39,7 +39,7 @@ class KernelProblems:
 
     owns_queries: Problem
     owns_keys: Problem
-    of_captures: Problem
+    of_captures: Problem  # keeps the gradients of captured tensors; `owns_queries` itself if the batch is not summed
 
     @staticmethod
     def of(problem: Problem) -> KernelProblems:
@@ -88,7 +88,7 @@ def backward_kernels(problems: KernelProblems, tensors: Tensors, target: Target)
     captures = problems.of_captures
     if captures.score_grad is not None and captures.score_grad.sites:
         sizes = (SIZES,) if sums_integers(captures) and not has_known_bounds(captures) else ()
-        if captures is not problems.owns_queries:
+        if captures is not problems.owns_queries:  # summed over the batch, by a kernel of its own
             return (*sizes, BATCH_CAPTURES, *_fused_or_pair(problems, possible, tensors, target))
         return (*sizes, *(() if "dq" in tensors else (CAPTURES,)), *possible)
     return _fused_or_pair(problems, possible, tensors, target)
@@ -107,7 +107,7 @@ def plan_best_form(
 ) -> tuple[KernelPlan, str | None]:
     """Plan one kernel, as a Hopper kernel if possible. Also return the reason if not, else None.
 
-    `problem` is the kernel's variant (`KernelProblems.seen_by`). Raises UnsupportedError if BACKEND is "HOPPER" and no
+    The plan of a Hopper kernel has another spec than `spec`. `problem` is the kernel's variant (`KernelProblems.seen_by`). Raises UnsupportedError if BACKEND is "HOPPER" and no
     Hopper kernel can compute it.
     """
     if spec is HOPPER_BACKWARD:
@@ -129,7 +129,7 @@ def plan_best_form(
 def plan_with_tile(
     spec: KernelSpec, problem: Problem, target: Target, tensors: Tensors, tile: Tile
 ) -> KernelPlan | None:
-    """Plan a kernel of the Triton engine with this tile. Return None if options or limits change the tile."""
+    """Plan a portable kernel with this tile. Return None if options or limits change the tile."""
     plan = plan_kernel(spec, problem, target, tensors, tile=tile)
     return plan if plan.tile == tile else None
 

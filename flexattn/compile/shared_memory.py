@@ -26,7 +26,7 @@ _ALIGNMENT = 1024  # bytes; of wgmma and tcgen05 operands
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Bytes of the tiles of a Triton engine program; tuples have one entry per part of a head dim."""
+    """Bytes of the tiles of a portable kernel's program; tuples have one entry per part of a head dim."""
 
     held: tuple[int, ...]  # kept for the whole loop: q, in dQ also dO, in dK/dV k and v
     first: tuple[int, ...]  # streamed, for the scores: k, in dK/dV q
@@ -305,7 +305,7 @@ _UNITS: dict[str, Callable[[KernelPlan], int]] = {
 
 
 def units(plan: KernelPlan) -> str:
-    """Return the units that compute the products of a Triton engine plan, a key of _UNITS."""
+    """Return the units that compute the products of a portable plan, a key of _UNITS."""
     found = plan.target.matrix_units
     if found not in ("fma", "mfma") and plan.dtype == torch.float32 and plan.precision == "ieee":
         return "fma"

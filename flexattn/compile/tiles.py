@@ -47,7 +47,7 @@ class Tile:
 class TileKey:
     """The key that selects a tile on one architecture."""
 
-    kernel: str  # of the Triton engine: forward, backward_dq, ...
+    kernel: str  # a portable kernel: forward, backward_dq, ...
     dtype: str  # of the products: float16, bfloat16, float32, tf32 or tf32x3
     D: int
     Dv: int

@@ -22,8 +22,6 @@ from flexattn.torch_state.modes import undisturbed
 from flexattn.torch_state.transforms import is_transforming, one_by_one, refuse_batched, tangent_rule
 from flexattn.torch_state.uncompiled import uncompiled
 
-# Gradients of query, key, value, each tensor captured by score_mod, and the sink.
-
 
 class Engine(Protocol):
     """Runs a problem: a module of `engines/`."""
@@ -112,7 +110,7 @@ def _run(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor, Tensor | Non
 def _keep(ctx: Any, engine: Engine, problem: Problem, tensors: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
     """Save in `ctx` what the backward reads."""
     ctx.engine = engine
-    ctx.problem = _with_tensors(problem, (tensors[0].new_empty(0),) * len(tensors))
+    ctx.problem = _with_tensors(problem, (tensors[0].new_empty(0),) * len(tensors))  # save_for_backward keeps tensors
     ctx.save_for_backward(*tensors, out, lse)
     ctx.shapes = [tuple(x.shape) for x in (*tensors, out, lse)]
     ctx.set_materialize_grads(False)

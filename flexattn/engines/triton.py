@@ -59,12 +59,13 @@ def backward(
     arrays = {"delta_ptr": delta, "shift_ptr": shift}
     problems = KernelProblems.of(problem)
 
-    def step(spec: KernelSpec, arrays: Tensors) -> None:
-        run(spec, problems.seen_by(spec), {name: tensors[name] for name in spec.tensors}, arrays)
+    def step(spec: KernelSpec, given: Tensors) -> None:
+        run(spec, problems.seen_by(spec), {name: tensors[name] for name in spec.tensors}, given)
 
     step(DELTA, {"lse_ptr": lse} | ({} if d_lse is None else {"dlse_ptr": d_lse.float().contiguous()}) | arrays)
     kernels = scheduled_backward(problems, tensors)
     sums = CaptureSums.of(problem, sums_integers(problem))
+    # Integer sums need a bound of what they add: measured by SIZES, or known from d_out and value.
     if SIZES in kernels:
         step(SIZES, arrays | _capture_arrays(problem, sums, size=sums.sizes))
     largest = _largest_of_rows(problem, lse, d_out, delta) if sums.sizes and SIZES not in kernels else None
@@ -84,7 +85,7 @@ def backward(
 
 
 def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | None], ...]:
-    """Return the plans of forward and backward on `target`, each with the reason why it is not a Hopper kernel."""
+    """Return the plans that explain shows, each with the reason why it is not a Hopper kernel."""
     problem = _with_rows(problem)
     q, k, v = problem.query, problem.key, problem.value
     out = _like_strides(q, v.size(-1))

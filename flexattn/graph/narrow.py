@@ -1,8 +1,8 @@
 """narrow: compute the integers of a traced mod in int32 if it can represent all their values.
 
 A mod is traced with int64 indices, as torch runs it. GPUs compute int32 faster, and ordinary masks (q_idx - kv_idx,
-q_idx // 128, windows) never need more. Which nodes need int64 follows from their ranges and from the magnitudes of the
-captured numbers. A graph is valid for all numbers of the same magnitudes.
+q_idx // 128, windows) never need more. Which nodes need int64 follows from their ranges (`ranges.py`) and from the
+magnitudes of the captured numbers. A graph is valid for all numbers of the same magnitudes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Everything that is private in Triton or differs between its versions (checked: 3.6.0, 3.7.1).
 
-None of it is needed for correct results. If a private part is missing, the public API is used.
+Launching needs no private part for correct results: if one is missing, the public API is used.
 """
 
 from __future__ import annotations

@@ -112,9 +112,9 @@ def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> tuple[Traced,
     decompositions: Decompositions = {}
     asked: UnknownOperator | None = None
     while True:
-        recorded, record = record_run(mod, kind, called, score_dtype, decompositions)
+        recorded, reads = record_run(mod, kind, called, score_dtype, decompositions)
         try:
-            return scalarize(recorded, kind, name, score_dtype, location_of(mod)), record
+            return scalarize(recorded, kind, name, score_dtype, location_of(mod)), reads
         except UnknownOperator as unknown:
             target = unknown.node.target
             decomposition = None if isinstance(unknown, Refused) else _decomposition(target)
