@@ -107,8 +107,8 @@ def plan_best_form(
 ) -> tuple[KernelPlan, str | None]:
     """Plan one kernel, as a Hopper kernel if possible. Also return the reason if not, else None.
 
-    The plan of a Hopper kernel has another spec than `spec`. `problem` is the kernel's variant (`KernelProblems.seen_by`). Raises UnsupportedError if BACKEND is "HOPPER" and no
-    Hopper kernel can compute it.
+    The plan of a Hopper kernel has another spec than `spec`. `problem` is the kernel's variant
+    (`KernelProblems.seen_by`). Raises UnsupportedError if BACKEND is "HOPPER" and no Hopper kernel can compute it.
     """
     if spec is HOPPER_BACKWARD:
         fused = _plan_fused(problem, target, tensors)
