@@ -1,6 +1,6 @@
 """api: flex_attention, explain and tune, the functions that users call.
 
-flex_attention calls these stages. Indented stages are called by the one above them.
+flex_attention calls these stages. Indented stages are called by the stage above them.
 
     Call                        call/call.py         the arguments, as given
     pose                        call/pose.py         Call -> Problem: checked, traced, differentiated
@@ -9,16 +9,16 @@ flex_attention calls these stages. Indented stages are called by the one above t
     engine_of                   engines/choice.py    which engine computes the problem
     attention                   engines/autograd.py  the differentiable operation around the engine
         forward, backward       engines/triton.py    arrays, and one call of run_kernel for each kernel
-            KernelProblems      compile/schedule.py  the problem in the forms that kernels see
-            scheduled_backward  runtime/launch.py    the backward's kernels, kept for equal calls
+            KernelProblems      compile/schedule.py  the problem, in a variant for each group of kernels
+            scheduled_backward  runtime/launch.py    the backward's kernels, cached for equal calls
                 backward_kernels    compile/schedule.py  chooses them, in order
-            run_kernel          runtime/launch.py    runs a kept Launch; makes one if no call was equal
+            run_kernel          runtime/launch.py    runs the cached Launch of an equal call. On a miss:
                 plan_best_form  compile/schedule.py  Problem -> KernelPlan, for the Hopper or the portable kernel
                 prepare         runtime/launch.py    KernelPlan -> Launch: the arguments that equal calls share
                     load        runtime/load.py      KernelPlan -> loaded kernel, with a smaller tile if necessary
                         render  compile/render.py    KernelPlan -> KernelSource
                             lower   compile/lower.py     ModGraph -> the text of a function
-                        build   runtime/build.py     KernelSource -> compiled files, from disk if they are there
+                        build   runtime/build.py     KernelSource -> compiled files, from the disk cache if possible
                 Launch          runtime/launch.py    adds the addresses, and calls Kernel.launch (runtime/build.py)
                     launcher    machine/triton_versions.py   the call of Triton's C launcher
 """
@@ -231,7 +231,7 @@ def tune(
     if engine_of(problem) is not triton:
         found = f"{str(query.dtype).removeprefix('torch.')} {tuple(query.shape)} on {query.device}"
         mend = "Pass tensors of float32 or less on a GPU."
-        raise UnsupportedError(message("query", found, "what a Triton kernel computes", mend))
+        raise UnsupportedError(message("query", found, "one that a Triton kernel supports", mend))
     if names := tile_options(problem.options):
         mend = "Leave it out. tune finds the tile."
         raise OptionError(message("kernel_options", ", ".join(names), "no option that chooses a tile", mend))

@@ -142,7 +142,7 @@ def explain_mods(
     if mask_mod is None:
         reject_sizes(sizes, "a mask_mod to build a mask from", "Pass mask_mod, or leave it out.")
     elif Q_LEN is None or KV_LEN is None:
-        reject_sizes(sizes, "it with both Q_LEN and KV_LEN", "Pass both to build the mask, or leave it out.")
+        reject_sizes(sizes, "both Q_LEN and KV_LEN", "Pass both to build the mask, or leave it out.")
     score = None if score_mod is None else trace(score_mod, "score").graph
     mask = None if mask_mod is None else trace(mask_mod, "mask").graph
     blocks = None

@@ -1,4 +1,4 @@
-"""profile: how long each tile of a forward takes on the GPU, next to how many (q, kv) pairs it computes."""
+"""profile: the clock cycles of each tile of a forward on the GPU, and its number of (q, kv) pairs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_SHOWN = 16  # tiles of a printed profile
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """The tiles of a forward, in the order of their queries; `print` it to read it."""
+    """The tiles of a forward, in the order of their queries. Print it for a summary."""
 
     plan: KernelPlan
     first_row: Tensor  # [tiles] int64, the first query of each tile
@@ -94,7 +94,7 @@ def profile(
     if engine_of(problem) is not triton or target_of(problem.query.device).backend != "cuda":
         found = f"{str(query.dtype).removeprefix('torch.')} {tuple(query.shape)} on {query.device}"
         mend = "Pass tensors of float32 or less on an NVIDIA GPU."
-        raise UnsupportedError(message("query", found, "what a Triton kernel on an NVIDIA GPU computes", mend))
+        raise UnsupportedError(message("query", found, "one that a Triton kernel on an NVIDIA GPU supports", mend))
     return profile_problem(problem, target_of(query.device))
 
 

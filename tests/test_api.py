@@ -232,8 +232,8 @@ def test_explain_of_a_mask_with_lengths_builds_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"mask_mod": causal, "Q_LEN": 9}, "Q_LEN: found 9, expected it with both Q_LEN and KV_LEN. Pass both"),
-        ({"mask_mod": causal, "B": 2}, "B: found 2, expected it with both Q_LEN and KV_LEN. Pass both"),
+        ({"mask_mod": causal, "Q_LEN": 9}, "Q_LEN: found 9, expected both Q_LEN and KV_LEN. Pass both"),
+        ({"mask_mod": causal, "B": 2}, "B: found 2, expected both Q_LEN and KV_LEN. Pass both"),
         ({"score_mod": alibi(torch.ones(2)), "KV_LEN": 9}, "KV_LEN: found 9, expected a mask_mod to build a mask from"),
         ({"query": inputs()[0], "key": inputs()[0], "value": inputs()[0], "H": 2}, "H: found 2, expected a mask_mod"),
         ({"mask_mod": causal, "Q_LEN": 9, "KV_LEN": -1}, "KV_LEN: found -1, expected an int >= 0"),

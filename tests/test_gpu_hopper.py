@@ -60,7 +60,7 @@ def forced(name: str, backward: str) -> tuple[tuple[str, str], ...]:
 def test_score_mods(backward: str, name: str, mask: str | None, sizes: Sizes) -> None:
     options = forced(name, backward)
     if len(options) < 2:
-        with pytest.raises(UnsupportedError, match="BACKEND='HOPPER', and "):
+        with pytest.raises(UnsupportedError, match="BACKEND='HOPPER', but "):
             check(make_call(BF16, sizes, name, mask))
     if options:
         check(make_call(replace(BF16, options=options), sizes, name, mask), loose=name == "constant")

@@ -64,7 +64,7 @@ class HopperForm:
 
 
 def _refusal_of_mods(plan: KernelPlan, problem: Problem) -> str | None:
-    """Reject what lowers to functions that Gluon lacks: tl.broadcast_to, tl.full, and the type float64."""
+    """Reject mods that lower to functions or types that Gluon lacks: tl.broadcast_to, tl.full and float64."""
     gradient = plan.grad if plan.scales_gradient else None
     for mod in (plan.score, gradient, plan.mask):
         output = None if mod is None else mod.graph.outputs[0]
@@ -103,7 +103,7 @@ def _refusal_of_tables(plan: KernelPlan, problem: Problem) -> str | None:
 _DQ = HopperForm(HOPPER_DQ, DQ_TILES, (_refusal_of_captures, _refusal_of_tables))
 FORMS: dict[KernelSpec, HopperForm] = {
     FORWARD: HopperForm(HOPPER_FORWARD, TILES, (_refusal_of_scale, _refusal_of_tables)),
-    # The last three are always rejected, since captured tensors receive gradients there: that is the reason to show.
+    # The last three are always rejected, with the reason that captured tensors require gradients.
     **dict.fromkeys((DQ, CAPTURES, SIZES, BATCH_CAPTURES), _DQ),
     DKDV: HopperForm(HOPPER_DKDV, BACKWARD_TILES, (_refusal_of_tables,)),
 }

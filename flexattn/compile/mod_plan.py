@@ -41,7 +41,7 @@ class ModPlan:
     layouts: tuple[CaptureLayout, ...]
     numbers: tuple[str, ...]  # Triton types of the lifted numbers: i32, i64 or fp32
     # For the lengths of the call: nodes that are never negative, and loads that are in bounds everywhere in every tile.
-    # Any other negative index wraps around as in PyTorch, and any other load is masked.
+    # Other indices get PyTorch's wrap-around of negative values, and other loads are masked.
     nonnegative: tuple[int, ...] = ()
     inside: tuple[int, ...] = ()
 
@@ -94,7 +94,7 @@ class ModPlan:
 # Argument names are unique for any names in the user's code. A number's name ends in its position. The names of a
 # captured tensor's arguments end in its position and a word: ptr, stride0, size0.
 def capture_name(role: str, graph: ModGraph, position: int) -> str:
-    """Return what the names of a captured tensor's arguments begin with."""
+    """Return the prefix of the argument names of a captured tensor."""
     return f"{role}_{_identifier(graph.captures[position].name)}_{position}"
 
 

@@ -58,7 +58,7 @@ def _with_products(plan: KernelPlan, problem: Problem, tensors: Tensors) -> Kern
     score, grad = _mod_plan(problem.score, "score", problem), None
     if spec.phase == "bwd" and problem.score is not None and problem.score_grad is not None:
         graph = problem.score_grad if spec.captures else without_sites(problem.score_grad)
-        # It has the role of its score_mod, whose captures and numbers it keeps, so that the arguments are the same.
+        # The role is "score" and not "grad", because the arguments are those of the score_mod.
         grad = _mod_plan(replace(problem.score, graph=graph), "score", problem)
     plan = replace(
         plan, wide_rows=any(t.stride(2) >= 1 << 23 for t in tensors.values()), score=score, grad=grad,

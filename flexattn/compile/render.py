@@ -76,7 +76,7 @@ def _names(plan: KernelPlan) -> dict[str, object]:
 
 
 def _triton_names(plan: KernelPlan) -> dict[str, object]:
-    """Return what only the templates of Triton kernels refer to."""
+    """Return the additional variables of Triton templates."""
     return {"constants": constants_of(plan), "mods": _mods(plan)}
 
 

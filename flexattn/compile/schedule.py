@@ -43,7 +43,7 @@ class KernelProblems:
 
     @staticmethod
     def of(problem: Problem) -> KernelProblems:
-        """Convert a problem, once for all of its kernels."""
+        """Return the variants of a problem."""
         if not problem.equal_runs and problem.score_grad is None:
             return KernelProblems(problem, problem, problem)  # most forwards
         by_query, by_key = (_with_runs(problem, by_key) for by_key in (False, True))
@@ -121,8 +121,8 @@ def plan_best_form(
     if isinstance(form, KernelPlan):
         return form, None
     if option(problem.options, "BACKEND", spec.phase) == "HOPPER":
-        found = f"BACKEND='HOPPER', and {form}"
-        raise UnsupportedError(message("kernel_options", found, "what it can compute", "Leave BACKEND out."))
+        found = f"BACKEND='HOPPER', but {form}"
+        raise UnsupportedError(message("kernel_options", found, "what Hopper kernels support", "Leave BACKEND out."))
     return plan, form
 
 

@@ -123,7 +123,7 @@ class Affine:
 
 @lru_cache(1024)
 def affine(graph: ModGraph, position: int) -> Affine | None:
-    """Return a node as an Affine, None if it is not linear in q_idx and kv_idx."""
+    """Return a node as an Affine, None if it is not linear in q_idx and kv_idx, or too long."""
     form = linear_forms(graph, PLACES)[position]
     q, kv = (sum(f for n, f in form.terms if graph.is_input(n, name)) for name in ("q_idx", "kv_idx"))
     rest = tuple((n, f) for n, f in form.terms if not graph.is_input(n, *PLACES))
