@@ -80,12 +80,15 @@ def _mask_block(plan: KernelPlan, axis: int) -> int:
 
 
 def _reads_each_place(plan: KernelPlan) -> bool:
-    """Whether a mod loads from a captured tensor per (q, kv) pair. These loads are masked beyond the lengths.
+    """Whether `live` also covers the rows that a program owns, which are guarded when they are stored.
 
-    Without such loads, only the store of the rows that a program owns is masked.
+    Necessary if a mod loads from a captured tensor for each score, which it must not do outside of the lengths. Mods
+    without arguments do not need it, but their registers are allocated better with it. Without it dK/dV of causal
+    spills 660 bytes instead of at most 530 with D 256, and 244 instead of 120 with D 192, Dv 128 (triton 3.7, sm_90).
     """
     gradient = plan.grad if plan.scales_gradient or plan.sums else None
-    return any(loads_where_live(mod) for mod in (plan.score, plan.mask, gradient) if mod is not None)
+    mods = [mod for mod in (plan.score, plan.mask, gradient) if mod is not None]
+    return any(loads_where_live(mod) or not mod.argument_names() for mod in mods)
 
 
 def _keys_together(plan: KernelPlan) -> int:
