@@ -14,13 +14,15 @@ flex_attention calls these stages. Indented stages are called by the stage above
                 backward_kernels    compile/schedule.py  chooses them, in order
             run_kernel          runtime/launch.py    runs the cached Launch of an equal call. On a miss:
                 plan_best_form  compile/schedule.py  Problem -> KernelPlan, for the Hopper or the portable kernel
+                    plan_kernel     compile/plan.py      the portable KernelPlan; each ModGraph -> ModPlan
+                    hopper_form     compile/hopper.py    its Hopper form, or the reason why it has none
                 prepare         runtime/launch.py    KernelPlan -> Launch: the arguments that equal calls share
                     load        runtime/load.py      KernelPlan -> loaded kernel, with a smaller tile if necessary
                         render  compile/render.py    KernelPlan -> KernelSource
-                            lower   compile/lower.py     ModGraph -> the text of a function
-                        build   runtime/build.py     KernelSource -> compiled files, from the disk cache if possible
+                            lower, lower_score  compile/lower.py  ModPlan -> the text of a function
+                        build   runtime/build.py     KernelSource -> Kernel: compiled, or from the disk cache
+                        Kernel.load     runtime/build.py     its files -> a function that calls Triton's C launcher
                 Launch          runtime/launch.py    adds the addresses, and calls Kernel.launch (runtime/build.py)
-                    launcher    machine/triton_versions.py   the call of Triton's C launcher
 """
 
 from __future__ import annotations

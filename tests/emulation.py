@@ -17,13 +17,13 @@ from torch import Tensor
 from flexattn import api
 from flexattn.compile import scalars
 from flexattn.explain import target_named
-from flexattn.machine.triton_versions import Launch, Request
+from flexattn.machine.triton_versions import LaunchFunction, Request
 from flexattn.runtime import build as build_module
 from flexattn.runtime import launch, load
 from flexattn.runtime.build import Loader, build
 
 
-def load_in_emulator(request: Request, files: dict[str, Path]) -> Launch:
+def load_in_emulator(request: Request, files: dict[str, Path]) -> LaunchFunction:
     """Load a kernel for emulation of its PTX, program by program. This is a loader for `build`."""
     program = ptx.parse(files["ptx"].read_text())
     metadata = json.loads(files["json"].read_text())

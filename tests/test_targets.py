@@ -207,7 +207,7 @@ def test_tiles_of_cards_without_matrix_units_are_those_of_float32(machine):
 
 def test_tf32_of_cards_that_have_none():
     q = torch.zeros(1, 2, S, 64)
-    match = r"kernel_options\['FLOAT32_PRECISION'\]: found 'tf32', expected what gfx950 has.*ieee"
+    match = r"kernel_options\['FLOAT32_PRECISION'\]: found 'tf32', expected one that gfx950 has.*ieee"
     with pytest.raises(OptionError, match=match):
         explain(q, q, q, target="gfx950", kernel_options={"FLOAT32_PRECISION": "tf32"})
     before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, True

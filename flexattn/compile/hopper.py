@@ -103,7 +103,7 @@ def _refusal_of_tables(plan: KernelPlan, problem: Problem) -> str | None:
 _DQ = HopperForm(HOPPER_DQ, DQ_TILES, (_refusal_of_captures, _refusal_of_tables))
 FORMS: dict[KernelSpec, HopperForm] = {
     FORWARD: HopperForm(HOPPER_FORWARD, TILES, (_refusal_of_scale, _refusal_of_tables)),
-    # The last three are always rejected, with the reason that captured tensors require gradients.
+    # The last three are always rejected: they run only if captured tensors require gradients.
     **dict.fromkeys((DQ, CAPTURES, SIZES, BATCH_CAPTURES), _DQ),
     DKDV: HopperForm(HOPPER_DKDV, BACKWARD_TILES, (_refusal_of_tables,)),
 }

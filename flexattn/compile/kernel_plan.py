@@ -56,7 +56,7 @@ class Feature:
     name: str
     wanted: Callable[[Problem, Tensors], bool]  # whether a problem, with these arrays of the launch, needs it
     operands: tuple[Operand, ...]
-    outputs: Callable[[Problem], dict[str, Tensor]] | None = None  # arrays that a launch allocates for it
+    outputs: Callable[[Problem], dict[str, Tensor]] | None = None  # arrays that the engine allocates for it
     text: str = ""  # its line in a printed plan
 
     def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
@@ -136,7 +136,7 @@ class KernelPlan:
 
     @property
     def kernel(self) -> str:
-        """The kernel's name."""
+        """The spec's name, which is also that of its template. `name` is the kernel function's."""
         return self.spec.name
 
     @property

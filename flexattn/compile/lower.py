@@ -1,6 +1,8 @@
-"""lower: ModGraph -> the text of `@triton.jit` functions that the templates call.
+"""lower: ModPlan -> the text of `@triton.jit` functions that the templates call.
 
-A lowered mod is `mod(score, b, h, q_idx, kv_idx, live, <captures>, <numbers>)`. b and h are scalars, q_idx is
+A lowered score_mod is `score_mod(score, sm_scale, b, h, q_idx, kv_idx, live, <captures>, <numbers>)`, where score is
+q k^T, unscaled. A gradient has `grad` first. A mask_mod has no score and no scale. Hopper kernels add `near, offset`
+before `live`. Others may add `early`, loads that were issued before, after it. b and h are scalars, q_idx is
 `[BLOCK_M, 1]` and kv_idx is `[1, BLOCK_N]` (or transposed). An operation that depends only on rows therefore computes
 BLOCK_M values, and one that depends on neither computes a scalar.
 

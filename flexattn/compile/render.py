@@ -30,6 +30,7 @@ from flexattn.graph.dependence import loads_by
 @lru_cache(512)
 def render(plan: KernelPlan) -> KernelSource:
     """Return the source of a plan's kernel, with its compile options."""
+    # hopper_names lowers the mods by hopper_mods, _triton_names by _triton_mods.
     names = _names(plan) | (hopper_names(plan) if plan.is_hopper else _triton_names(plan))
     text = environment().get_template(f"{plan.kernel}.py.jinja").render(names)
     arguments = plan.spec.arguments(plan)
@@ -77,7 +78,7 @@ def _names(plan: KernelPlan) -> dict[str, object]:
 
 def _triton_names(plan: KernelPlan) -> dict[str, object]:
     """Return the additional variables of Triton templates."""
-    return {"constants": constants_of(plan), "mods": _mods(plan)}
+    return {"constants": constants_of(plan), "mods": _triton_mods(plan)}
 
 
 def _parameters(plan: KernelPlan) -> str:
@@ -111,7 +112,7 @@ def _scatter_names(plan: KernelPlan) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _mods(plan: KernelPlan) -> list[str]:
+def _triton_mods(plan: KernelPlan) -> list[str]:
     dialect = Dialect(plan.exact, plan.target.backend == "cuda", plan.float_index)
     found = []
     if plan.mask:

@@ -1,4 +1,4 @@
-"""schedule: which kernels a forward and a backward run, in which order, and whether as Triton or Hopper kernels."""
+"""schedule: which kernels a forward and a backward run, in which order, and whether as portable or Hopper kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bound_mod: BoundMod, a graph with the tensors and numbers of a call."""
+"""bound_mod: BoundMod, a graph with the tensors and numbers of a call. Bounds over boxes are in bound.py."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from flexattn.process.forks import Lock, temporary
 
-Launch = Callable[[int, int, tuple[Any, ...]], None]  # (programs, stream, arguments)
+LaunchFunction = Callable[[int, int, tuple[Any, ...]], None]  # (programs, stream, arguments)
 
 _BINARY_SETTINGS = (  # those that Triton omits from its keys, or keys by their effect
     "TRITON_PTXAS_PATH", "PTXAS_OPTIONS", "TRITON_OVERRIDE_ARCH", "TRITON_F32_DEFAULT", "TRITON_DEFAULT_FP_FUSION",
@@ -111,7 +111,7 @@ def load_kernel(request: Request, files: dict[str, Path]) -> Any:
     return CompiledKernel(request.source(stand_in), {path.name: str(path) for path in files.values()}, digest)
 
 
-def launcher(compiled: Any, direct: bool = True) -> Launch:
+def launcher(compiled: Any, direct: bool = True) -> LaunchFunction:
     """Load `compiled` on the current device and return its fastest launch function.
 
     Triton's OutOfResources passes through. Pointers are tensors or addresses; an address saves a driver call.
@@ -142,7 +142,7 @@ def _hooked(hook: Any) -> bool:
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
-def _c_launch(compiled: Any, run: Any) -> Launch | None:
+def _c_launch(compiled: Any, run: Any) -> LaunchFunction | None:
     """Call Triton's C launcher directly, with everything but the arguments bound; None if it is not supported."""
     release = tuple(version().split(".")[:2])
     if type(run).__name__ != "CudaLauncher" or release not in {("3", "6"), ("3", "7")}:
@@ -178,7 +178,7 @@ def _c_launch(compiled: Any, run: Any) -> Launch | None:
     return launch_37
 
 
-def _run_launch(compiled: Any, run: Any) -> Launch | None:
+def _run_launch(compiled: Any, run: Any) -> LaunchFunction | None:
     """Call CompiledKernel.run, for other backends and kernels with scratch memory."""
     function, packed = getattr(compiled, "function", None), getattr(compiled, "packed_metadata", None)
     if function is None or packed is None:

@@ -34,7 +34,7 @@ _MEMORY = 512  # kernels per process
 _ATTEMPTS = 3  # to find or build a kernel and read its files
 
 # (request, compiled files by ending) -> launch function. Loads the kernel on the current device.
-Loader = Callable[[triton_versions.Request, dict[str, Path]], triton_versions.Launch]
+Loader = Callable[[triton_versions.Request, dict[str, Path]], triton_versions.LaunchFunction]
 
 
 class OutOfResources(CompileError):
@@ -110,7 +110,7 @@ class _GpuKernel(Kernel):
         self._loader = loader
         self._request = _request(source)
         self._files = _compiled_files(source, folder)
-        self._launchers: dict[int, triton_versions.Launch] = {}  # by device
+        self._launchers: dict[int, triton_versions.LaunchFunction] = {}  # by device
 
     def launch(self, programs: int, arguments: tuple[Any, ...], stream: int | None = None) -> None:
         device = _current_device()
@@ -124,7 +124,7 @@ class _GpuKernel(Kernel):
         if device not in self._launchers:
             self._load(device)
 
-    def _load(self, device: int) -> triton_versions.Launch:
+    def _load(self, device: int) -> triton_versions.LaunchFunction:
         from triton.runtime.errors import OutOfResources as TritonOutOfResources
 
         try:
@@ -188,7 +188,7 @@ class _GpuKernel(Kernel):
         return {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", line)}
 
 
-def load_on_gpu(request: triton_versions.Request, files: dict[str, Path]) -> triton_versions.Launch:
+def load_on_gpu(request: triton_versions.Request, files: dict[str, Path]) -> triton_versions.LaunchFunction:
     """Load a kernel on the current GPU with Triton's driver: the default loader."""
     if not torch.cuda.is_available():
         raise CompileError(message(f"kernel {request.name}", "no GPU", "a GPU to launch it on", "Use CPU tensors."))

@@ -1,6 +1,6 @@
-"""Trace: a score_mod or mask_mod in Python -> ModGraph, cached.
+"""Trace: a score_mod or mask_mod in Python -> BoundMod. Its ModGraph is cached.
 
-A mod runs once on 0-d fake tensors under make_fx (`recording`). The FX graph is then split (`scalarize`). Operations on
+A mod runs on 0-d fake tensors under make_fx (`recording`). The FX graph is then split (`scalarize`). Operations on
 captured tensors alone form a *prologue* that torch runs at each call, under autograd. The rest becomes scalar
 expressions.
 
@@ -105,7 +105,7 @@ def _frames_of_ours() -> int:
 
 @undisturbed("flexattn")
 def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> tuple[Traced, Record]:
-    """Trace, adding decompositions until every operator has a row."""
+    """Trace, adding decompositions until every operator has a row in `aten.TABLES`."""
     name = mod_name(mod, kind)
     called = mod_in_messages(kind, name)
     _check_call(mod, kind, name)
