@@ -10,6 +10,7 @@ from torch import Tensor
 from flexattn.call.problem import Problem
 
 Tensors = Mapping[str, Tensor]  # by their names in the templates: q, k, v, o, do, dq, dk, dv, lse_ptr, ...
+NO_ARRAYS: Tensors = {}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexattn.call.problem import Problem
-from flexattn.compile.arguments import Tensors
+from flexattn.compile.arguments import NO_ARRAYS, Tensors
 from flexattn.compile.capture_sums import sums_integers
 from flexattn.compile.kernel_plan import KernelPlan, KernelSpec, Phase
 from flexattn.compile.mod_plan import CaptureLayout, ModPlan
@@ -30,11 +30,9 @@ from flexattn.options import LARGEST_TILE, option
 # from registers, wgmma read out of bounds of shared memory (H200, triton 3.6; D 33, 64, 130).
 _UNALIGNED_ROWS = 32
 
-_NO_ARRAYS: Tensors = {}
-
 
 def plan_kernel(
-    spec: KernelSpec, problem: Problem, target: Target, tensors: Tensors, arrays: Tensors = _NO_ARRAYS,
+    spec: KernelSpec, problem: Problem, target: Target, tensors: Tensors, arrays: Tensors = NO_ARRAYS,
     tile: Tile | None = None,
 ) -> KernelPlan:  # fmt: skip
     """Plan one kernel of a problem. `tensors` are the spec's tensors, `arrays` are the engine's other buffers.

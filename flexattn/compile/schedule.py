@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flexattn.call.problem import Problem
-from flexattn.compile.arguments import Tensors
+from flexattn.compile.arguments import NO_ARRAYS, Tensors
 from flexattn.compile.capture_sums import has_known_bounds, sums_integers
 from flexattn.compile.hopper import FORMS, fused_backward, hopper_form
 from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
@@ -25,8 +25,6 @@ from flexattn.errors import UnsupportedError, message
 from flexattn.graph.equal_runs import with_runs
 from flexattn.machine.target import Target
 from flexattn.options import option
-
-_NO_ARRAYS: Tensors = {}
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ def _fused_or_pair(
 
 
 def plan_best_form(
-    spec: KernelSpec, problem: Problem, target: Target, tensors: Tensors, arrays: Tensors = _NO_ARRAYS
+    spec: KernelSpec, problem: Problem, target: Target, tensors: Tensors, arrays: Tensors = NO_ARRAYS
 ) -> tuple[KernelPlan, str | None]:
     """Plan one kernel, as a Hopper kernel if possible. Also return the reason if not, else None.
 
