@@ -31,8 +31,9 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
@@ -65,8 +66,6 @@ class AuxOutput(NamedTuple):
     max_scores: Tensor | None = None  # [B, Hq, M] float32, largest score of each row, not differentiable
 
 
-@uncompiled
-@undisturbed("flex_attention")
 def flex_attention(
     query: Tensor,  # [B, Hq, M, D]
     key: Tensor,  # [B or 1, Hkv, N, D]
@@ -114,14 +113,23 @@ def flex_attention(
         torch.Size([1, 2, 64, 32])
     """
     request = _request(return_lse, return_aux)
-    call = Call(
+    if torch.compiler.is_dynamo_compiling():
+        from flexattn.compiled.call import traced_call as compute  # torch.compile traces it
+    else:
+        compute = _compute
+    out, lse, max_scores = compute(
         query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, dropout_p, request.max_scores
     )
-    problem = pose(call)
-    out, lse, max_scores = attention(engine_of(problem), problem)
     if return_aux is not None:
-        return out, AuxOutput(lse if request.lse else None, max_scores)
+        return out, AuxOutput(lse if request.lse else None, max_scores if request.max_scores else None)
     return (out, lse) if return_lse else out
+
+
+@uncompiled
+@undisturbed("flex_attention")
+def _compute(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    problem = pose(Call(*arguments))
+    return attention(engine_of(problem), problem)
 
 
 @uncompiled

@@ -14,7 +14,9 @@ from torch.utils._pytree import GetAttrKey
 
 from flexattn.block_mask import picture, plot
 from flexattn.block_mask.lists import check_transposed, lists_of, read_lists
+from flexattn.block_mask.packed import pack
 from flexattn.block_mask.pairs import Pairs, count_useful
+from flexattn.block_mask.prepared import MaskForm, Prepared, Recorded
 from flexattn.block_mask.record import BuildCounts, CaptureRecord, Shell, lift, move
 from flexattn.block_mask.runs import RunLists, Runs, run_lists_of
 from flexattn.block_mask.slices import SlicedMod, as_tensor, offset_of, positions, sliced_length
@@ -58,6 +60,7 @@ class BlockMask:
     dq_kv_order: Tensor | None
     dq_kv_order_spt: bool | None
     build_counts: BuildCounts | None = None  # set by create_block_mask; None for any other mask
+    _prepared: Prepared | None = None
 
     @uncompiled
     @undisturbed("BlockMask")
@@ -254,6 +257,7 @@ class BlockMask:
             found = type(mask_mod).__name__
             raise ArgumentError(message("mask_mod", found, "a function of (b, h, q_idx, kv_idx)", "Or use noop_mask."))
         self._mask_mod = mask_mod
+        self._prepared = None
         self._record: CaptureRecord | None = None
         self._built_from_mod = False
 
@@ -361,6 +365,32 @@ class BlockMask:
         """Record that the blocks were computed from mask_mod with the values of `bound`."""
         self._record = CaptureRecord.of(self._mask_mod, bound, runs)
         self._built_from_mod = True
+
+    @uncompiled
+    @undisturbed("BlockMask.prepare")
+    def prepare(self) -> Self:
+        """Make the tensors that compiled graphs take, and return the mask.
+
+        create_block_mask prepares its masks. Any other mask (a slice, a copy on another device, one of
+        `from_kv_blocks`) must be prepared before it is used in a region compiled with fullgraph=True. Without
+        fullgraph, the first use prepares it outside of the graph.
+
+        >>> import torch
+        >>> BlockMask.from_blocks(torch.ones(1, 1, 3, 3, dtype=torch.bool), None, (300, 300), 128).prepare().shape
+        (1, 1, 300, 300)
+        """
+        if self._prepared is not None:
+            return self
+        lists = pack([self.kv_runs] if self.q_runs is None else [self.kv_runs, self.q_runs])
+        runs, record = self.equal_runs(), self._record
+        form = MaskForm(
+            (self.BLOCK_SIZE,), self.q_runs is not None, self.B > 1, self.H > 1, self.full_overhangs,
+            self._built_from_mod, "" if record is None else record.graph.digest, tuple(r.capture for r in runs),
+        )  # fmt: skip
+        if record is not None:
+            Recorded(record, record.mod is self._mask_mod).keep(lists)
+        self._prepared = Prepared((lists, *(r.places for r in runs)), form.dumps())
+        return self
 
     # PyTorch's fields, computed on access.
 
@@ -532,6 +562,7 @@ class BlockMask:
         """
         device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         moved = copy.copy(self)
+        moved._prepared = None
         moved._mask_mod = move(self._mask_mod, device)
         if self._record is not None and moved._mask_mod is not self._mask_mod:
             self.check_captures(trace(self._mask_mod, "mask"))
@@ -690,7 +721,7 @@ class BlockMask:
 
     def __getstate__(self) -> dict[str, Any]:
         # In another process mask_mod captures other tensors, and there is no way to check that their values are equal.
-        return self.__dict__ | {"_record": None}
+        return self.__dict__ | {"_record": None, "_prepared": None}
 
     def __copy__(self) -> Self:
         copied = type(self).__new__(type(self))

@@ -76,16 +76,22 @@ def check_dropout(dropout_p: object, device: torch.device, seeded: bool = True) 
 
     With `seeded=False` nothing is drawn, for calls that compute nothing.
     """
-    p = as_float("dropout_p", dropout_p, "a number", "Pass a Python float such as 0.1.")
-    if not 0.0 <= p <= 1.0:
-        mend = "It is the fraction of weights that is dropped."
-        raise ArgumentError(message("dropout_p", p, "a number from 0 to 1", mend))
-    if p == 0.0:
+    below = drop_below(dropout_p)
+    if below is None:
         return None
     with outside():
         seed = torch.empty(1, dtype=torch.int64, device=device)
         seed = seed.random_() if seeded else seed.zero_()
-    return Dropout(max(1, round(p * STEPS)), seed)
+    return Dropout(below, seed)
+
+
+def drop_below(dropout_p: object) -> int | None:
+    """Return the number, of STEPS, below which a weight is dropped; None if p is 0."""
+    p = as_float("dropout_p", dropout_p, "a number", "Pass a Python float such as 0.1.")
+    if not 0.0 <= p <= 1.0:
+        mend = "It is the fraction of weights that is dropped."
+        raise ArgumentError(message("dropout_p", p, "a number from 0 to 1", mend))
+    return None if p == 0.0 else max(1, round(p * STEPS))
 
 
 @uncompiled

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
@@ -25,9 +27,10 @@ from flexattn.errors import DtypeError, MaskError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.capture_axes import places_last
 from flexattn.graph.differentiate import differentiate
+from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const
 from flexattn.graph.tables_by_distance import read_tables_by_distance
-from flexattn.options import option, validate_options
+from flexattn.options import validate_options
 from flexattn.torch_state.transforms import is_transforming
 from flexattn.trace.trace import trace
 
@@ -40,15 +43,10 @@ def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
         seeded: whether dropout draws its seed from torch's generator; False if nothing will be computed.
         on_gpu: treat the tensors as on a GPU, even if they are not.
     """
-    query, key, value = check_tensors(*_autocast(call.query, call.key, call.value), call.enable_gqa)
+    query, key, value = check_tensors(*autocast(call.query, call.key, call.value), call.enable_gqa)
     options = validate_options(call.kernel_options)
     scale = check_scale(call.scale, query.shape[3])
     score = _score(call.score_mod, query)  # Python -> BoundMod
-    invariant = option(options, "BATCH_INVARIANT") is True
-    if score is not None and not invariant:  # the size limit of a table by distance depends on the lengths
-        score = read_tables_by_distance(score, query.shape[2], key.shape[2])  # BoundMod -> BoundMod
-        if on_gpu or not query.is_cpu:
-            score = places_last(score)  # BoundMod -> BoundMod
     captures = () if score is None else score.captures
     sink = check_sink(call.sink, query)
     learnable = (query, key, value, *captures, *(() if sink is None else (sink,)))
@@ -60,17 +58,34 @@ def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
         check_block_mask(blocks, query, key, backward=gradient)
         by_hand = blocks is call.block_mask and not blocks.is_built
         mask = _mask(blocks, query, by_hand)  # Python -> BoundMod
-    learned = tuple(i for i, c in enumerate(captures) if c.requires_grad or (transformed and c.is_floating_point()))
-    score_grad = differentiate(score.graph, learned) if gradient and score is not None else None  # ModGraph -> ModGraph
     runs = () if mask is None or blocks is None else blocks.equal_runs()
     dropout = check_dropout(call.dropout_p, query.device, seeded)  # last: a call that is rejected draws nothing
-    problem = Problem(
-        query, key, value, scale, score, mask, blocks, score_grad, runs, options, sink, dropout, call.max_scores
-    )
+    problem = Problem(query, key, value, scale, score, mask, blocks, None, runs, options, sink, dropout, call.max_scores)
+    return complete(problem, gradient, on_gpu)
+
+
+def complete(problem: Problem, gradient: bool, on_gpu: bool = False) -> Problem:
+    """Return the problem with its mods in the form that engines compute, and differentiated if a backward may follow."""
+    score, query, invariant = problem.score, problem.query, problem.batch_invariant
+    if score is not None:
+        if not invariant:  # the size limit of a table by distance depends on the lengths
+            score = read_tables_by_distance(score, query.shape[2], problem.key.shape[2])  # BoundMod -> BoundMod
+            if on_gpu or not query.is_cpu:
+                score = places_last(score)  # BoundMod -> BoundMod
+        score_grad = _differentiated(score) if gradient else None  # ModGraph -> ModGraph
+        problem = replace(problem, score=score, score_grad=score_grad)
     return as_batch_invariant(problem) if invariant else problem
 
 
-def _autocast(query: object, key: object, value: object) -> tuple[object, object, object]:
+def _differentiated(score: BoundMod) -> ModGraph:
+    transformed = is_transforming()
+    captures = enumerate(score.captures)
+    return differentiate(
+        score.graph, tuple(i for i, c in captures if c.requires_grad or (transformed and c.is_floating_point()))
+    )
+
+
+def autocast(query: object, key: object, value: object) -> tuple[object, object, object]:
     """Cast to the dtype of the autocast region around the call, as scaled_dot_product_attention does."""
     kind = query.device.type if isinstance(query, Tensor) else ""
     if kind not in DEVICES or not torch.is_autocast_enabled(kind):
@@ -99,7 +114,7 @@ def _mask(blocks: BlockMask, query: Tensor, by_hand: bool) -> BoundMod | None:
     result = bound.graph.nodes[bound.graph.output]
     if isinstance(result, Const) and result.value:
         return None
-    check_mask_reads(blocks, bound, query, by_hand)
+    check_mask_reads(blocks.B, blocks.H, bound, query, by_hand)
     blocks.check_captures(bound)
     return place_captures(bound, query.device, "mask_mod")
 

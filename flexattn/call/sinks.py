@@ -14,14 +14,18 @@ from flexattn.torch_state.subclasses import check_plain
 from flexattn.torch_state.transforms import outside
 
 
-def check_sink(sink: object, query: Tensor) -> Tensor | None:
-    """Return the sink as a differentiable tensor [B or 1, Hq or 1] of float32 (float64 for float64)."""
+def check_sink(sink: object, query: Tensor, plain: bool = True) -> Tensor | None:
+    """Return the sink as a differentiable tensor [B or 1, Hq or 1] of float32 (float64 for float64).
+
+    `plain`: reject fake tensors and other subclasses.
+    """
     if sink is None:
         return None
     wide = torch.promote_types(query.dtype, torch.float32)
     if not isinstance(sink, Tensor):
         return _constant(_number(sink), query.device, wide)
-    check_plain("sink", sink)
+    if plain:
+        check_plain("sink", sink)
     B, Hq = query.shape[:2]
     if not sink.is_floating_point():
         raise DtypeError(message("sink", sink.dtype, "a floating dtype", "Convert it: sink.float()."))
@@ -33,6 +37,11 @@ def check_sink(sink: object, query: Tensor) -> Tensor | None:
         mend = "Give one number for each query head, or for each batch and query head."
         raise ArgumentError(message("sink", f"shape {list(sink.shape)}", f"[{Hq}] or [{B}, {Hq}]", mend))
     return sink.to(wide).view(-1, Hq)
+
+
+def constant_sink(number: float, query: Tensor) -> Tensor:
+    """Return a number as a sink of this query."""
+    return _constant(number, query.device, torch.promote_types(query.dtype, torch.float32))
 
 
 def _number(sink: object) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 
 import torch
 from torch import Tensor
@@ -25,10 +26,16 @@ def check_tensors(query: object, key: object, value: object, enable_gqa: bool) -
         if not isinstance(x, Tensor):
             raise DtypeError(message(name, f"a {type(x).__name__}", "a torch.Tensor", "Pass a tensor."))
     assert isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
-    named = (("query", query), ("key", key), ("value", value))
-    for name, x in named:
+    for name, x in (("query", query), ("key", key), ("value", value)):
         if not is_plain(x):
             check_plain(name, x)
+    check_forms(query, key, value, enable_gqa)
+    return query, key, value
+
+
+def check_forms(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, devices: Set[str] = DEVICES) -> None:
+    """Check ranks, sizes, dtypes and devices. The tensors may be fake, and their sizes symbols."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4:
             raise _rank(name, x)
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
@@ -37,11 +44,10 @@ def check_tensors(query: object, key: object, value: object, enable_gqa: bool) -
     if device != key.device or device != value.device:
         found = f"query on {device}, key on {key.device}, value on {value.device}"
         raise DeviceError(message("query, key, value", found, "one device", f"Move them with .to({str(device)!r})."))
-    if device.type not in DEVICES:
+    if device.type not in devices:
         mend = "Move query, key and value to one of these devices."
         raise DeviceError(message("query", f"device {device}", " or ".join(sorted(DEVICES)), mend))
     _check_sizes(query.shape, key.shape, value.shape, enable_gqa)
-    return query, key, value
 
 
 def _rank(name: str, x: Tensor) -> UnsupportedError:
@@ -114,30 +120,38 @@ def check_scale(scale: float | None, head_dim: int) -> float:
 
 def check_block_mask(block_mask: BlockMask, query: Tensor, key: Tensor, backward: bool) -> None:
     """Check that the mask was made for these inputs, and that it supports a backward if one may follow."""
+    sizes = (*block_mask.seq_lengths, block_mask.B, block_mask.H)
+    check_mask_sizes(sizes, block_mask.device, block_mask.q_runs is not None, query, key, backward)
+
+
+def check_mask_sizes(
+    sizes: tuple[int, int, int, int], device: torch.device, both: bool, query: Tensor, key: Tensor, backward: bool
+) -> None:
+    """Check a mask of `sizes` (M, N, B, H). `both`: it has lists of query blocks too. Sizes may be symbols."""
     B, H, M, N = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
-    if block_mask.seq_lengths != (M, N):
-        raise MaskError(_lengths(block_mask.seq_lengths, (M, N)))
-    if block_mask.B not in (1, B):
+    if sizes[0] != M or sizes[1] != N:
+        raise MaskError(_lengths(sizes[:2], (M, N)))
+    if sizes[2] != 1 and sizes[2] != B:
         mend = f"Build it with create_block_mask(mask_mod, B={B}, ...), or B=None to share one mask."
-        raise MaskError(message("block_mask", f"batch {block_mask.B}", f"that of query, {B}, or 1", mend))
-    if block_mask.H not in (1, H):
+        raise MaskError(message("block_mask", f"batch {sizes[2]}", f"that of query, {B}, or 1", mend))
+    if sizes[3] != 1 and sizes[3] != H:
         mend = f"Build it with create_block_mask(mask_mod, ..., H={H}), or H=None to share one mask."
-        raise MaskError(message("block_mask", f"{block_mask.H} heads", f"those of query, {H}, or 1", mend))
-    if block_mask.device != query.device:
+        raise MaskError(message("block_mask", f"{sizes[3]} heads", f"those of query, {H}, or 1", mend))
+    if device != query.device:
         mend = f"Move it with block_mask.to({str(query.device)!r})."
-        raise MaskError(message("block_mask", f"device {block_mask.device}", f"that of query, {query.device}", mend))
-    if backward and block_mask.q_runs is None:
+        raise MaskError(message("block_mask", f"device {device}", f"that of query, {query.device}", mend))
+    if backward and not both:
         mend = "Build it with compute_q_blocks=True, or call under torch.no_grad()."
         raise MaskError(message("block_mask", "no q_indices", "both directions, as a backward may follow", mend))
 
 
-def check_mask_reads(block_mask: BlockMask, bound: BoundMod, query: Tensor, by_hand: bool) -> None:
+def check_mask_reads(B: int, H: int, bound: BoundMod, query: Tensor, by_hand: bool) -> None:
     """Reject block lists of one batch (head) for several if mask_mod reads b (h). Lists made `by_hand` are accepted."""
     if by_hand:
         return
     for name, have, wanted, what, argument in (
-        ("b", block_mask.B, query.shape[0], "batch", "B"),
-        ("h", block_mask.H, query.shape[1], "heads", "H"),
+        ("b", B, query.shape[0], "batch", "B"),
+        ("h", H, query.shape[1], "heads", "H"),
     ):
         if have == 1 and wanted > 1 and bound.graph.reads(name):
             found = f"{what} 1 with the mask_mod {bound.graph.name}, which reads {name}"

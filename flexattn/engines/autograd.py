@@ -52,7 +52,7 @@ def attention(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor, Tensor 
         return _TransformedAttention.apply(engine, problem, *_tensors(problem))[:3]
     if wants_gradient(problem):
         return _Attention.apply(engine, problem, *_tensors(problem))
-    out, lse, max_scores = _without_autocast(problem, engine.forward, problem)
+    out, lse, max_scores = without_autocast(problem, engine.forward, problem)
     return out, _shown(lse, problem), max_scores
 
 
@@ -101,7 +101,7 @@ class _Attention(Function):
 
 
 def _run(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
-    out, lse, max_scores = _without_autocast(problem, engine.forward, problem)
+    out, lse, max_scores = without_autocast(problem, engine.forward, problem)
     if out._is_view():  # with permuted dimensions; autograd would not let the user change it in-place
         out = out.new_empty(0).set_(out)
     return out, lse, max_scores
@@ -232,7 +232,7 @@ def _gradients(
     """Return one gradient, or None, per tensor of the problem."""
     q, k, v = needs[:3]
     of_sink = problem.sink is not None and needs[-1]
-    dq, dk, dv, captured, d_sink = _without_autocast(
+    dq, dk, dv, captured, d_sink = without_autocast(
         problem, engine.backward, problem, out, lse, d_out, d_lse, (q, k, v, of_sink)
     )
     sink = () if problem.sink is None else (d_sink,)
@@ -262,7 +262,7 @@ def _with_captures(bound: BoundMod | None, captures: Sequence[Tensor]) -> BoundM
     return None if bound is None else BoundMod(bound.graph, tuple(captures), bound.numbers)
 
 
-def _without_autocast(problem: Problem, function: Callable[..., Any], *args: Any) -> Any:
+def without_autocast(problem: Problem, function: Callable[..., Any], *args: Any) -> Any:
     """Run with autocast disabled. The inputs already have their dtypes, and engines accumulate in float32."""
     kind = problem.query.device.type
     if not torch.is_autocast_enabled(kind):

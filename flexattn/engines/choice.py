@@ -6,13 +6,14 @@ Hopper kernels belong to the Triton engine. compile/schedule.py chooses between 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from flexattn.call.problem import Problem
 from flexattn.engines import cpu, empty, gpu_float64, triton
 from flexattn.engines.autograd import Engine
 from flexattn.errors import OptionError, message
 from flexattn.machine.triton_versions import is_interpreting
-from flexattn.options import option
+from flexattn.options import Options, option
 
 
 def engine_of(problem: Problem) -> Engine:
@@ -24,6 +25,13 @@ def engine_of(problem: Problem) -> Engine:
         engine = gpu_engine_of(problem)
         return engine if engine is gpu_float64 else _triton(query.device, str(backend))
     return _triton(query.device, str(backend)) if backend in ("TRITON", "HOPPER") else cpu
+
+
+def lse_dtype_of(query: Tensor, options: Options) -> torch.dtype:
+    """Return the dtype of the lse that the engine returns. The CPU engine keeps more bits of it, for its backward."""
+    on_cpu = query.device.type == "cpu" and (option(options, "BACKEND") or "AUTO") not in ("TRITON", "HOPPER")
+    wide = query.dtype == torch.float64 or (on_cpu and query.dtype == torch.float32)
+    return torch.float64 if wide else torch.float32
 
 
 def gpu_engine_of(problem: Problem) -> Engine:

@@ -72,6 +72,11 @@ class ModGraph:
         return (self.inputs, *captures, *(n.dtype for n in self.numbers), *self.nodes, *self.outputs)
 
     @cached_property
+    def digest(self) -> str:
+        """Digest of what the graph computes, without names."""
+        return hashlib.sha256(repr(self.computes).encode()).hexdigest()[:20]
+
+    @cached_property
     def dependence(self) -> tuple[frozenset[str], ...]:
         """For each node, the inputs (score, b, h, q_idx, kv_idx, grad) that it depends on."""
         found: list[frozenset[str]] = []

@@ -129,7 +129,7 @@ def create_block_mask(
         debug("mask", f"{built.counts}\n{mask!r}")
     if compute_dq_write_order:
         mask._set_dq_write_order(dq_kv_order)
-    return mask
+    return mask.prepare()
 
 
 @uncompiled

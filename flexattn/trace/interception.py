@@ -145,7 +145,7 @@ def _fake_tensor_type() -> type:
     return FakeTensor
 
 
-def _gather(source: Tensor, index: Any) -> Tensor:
+def gather(source: Tensor, index: Any) -> Tensor:
     """tensor[index], where 0-d integer tensors gather like other index tensors."""
     items = list(index) if isinstance(index, tuple) else [index]
     if not any(isinstance(i, (Tensor, list, range)) for i in items):
@@ -242,7 +242,7 @@ def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inv
 
 
 _REWRITES: dict[Any, Callable[..., Any]] = {
-    Tensor.__getitem__: _gather,
+    Tensor.__getitem__: gather,
     Tensor.select: _select,
     torch.select: _select,
     Tensor.take: lambda source, index: torch.ops.aten.index.Tensor(source.reshape(-1), [index]),

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -39,6 +39,13 @@ class Setting:
     device: torch.device  # of the captured tensors
     layouts: bool = False  # whether the mod reads strides; the trace is then valid only for the strides of its tensors
     natively: bool = False  # whether Python runs the mod; then nothing is recorded
+
+
+class Leaf(NamedTuple):
+    """A captured tensor (only its shape, dtype and device matter) or number of a mod, and the user's name of it."""
+
+    name: str
+    value: Tensor | int | float
 
 
 class Restart(BaseException):
@@ -157,7 +164,8 @@ class Inputs:
     def _adopt(self, tensor: Tensor) -> None:
         """Make a tensor an input if the mod got it from a location that no guard can read."""
         record = self.record
-        assert record is not None
+        if record is None:
+            raise UnsupportedError(f"{self.name}: found a tensor that is not among its captured tensors.")
         record.unguarded("it uses a tensor that it creates or receives in each run")
         if len(record.tensors) >= _MOST_ADOPTED:
             raise UnsupportedError(
@@ -175,7 +183,7 @@ class Inputs:
 def record_run(
     mod: Mod, kind: Kind, name: str, score_dtype: torch.dtype, decompositions: Decompositions
 ) -> tuple[Recorded, Record]:
-    """Run `mod`, repeatedly if the setting turns out to be wrong."""
+    """Run `mod` in `follow`, repeatedly if the setting turns out to be wrong."""
     setting, reason = Setting(torch.device("cpu"), natively=not IS_KNOWN_VERSION), "this version of Python is not known"
     while True:
         try:
@@ -208,19 +216,52 @@ def _show(mod: Mod, kind: Kind, name: str, score_dtype: torch.dtype, setting: Se
 def _run(
     mod: Mod, kind: Kind, name: str, score_dtype: torch.dtype, decompositions: Decompositions, setting: Setting
 ) -> tuple[Recorded, Record]:
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     inputs = Inputs(setting, kind, name)
     record = inputs.record = Record(mod, inputs)
     follower = Follower(record)
     follower.passed_on = (*follower.passed_on, Restart)
+    call = mod if setting.natively else follower.mod
+    return _recorded(inputs, kind, score_dtype, decompositions, lambda scalars: symbolic(call(*scalars))), record
+
+
+def record_body(
+    body: Callable[..., Any], kind: Kind, name: str, score_dtype: torch.dtype, decompositions: Decompositions,
+    leaves: Sequence[Leaf],
+) -> Recorded:  # fmt: skip
+    """Run `body(*scalars, *leaves)`, a mod whose captured tensors and numbers are arguments. It reads nothing else.
+
+    Leaves of tensors are `t[i]` and leaves of numbers are `n[i]` in the sources of symbols, each in their order.
+    """
+    device = next((x.value.device for x in leaves if isinstance(x.value, Tensor) and not x.value.is_cpu), None)
+    inputs = Inputs(Setting(device or torch.device("cpu"), natively=True), kind, name)
+
+    def call(scalars: list[Tensor]) -> Any:
+        given: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf.value, Tensor):
+                inputs.tensor(leaf.value, len(inputs.tensors), leaf.name)
+                given.append(leaf.value)  # the interception replaces it
+            else:
+                given.append(inputs.number(leaf.value, len(inputs.numbers), leaf.name))
+        return body(*scalars, *given)
+
+    return _recorded(inputs, kind, score_dtype, decompositions, call)
+
+
+def _recorded(
+    inputs: Inputs, kind: Kind, score_dtype: torch.dtype, decompositions: Decompositions,
+    call: Callable[[list[Tensor]], Any],
+) -> Recorded:  # fmt: skip
+    """Record one call of a mod on scalars."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    setting, name = inputs.setting, inputs.name
     results: list[Any] = []
     methods = _module_methods()
 
     def run(scalars: list[Tensor]) -> list[Any]:
         with inputs.interception, _module_methods_as(methods), users_device():
-            result = mod(*scalars) if setting.natively else follower.mod(*scalars)
-            result = inputs.interception.known(symbolic(result))
+            result = inputs.interception.known(call(scalars))
         results.append(result)
         return [result] if isinstance(result, Tensor) else []
 
@@ -237,7 +278,7 @@ def _run(
     except Exception as error:
         raise explain_failure(error, kind, name) from error
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
-    recorded = Recorded(
+    return Recorded(
         graph=traced.graph,
         result=_result_node(traced.graph, results[-1]),
         inputs=dict(zip(placeholders, SCORE_INPUTS if kind == "score" else MASK_INPUTS, strict=False)),
@@ -248,7 +289,6 @@ def _run(
         symbol_names=inputs.symbol_names,
         environment=inputs.environment,
     )
-    return recorded, record
 
 
 def _module_methods() -> dict[str, Any]:

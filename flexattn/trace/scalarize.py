@@ -54,6 +54,7 @@ class Traced:
 
     graph: ModGraph
     numbers: Callable[[Sequence[Tensor], Sequence[int | float]], tuple[int | float, ...]] | None
+    number_texts: tuple[str, ...]  # the numbers of the graph, as Python text over tensors t and numbers n
     picks: tuple[int, ...] | None  # captures that are leaves themselves; None: the prologue computes them
     prologue: Callable[..., tuple[Tensor, ...]] | None
     prologue_text: str  # identifies what it computes
@@ -111,6 +112,7 @@ def scalarize(recorded: Recorded, kind: Kind, name: str, score_dtype: torch.dtyp
     return Traced(
         graph=graph if graph.numbers else narrowed(graph, ()),
         numbers=_compiled(f"({', '.join(number_texts)},)") if number_texts else None,
+        number_texts=tuple(number_texts),
         picks=picks,
         prologue=prologue.forward if prologue is not None else None,
         prologue_text=_text_of(prologue) if prologue is not None else "",

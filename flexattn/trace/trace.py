@@ -14,7 +14,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +31,9 @@ from flexattn.trace.follow import Record, guard_of
 from flexattn.trace.follow.libraries import is_ours
 from flexattn.trace.interception import explain_operator
 from flexattn.trace.operator_calls import Refused, UnknownOperator
-from flexattn.trace.recording import Decompositions, record_run
+from flexattn.trace.recording import Decompositions, Leaf, record_body, record_run
 from flexattn.trace.registered import meaning_of, registrations
-from flexattn.trace.scalarize import Kind, Traced, scalarize
+from flexattn.trace.scalarize import Kind, Recorded, Traced, scalarize
 
 Mod = Callable[..., Any]
 
@@ -105,16 +105,45 @@ def _frames_of_ours() -> int:
 
 @undisturbed("flexattn")
 def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> tuple[Traced, Record]:
-    """Trace, adding decompositions until every operator has a row in `aten.TABLES`."""
     name = mod_name(mod, kind)
     called = mod_in_messages(kind, name)
     _check_call(mod, kind, name)
+    reads: list[Record] = []
+
+    def record(decompositions: Decompositions) -> Recorded:
+        recorded, read = record_run(mod, kind, called, score_dtype, decompositions)
+        reads.append(read)
+        return recorded
+
+    return _scalarized(record, kind, name, score_dtype, location_of(mod)), reads[-1]
+
+
+def trace_body(
+    body: Mod, kind: Kind, leaves: Sequence[Leaf], name: str, location: str, score_dtype: torch.dtype = torch.float32
+) -> Traced:
+    """Trace `body(*scalars, *leaves)`, a mod whose captured tensors and numbers are arguments.
+
+    Another tracer has already found them (torch.compile lifts what a mod captures), and guards what the mod read.
+    """
+    called = mod_in_messages(kind, name)
+    with _lock, torch.inference_mode(False), outside():
+        return _scalarized(
+            lambda decompositions: record_body(body, kind, called, score_dtype, decompositions, leaves),
+            kind, name, score_dtype, location,
+        )  # fmt: skip
+
+
+def _scalarized(
+    record: Callable[[Decompositions], Recorded], kind: Kind, name: str, score_dtype: torch.dtype, location: str
+) -> Traced:
+    """Record, adding decompositions until every operator has a row in `aten.TABLES`."""
+    called = mod_in_messages(kind, name)
     decompositions: Decompositions = {}
     asked: UnknownOperator | None = None
     while True:
-        recorded, reads = record_run(mod, kind, called, score_dtype, decompositions)
+        recorded = record(decompositions)
         try:
-            return scalarize(recorded, kind, name, score_dtype, location_of(mod)), reads
+            return scalarize(recorded, kind, name, score_dtype, location)
         except UnknownOperator as unknown:
             target = unknown.node.target
             decomposition = None if isinstance(unknown, Refused) else _decomposition(target)

@@ -1,0 +1,60 @@
+"""packed: the run lists of a mask as one int32 tensor, whose layout follows from its size and the mask's shape.
+
+An operator in a compiled graph takes one tensor for each set of lists. The lengths of the lists differ between masks of
+the same shape, and each length that a graph sees would compile it again. So the runs of all lists have the same
+capacity, a power of two, and only the size of the whole tensor varies. It is marked as dynamic.
+
+    for each direction (query rows, then key rows if there are any)
+        row_ptr of the partial blocks [rows + 1], of the full blocks [rows + 1], order [rows]
+    for each direction
+        runs of the partial blocks [capacity, 2], of the full blocks [capacity, 2]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flexattn.block_mask.runs import RunLists, Runs
+
+_LEAST = 16  # runs; a size of 0 or 1 would be specialized by torch.compile
+
+
+def pack(directions: Sequence[RunLists]) -> Tensor:
+    """Return the lists of one or two directions as one tensor, int32 [n]."""
+    runs = [r.runs for lists in directions for r in (lists.partial, lists.full)]
+    capacity = max(_LEAST, 1 << (max(len(r) for r in runs) - 1).bit_length() if any(map(len, runs)) else 0)
+    parts = [t for lists in directions for t in (lists.partial.row_ptr, lists.full.row_ptr, lists.order.flatten())]
+    for r in runs:
+        parts += [r.flatten(), r.new_empty(2 * (capacity - len(r)))]  # never read
+    packed = torch.cat(parts)
+    packed._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]  # as torch._dynamo.maybe_mark_dynamic does
+    return packed
+
+
+def unpack(packed: Tensor, heads: int, rows: Sequence[int], exact: bool) -> list[RunLists]:
+    """Return the lists as views of a packed tensor.
+
+    Args:
+        packed: the result of `pack`.
+        heads: number of pairs (b, h) of the mask.
+        rows: number of blocks along each direction, for one pair (b, h).
+        exact: drop the unused capacity. The host then reads the number of runs, and waits for a GPU.
+    """
+    counts = [heads * n for n in rows]
+    start = sum(3 * n + 2 for n in counts)
+    capacity = (packed.numel() - start) // (4 * len(counts))
+    found, at = [], 0
+    for n in counts:
+        row_ptrs = packed[at : at + n + 1], packed[at + n + 1 : at + 2 * n + 2]
+        order = packed[at + 2 * n + 2 : at + 3 * n + 2].view(heads, -1) if n else packed.new_empty((heads, 0))
+        lists = []
+        for row_ptr in row_ptrs:
+            used = int(row_ptr[-1]) if exact else capacity
+            lists.append(Runs(row_ptr, packed[start : start + 2 * used].view(-1, 2)))
+            start += 2 * capacity
+        found.append(RunLists(lists[0], lists[1], order))
+        at += 3 * n + 2
+    return found

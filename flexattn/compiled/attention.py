@@ -1,0 +1,114 @@
+"""attention: the differentiable operation around the operators. Tracers of graphs see through it, to the operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from flexattn.compiled.operators import OPS
+
+Symbolic = Any  # an int or a float, or a symbol for one
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The arguments of flexattn::forward. `spec` and `scale` are constants of a graph."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    captures: tuple[Tensor, ...]
+    lists: tuple[Tensor, ...]
+    sink: Tensor | None
+    seed: Tensor | None
+    ints: tuple[Symbolic, ...]
+    floats: tuple[Tensor, ...]
+    scale: float | None
+    spec: str
+
+    @property
+    def differentiable(self) -> tuple[Tensor, ...]:
+        sink = () if self.sink is None else (self.sink,)
+        return (self.query, self.key, self.value, *self.captures, *sink)
+
+
+def attend(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out, lse as the user sees it, and the row maxima, which are empty if not requested."""
+    out, lse, largest = _Attention.apply(operands, *operands.differentiable)
+    wide = torch.float64 if operands.query.dtype == torch.float64 else torch.float32
+    return out, lse.to(wide), largest
+
+
+class _Attention(Function):
+    @staticmethod
+    def forward(ctx: Any, operands: Operands, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        arguments = _arguments(operands, tensors)
+        overload = OPS.forward.floats if operands.floats else OPS.forward.default
+        out, lse, largest = overload(*arguments)
+        ctx.mark_non_differentiable(largest)
+        others = (*operands.lists, *(() if operands.seed is None else (operands.seed,)), *operands.floats)
+        ctx.save_for_backward(out, lse, *tensors, *others)
+        ctx.operands = _without_tensors(operands)
+        ctx.set_materialize_grads(False)
+        return out, lse, largest
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        out, lse, *saved = ctx.saved_tensors
+        needs = ctx.needs_input_grad[1:]
+        if d_out is None and d_lse is None:
+            return None, *(None for _ in needs)
+        if d_out is None:
+            d_out = out.new_zeros(()).expand(out.shape)
+        counts: _Counts = ctx.operands
+        operands, tensors = counts.restored(saved)
+        overload = OPS.backward.floats if operands.floats else OPS.backward.default
+        found = iter(overload(d_out, d_lse, out, lse, *_arguments(operands, tensors), list(needs)))
+        return None, *(next(found) if need else None for need in needs)
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Operands without their tensors, which are saved by autograd."""
+
+    captures: int
+    lists: int
+    sink: bool
+    seed: bool
+    ints: tuple[Symbolic, ...]
+    scale: float | None
+    spec: str
+
+    def restored(self, saved: Sequence[Tensor]) -> tuple[Operands, Sequence[Tensor]]:
+        """Return the operands with the saved tensors, and those that are differentiable."""
+        split = 3 + self.captures + self.sink
+        tensors, rest = saved[:split], list(saved[split:])
+        lists, rest = tuple(rest[: self.lists]), rest[self.lists :]
+        seed = rest.pop(0) if self.seed else None
+        operands = Operands(
+            tensors[0], tensors[1], tensors[2], tuple(tensors[3 : 3 + self.captures]), lists,
+            tensors[-1] if self.sink else None, seed, self.ints, tuple(rest), self.scale, self.spec,
+        )  # fmt: skip
+        return operands, tensors
+
+
+def _without_tensors(operands: Operands) -> _Counts:
+    return _Counts(
+        len(operands.captures), len(operands.lists), operands.sink is not None, operands.seed is not None,
+        operands.ints, operands.scale, operands.spec,
+    )  # fmt: skip
+
+
+def _arguments(operands: Operands, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return the operator's arguments, with the tensors that autograd passed to the Function."""
+    captures = list(tensors[3 : 3 + len(operands.captures)])
+    sink = None if operands.sink is None else tensors[-1]
+    return (
+        *tensors[:3], captures, list(operands.lists), sink, operands.seed, list(operands.ints), list(operands.floats),
+        operands.scale, operands.spec,
+    )  # fmt: skip

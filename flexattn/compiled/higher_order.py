@@ -1,0 +1,71 @@
+"""higher_order: the higher-order operator by which Dynamo traces the mods of a call.
+
+Only Dynamo sees it: it traces `body`, lifts what the mods capture to inputs of its graph, and guards it. Everything that
+runs Dynamo's graph (AOTAutograd, export, the eager backend) calls `Vehicle.__call__`, which cuts the mods out of the
+graph, traces them as `flexattn.trace` does, and calls the operators of operators.py. No later stage of the compiler
+meets a higher-order operator.
+
+This module and its names are private to torch: BaseHOP, BaseHOPVariable and create_wrapped_node are the same in 2.11
+and 2.13. It is imported only while Dynamo traces a call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.variables import higher_order_ops
+from torch._higher_order_ops.base_hop import BaseHOP
+from torch.overrides import TorchFunctionMode
+
+from flexattn.compiled.attention import attend
+from flexattn.compiled.given import operands_of
+from flexattn.compiled.join import JOIN, Joined
+from flexattn.compiled.subgraph import Source, bound_mod
+from flexattn.trace.interception import gather
+
+_NAME = "flexattn"
+
+
+class Vehicle(BaseHOP):
+    """The operator. `body(query, key, value, *scalars)` ends in a call of flexattn::join."""
+
+    def __init__(self) -> None:
+        super().__init__(_NAME)
+        self._cacheable = True  # AOTAutograd's cache on disk may keep a graph: all that matters is in the sub-graph
+
+    def __call__(self, subgraph: Any, *operands: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        assert isinstance(subgraph, fx.GraphModule)
+        placeholders = [n for n in subgraph.graph.nodes if n.op == "placeholder"]
+        values = dict(zip(placeholders, operands, strict=True))
+        (node,) = (n for n in subgraph.graph.nodes if n.target is JOIN)
+        joined = Joined(node, values)
+        given = joined.given
+        wide = torch.float64 if given.query.dtype == torch.float64 else torch.float32
+        score, mask = (
+            None if result is None else bound_mod(Source(subgraph, result, scalars, values), kind, name, wide)
+            for kind, result, scalars, name in joined.mods
+        )
+        return attend(operands_of(given, score, mask))
+
+
+class Gathers(TorchFunctionMode):
+    """Lets `table[q_idx]` with 0-d indices gather. Dynamo's run on fake tensors would ask the index for its value."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return gather(*args) if func is Tensor.__getitem__ else func(*args, **(kwargs or {}))
+
+
+class VehicleVariable(higher_order_ops.BaseHOPVariable):
+    """How Dynamo traces a call of the operator."""
+
+    supports_aliasing = True  # query, key and value are often views of one tensor
+
+    def create_wrapped_node(self, *args: Any, **kwargs: Any) -> Any:
+        with Gathers():  # `body` cannot enter it itself: Dynamo would refuse the side effect
+            return super().create_wrapped_node(*args, **kwargs)
+
+
+VEHICLE = Vehicle()
+higher_order_ops._hop_name_to_variable_class[_NAME] = VehicleVariable

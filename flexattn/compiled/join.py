@@ -1,0 +1,67 @@
+"""join: flexattn::join, the last operation of the body that Dynamo traces. It is never executed.
+
+It ties the results of the mods to the arguments of the call, and tells Dynamo the shapes of the results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from flexattn.compiled.given import Given, check_given
+from flexattn.trace.scalarize import Kind
+
+_LIBRARY = torch.library.Library("flexattn", "FRAGMENT")
+_FIELDS = {
+    "score": "Tensor?", "keep": "Tensor?", "scalars": "Tensor[]", "names": "str[]", "version": "str",
+    # The fields of Given
+    "query": "Tensor", "key": "Tensor", "value": "Tensor", "lists": "Tensor[]", "sizes": "SymInt[]", "form": "str?",
+    "scale": "float?", "enable_gqa": "bool", "options": "str[]", "sink": "Tensor?", "sink_number": "float?",
+    "dropout_p": "float", "seed": "Tensor?", "max_scores": "bool",
+}  # fmt: skip
+_LIBRARY.define(f"join({', '.join(f'{kind} {name}' for name, kind in _FIELDS.items())}) -> (Tensor, Tensor, Tensor)")
+JOIN = torch.ops.flexattn.join
+_OWN = 5  # fields that are not those of Given
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A join in a graph of torch.compile. `values` are those of the graph's inputs."""
+
+    node: fx.Node
+    values: dict[fx.Node, Any]  # placeholder -> tensor or symbolic integer
+
+    @property
+    def given(self) -> Given:
+        """The arguments of the call, with the values of the graph's inputs."""
+        return Given(*fx.map_arg(self.node.args[_OWN:], self._value))
+
+    @property
+    def mods(self) -> tuple[tuple[Kind, fx.Node | None, list[fx.Node], str], ...]:
+        """Kind, node of the result (None if there is no such mod), nodes of the arguments, and name of each mod."""
+        score, keep, scalars, names, _ = self.node.args[:_OWN]
+        changed = None if score is scalars[0] else score  # type: ignore[index]
+        return ("score", changed, scalars, names[0]), ("mask", keep, scalars[1:], names[1])  # type: ignore
+
+    def _value(self, node: fx.Node) -> Any:
+        if node in self.values:
+            return self.values[node]
+        assert node.op == "call_method" and node.target == "item", node  # a float: see subgraph.is_item
+        return self.values[node.args[0]]  # type: ignore[index]
+
+
+def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    given = Given(*args[_OWN:])
+    check_given(given)
+    query, value = given.query, given.value
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    largest = query.new_empty(query.shape[:3] if given.max_scores else (0,), dtype=torch.float32)
+    return query.new_empty((*query.shape[:3], value.shape[3])), query.new_empty(query.shape[:3], dtype=wide), largest
+
+
+torch.library.register_fake("flexattn::join", _fake, lib=_LIBRARY)
+# Never called. It lets the results require gradients while Dynamo traces.
+torch.library.register_autograd("flexattn::join", lambda ctx, *_: None, lib=_LIBRARY)

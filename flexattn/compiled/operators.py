@@ -1,0 +1,193 @@
+"""operators: flexattn::forward and flexattn::backward, the operators that graphs contain.
+
+They are low-level (`Library.define`): an operator of `torch.library.custom_op` with an autograd formula costs 60 us of host
+time per call. The derivative is in attention.py, outside of them. Arguments, besides tensors of attention:
+
+    captures   the tensors of score_mod, then those of mask_mod
+    lists      the tensors of the mask (`block_mask/prepared.py`)
+    sink       [B or 1, Hq or 1]
+    seed       of dropout, int64 [1]
+    ints       the integers among the numbers of score_mod, then of mask_mod
+    floats     the other numbers, as float64 tensors on the CPU: a graph would specialize on a Python float
+    spec       everything else (spec.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from flexattn.call.dropout import Dropout
+from flexattn.call.pose import complete
+from flexattn.call.problem import Problem
+from flexattn.call.sinks import constant_sink
+from flexattn.call.validate import check_scale
+from flexattn.compiled.lists import equal_runs_of, mask_of_lists
+from flexattn.compiled.spec import Spec, loads
+from flexattn.engines.choice import engine_of, lse_dtype_of
+from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.narrow import narrowed
+
+NAMESPACE = "flexattn"
+OPS = torch.ops.flexattn
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor[] captures, Tensor[] lists, Tensor? sink, Tensor? seed, "
+    "SymInt[] ints, Tensor[] floats, float? scale, str spec"
+)
+_FORWARD = f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)"
+_BACKWARD = f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, {_ARGUMENTS}, bool[] needs) -> Tensor[]"
+_EXACT = torch.Tag.needs_exact_strides  # the strides of the results follow from those of query
+# A CUDA graph would record the value of a float as a constant.
+_UNSAFE = torch.Tag.cudagraph_unsafe
+for _suffix, _tags in (("", (_EXACT,)), (".floats", (_EXACT, _UNSAFE))):
+    _LIBRARY.define(f"forward{_suffix}{_FORWARD}", tags=_tags)
+    _LIBRARY.define(f"backward{_suffix}{_BACKWARD}", tags=_tags)
+
+Gradient = tuple[bool, ...]
+
+
+def in_order_of(tensor: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an empty [B, H, rows, width] with the dim order of `tensor` in memory, the last dim innermost."""
+    strides = tensor.stride()
+    order = sorted(range(3), key=lambda d: -strides[d])
+    shape = tensor.shape
+    empty = tensor.new_empty([*(shape[d] for d in order), width], dtype=dtype or tensor.dtype)
+    return empty.permute([*(order.index(d) for d in range(3)), 3])
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, captures: list[Tensor], lists: list[Tensor], sink: Tensor | None,
+    seed: Tensor | None, ints: list[int], floats: list[Tensor], scale: float | None, spec: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return out, lse in the engine's dtype, and the row maxima, which are empty if not requested."""
+    problem = _problem(query, key, value, captures, lists, sink, seed, ints, floats, scale, spec, gradient=False)
+    out, lse, largest = engine_of(problem).forward(problem)
+    given = _forward_shapes(query, value, loads(spec))
+    return _laid_out(out, given[0]), lse.to(given[1].dtype), given[2] if largest is None else largest
+
+
+def backward(
+    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    captures: list[Tensor], lists: list[Tensor], sink: Tensor | None, seed: Tensor | None, ints: list[int],
+    floats: list[Tensor], scale: float | None, spec: str, needs: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Return the gradients of query, key, value, captures and sink, of those that `needs` names."""
+    of_captures = needs[3 : 3 + len(captures)]
+    with torch.enable_grad():
+        given = [c.detach().requires_grad_(need) for c, need in zip(captures, of_captures, strict=True)]
+        problem = _problem(query, key, value, given, lists, sink, seed, ints, floats, scale, spec, gradient=True)
+    of_sink = sink is not None and needs[-1]
+    engine = engine_of(problem)
+    with torch.no_grad():
+        dq, dk, dv, computed, d_sink = engine.backward(problem, out, lse, d_out, d_lse, (*needs[:3], of_sink))
+    found = [dq, dk, dv, *_of_given(given, problem.score, computed)]
+    if sink is not None:
+        found.append(d_sink)
+    wanted = [x for x, need in zip(found, needs, strict=True) if need]
+    return [
+        _laid_out(torch.zeros_like(empty) if x is None else x, empty)
+        for x, empty in zip(wanted, _backward_shapes(query, key, value, captures, sink, needs), strict=True)
+    ]
+
+
+def _of_given(given: list[Tensor], score: BoundMod | None, computed: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the gradients of the given captures from those of the captures that kernels read.
+
+    `complete` may have replaced a capture by a copy, or by a table of what its elements are read for.
+    """
+    found: list[Tensor | None] = [None] * len(given)
+    roots, gradients = [], []
+    for read, gradient in zip(() if score is None else score.captures, computed, strict=True):
+        if gradient is None:
+            continue
+        place = next((i for i, c in enumerate(given) if c is read), None)
+        if place is not None:
+            found[place] = gradient
+        elif read.requires_grad:
+            roots.append(read)
+            gradients.append(gradient)
+    if roots:
+        inputs = [i for i, c in enumerate(given) if c.requires_grad]
+        through = torch.autograd.grad(roots, [given[i] for i in inputs], gradients, allow_unused=True)
+        for i, gradient in zip(inputs, through, strict=True):
+            before = found[i]
+            found[i] = gradient if before is None else before if gradient is None else before + gradient
+    return found
+
+
+def _problem(
+    query: Tensor, key: Tensor, value: Tensor, captures: list[Tensor], lists: list[Tensor], sink: Tensor | None,
+    seed: Tensor | None, ints: Sequence[int], floats: Sequence[Tensor], scale: float | None, text: str, gradient: bool,
+) -> Problem:  # fmt: skip
+    """Return the problem that the arguments of an operator describe."""
+    spec = loads(text)
+    numbers = iter(ints), (x.item() for x in floats)
+    split = 0 if spec.score is None else len(spec.score.captures)
+    score = _bound(spec.score, captures[:split], *numbers)
+    mask = _bound(spec.mask, [c.detach() for c in captures[split:]], *numbers)
+    blocks, runs = None, ()
+    if spec.form is not None:
+        blocks = mask_of_lists(lists[0], spec.form, query, key)
+        runs = () if mask is None else equal_runs_of(lists, spec.form, mask)
+    if spec.sink is not None:
+        sink = constant_sink(spec.sink, query)
+    dropout = None if seed is None or spec.drop_below is None else Dropout(spec.drop_below, seed)
+    if spec.has_scale:
+        scale = floats[-1].item()
+    scale = check_scale(scale, query.shape[3])
+    problem = Problem(
+        query, key, value, scale, score, mask, blocks, None, runs, spec.options, sink, dropout, spec.max_scores
+    )
+    return complete(problem, gradient)
+
+
+def _bound(
+    graph: ModGraph | None, captures: Sequence[Tensor], ints: Iterator[int], floats: Iterator[float]
+) -> BoundMod | None:
+    if graph is None:
+        return None
+    numbers = tuple([next(floats if n.dtype == torch.float64 else ints) for n in graph.numbers])
+    return BoundMod(narrowed(graph, numbers) if numbers else graph, tuple(captures), numbers)
+
+
+def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return the tensor with the strides that the fake kernel promised."""
+    same = tensor.stride() == like.stride() and tensor.dtype == like.dtype
+    return tensor if same or tensor.numel() == 0 else like.copy_(tensor)
+
+
+# Shapes and strides, which are also the fake kernels.
+
+
+def _forward_shapes(query: Tensor, value: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
+    out = in_order_of(query, value.shape[3])
+    lse = query.new_empty(query.shape[:3], dtype=lse_dtype_of(query, spec.options))
+    return out, lse, query.new_empty(query.shape[:3] if spec.max_scores else (0,), dtype=torch.float32)
+
+
+def _backward_shapes(
+    query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], sink: Tensor | None, needs: Sequence[bool]
+) -> list[Tensor]:
+    every = [lambda x=x: in_order_of(x, x.shape[3]) for x in (query, key, value)]
+    every += [lambda c=c: c.new_empty(c.shape) for c in (*captures, *(() if sink is None else (sink,)))]
+    return [make() for make, need in zip(every, needs, strict=True) if need]
+
+
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
+    return _forward_shapes(query, value, loads(str(rest[-1])))
+
+
+def _fake_backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, *rest: object) -> list[Tensor]:
+    query, key, value, captures, _, sink, *_, needs = rest
+    return _backward_shapes(query, key, value, captures, sink, needs)  # type: ignore[arg-type]
+
+
+for _suffix in ("", ".floats"):
+    for _name, _kernel, _fake in (("forward", forward, _fake_forward), ("backward", backward, _fake_backward)):
+        for _key in ("CPU", "CUDA"):
+            _LIBRARY.impl(f"{_name}{_suffix}", _kernel, _key)
+        torch.library.register_fake(f"{NAMESPACE}::{_name}{_suffix}", _fake, lib=_LIBRARY)

@@ -1,0 +1,141 @@
+"""subgraph: a mod in a graph of torch.compile -> BoundMod, bound to the values that the graph passes to it."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from flexattn.errors import UnsupportedError
+from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.nodes import MASK_INPUTS
+from flexattn.trace.recording import Leaf
+from flexattn.trace.scalarize import Kind, Traced
+from flexattn.trace.trace import trace_body
+
+
+@dataclass(frozen=True)
+class Source:
+    """A mod as part of a graph: the node of its result, its arguments, and the values of the graph's inputs."""
+
+    module: fx.GraphModule
+    result: fx.Node
+    scalars: Sequence[fx.Node]
+    values: dict[fx.Node, Any]  # placeholder -> tensor or symbolic integer
+
+
+def bound_mod(source: Source, kind: Kind, name: str, score_dtype: torch.dtype) -> BoundMod:
+    """Cut a mod out of a graph, trace it, and bind it to the values of the graph's inputs.
+
+    Numbers of the result may be symbols, or float64 tensors on the CPU, and its graph is not narrowed for them.
+    """
+    body, lifted = _cut(source)
+    with _disable_current_modes():
+        leaves = [Leaf(_name(n), _hint(n, source.values)) for n in lifted]
+        traced = trace_body(body, kind, leaves, name, "", score_dtype)
+    tensors = [source.values[n] for n, leaf in zip(lifted, leaves, strict=True) if isinstance(leaf.value, Tensor)]
+    numbers = [
+        source.values[n.args[0] if is_item(n) else n]
+        for n, leaf in zip(lifted, leaves, strict=True)
+        if not isinstance(leaf.value, Tensor)
+    ]
+    return bind(traced, tensors, numbers)
+
+
+def bind(traced: Traced, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> BoundMod:
+    """Return a traced mod with values that may be symbolic. The conditions of the trace become guards of the graph."""
+    names = {"t": tensors, "n": numbers}
+    for condition in traced.conditions:
+        if not eval(condition, _NAMES, names):
+            raise UnsupportedError(f"{traced.graph.name}: found other numbers than it was traced for ({condition}).")
+    if traced.picks is not None:
+        captures = [tensors[i] for i in traced.picks]
+    else:
+        assert isinstance(traced.prologue, types.MethodType)
+        captures = _Prologue(traced.prologue.__self__).run(*tensors, *(_as_symbol(n) for n in numbers))
+    if traced.graph.inputs is MASK_INPUTS:
+        captures = [c.detach() for c in captures]
+    values = tuple(eval(text, _NAMES, names) for text in traced.number_texts)
+    return BoundMod(traced.graph, tuple(captures), values, tuple(tensors), traced.tensor_names)
+
+
+def is_item(node: fx.Node) -> bool:
+    """Return whether a node is a captured float: Dynamo passes a 0-d tensor on the CPU and reads its item."""
+    source = node.args[0] if node.op == "call_method" and node.target == "item" else None
+    return isinstance(source, fx.Node) and source.op == "placeholder"
+
+
+def _cut(source: Source) -> tuple[Callable[..., Any], list[fx.Node]]:
+    """Return the mod as a function of its scalars and of the nodes that the rest of the graph passes to it."""
+    needed, todo = set(), [source.result]
+    while todo:
+        node = todo.pop()
+        needed.add(node)
+        if node not in source.scalars and not is_item(node):
+            todo += [n for n in node.all_input_nodes if n not in needed]
+    order = [n for n in source.module.graph.nodes if n in needed and n not in source.scalars]
+    lifted = [n for n in order if n.op == "placeholder" or is_item(n)]
+    graph = fx.Graph()
+    # The names say nothing about the layer, so layers with equal mods share a trace and its kernels.
+    copies = {n: graph.placeholder(f"leaf_{i}") for i, n in enumerate([*source.scalars, *lifted])}
+    for node in order:
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(copies[source.result])
+    module = fx.GraphModule(source.module, graph)
+    return module.forward, lifted
+
+
+def _name(node: fx.Node) -> str:
+    """Return the user's name of a captured value: the last part of Dynamo's name (l_self_parameters_bias_)."""
+    text = str(node.target if node.op == "placeholder" else node.args[0]).strip("_")
+    for mark in ("_parameters_", "_buffers_", "_attrs_"):
+        if mark in text:
+            return text.rpartition(mark)[2]
+    return "captured" if isinstance(node.meta.get("example_value"), Tensor) else "number"
+
+
+def _hint(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """Return an example of a value: a tensor without memory, or a number."""
+    if is_item(node):
+        found = node.meta["example_value"]
+        return float(found.node.hint if isinstance(found, torch.SymFloat) else found)
+    value = values[node]
+    if not isinstance(value, Tensor):
+        return _size(value)
+    empty = torch.empty((), dtype=value.dtype, device=value.device)
+    return empty.expand([_size(s) for s in value.shape]).requires_grad_(value.requires_grad and empty.is_floating_point())
+
+
+def _size(size: Any) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def _as_float(number: Any) -> Any:
+    """Convert a number to a float. A symbol, or a tensor that represents one, stays what it is."""
+    return number if isinstance(number, Tensor) else torch.sym_float(number)
+
+
+def _as_symbol(number: Any) -> Any:
+    return number.item() if isinstance(number, Tensor) else number
+
+
+_NAMES = {"float": _as_float, "math": __import__("math"), "torch": torch}
+
+
+class _Prologue(fx.Interpreter):
+    """Runs the prologue of a trace. Its constants are created in the graph, which has no tensors of its own."""
+
+    def run(self, *args: Any) -> Any:  # type: ignore[override]
+        return super().run(*args, enable_io_processing=False)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Tensor:
+        kept = super().get_attr(target, args, kwargs)
+        with _disable_current_modes():
+            values = kept.tolist()
+        return torch.tensor(values, dtype=kept.dtype, device=kept.device)
