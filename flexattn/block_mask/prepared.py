@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from flexattn.block_mask.record import CaptureRecord
+from flexattn.block_mask.record import CaptureRecord, changed, is_unchanged
+from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.narrow import specialized
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,40 @@ class Recorded:
 
     def keep(self, lists: Tensor) -> None:
         _recorded[lists] = self
+
+    def is_graph_of(self, mask: BoundMod) -> bool:
+        """Return whether a mod computes what the mask was built from. Numbers may be literals in one of the graphs."""
+        return specialized(mask.wide or mask.graph, mask.numbers).digest == self.digest
+
+    @cached_property
+    def digest(self) -> str:
+        return specialized(self.record.wide, self.record.numbers).digest
+
+    def check(self, mask: BoundMod) -> None:
+        """Raise MutationError if values of mask_mod changed since the lists were built.
+
+        `mask` is what an operator of a graph was given. Its captures may be other tensor objects with the same memory,
+        or copies of it that the compiler made, so they are compared by memory and version, then by value.
+        """
+        record = self.record
+        for before in (*record.captures, *record.reached):
+            if not any(is_unchanged(seen) for seen in before):
+                raise changed("a tensor that mask_mod captures", "was changed in place")
+        if not self.is_whole:
+            return
+        if not self.is_graph_of(mask):
+            raise changed("what mask_mod computes, or a number that it captures,", "has changed")
+        for described, before, now in zip(record.graph.captures, record.captures, mask.captures, strict=True):
+            if not any(_equals(seen[0](), now) for seen in before):
+                raise changed(f"mask_mod's captured tensor {described.name!r}", "is another tensor")
+
+
+def _equals(before: Tensor | None, now: Tensor) -> bool:
+    """Return whether a tensor has the values of the one that was captured; None: it does not exist any more."""
+    if before is None or before.shape != now.shape or before.dtype != now.dtype:
+        return False
+    same = before.data_ptr() == now.data_ptr() and before.stride() == now.stride()
+    return same or before.device != now.device or torch.equal(before, now)
 
 
 _recorded = WeakTensorKeyDictionary()

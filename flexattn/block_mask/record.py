@@ -49,13 +49,14 @@ class CaptureRecord(NamedTuple):
     captures: tuple[AnyOf, ...]  # captures of the graph
     numbers: tuple[int | float, ...]
     reached: tuple[AnyOf, ...]  # the user's tensors, from which a prologue may compute captures at each call
+    wide: ModGraph  # the graph before it was narrowed for the numbers
     runs: tuple[EqualRuns, ...]  # in the captures
     prologue: tuple[str, tuple[int | float, ...]]  # the graph that computes captures: its text and its numbers
 
     @staticmethod
     def of(mod: Mod, bound: BoundMod, runs: tuple[EqualRuns, ...]) -> CaptureRecord:
         captures, reached = (tuple([(seen(t),) for t in ts]) for ts in (bound.captures, bound.reached))
-        return CaptureRecord(mod, bound.graph, captures, bound.numbers, reached, runs, bound.prologue)
+        return CaptureRecord(mod, bound.graph, captures, bound.numbers, reached, bound.wide or bound.graph, runs, bound.prologue)
 
     def deepcopied(self, memo: dict[int, Any]) -> CaptureRecord:
         """Return the record of a deep copy of the mask, whose mod may contain copies of the same values."""
@@ -72,21 +73,21 @@ class CaptureRecord(NamedTuple):
         """Raise MutationError if `bound`, the same mod bound now, has different values than those recorded."""
         for number, before, now in zip(self.graph.numbers, self.numbers, bound.numbers, strict=False):
             if before != now:
-                raise _changed(f"mask_mod's captured number {number.name!r}", f"was {before} and is {now}")
+                raise changed(f"mask_mod's captured number {number.name!r}", f"was {before} and is {now}")
         if bound.graph is not self.graph and bound.graph.computes != self.graph.computes:
-            raise _changed("what mask_mod computes", "has changed")
+            raise changed("what mask_mod computes", "has changed")
         if bound.prologue[0] != self.prologue[0]:
-            raise _changed("what mask_mod computes from the tensors that it captures", "has changed")
+            raise changed("what mask_mod computes from the tensors that it captures", "has changed")
         if repr(bound.prologue[1]) != repr(self.prologue[1]):  # distinguishes 0.0 from -0.0
-            raise _changed("a number that mask_mod combines with a captured tensor", "has changed")
+            raise changed("a number that mask_mod combines with a captured tensor", "has changed")
         if all(_is_any(before, now) for before, now in zip(self.captures, bound.captures, strict=True)):
             return
         if len(bound.reached) != len(self.reached):
-            raise _changed("the tensors that mask_mod captures", "have changed")
+            raise changed("the tensors that mask_mod captures", "have changed")
         for name, before, now in zip(bound.reached_names, self.reached, bound.reached, strict=True):
             if not _is_any(before, now):
                 how = "was changed in place" if any(ref() is now for ref, _ in before) else "is another tensor"
-                raise _changed(f"mask_mod's captured tensor {name!r}", how)
+                raise changed(f"mask_mod's captured tensor {name!r}", how)
 
 
 def seen(tensor: Tensor, gone: Callable[[object], None] | None = None) -> Seen:
@@ -97,6 +98,12 @@ def seen(tensor: Tensor, gone: Callable[[object], None] | None = None) -> Seen:
 def is_same(seen: Seen, tensor: Tensor) -> bool:
     """Return whether this is the tensor that was seen, at the same version."""
     return seen[0]() is tensor and seen[1] == _version(tensor)
+
+
+def is_unchanged(seen: Seen) -> bool:
+    """Return whether a tensor that was seen has the same version, or does not exist any more."""
+    tensor = seen[0]()
+    return tensor is None or seen[1] == _version(tensor)
 
 
 def _is_any(before: AnyOf, now: Tensor) -> bool:
@@ -116,7 +123,8 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _changed(what: str, how: str) -> MutationError:
+def changed(what: str, how: str) -> MutationError:
+    """Return the error for a value that is not what a mask was built from."""
     return MutationError(
         f"block_mask: {what} {how}, expected the values that the mask was built from. "
         "Build the mask again with create_block_mask, or assign block_mask.mask_mod to keep its blocks."

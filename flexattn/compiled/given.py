@@ -31,7 +31,7 @@ class Given:
     lists: Sequence[Tensor]
     sizes: Sequence[int]  # M, N, B, H
     form: str | None  # a MaskForm
-    scale: float | Tensor | None  # a tensor: a float that is not a constant of the graph
+    scale: Any  # a float, or a symbol for one
     enable_gqa: bool
     options: Sequence[str]  # "name=value" of kernel_options
     sink: Tensor | None
@@ -46,7 +46,7 @@ def check_given(given: Given) -> None:
     query, key, value = given.query, given.key, given.value
     check_forms(query, key, value, given.enable_gqa, DEVICES | {"meta"})
     _options(given)
-    drop_below(given.dropout_p)
+    drop_below(_constant(given.dropout_p))
     check_sink(given.sink, query, plain=False)
     if given.form is not None:
         M, N, B, H = given.sizes
@@ -71,12 +71,12 @@ def operands_of(given: Given, score: BoundMod | None, mask: BoundMod | None) -> 
     numbers = [(n, described.dtype) for b in bounds for n, described in zip(b.numbers, b.graph.numbers, strict=True)]
     ints = tuple(n for n, dtype in numbers if dtype == torch.int64)
     floats = tuple(_as_tensor(n) for n, dtype in numbers if dtype == torch.float64)
-    scale = given.scale
-    if isinstance(scale, Tensor):
-        floats, scale = (*floats, scale), None
+    scale, has_scale = given.scale, isinstance(given.scale, (Tensor, torch.SymFloat))
+    if has_scale:
+        floats, scale = (*floats, _as_tensor(scale)), None
     spec = Spec(
         None if score is None else score.graph, None if mask is None else mask.graph, form, _options(given),
-        given.sink_number, drop_below(given.dropout_p), given.max_scores, isinstance(given.scale, Tensor),
+        _constant(given.sink_number), drop_below(_constant(given.dropout_p)), given.max_scores, has_scale,
     )  # fmt: skip
     sink = check_sink(given.sink, query, plain=False)
     tensors = query, given.key, given.value
@@ -96,6 +96,11 @@ def _options(given: Given) -> Options:
 def _placed(capture: Tensor, query: Tensor) -> Tensor:
     """Return a captured CPU scalar on the device of the query. Other captures are checked where the mods are traced."""
     return capture.to(query.device) if capture.dim() == 0 and capture.device != query.device else capture
+
+
+def _constant(number: Any) -> Any:
+    """Return a number as a constant of the graph, which is then guarded to be this number."""
+    return float(number) if isinstance(number, torch.SymFloat) else number
 
 
 def _as_tensor(number: Any) -> Tensor:

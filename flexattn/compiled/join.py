@@ -19,7 +19,7 @@ _FIELDS = {
     "score": "Tensor?", "keep": "Tensor?", "scalars": "Tensor[]", "names": "str[]", "version": "str",
     # The fields of Given
     "query": "Tensor", "key": "Tensor", "value": "Tensor", "lists": "Tensor[]", "sizes": "SymInt[]", "form": "str?",
-    "scale": "float?", "enable_gqa": "bool", "options": "str[]", "sink": "Tensor?", "sink_number": "float?",
+    "scale": "Scalar?", "enable_gqa": "bool", "options": "str[]", "sink": "Tensor?", "sink_number": "float?",
     "dropout_p": "float", "seed": "Tensor?", "max_scores": "bool",
 }  # fmt: skip
 _LIBRARY.define(f"join({', '.join(f'{kind} {name}' for name, kind in _FIELDS.items())}) -> (Tensor, Tensor, Tensor)")

@@ -11,11 +11,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from flexattn.block_mask import BlockMask
 from flexattn.block_mask.packed import unpack
 from flexattn.block_mask.prepared import MaskForm, Recorded
-from flexattn.errors import MaskError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import EqualRuns
 from flexattn.mods.combine import noop_mask
-from flexattn.options import option
 
 _known = WeakTensorKeyDictionary()  # lists -> {form and sizes: BlockMask}
 
@@ -47,8 +45,20 @@ def _mask(lists: Tensor, form: MaskForm, B: int, Hq: int, M: int, N: int) -> Blo
     return mask
 
 
+def check_recorded(lists: Tensor, form: MaskForm, mask: BoundMod) -> None:
+    """Raise MutationError if values that mask_mod captures changed since the lists were built.
+
+    Lists that a graph creates, or that come from a file, have no record.
+    """
+    recorded = Recorded.of(lists)
+    if recorded is not None and not (lists.is_cuda and torch.cuda.is_current_stream_capturing()):
+        recorded.check(mask)
+
+
 def equal_runs_of(lists: Sequence[Tensor], form: MaskForm, mask: BoundMod) -> tuple[EqualRuns, ...]:
     """Return the runs of equal elements in captured tensors, if the graph is the one that they were found for."""
-    if not form.runs or mask.graph.digest != form.graph:
+    recorded = Recorded.of(lists[0])
+    same = mask.graph.digest == form.graph if recorded is None else recorded.is_graph_of(mask)
+    if not form.runs or not same:
         return ()
     return tuple(EqualRuns(i, places) for i, places in zip(form.runs, lists[len(form.BLOCK_SIZES) :], strict=True))

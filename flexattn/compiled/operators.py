@@ -24,7 +24,7 @@ from flexattn.call.pose import complete
 from flexattn.call.problem import Problem
 from flexattn.call.sinks import constant_sink
 from flexattn.call.validate import check_scale
-from flexattn.compiled.lists import equal_runs_of, mask_of_lists
+from flexattn.compiled.lists import check_recorded, equal_runs_of, mask_of_lists
 from flexattn.compiled.spec import Spec, loads
 from flexattn.engines.choice import engine_of, lse_dtype_of
 from flexattn.graph.bound_mod import BoundMod
@@ -132,7 +132,9 @@ def _problem(
     blocks, runs = None, ()
     if spec.form is not None:
         blocks = mask_of_lists(lists[0], spec.form, query, key)
-        runs = () if mask is None else equal_runs_of(lists, spec.form, mask)
+        if mask is not None:
+            check_recorded(lists[0], spec.form, mask)
+            runs = equal_runs_of(lists, spec.form, mask)
     if spec.sink is not None:
         sink = constant_sink(spec.sink, query)
     dropout = None if seed is None or spec.drop_below is None else Dropout(spec.drop_below, seed)
@@ -151,7 +153,7 @@ def _bound(
     if graph is None:
         return None
     numbers = tuple([next(floats if n.dtype == torch.float64 else ints) for n in graph.numbers])
-    return BoundMod(narrowed(graph, numbers) if numbers else graph, tuple(captures), numbers)
+    return BoundMod(narrowed(graph, numbers) if numbers else graph, tuple(captures), numbers, wide=graph)
 
 
 def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:

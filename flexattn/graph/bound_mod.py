@@ -23,6 +23,7 @@ class BoundMod:
     reached: tuple[Tensor, ...] = field(default=(), compare=False)  # the user's tensors that captures are computed from
     reached_names: tuple[str, ...] = field(default=(), compare=False)
     source: tuple[object, tuple[int | float, ...]] | None = field(default=None, compare=False)  # see `origin`
+    wide: ModGraph | None = field(default=None, compare=False)  # the graph before it was narrowed for these numbers
     prologue: tuple[str, tuple[int | float, ...]] = field(default=("", ()), compare=False)  # its text and its numbers
 
     @property

@@ -33,6 +33,22 @@ def narrowed(graph: ModGraph, numbers: Sequence[int | float]) -> ModGraph:
     return _narrowed(graph, bits, graph.location)  # equal graphs may have different locations
 
 
+def specialized(graph: ModGraph, numbers: tuple[int | float, ...]) -> ModGraph:
+    """Return a graph as it would be if its numbers were literals in the user's code, without names."""
+    return _specialized(graph, numbers, repr(numbers))
+
+
+@lru_cache(512)
+def _specialized(graph: ModGraph, numbers: tuple[int | float, ...], text: str) -> ModGraph:
+    # `text` distinguishes 0.0 from -0.0
+    def literal(builder: Builder, i: int, made: list[Expr]) -> Expr | None:
+        node = graph.nodes[i]
+        return builder.const(numbers[node.position], node.dtype) if isinstance(node, NumberRef) else None
+
+    without_numbers = replace(rewrite(graph, literal), numbers=())
+    return _narrowed(without_numbers, (), "")
+
+
 def _magnitude(number: int | float) -> int:
     return _SMALL if -(1 << _SMALL) <= number <= 1 << _SMALL else _MEDIUM if abs(number) <= 1 << _MEDIUM else _LARGE
 

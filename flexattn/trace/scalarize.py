@@ -87,7 +87,7 @@ class Traced:
             captures = tuple([c.detach() if c.requires_grad else c for c in captures])
         return BoundMod(
             graph, captures, values, tuple(tensors), self.tensor_names, (self, tuple(numbers)) if guarded else None,
-            (self.prologue_text, tuple([numbers[i] for i in self.prologue_numbers])),
+            self.graph, (self.prologue_text, tuple([numbers[i] for i in self.prologue_numbers])),
         )  # fmt: skip
 
 

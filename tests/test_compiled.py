@@ -1,0 +1,275 @@
+"""flex_attention inside torch.compile: one graph, few compilations, and the results of the uncompiled call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import flexattn
+from flexattn import create_block_mask, flex_attention, mods
+
+B, H, T, D = 2, 2, 160, 16
+Step = tuple[tuple[Any, ...], list[Tensor]]  # arguments, and the tensors whose gradients are compared
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def qkv(seed: int, t: int = T, **kwargs: Any) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(B, H, t, D, generator=generator, **kwargs).requires_grad_() for _ in range(3)]
+
+
+def steps(count: int = 3) -> list[Step]:
+    return [(tuple(x), x) for x in map(qkv, range(count))]
+
+
+def documents(seed: int, t: int = T) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 2, (B, t), generator=generator).cumsum(1) // (5 + 13 * (seed % 4))
+
+
+def document_mask(seed: int, t: int = T) -> flexattn.BlockMask:
+    doc = documents(seed, t)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return (doc[b, q_idx] == doc[b, kv_idx]) & (q_idx >= kv_idx)
+
+    return create_block_mask(mask_mod, B, None, t, t, BLOCK_SIZE=32, device="cpu")
+
+
+def run(call: Callable[..., Any], args: tuple[Any, ...], learned: list[Tensor]) -> list[Tensor]:
+    """Return the outputs of a call and the gradients of tensors."""
+    for x in learned:
+        x.grad = None
+    out = call(*args)
+    outs = list(out) if isinstance(out, tuple) else [out]
+    if learned:
+        sum(o.square().sum() for o in outs).backward()
+    return [o.detach() for o in outs] + [x.grad.clone() for x in learned]
+
+
+def compilations(
+    f: Callable[..., Any], given: Iterable[Step], backend: str = "aot_eager", dynamic: bool | None = None
+) -> list[int]:
+    """Compare a function compiled and not, bitwise. Return how often it was compiled after each step."""
+    compiled = torch.compile(f, fullgraph=True, backend=backend, dynamic=dynamic)
+    counts = []
+    for args, learned in given:
+        found, expected = run(compiled, args, learned), run(f, args, learned)
+        for x, y in zip(found, expected, strict=True):
+            assert torch.equal(x, y)
+        counts.append(counters["stats"]["unique_graphs"])
+    assert not counters["graph_break"]
+    return counts
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.scale = nn.Parameter(torch.randn(H, 2 * T)), 0.5
+        self.register_buffer("slope", torch.rand(H))
+
+    def score_mod(self, score, b, h, q_idx, kv_idx):
+        return score * self.scale + self.bias[h, q_idx - kv_idx + T] - self.slope[h] * (q_idx - kv_idx).abs()
+
+    def forward(self, q, k, v):
+        return flex_attention(q, k, v, self.score_mod)
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(H))
+
+    def forward(self, score, b, h, q_idx, kv_idx):
+        return torch.tanh(score / 20) * 20 * self.weight[h]
+
+
+def learning(module: nn.Module, count: int = 3) -> list[Step]:
+    return [(args, [*x, *module.parameters()]) for args, x in steps(count)]
+
+
+def test_method_of_a_module():
+    layer = Layer()
+    assert compilations(layer, learning(layer)) == [1, 1, 1]
+
+
+def test_a_buffer_that_is_replaced_then_changed():
+    layer = Layer()
+
+    def changing():
+        for step in learning(layer):
+            layer.slope = torch.rand(H)
+            yield step
+        layer.slope.mul_(3)
+        yield learning(layer)[0]
+
+    assert compilations(layer, changing()) == [1, 1, 1, 1]
+
+
+def closure(q, k, v, table):
+    return flex_attention(q, k, v, lambda s, b, h, i, j: s + table[b, i] * table[b, j])
+
+
+def with_tables(sizes: Iterable[int]) -> Iterable[Step]:
+    for n, t in enumerate(sizes):
+        x = [*qkv(n, t), torch.randn(B, t, requires_grad=True)]
+        yield tuple(x), x
+
+
+def test_closure_over_a_new_tensor():
+    assert compilations(closure, with_tables([T] * 4)) == [1, 1, 1, 1]
+
+
+def test_new_lengths():
+    assert compilations(closure, with_tables([160, 192, 224, 96, 130])) == [1, 2, 2, 2, 2]
+
+
+def test_dynamic_shapes():
+    assert compilations(closure, with_tables([160, 192, 224, 96]), dynamic=True) == [1, 1, 1, 1]
+
+
+def test_mod_passed_as_an_argument():
+    def make(t):
+        return lambda s, b, h, i, j: s + t[h]
+
+    given = [((*x, make(torch.randn(H))), x) for x in map(qkv, range(4))]
+    assert compilations(lambda q, k, v, m: flex_attention(q, k, v, m), given) == [1, 1, 1, 1]
+
+
+def with_number(q, k, v, n):
+    return flex_attention(q, k, v, lambda s, b, h, i, j: s - n * (i - j).abs())
+
+
+@pytest.mark.parametrize("numbers", [(3, 4, 5, 6), (0.3, 0.4, 0.5, 0.6)], ids=["int", "float"])
+def test_captured_numbers(numbers):
+    given = [((*x, n), x) for n in numbers for x in [qkv(3)]]
+    assert compilations(with_number, given) == [1, 2, 2, 2]
+
+
+def test_a_changing_scale():
+    given = [((*x, n), x) for n in (0.3, 0.4, 0.5, -0.6) for x in [qkv(3)]]
+    assert compilations(lambda q, k, v, n: flex_attention(q, k, v, scale=n), given) == [1, 2, 2, 2]
+
+
+def masked(q, k, v, mask):
+    return flex_attention(q, k, v, None, mask)
+
+
+def test_mask_of_new_documents():
+    assert compilations(masked, [((*x, document_mask(i)), x) for i in range(5) for x in [qkv(i)]]) == [1] * 5
+
+
+def test_mask_of_new_documents_and_lengths():
+    given = [((*x, document_mask(t, t)), x) for t in (160, 192, 256, 96) for x in [qkv(t, t)]]
+    assert compilations(masked, given) == [1, 2, 2, 2]
+
+
+def test_mask_held_by_a_module():
+    gate, held = Gate(), nn.Module()
+
+    def f(q, k, v):
+        return flex_attention(q, k, v, gate, held.mask)
+
+    def given():
+        for i, (args, learned) in enumerate(learning(gate, 4)):
+            held.mask = document_mask(i)
+            yield args, learned
+
+    assert compilations(f, given()) == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("numbers", [(10, 20, 30, 40)])
+def test_mask_with_a_number(numbers):
+    def window(n):
+        return create_block_mask(lambda b, h, i, j: (i - j).abs() <= n, None, None, T, T, BLOCK_SIZE=32, device="cpu")
+
+    assert compilations(masked, [((*x, window(n)), x) for n in numbers for x in [qkv(n)]]) == [1, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        functools.partial(lambda s, b, h, i, j, t: s * t[h], t=torch.rand(H)),
+        mods.alibi(H),
+        mods.softcap(20.0),
+        lambda s, b, h, i, j: s,
+        lambda s, b, h, i, j: torch.where(i >= j, s, -float("inf")),
+        lambda s, b, h, i, j: s + torch.tensor([0.5, 1.0])[h],
+        lambda s, b, h, i, j: s * 0.0 + 1.0,
+    ],
+    ids=["partial", "alibi", "softcap", "identity", "causal", "literal", "constant"],
+)
+def test_mods(mod):
+    assert compilations(lambda q, k, v: flex_attention(q, k, v, mod), steps(2)) == [1, 1]
+
+
+def test_one_compilation_for_equal_layers():
+    layers = nn.ModuleList([Layer() for _ in range(4)])
+    block = torch.compile(lambda layer, q, k, v: layer(q, k, v), fullgraph=True, backend="aot_eager")
+    x = qkv(0)
+    for layer in layers:
+        assert torch.equal(block(layer, *x), layer(*x))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+class Documents(nn.Module):
+    """A module whose mask reads a buffer and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("doc", documents(0))
+        self.window = 40
+        self.mask = self.build()
+
+    def build(self):
+        return create_block_mask(self.mask_mod, B, None, T, T, BLOCK_SIZE=32, device="cpu")
+
+    def mask_mod(self, b, h, q_idx, kv_idx):
+        return (self.doc[b, q_idx] == self.doc[b, kv_idx]) & (q_idx >= kv_idx) & (q_idx - kv_idx < self.window)
+
+    def forward(self, q, k, v):
+        return flex_attention(q, k, v, block_mask=self.mask)
+
+
+def changed_in_place(module):
+    module.doc[0, 0] += 1
+
+
+def replaced(module):
+    module.doc = module.doc + 1
+
+
+def renumbered(module):
+    module.window = 20
+
+
+def other_mod(module):
+    module.mask_mod = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+    module.mask._mask_mod = module.mask_mod
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("change", [changed_in_place, replaced, renumbered, other_mod])
+def test_a_stale_mask_raises(change, backend):
+    module = Documents()
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    x = qkv(0)
+    assert torch.equal(compiled(*x), module(*x))
+    change(module)
+    with pytest.raises(flexattn.FlexAttentionError, match="block_mask: "):
+        compiled(*x)
+    module.mask = module.build()
+    torch.testing.assert_close(compiled(*x), module(*x), rtol=0, atol=0)
