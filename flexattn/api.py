@@ -252,7 +252,7 @@ def tune(
 def _request(return_lse: bool, return_aux: AuxRequest | upstream.AuxRequest | None) -> AuxRequest:
     """Return the requested outputs. PyTorch's AuxRequest is accepted too."""
     if return_aux is None:
-        if return_lse:
+        if return_lse and not torch.compiler.is_dynamo_compiling():  # Dynamo does not trace warnings.warn
             _warn_return_lse()
         return AuxRequest(lse=bool(return_lse))
     if return_lse:

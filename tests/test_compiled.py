@@ -273,3 +273,146 @@ def test_a_stale_mask_raises(change, backend):
         compiled(*x)
     module.mask = module.build()
     torch.testing.assert_close(compiled(*x), module(*x), rtol=0, atol=0)
+
+
+def aux(q, k, v, sink):
+    request = flexattn.AuxRequest(lse=True, max_scores=True)
+    out, found = flex_attention(q, k, v, mods.alibi(H), return_aux=request, sink=sink)
+    return out, found.lse, found.max_scores.detach()
+
+
+def test_every_output_and_a_learned_sink():
+    sink = torch.randn(H, requires_grad=True)
+    assert compilations(aux, [((*x, sink), [*x, sink]) for x, _ in steps(2)]) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"return_lse": True}, {"sink": 0.0}, {"scale": 0.3}, {"scale": 0.0},
+        {"kernel_options": {"BATCH_INVARIANT": True}}, {"kernel_options": {"BLOCK_M": 32, "BACKEND": "AUTO"}},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:return_lse:FutureWarning")
+def test_arguments(kwargs):
+    mask = document_mask(1)
+    assert compilations(lambda q, k, v: flex_attention(q, k, v, None, mask, **kwargs), steps(2)) == [1, 1]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_dropout(backend):
+    def f(q, k, v):
+        return flex_attention(q, k, v, mods.softcap(5.0), dropout_p=0.3)
+
+    compiled = torch.compile(f, fullgraph=True, backend=backend)
+    x = qkv(0)
+    results = []
+    for call in (compiled, f, compiled):
+        torch.manual_seed(7)
+        results.append(run(call, tuple(x), x))
+    for found, expected, again in zip(*results, strict=True):
+        assert torch.equal(found, expected) and torch.equal(found, again)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtypes_gqa_and_dim_orders(dtype):
+    def f(q, k, v):
+        return flex_attention(q.transpose(1, 2), k.transpose(1, 2), v, mods.alibi(4), enable_gqa=True)
+
+    given = []
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        shapes = (2, 40, 4, 16), (2, 50, 2, 16), (2, 2, 50, 24)
+        x = [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
+        given.append((tuple(x), x))
+    assert compilations(f, given) == [1, 1]
+
+
+def test_views_of_one_tensor():
+    def f(qkv):
+        return flex_attention(*qkv.unbind(2), mods.alibi(H))
+
+    x = torch.randn(B, H, 3, T, D, requires_grad=True)
+    assert compilations(f, [((x,), [x])]) == [1]
+
+
+def test_without_gradients():
+    mask = document_mask(1)
+    compiled = torch.compile(masked, fullgraph=True, backend="aot_eager")
+    q, k, v = (x.detach() for x in qkv(0))
+    expected = masked(q, k, v, mask)
+    with torch.no_grad():
+        assert torch.equal(compiled(q, k, v, mask), expected)
+    with torch.inference_mode():
+        assert torch.equal(compiled(q, k, v, mask), expected)
+    assert torch.equal(compiled(q, k, v, mask), expected)
+
+
+def test_autocast():
+    layer = Layer()
+
+    def f(q, k, v):
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(q, k, v)
+
+    assert compilations(f, [((*x,), [*x, layer.bias]) for x, _ in steps(2)]) == [1, 1]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compilations(layer, learning(layer, 1)) == [2]
+
+
+def test_default_device():
+    with torch.device("cpu"):
+        assert compilations(Layer(), steps(1)) == [1]
+
+
+def test_empty_tensors():
+    x = [t.detach()[:, :, :0] for t in qkv(0)]
+    assert torch.compile(flex_attention, fullgraph=True, backend="aot_eager")(*x).shape == (B, H, 0, D)
+
+
+def test_a_table_by_distance():
+    """The operator replaces a table of buckets by one of distances, and returns the gradient of the user's table."""
+    table = torch.randn(32, H, requires_grad=True)
+    mod = mods.t5_bias(table)
+    assert compilations(lambda q, k, v: flex_attention(q, k, v, mod), [((*x,), [*x, table]) for x, _ in steps(2)]) == [
+        1,
+        1,
+    ]
+
+
+def test_a_prologue():
+    table, gate = torch.randn(H, 1, requires_grad=True), torch.randn(H, requires_grad=True)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + torch.sigmoid(table)[h, 0] * gate[h] + table.exp()[h, 0] * torch.tensor([1.0] * 20)[q_idx % 20]
+
+    assert compilations(
+        lambda q, k, v: flex_attention(q, k, v, mod), [((*x,), [*x, table, gate]) for x, _ in steps(2)]
+    ) == [1, 1]
+
+
+def test_a_prologue_with_a_changing_float():
+    def f(q, k, v, table, n):
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s + (table * n)[h] + (i - j) * n)
+
+    table = torch.randn(H, requires_grad=True)
+    given = [((*x, table, n), [*x, table]) for n in (0.5, 0.25, 0.75) for x in [qkv(0)]]
+    assert compilations(f, given) == [1, 2, 2]
+
+
+def test_a_divisor_that_changes_compiles_again():
+    """A divisor is a literal of the kernel, as in eager calls."""
+
+    def f(q, k, v, n):
+        return flex_attention(q, k, v, lambda s, b, h, i, j: torch.where(i // n == j // n, s, -float("inf")))
+
+    given = [((*x, n), x) for n in (3, 4, 5, 4) for x in [qkv(0)]]
+    assert compilations(f, given)[-1] <= 4
+
+
+def test_gradient_of_lse():
+    def f(q, k, v):
+        return flex_attention(q, k, v, mods.alibi(H), return_aux=flexattn.AuxRequest(lse=True))[1].lse
+
+    assert compilations(f, steps(1)) == [1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -25,13 +24,13 @@ def traced_call(
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     score = torch.empty((), dtype=dtype, device=device)
     places = [torch.empty((), dtype=torch.int64, device=device) for _ in range(4)]
-    seed = torch.empty(1, dtype=torch.int64, device=device).random_() if dropout_p != 0.0 else None
+    seed = torch.empty(1, dtype=torch.int64, device=device)
+    seed = torch.ops.aten.random.default(seed) if dropout_p != 0.0 else None  # Dynamo does not trace random_
     lists, sizes, form, mask_mod = (), (), None, None
     if block_mask is not None:
         block_mask = block_mask if block_mask._prepared is not None else block_mask.prepare()  # a graph break
         lists, form, mask_mod = block_mask._prepared.tensors, block_mask._prepared.text, block_mask._mask_mod
         sizes = (*block_mask.seq_lengths, block_mask.B, block_mask.H)
-    names = [_name(score_mod, "score_mod"), _name(mask_mod, "mask_mod")]
     options = option_texts(kernel_options)
     sink_tensor, sink_number = (sink, None) if isinstance(sink, Tensor) else (None, sink)
 
@@ -39,7 +38,7 @@ def traced_call(
         result = score if score_mod is None else score_mod(score, *places)
         keep = None if mask_mod is None else mask_mod(*places)
         return JOIN(
-            _as_tensor(result, score), _as_tensor(keep, score), [score, *places], names, str(FORMAT),
+            _as_tensor(result, score), _as_tensor(keep, score), [score, *places], str(FORMAT),
             query, key, value, lists, sizes, form, scale, enable_gqa, options, sink_tensor, sink_number, dropout_p,
             seed, max_scores,
         )  # fmt: skip
@@ -50,10 +49,3 @@ def traced_call(
 def _as_tensor(result: Any, score: Tensor) -> Any:
     """Return the result of a mod as a tensor; a mod may return a Python number."""
     return torch.full((), result, device=score.device) if isinstance(result, (bool, int, float)) else result
-
-
-def _name(mod: Any, other: str) -> str:
-    """Return the name of a mod."""
-    while isinstance(mod, functools.partial):
-        mod = mod.func
-    return other if mod is None else getattr(mod, "__name__", type(mod).__name__)

@@ -44,8 +44,8 @@ class Vehicle(BaseHOP):
         given = joined.given
         wide = torch.float64 if given.query.dtype == torch.float64 else torch.float32
         score, mask = (
-            None if result is None else bound_mod(Source(subgraph, result, scalars, values), kind, name, wide)
-            for kind, result, scalars, name in joined.mods
+            None if result is None else bound_mod(Source(subgraph, result, scalars, values), kind, wide)
+            for kind, result, scalars in joined.mods
         )
         return attend(operands_of(given, score, mask))
 

@@ -16,7 +16,7 @@ from flexattn.trace.scalarize import Kind
 
 _LIBRARY = torch.library.Library("flexattn", "FRAGMENT")
 _FIELDS = {
-    "score": "Tensor?", "keep": "Tensor?", "scalars": "Tensor[]", "names": "str[]", "version": "str",
+    "score": "Tensor?", "keep": "Tensor?", "scalars": "Tensor[]", "version": "str",
     # The fields of Given
     "query": "Tensor", "key": "Tensor", "value": "Tensor", "lists": "Tensor[]", "sizes": "SymInt[]", "form": "str?",
     "scale": "Scalar?", "enable_gqa": "bool", "options": "str[]", "sink": "Tensor?", "sink_number": "float?",
@@ -24,7 +24,7 @@ _FIELDS = {
 }  # fmt: skip
 _LIBRARY.define(f"join({', '.join(f'{kind} {name}' for name, kind in _FIELDS.items())}) -> (Tensor, Tensor, Tensor)")
 JOIN = torch.ops.flexattn.join
-_OWN = 5  # fields that are not those of Given
+_OWN = 4  # fields that are not those of Given
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Joined:
         return Given(*fx.map_arg(self.node.args[_OWN:], self._value))
 
     @property
-    def mods(self) -> tuple[tuple[Kind, fx.Node | None, list[fx.Node], str], ...]:
-        """Kind, node of the result (None if there is no such mod), nodes of the arguments, and name of each mod."""
-        score, keep, scalars, names, _ = self.node.args[:_OWN]
+    def mods(self) -> tuple[tuple[Kind, fx.Node | None, list[fx.Node]], ...]:
+        """Kind, node of the result (None if there is no such mod), and nodes of the arguments of each mod."""
+        score, keep, scalars, _ = self.node.args[:_OWN]
         changed = None if score is scalars[0] else score  # type: ignore[index]
-        return ("score", changed, scalars, names[0]), ("mask", keep, scalars[1:], names[1])  # type: ignore
+        return ("score", changed, scalars), ("mask", keep, scalars[1:])  # type: ignore
 
     def _value(self, node: fx.Node) -> Any:
         if node in self.values:

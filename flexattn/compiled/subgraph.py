@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class Source:
     values: dict[fx.Node, Any]  # placeholder -> tensor or symbolic integer
 
 
-def bound_mod(source: Source, kind: Kind, name: str, score_dtype: torch.dtype) -> BoundMod:
+def bound_mod(source: Source, kind: Kind, score_dtype: torch.dtype) -> BoundMod:
     """Cut a mod out of a graph, trace it, and bind it to the values of the graph's inputs.
 
     Numbers of the result may be symbols, or float64 tensors on the CPU, and its graph is not narrowed for them.
@@ -37,7 +38,7 @@ def bound_mod(source: Source, kind: Kind, name: str, score_dtype: torch.dtype) -
     body, lifted = _cut(source)
     with _disable_current_modes():
         leaves = [Leaf(_name(n), _hint(n, source.values)) for n in lifted]
-        traced = trace_body(body, kind, leaves, name, "", score_dtype)
+        traced = trace_body(body, kind, leaves, *_place(source.result, kind), score_dtype)
     tensors = [source.values[n] for n, leaf in zip(lifted, leaves, strict=True) if isinstance(leaf.value, Tensor)]
     numbers = [
         source.values[n.args[0] if is_item(n) else n]
@@ -89,6 +90,19 @@ def _cut(source: Source) -> tuple[Callable[..., Any], list[fx.Node]]:
     graph.output(copies[source.result])
     module = fx.GraphModule(source.module, graph)
     return module.forward, lifted
+
+
+_FRAME = re.compile(r'File "(.*)", line (\d+), in (\S+)')
+
+
+def _place(result: fx.Node, kind: Kind) -> tuple[str, str]:
+    """Return the name of the user's function, and file:line of its result, from the stack that Dynamo recorded."""
+    frames = _FRAME.findall(result.stack_trace or "")
+    called = [i for i, (file, _, name) in enumerate(frames) if file.endswith("compiled/call.py") and name == "body"]
+    if not called or called[-1] + 1 == len(frames):
+        return f"{kind}_mod", ""
+    file, line, name = frames[called[-1] + 1]
+    return name if name.isidentifier() else f"{kind}_mod", f"{file}:{line}"
 
 
 def _name(node: fx.Node) -> str:
