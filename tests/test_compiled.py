@@ -159,6 +159,33 @@ def test_captured_numbers(numbers):
     assert compilations(with_number, given) == [1, 2, 2, 2]
 
 
+def test_floats_that_are_read_before_the_call():
+    """An item of Dynamo's tensor stays symbolic. A float that is computed from it compiles for each value."""
+
+    def before(q, k, v, n):
+        return flex_attention(q * n, k, v, lambda s, b, h, i, j: s * n + (i - j) * n, scale=n)
+
+    def computed(q, k, v, n):
+        m = 2 * n + 1
+        return flex_attention(q * m, k, v, lambda s, b, h, i, j: s * m)
+
+    given = [((*x, n), x) for n in (0.3, 0.4, 0.5, 0.3) for x in [qkv(3)]]
+    assert compilations(before, given) == [1, 2, 2, 2]
+    assert compilations(computed, given)[-1] <= 6
+
+
+@pytest.mark.parametrize("name", ["dropout_p", "sink"])
+def test_numbers_that_are_constants_of_a_graph(name):
+    def f(q, k, v, n):
+        torch.manual_seed(0)
+        return flex_attention(q, k, v, **{name: n})
+
+    compiled = torch.compile(f, backend="aot_eager")
+    x = qkv(0)
+    for n in (0.3, 0.4, 0.5, 0.3):
+        assert torch.equal(compiled(*x, n), f(*x, n))
+
+
 def test_a_changing_scale():
     given = [((*x, n), x) for n in (0.3, 0.4, 0.5, -0.6) for x in [qkv(3)]]
     assert compilations(lambda q, k, v, n: flex_attention(q, k, v, scale=n), given) == [1, 2, 2, 2]

@@ -46,7 +46,7 @@ def check_given(given: Given) -> None:
     query, key, value = given.query, given.key, given.value
     check_forms(query, key, value, given.enable_gqa, DEVICES | {"meta"})
     _options(given)
-    drop_below(_constant(given.dropout_p))
+    drop_below(given.dropout_p)
     check_sink(given.sink, query, plain=False)
     if given.form is not None:
         M, N, B, H = given.sizes
@@ -76,7 +76,7 @@ def operands_of(given: Given, score: BoundMod | None, mask: BoundMod | None) -> 
         floats, scale = (*floats, _as_tensor(scale)), None
     spec = Spec(
         None if score is None else score.graph, None if mask is None else mask.graph, form, _options(given),
-        _constant(given.sink_number), drop_below(_constant(given.dropout_p)), given.max_scores, has_scale,
+        given.sink_number, drop_below(given.dropout_p), given.max_scores, has_scale,
     )  # fmt: skip
     sink = check_sink(given.sink, query, plain=False)
     tensors = query, given.key, given.value
@@ -96,11 +96,6 @@ def _options(given: Given) -> Options:
 def _placed(capture: Tensor, query: Tensor) -> Tensor:
     """Return a captured CPU scalar on the device of the query. Other captures are checked where the mods are traced."""
     return capture.to(query.device) if capture.dim() == 0 and capture.device != query.device else capture
-
-
-def _constant(number: Any) -> Any:
-    """Return a number as a constant of the graph, which is then guarded to be this number."""
-    return float(number) if isinstance(number, torch.SymFloat) else number
 
 
 def _as_tensor(number: Any) -> Tensor:

@@ -11,6 +11,7 @@ and 2.13. It is imported only while Dynamo traces a call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from flexattn.compiled.attention import attend
 from flexattn.compiled.given import operands_of
-from flexattn.compiled.join import JOIN, Joined
-from flexattn.compiled.subgraph import Source, bound_mod
+from flexattn.compiled.join import JOIN, Joined, make_constant
+from flexattn.compiled.subgraph import Source, bound_mod, is_item
 from flexattn.trace.interception import gather
 
 _NAME = "flexattn"
@@ -64,7 +65,36 @@ class VehicleVariable(higher_order_ops.BaseHOPVariable):
 
     def create_wrapped_node(self, *args: Any, **kwargs: Any) -> Any:
         with Gathers():  # `body` cannot enter it itself: Dynamo would refuse the side effect
-            return super().create_wrapped_node(*args, **kwargs)
+            operands, *rest = super().create_wrapped_node(*args, **kwargs)
+        translator = args[0]
+        body = translator.output.nn_modules[operands[0].node.target]
+        make_constant(body.graph)
+        return (operands[0], *_without_floats(body.graph, operands[1:])), *rest
+
+
+def _without_floats(graph: fx.Graph, operands: Sequence[fx.Proxy]) -> list[Any]:
+    """Return the operands of a body without symbolic floats, and change its graph accordingly.
+
+    A captured float is an item of a 0-d tensor. If the user's function read it before the call, the item is an operand.
+    AOTAutograd would make it a constant of the graph that it caches on disk, without the guard (torch 2.11 and 2.13).
+    So the operand becomes the tensor, and the body reads its item. Any other symbolic float becomes a guarded constant.
+    """
+    found: list[Any] = []
+    for node, operand in zip([n for n in graph.nodes if n.op == "placeholder"], operands, strict=True):
+        number = node.meta["example_value"]
+        if not isinstance(number, torch.SymFloat):
+            found.append(operand)
+        elif is_item(operand.node):
+            source = operand.node.args[0]
+            with graph.inserting_after(node):
+                item = graph.call_method("item", (node,))
+            node.replace_all_uses_with(item, delete_user_cb=lambda user, item=item: user is not item)
+            item.meta["example_value"], node.meta["example_value"] = number, source.meta["example_value"]
+            found.append(fx.Proxy(source, operand.tracer))
+        else:
+            node.replace_all_uses_with(float(number))  # guards it
+            graph.erase_node(node)
+    return found
 
 
 VEHICLE = Vehicle()

@@ -53,6 +53,16 @@ class Joined:
         return self.values[node.args[0]]  # type: ignore[index]
 
 
+def make_constant(graph: fx.Graph) -> None:
+    """Replace symbolic floats among the arguments of a join that are constants of a graph. They become guarded."""
+    (node,) = (n for n in graph.nodes if n.target is JOIN)
+    names = list(_FIELDS)
+    for name in ("dropout_p", "sink_number"):
+        given = node.args[names.index(name)]
+        if isinstance(given, fx.Node):
+            node.update_arg(names.index(name), float(given.meta["example_value"]))
+
+
 def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     given = Given(*args[_OWN:])
     check_given(given)

@@ -116,18 +116,17 @@ def _name(node: fx.Node) -> str:
 
 def _hint(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     """Return an example of a value: a tensor without memory, or a number."""
-    if is_item(node):
-        found = node.meta["example_value"]
-        return float(found.node.hint if isinstance(found, torch.SymFloat) else found)
-    value = values[node]
+    value = node.meta["example_value"] if is_item(node) else values[node]
     if not isinstance(value, Tensor):
-        return _size(value)
+        return _example(value)
     empty = torch.empty((), dtype=value.dtype, device=value.device)
-    return empty.expand([_size(s) for s in value.shape]).requires_grad_(value.requires_grad and empty.is_floating_point())
+    return empty.expand([_example(s) for s in value.shape]).requires_grad_(value.requires_grad)
 
 
-def _size(size: Any) -> int:
-    return size if isinstance(size, int) else int(size.node.hint)
+def _example(number: Any) -> int | float:
+    """Return a number, or the number that a symbol had when the graph was made."""
+    found = number.node.hint if isinstance(number, (torch.SymInt, torch.SymFloat)) else number
+    return float(found) if isinstance(number, torch.SymFloat) else found
 
 
 def _as_float(number: Any) -> Any:
