@@ -47,6 +47,7 @@ from flexattn.errors import ArgumentError, DtypeError, OptionError, UnsupportedE
 from flexattn.explain import Explanation, explain_call, explain_mods, reject_sizes
 from flexattn.options import tile_options
 from flexattn.torch_state.modes import undisturbed
+from flexattn.torch_state.subclasses import has_no_values
 from flexattn.torch_state.uncompiled import uncompiled
 from flexattn.tuning.report import Tuning
 from flexattn.tuning.search import TUNED, Effort, tune_problem
@@ -125,9 +126,17 @@ def flex_attention(
     return (out, lse) if return_lse else out
 
 
+def _record(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    from flexattn.compiled.recorded import recorded_call
+
+    return recorded_call(Call(*arguments))
+
+
 @uncompiled
-@undisturbed("flex_attention")
+@undisturbed("flex_attention", recorded=_record)
 def _compute(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    if isinstance(arguments[0], Tensor) and has_no_values(arguments[0]):
+        return _record(*arguments)
     problem = pose(Call(*arguments))
     return attention(engine_of(problem), problem)
 

@@ -56,7 +56,9 @@ class CaptureRecord(NamedTuple):
     @staticmethod
     def of(mod: Mod, bound: BoundMod, runs: tuple[EqualRuns, ...]) -> CaptureRecord:
         captures, reached = (tuple([(seen(t),) for t in ts]) for ts in (bound.captures, bound.reached))
-        return CaptureRecord(mod, bound.graph, captures, bound.numbers, reached, bound.wide or bound.graph, runs, bound.prologue)
+        return CaptureRecord(
+            mod, bound.graph, captures, bound.numbers, reached, bound.wide or bound.graph, runs, bound.prologue
+        )
 
     def deepcopied(self, memo: dict[int, Any]) -> CaptureRecord:
         """Return the record of a deep copy of the mask, whose mod may contain copies of the same values."""

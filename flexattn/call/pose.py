@@ -60,7 +60,9 @@ def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
         mask = _mask(blocks, query, by_hand)  # Python -> BoundMod
     runs = () if mask is None or blocks is None else blocks.equal_runs()
     dropout = check_dropout(call.dropout_p, query.device, seeded)  # last: a call that is rejected draws nothing
-    problem = Problem(query, key, value, scale, score, mask, blocks, None, runs, options, sink, dropout, call.max_scores)
+    problem = Problem(
+        query, key, value, scale, score, mask, blocks, None, runs, options, sink, dropout, call.max_scores
+    )
     return complete(problem, gradient, on_gpu)
 
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from flexattn.errors import UnsupportedError
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.nodes import MASK_INPUTS
+from flexattn.torch_state.modes import outside_of_modes
+from flexattn.torch_state.symbols import example
 from flexattn.trace.recording import Leaf
 from flexattn.trace.scalarize import Kind, Traced
 from flexattn.trace.trace import trace_body
@@ -36,7 +37,7 @@ def bound_mod(source: Source, kind: Kind, score_dtype: torch.dtype) -> BoundMod:
     Numbers of the result may be symbols, or float64 tensors on the CPU, and its graph is not narrowed for them.
     """
     body, lifted = _cut(source)
-    with _disable_current_modes():
+    with outside_of_modes():
         leaves = [Leaf(_name(n), _hint(n, source.values)) for n in lifted]
         traced = trace_body(body, kind, leaves, *_place(source.result, kind), score_dtype)
     tensors = [source.values[n] for n, leaf in zip(lifted, leaves, strict=True) if isinstance(leaf.value, Tensor)]
@@ -118,15 +119,9 @@ def _hint(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     """Return an example of a value: a tensor without memory, or a number."""
     value = node.meta["example_value"] if is_item(node) else values[node]
     if not isinstance(value, Tensor):
-        return _example(value)
+        return example(value)
     empty = torch.empty((), dtype=value.dtype, device=value.device)
-    return empty.expand([_example(s) for s in value.shape]).requires_grad_(value.requires_grad)
-
-
-def _example(number: Any) -> int | float:
-    """Return a number, or the number that a symbol had when the graph was made."""
-    found = number.node.hint if isinstance(number, (torch.SymInt, torch.SymFloat)) else number
-    return float(found) if isinstance(number, torch.SymFloat) else found
+    return empty.expand([example(s) for s in value.shape]).requires_grad_(value.requires_grad)
 
 
 def _as_float(number: Any) -> Any:
@@ -149,6 +144,6 @@ class _Prologue(fx.Interpreter):
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Tensor:
         kept = super().get_attr(target, args, kwargs)
-        with _disable_current_modes():
+        with outside_of_modes():
             values = kept.tolist()
         return torch.tensor(values, dtype=kept.dtype, device=kept.device)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from flexattn.errors import UnsupportedError, message
 
@@ -26,10 +26,11 @@ _RECORDING = frozenset(
 )
 
 
-def undisturbed(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def undisturbed(name: str, recorded: Callable[P, R] | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a function create tensors on the CPU if it names no device, whatever the default device is.
 
-    Inside a mode that records a graph, or whose tensors have no values, it raises UnsupportedError with this name.
+    Inside a mode that records a graph, or whose tensors have no values, `recorded` is called instead. Without one, it
+    raises UnsupportedError with this name.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -37,12 +38,30 @@ def undisturbed(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
             if not _function_modes() and not _dispatch_modes():
                 return function(*args, **kwargs)
+            if recorded is not None and is_recording():
+                return recorded(*args, **kwargs)
             with _own_device(name):
                 return function(*args, **kwargs)
 
         return called
 
     return decorate
+
+
+def is_recording() -> bool:
+    """Return whether a mode records a graph, or gives tensors without values."""
+    modes = (*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack())
+    return any(type(mode).__name__ in _RECORDING for mode in modes)
+
+
+@contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """Leave all modes, so that tensors are created and computed as without them."""
+    with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        for _ in range(_function_modes()):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
 
 
 def users_device() -> AbstractContextManager[object]:

@@ -39,6 +39,11 @@ def is_plain(x: Tensor) -> bool:
     return (type(x) in _PLAIN or not _overrides(type(x))) and x.layout is _STRIDED and not x.is_nested
 
 
+def has_no_values(x: Tensor) -> bool:
+    """Return whether `x` stands for a tensor in a graph or in a computation of shapes."""
+    return x.is_meta or (type(x) not in _PLAIN and type(x).__name__ in ("FakeTensor", "FunctionalTensor"))
+
+
 @lru_cache(256)
 def _overrides(cls: Any) -> bool:
     function = getattr(cls.__torch_function__, "__func__", cls.__torch_function__)

@@ -21,7 +21,8 @@ from flexattn.errors import FlexAttentionError, ModError, UnsupportedError
 from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS
 from flexattn.process.forks import temporary
 from flexattn.torch_state.modes import users_device
-from flexattn.torch_state.subclasses import check_plain
+from flexattn.torch_state.subclasses import check_plain, has_no_values
+from flexattn.torch_state.symbols import example
 from flexattn.trace.follow import IS_KNOWN_VERSION, Follower, Record, Refusal, Unfollowable, symbolic
 from flexattn.trace.interception import Interception, explain_failure, refused_functions
 from flexattn.trace.scalarize import Kind, Recorded, python_text
@@ -39,6 +40,7 @@ class Setting:
     device: torch.device  # of the captured tensors
     layouts: bool = False  # whether the mod reads strides; the trace is then valid only for the strides of its tensors
     natively: bool = False  # whether Python runs the mod; then nothing is recorded
+    symbolic: bool = False  # whether captured tensors may be those of a graph or of a computation of shapes
 
 
 class Leaf(NamedTuple):
@@ -97,7 +99,8 @@ class Inputs:
     def tensor(self, value: Tensor, position: int, name: str) -> None:
         """Make a tensor that the mod reads an input of the graph."""
         with self.interception.paused():  # these reads are not part of the mod
-            check_plain(self.argument, value, name)
+            if not self.setting.symbolic or not has_no_values(value):
+                check_plain(self.argument, value, name)
             if value.is_complex() or value.is_quantized:
                 text = f"found a captured tensor of {value.dtype}, expected a real dtype"
                 raise UnsupportedError(f"{self.name}: {text}.")
@@ -151,7 +154,7 @@ class Inputs:
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
         sizes: list[Any] = []
-        for d, size in enumerate(shape):
+        for d, size in enumerate(map(example, shape)):
             if size <= 1:
                 sizes.append(size)
                 continue
@@ -181,10 +184,13 @@ class Inputs:
 
 
 def record_run(
-    mod: Mod, kind: Kind, name: str, score_dtype: torch.dtype, decompositions: Decompositions
+    mod: Mod, kind: Kind, name: str, score_dtype: torch.dtype, decompositions: Decompositions, symbolic: bool = False
 ) -> tuple[Recorded, Record]:
     """Run `mod` in `follow`, repeatedly if the setting turns out to be wrong."""
-    setting, reason = Setting(torch.device("cpu"), natively=not IS_KNOWN_VERSION), "this version of Python is not known"
+    setting, reason = (
+        Setting(torch.device("cpu"), False, not IS_KNOWN_VERSION, symbolic),
+        "this version of Python is not known",
+    )
     while True:
         try:
             recorded, record = _run(mod, kind, name, score_dtype, decompositions, setting)
@@ -233,7 +239,7 @@ def record_body(
     Leaves of tensors are `t[i]` and leaves of numbers are `n[i]` in the sources of symbols, each in their order.
     """
     device = next((x.value.device for x in leaves if isinstance(x.value, Tensor) and not x.value.is_cpu), None)
-    inputs = Inputs(Setting(device or torch.device("cpu"), natively=True), kind, name)
+    inputs = Inputs(Setting(device or torch.device("cpu"), natively=True, symbolic=True), kind, name)
 
     def call(scalars: list[Tensor]) -> Any:
         given: list[Any] = []

@@ -103,15 +103,24 @@ def _frames_of_ours() -> int:
     return count
 
 
+def trace_symbolic(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> tuple[Traced, Record]:
+    """Trace a mod whose captured tensors may be those of a graph, or may have no values. Nothing is cached.
+
+    Modes that record a graph must not be active. The trace is then bound to the tensors and numbers of the record.
+    """
+    with _lock, torch.inference_mode(False), outside():
+        return _trace_anew(mod, kind, score_dtype, symbolic=True)
+
+
 @undisturbed("flexattn")
-def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> tuple[Traced, Record]:
+def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype, symbolic: bool = False) -> tuple[Traced, Record]:
     name = mod_name(mod, kind)
     called = mod_in_messages(kind, name)
     _check_call(mod, kind, name)
     reads: list[Record] = []
 
     def record(decompositions: Decompositions) -> Recorded:
-        recorded, read = record_run(mod, kind, called, score_dtype, decompositions)
+        recorded, read = record_run(mod, kind, called, score_dtype, decompositions, symbolic)
         reads.append(read)
         return recorded
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flexattn.torch_state.symbols import example
 from flexattn.trace.follow.libraries import HEAP_TYPE, is_library, is_library_class
 from flexattn.trace.follow.lifted import LIFTED, is_liftable, lifted
 
@@ -335,7 +336,7 @@ class Record:
         ]
         self._line(f"if not ({' and '.join(checks)}): return None")
         sizes = [f"s{i}" for i in range(value.dim())]
-        tests = [f"{s} > 1" if n > 1 else f"{s} == {n}" for s, n in zip(sizes, value.shape, strict=True)]
+        tests = [f"{s} > 1" if n > 1 else f"{s} == {n}" for s, n in zip(sizes, map(example, value.shape), strict=True)]
         self._line(f"{''.join(s + ', ' for s in sizes) or '() '}= {variable}.shape")
         if tests and not self.reason:
             self.lines.append(f"if not ({' and '.join(tests)}): return None")

@@ -1,0 +1,85 @@
+"""recorded: a call inside of a mode that records a graph (make_fx, torch.export) or gives tensors without values.
+
+The mods are traced from Python, outside of the mode, and the operators are called inside of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as upstream
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from flexattn.block_mask import BlockMask, from_torch
+from flexattn.call.call import Call, Mod
+from flexattn.call.pose import autocast
+from flexattn.compiled.attention import attend
+from flexattn.compiled.given import Given, check_given, operands_of, option_texts
+from flexattn.compiled.subgraph import bind
+from flexattn.errors import DtypeError, message
+from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.narrow import specialized
+from flexattn.torch_state.modes import outside_of_modes
+from flexattn.torch_state.subclasses import has_no_values
+from flexattn.trace.scalarize import Kind
+from flexattn.trace.trace import trace_symbolic
+
+
+def recorded_call(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out, lse and the row maxima of a call, which are tensors of the graph or have no values."""
+    query, key, value = autocast(call.query, call.key, call.value)
+    if not isinstance(query, Tensor) or not isinstance(key, Tensor) or not isinstance(value, Tensor):
+        raise DtypeError(message("query, key, value", "other objects", "tensors", "Pass tensors."))
+    mask = _mask(call.block_mask)
+    seed = None
+    if call.dropout_p != 0.0:
+        seed = torch.ops.aten.random.default(torch.empty(1, dtype=torch.int64, device=query.device))
+    sink, number = (call.sink, None) if isinstance(call.sink, Tensor) else (None, call.sink)
+    prepared = None if mask is None else mask._prepared
+    given = Given(
+        query, key, value, () if prepared is None else tuple(map(_in_the_mode, prepared.tensors)),
+        () if mask is None else (*mask.seq_lengths, mask.B, mask.H), None if prepared is None else prepared.text,
+        call.scale, call.enable_gqa, option_texts(call.kernel_options), sink, number, call.dropout_p, seed,
+        call.max_scores,
+    )  # fmt: skip
+    check_given(given)
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    score = None if call.score_mod is None else _bound(call.score_mod, "score", wide)
+    keep = None if mask is None else _bound(mask.mask_mod, "mask", torch.float32)
+    return attend(operands_of(given, score, keep))
+
+
+def _mask(block_mask: Any) -> BlockMask | None:
+    if block_mask is None:
+        return None
+    with outside_of_modes():
+        ours = block_mask if isinstance(block_mask, BlockMask) else _converted(block_mask)
+        return ours.prepare()
+
+
+def _converted(block_mask: object) -> BlockMask:
+    if isinstance(block_mask, upstream.BlockMask):
+        return from_torch(block_mask)
+    mend = "Make one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)."
+    raise DtypeError(message("block_mask", f"a {type(block_mask).__name__}", "a BlockMask or None", mend))
+
+
+def _bound(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> BoundMod:
+    """Trace a mod, and bind it to the tensors that it captures."""
+    with outside_of_modes():
+        traced, record = trace_symbolic(mod, kind, score_dtype)
+    bound = bind(traced, [_in_the_mode(t) for t in record.tensors], record.numbers)
+    if not all(type(n) in (int, float) for n in bound.numbers):
+        return bound
+    return BoundMod(specialized(bound.graph, bound.numbers), bound.captures)  # these numbers are literals of the graph
+
+
+def _in_the_mode(tensor: Tensor) -> Tensor:
+    """Return a tensor that an active FakeTensorMode accepts. Most of these modes reject tensors with values."""
+    if has_no_values(tensor):
+        return tensor
+    modes = [m for m in _get_current_dispatch_mode_stack() if type(m).__name__ == "FakeTensorMode"]
+    strict = next((m for m in modes if not m.allow_non_fake_inputs), None)
+    return tensor if strict is None else strict.from_tensor(tensor, static_shapes=True)

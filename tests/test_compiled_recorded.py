@@ -1,0 +1,125 @@
+"""flex_attention in modes that record graphs or have no values: FakeTensorMode, meta, make_fx, torch.export."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from flexattn import AuxRequest, create_block_mask, flex_attention, mods
+
+B, H, T, D = 2, 2, 96, 16
+
+
+def qkv(**kwargs):
+    return [torch.randn(B, H, T, D, **kwargs) for _ in range(3)]
+
+
+class Attention(nn.Module):
+    """A module with a learned bias, a number, and a mask of its buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(H, 2 * T))
+        self.register_buffer("doc", torch.arange(T) // 20)
+        self.slope = 0.25
+        self.mask = create_block_mask(self.keep, None, None, T, T, BLOCK_SIZE=32, device="cpu")
+
+    def keep(self, b, h, q_idx, kv_idx):
+        return (self.doc[q_idx] == self.doc[kv_idx]) & (q_idx >= kv_idx)
+
+    def score(self, score, b, h, q_idx, kv_idx):
+        return score * self.slope + self.bias[h, q_idx - kv_idx + T]
+
+    def forward(self, q, k, v):
+        return flex_attention(q, k, v, self.score, self.mask)
+
+
+def names(graph):
+    return [str(n.target) for n in graph.nodes if n.op == "call_function"]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export(strict):
+    module, x = Attention(), qkv()
+    program = torch.export.export(module, tuple(x), strict=strict)
+    assert "flexattn.forward.default" in names(program.graph)
+    y = qkv()
+    assert torch.equal(program.module()(*y), module(*y))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_with_a_dynamic_length(strict):
+    class Plain(nn.Module):
+        def forward(self, q, k, v):
+            return flex_attention(q, k, v, mods.alibi(H))
+
+    length = torch.export.Dim("length", min=2, max=4096)
+    x = qkv()
+    program = torch.export.export(Plain(), tuple(x), dynamic_shapes=({2: length},) * 3, strict=strict)
+    for t in (96, 33, 128):
+        y = [torch.randn(B, H, t, D) for _ in range(3)]
+        assert torch.equal(program.module()(*y), Plain()(*y))
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch 2.11
+def test_a_saved_program(tmp_path):
+    module, x = Attention(), qkv()
+    program = torch.export.export(module, tuple(x))
+    torch.export.save(program, tmp_path / "program.pt2")
+    assert torch.equal(torch.export.load(tmp_path / "program.pt2").module()(*x), module(*x))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx(mode):
+    slopes = torch.rand(H)
+
+    def f(q, k, v, slopes):
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s - slopes[h] * (i - j).abs())
+
+    x = (*qkv(), slopes)
+    graph = make_fx(f, tracing_mode=mode)(*x)
+    assert names(graph.graph).count("flexattn.forward.default") == 1
+    y = (*qkv(), torch.rand(H))
+    assert torch.equal(graph(*y), f(*y))
+
+
+def test_make_fx_of_a_mask():
+    module, x = Attention(), qkv()
+    graph = make_fx(module, tracing_mode="real")(*x)
+    y = qkv()
+    assert torch.equal(graph(*y), module(*y))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_fake_tensors(inside):
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        x = qkv()
+        module = None if not inside else True
+    real = Attention()
+    if inside:
+        with mode:
+            out, aux = flex_attention(*x, real.score, real.mask, return_aux=AuxRequest(lse=True, max_scores=True))
+    else:
+        out, aux = flex_attention(*x, mods.softcap(5.0), return_aux=AuxRequest(lse=True, max_scores=True))
+    assert type(out).__name__ == "FakeTensor" and out.shape == (B, H, T, D)
+    assert aux.lse.shape == aux.max_scores.shape == (B, H, T)
+
+
+def test_a_module_of_fake_tensors():
+    with FakeTensorMode():
+        module = nn.Linear(H, 1)
+        x = qkv(requires_grad=True)
+        out = flex_attention(*x, lambda s, b, h, i, j: s * module.weight[0, h])
+        out.sum().backward()
+    assert x[0].grad.shape == x[0].shape and module.weight.grad.shape == (1, H)
+
+
+def test_meta_tensors():
+    q = torch.empty(B, 4, T, D, device="meta", dtype=torch.bfloat16)
+    k = torch.empty(B, 2, 50, D, device="meta", dtype=torch.bfloat16)
+    out = flex_attention(q.transpose(1, 2).contiguous().transpose(1, 2), k, k, enable_gqa=True)
+    assert out.is_meta and out.shape == q.shape and out.stride() == (4 * T * D, D, 4 * D, 1)
