@@ -40,6 +40,8 @@ from torch.nn.attention import flex_attention as upstream
 from flexattn.block_mask import BlockMask
 from flexattn.call.call import Call, Mod
 from flexattn.call.pose import pose
+from flexattn.compiled.call import traced_call
+from flexattn.compiled.recorded import recorded_call
 from flexattn.engines import triton
 from flexattn.engines.autograd import attention
 from flexattn.engines.choice import engine_of
@@ -115,7 +117,7 @@ def flex_attention(
     """
     request = _request(return_lse, return_aux)
     if torch.compiler.is_dynamo_compiling():
-        from flexattn.compiled.call import traced_call as compute  # torch.compile traces it
+        compute = traced_call  # Dynamo traces it too
     else:
         compute = _compute
     out, lse, max_scores = compute(
@@ -127,8 +129,6 @@ def flex_attention(
 
 
 def _record(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    from flexattn.compiled.recorded import recorded_call
-
     return recorded_call(Call(*arguments))
 
 

@@ -443,3 +443,65 @@ def test_gradient_of_lse():
         return flex_attention(q, k, v, mods.alibi(H), return_aux=flexattn.AuxRequest(lse=True))[1].lse
 
     assert compilations(f, steps(1)) == [1]
+
+
+# Graph breaks. Results are those of the uncompiled call.
+
+
+def breaks(f, *args):
+    """Return the reasons of the graph breaks of a function, after comparing its results."""
+    compiled = torch.compile(f, backend="aot_eager")
+    expected = f(*args)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(*args), expected, rtol=0, atol=0)
+    return list(counters["graph_break"].elements())
+
+
+def test_a_mask_that_is_not_prepared():
+    x = [t.detach() for t in qkv(0)]
+    mask = document_mask(0)[:]
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Call block_mask.prepare\(\)"):
+        torch.compile(masked, fullgraph=True, backend="eager")(*x, mask)
+    torch._dynamo.reset()
+    found = breaks(masked, *x, mask)
+    assert "is not prepared" in found[0]
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(masked, fullgraph=True, backend="eager")(*x, mask), masked(*x, mask))
+
+
+def test_a_mask_of_torch():
+    from torch.nn.attention.flex_attention import create_block_mask as torchs
+
+    x = [t.detach() for t in qkv(0)]
+    found = breaks(masked, *x, torchs(mods.causal, None, None, T, T, device="cpu"))
+    assert found and "is not prepared" in found[0]
+
+
+def test_a_mod_that_breaks_the_graph():
+    def mod(score, b, h, q_idx, kv_idx):
+        torch._dynamo.graph_break()
+        return score * 2
+
+    x = [t.detach() for t in qkv(0)]
+    assert breaks(lambda q, k, v: flex_attention(q, k, v, mod, kernel_options={"BACKEND": "CPU"}), *x)
+
+
+def test_a_mod_that_branches_on_a_value():
+    def mod(score, b, h, q_idx, kv_idx):
+        return score if q_idx > kv_idx else -score
+
+    f = lambda q, k, v: flex_attention(q, k, v, mod)  # noqa: E731
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Data-dependent branching"):
+        torch.compile(f, fullgraph=True, backend="eager")(*qkv(0))
+    torch._dynamo.reset()
+    with pytest.raises(flexattn.FlexAttentionError, match=r"torch\.where"):
+        torch.compile(f, backend="eager")(*qkv(0))
+
+
+def test_a_version_of_torch_without_the_private_names(monkeypatch):
+    from flexattn.compiled import higher_order
+
+    monkeypatch.setattr(higher_order, "VEHICLE", None)
+    x = [t.detach() for t in qkv(0)]
+    found = breaks(lambda q, k, v: flex_attention(q.sin(), k, v, mods.alibi(H)).cos(), *x)
+    assert found and all("lacks a private name" in reason for reason in found)

@@ -98,7 +98,6 @@ def test_fake_tensors(inside):
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         x = qkv()
-        module = None if not inside else True
     real = Attention()
     if inside:
         with mode:

@@ -114,10 +114,6 @@ TENSORS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]
         "query, key, value: found query on cpu, key on meta, value on cpu, expected one device. "
         "Move them with .to('cpu').",
     ),
-    "meta": (
-        call(Q.to("meta"), K.to("meta"), V.to("meta")), (ValueError,),
-        "query: found device meta, expected cpu or cuda. Move query, key and value to one of these devices.",
-    ),
     "too long": (
         call(k=ones(1, 4, 1, 16).expand(1, 4, 2**30 + 1, 16), v=ones(1, 4, 1, 16).expand(1, 4, 2**30 + 1, 16)),
         (ValueError,),

@@ -18,9 +18,11 @@ PACKAGE = Path(flexattn.__file__).parent
 # Reading order: a module imports only from those before it. A folder is one layer.
 ORDER = (
     "errors", "options", "reference", "mods", "process", "torch_state", "machine", "graph", "trace", "block_mask",
-    "call", "compile", "runtime", "mask_build", "engines", "tuning", "explain", "profile", "api", "__init__",
+    "call", "compile", "runtime", "mask_build", "engines", "compiled", "tuning", "explain", "profile", "api", "__init__",
     "__main__",
 )  # fmt: skip
+# They import Dynamo, which takes a second.
+LAZY = {"flexattn.compiled.higher_order.REVISION", "flexattn.compiled.higher_order.VEHICLE"}
 LEAVES = ("mods", "reference")
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "manager", "misc"}
 HEAVY = ("sympy", "triton", "torch._dynamo", "torch.fx.experimental.symbolic_shapes")
@@ -93,7 +95,7 @@ def test_no_import_of_the_package_hides_in_a_function_or_condition(module: Path)
     hidden = [
         name for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom)) for name in _imports(node)
     ]
-    assert not hidden
+    assert set(hidden) <= LAZY
 
 
 def test_modules_import_each_other_without_cycles() -> None:

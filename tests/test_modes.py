@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -110,18 +109,7 @@ def test_a_backward_under_a_default_device() -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-class _Model(torch.nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return flexattn.flex_attention(x, x, x)
-
-
 RECORDED: dict[str, Callable[[], object]] = {
-    "FakeTensorMode": lambda: _under(FakeTensorMode(allow_non_fake_inputs=True), lambda: _Model()(X)),
-    "fake tensors": lambda: _under(FakeTensorMode(), lambda: _Model()(torch.ones(1, 1, 8, 16))),
-    "make_fx": lambda: make_fx(_Model())(X),
-    "make_fx before dispatch": lambda: make_fx(_Model(), pre_dispatch=True)(X),
-    "make_fx of fake tensors": lambda: make_fx(_Model(), tracing_mode="symbolic")(X),
-    "torch.export": lambda: torch.export.export(_Model(), (X,)),
     "BlockMask": lambda: _under(
         FakeTensorMode(), lambda: flexattn.BlockMask.from_blocks(torch.ones(1, 1, 2, 2).bool(), None, (32, 32), 16)
     ),
@@ -138,13 +126,13 @@ def _under(mode: AbstractContextManager[object], call: Callable[[], object]) -> 
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recorded_call_is_refused(name: str) -> None:
-    found = r"^(flex_attention|create_block_mask|BlockMask): found a call inside of \w+, as in torch.export and make_fx"
+    found = r"^(create_block_mask|BlockMask): found a call inside of \w+, as in torch.export and make_fx"
     with pytest.raises(UnsupportedError, match=found):
         RECORDED[name]()
 
 
 def test_a_call_inside_of_a_mod_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"flex_attention: found a call inside of"):
+    with pytest.raises(UnsupportedError, match=r"flex_attention: found a call inside of a mod"):
         flexattn.flex_attention(X, X, X, lambda s, b, h, i, j: s + flexattn.flex_attention(X, X, X)[b, h, i, 0])
 
 
@@ -160,9 +148,3 @@ def test_no_mask_of_tensors_on_the_meta_device(make: Callable[..., object]) -> N
 def test_a_mask_for_the_meta_device() -> None:
     mask = flexattn.create_block_mask(lambda b, h, i, j: (i * i + j) % 5 == 0, None, None, 40, 40, "meta", 16)
     assert mask.device.type == "meta" and mask.shape == (1, 1, 40, 40)
-
-
-def test_tensors_on_the_meta_device_are_refused() -> None:
-    x = X.to("meta")
-    with pytest.raises(DeviceError, match=r"query: found device meta, expected cpu or cuda"):
-        flexattn.flex_attention(x, x, x)

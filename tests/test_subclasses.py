@@ -102,7 +102,11 @@ REFUSED: dict[str, tuple[Make, str, str]] = {
     "__torch_function__": (lambda t: t.as_subclass(Unit), r"test_subclasses\.Unit", r"as_subclass\(torch\.Tensor\)"),
     "__torch_dispatch__": (Doubled, r"test_subclasses\.Doubled", r"with a method of its class"),
     "Parameter": (lambda t: nn.Parameter(Doubled(t), False), r"test_subclasses\.Doubled", r"with a method"),
-    "FakeTensor": (lambda t: FakeTensorMode().from_tensor(t), r"FakeTensor", r"It has no values"),
+    "FakeTensor": (
+        lambda t: FakeTensorMode().from_tensor(t),
+        r"FakeTensor|with and without values",
+        r"It has no values|one kind",
+    ),
     "UninitializedParameter": (lambda t: nn.UninitializedParameter(), r"UninitializedParameter", r"materialize"),
     "UninitializedBuffer": (lambda t: nn.parameter.UninitializedBuffer(), r"UninitializedBuffer", r"materialize"),
     "sparse": (Tensor.to_sparse, r"a tensor of layout torch\.sparse_coo", r"\.to_dense\(\)"),

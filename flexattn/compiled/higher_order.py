@@ -1,43 +1,53 @@
 """higher_order: the higher-order operator by which Dynamo traces the mods of a call.
 
-Only Dynamo sees it: it traces `body`, lifts what the mods capture to inputs of its graph, and guards it. Everything that
-runs Dynamo's graph (AOTAutograd, export, the eager backend) calls `Vehicle.__call__`, which cuts the mods out of the
-graph, traces them as `flexattn.trace` does, and calls the operators of operators.py. No later stage of the compiler
-meets a higher-order operator.
+Dynamo traces `body`, lifts what the mods capture to inputs of its graph, and guards it. What runs Dynamo's graph
+(AOTAutograd, export, the eager backend) calls `Vehicle.__call__`. It cuts the mods out of the graph, traces them as
+`flexattn.trace` does, and calls the operators of operators.py. Later stages of the compiler see these operators only.
 
-This module and its names are private to torch: BaseHOP, BaseHOPVariable and create_wrapped_node are the same in 2.11
-and 2.13. It is imported only while Dynamo traces a call.
+BaseHOPVariable and create_wrapped_node are private to torch, and the same in 2.11 and 2.13. This module imports Dynamo,
+so only a call that Dynamo traces imports it.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo.variables import higher_order_ops
-from torch._higher_order_ops.base_hop import BaseHOP
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
+from flexattn.compiled.apart import Results, of_body
 from flexattn.compiled.attention import attend
 from flexattn.compiled.given import operands_of
 from flexattn.compiled.join import JOIN, Joined, make_constant
+from flexattn.compiled.spec import revision
 from flexattn.compiled.subgraph import Source, bound_mod, is_item
 from flexattn.trace.interception import gather
 
+try:
+    from torch._dynamo.variables.higher_order_ops import BaseHOPVariable, _hop_name_to_variable_class
+except ImportError as error:  # another version of torch
+    BaseHOPVariable, _hop_name_to_variable_class = object, None
+    text = f"flex_attention is a graph break in torch.compile, because torch {torch.__version__} changed: {error}."
+    warnings.warn(text, stacklevel=2)
+
 _NAME = "flexattn"
+REVISION = revision()
 
 
-class Vehicle(BaseHOP):
+class Vehicle(HigherOrderOperator):
     """The operator. `body(query, key, value, *scalars)` ends in a call of flexattn::join."""
 
     def __init__(self) -> None:
         super().__init__(_NAME)
         self._cacheable = True  # AOTAutograd's cache on disk may keep a graph: all that matters is in the sub-graph
 
-    def __call__(self, subgraph: Any, *operands: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        assert isinstance(subgraph, fx.GraphModule)
+    def __call__(self, subgraph: Any, *operands: Any, **kwargs: Any) -> Results:
+        if not isinstance(subgraph, fx.GraphModule):  # a mod breaks the graph, so Dynamo calls the body itself
+            return of_body(subgraph, *operands[:3])
         placeholders = [n for n in subgraph.graph.nodes if n.op == "placeholder"]
         values = dict(zip(placeholders, operands, strict=True))
         (node,) = (n for n in subgraph.graph.nodes if n.target is JOIN)
@@ -58,7 +68,7 @@ class Gathers(TorchFunctionMode):
         return gather(*args) if func is Tensor.__getitem__ else func(*args, **(kwargs or {}))
 
 
-class VehicleVariable(higher_order_ops.BaseHOPVariable):
+class VehicleVariable(BaseHOPVariable):  # type: ignore[misc]
     """How Dynamo traces a call of the operator."""
 
     supports_aliasing = True  # query, key and value are often views of one tensor
@@ -97,5 +107,7 @@ def _without_floats(graph: fx.Graph, operands: Sequence[fx.Proxy]) -> list[Any]:
     return found
 
 
-VEHICLE = Vehicle()
-higher_order_ops._hop_name_to_variable_class[_NAME] = VehicleVariable
+# None: each call is a graph break.
+VEHICLE = None if _hop_name_to_variable_class is None else Vehicle()
+if _hop_name_to_variable_class is not None:
+    _hop_name_to_variable_class[_NAME] = VehicleVariable

@@ -1,7 +1,7 @@
 """operators: flexattn::forward and flexattn::backward, the operators that graphs contain.
 
-They are low-level (`Library.define`): an operator of `torch.library.custom_op` with an autograd formula costs 60 us of host
-time per call. The derivative is in attention.py, outside of them. Arguments, besides tensors of attention:
+They are low-level (`Library.define`): an operator of `torch.library.custom_op` with an autograd formula takes 60 us of
+host time per call. The derivative is in attention.py, outside of them. Arguments, besides query, key and value:
 
     captures   the tensors of score_mod, then those of mask_mod
     lists      the tensors of the mask (`block_mask/prepared.py`)

@@ -9,29 +9,38 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import flex_attention as upstream
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from flexattn.block_mask import BlockMask, from_torch
+from flexattn.block_mask import BlockMask
 from flexattn.call.call import Call, Mod
 from flexattn.call.pose import autocast
+from flexattn.compiled.apart import prepared
 from flexattn.compiled.attention import attend
 from flexattn.compiled.given import Given, check_given, operands_of, option_texts
 from flexattn.compiled.subgraph import bind
-from flexattn.errors import DtypeError, message
+from flexattn.errors import DtypeError, UnsupportedError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.narrow import specialized
-from flexattn.torch_state.modes import outside_of_modes
+from flexattn.torch_state.modes import is_recording, outside_of_modes
 from flexattn.torch_state.subclasses import has_no_values
+from flexattn.trace.interception import Interception
 from flexattn.trace.scalarize import Kind
 from flexattn.trace.trace import trace_symbolic
 
 
 def recorded_call(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Return out, lse and the row maxima of a call, which are tensors of the graph or have no values."""
+    if any(type(mode) is Interception for mode in _get_current_function_mode_stack()):
+        mend = "Call it before, and let the mod capture its result."
+        raise UnsupportedError(message("flex_attention", "a call inside of a mod", "a call outside of mods", mend))
     query, key, value = autocast(call.query, call.key, call.value)
     if not isinstance(query, Tensor) or not isinstance(key, Tensor) or not isinstance(value, Tensor):
         raise DtypeError(message("query, key, value", "other objects", "tensors", "Pass tensors."))
+    if not is_recording() and not all(map(has_no_values, (query, key, value))):
+        mend = "Pass three tensors without values, or call inside of FakeTensorMode."
+        found = "tensors with and without values"
+        raise UnsupportedError(message("query, key, value", found, "three of one kind", mend))
     mask = _mask(call.block_mask)
     seed = None
     if call.dropout_p != 0.0:
@@ -55,15 +64,7 @@ def _mask(block_mask: Any) -> BlockMask | None:
     if block_mask is None:
         return None
     with outside_of_modes():
-        ours = block_mask if isinstance(block_mask, BlockMask) else _converted(block_mask)
-        return ours.prepare()
-
-
-def _converted(block_mask: object) -> BlockMask:
-    if isinstance(block_mask, upstream.BlockMask):
-        return from_torch(block_mask)
-    mend = "Make one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)."
-    raise DtypeError(message("block_mask", f"a {type(block_mask).__name__}", "a BlockMask or None", mend))
+        return prepared(block_mask)
 
 
 def _bound(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> BoundMod:

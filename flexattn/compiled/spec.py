@@ -6,9 +6,11 @@ options and the form of the mask. A graph that was compiled in another process c
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 from flexattn.block_mask.prepared import MaskForm
 from flexattn.errors import FormatError, message
@@ -16,6 +18,14 @@ from flexattn.graph import serialize
 from flexattn.graph.mod_graph import ModGraph
 
 FORMAT = 1  # changes whenever the arguments of the operators or the meaning of this string change
+
+
+def revision() -> str:
+    """Return a digest of this package. A graph cached by torch is valid for the code that made it alone."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:20]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Functions that torch.compile does not trace: a flexattn call inside a compiled function is one graph break."""
+"""Functions that torch.compile does not trace: a call inside of a compiled function is one graph break."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 F = TypeVar("F", bound=Callable[..., Any])
 
 _REASON = (
-    "flexattn traces score_mod and mask_mod itself and runs its own kernels, which torch.compile cannot trace: "
-    "each call of flexattn is one graph break. Remove fullgraph=True, or compile the parts around the call"
+    "this function of flexattn runs in Python and reads values of tensors, which torch.compile cannot trace: each call "
+    "is one graph break. Call it before the compiled function and pass its result, or remove fullgraph=True"
 )
 
 
-def uncompiled(function: F) -> F:
+def uncompiled(function: F, reason: str = _REASON) -> F:
     """Make torch.compile call a function without tracing it, as `torch.compiler.disable` does.
 
     `torch.compiler.disable` imports Dynamo and wraps each call. Here the function itself receives the wrapper's
@@ -27,14 +27,14 @@ def uncompiled(function: F) -> F:
         skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
         dynamo.set_code_exec_strategy(function.__code__, skip)
     except (AttributeError, TypeError):  # these names are private to torch; the public way does not need them
-        return torch.compiler.disable(function, reason=_REASON)  # type: ignore[return-value]
+        return torch.compiler.disable(function, reason=reason)  # type: ignore[return-value]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
     marks: Any = function
     marks._torchdynamo_disable = True
-    marks._torchdynamo_disable_msg = _REASON
+    marks._torchdynamo_disable_msg = reason
     # torch.compile(function) compiles this instead: a frame that calls it, for which Dynamo can report the reason.
     marks._torchdynamo_orig_callable = call
     marks._torchdynamo_wrapper_id = id(function)

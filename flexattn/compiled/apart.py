@@ -1,0 +1,62 @@
+"""apart: calls that torch.compile does not trace. Each is a graph break, and computes as an uncompiled call does."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn.attention import flex_attention as upstream
+
+from flexattn.block_mask import BlockMask, from_torch
+from flexattn.call.call import Call
+from flexattn.call.pose import pose
+from flexattn.engines.autograd import attention
+from flexattn.engines.choice import engine_of
+from flexattn.errors import DtypeError, message
+from flexattn.torch_state.modes import undisturbed
+from flexattn.torch_state.uncompiled import uncompiled
+
+Results = tuple[Tensor, Tensor, Tensor | None]
+
+
+@undisturbed("flex_attention")
+def _apart(*arguments: Any) -> Results:
+    problem = pose(Call(*arguments))
+    return attention(engine_of(problem), problem)
+
+
+apart = uncompiled(
+    _apart,
+    "this version of torch lacks a private name that flexattn needs inside of torch.compile, so each call of "
+    "flex_attention is one graph break. Remove fullgraph=True, or use a version of torch that flexattn is tested with",
+)
+
+
+def of_body(body: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> Results:
+    """Compute the call whose body Dynamo could not trace, because one of its mods breaks the graph."""
+    given = inspect.getclosurevars(body).nonlocals
+    options = dict(text.split("=", 1) for text in given["options"])
+    return apart(
+        query, key, value, given["score_mod"], given["block_mask"], given["scale"], given["enable_gqa"],
+        {name: ast.literal_eval(value) for name, value in options.items()}, given["sink"], given["dropout_p"],
+        given["max_scores"],
+    )  # fmt: skip
+
+
+def _prepared(block_mask: Any) -> BlockMask:
+    if isinstance(block_mask, BlockMask):
+        return block_mask.prepare()
+    if isinstance(block_mask, upstream.BlockMask):
+        return from_torch(block_mask).prepare()
+    mend = "Make one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)."
+    raise DtypeError(message("block_mask", f"a {type(block_mask).__name__}", "a BlockMask or None", mend))
+
+
+prepared = uncompiled(
+    _prepared,
+    "this BlockMask is not prepared for compiled graphs: it was not made by flexattn.create_block_mask, or was sliced, "
+    "expanded or moved since. Call block_mask.prepare() before the compiled function",
+)
