@@ -385,7 +385,8 @@ class BlockMask:
         runs, record = self.equal_runs(), self._record
         form = MaskForm(
             (self.BLOCK_SIZE,), self.q_runs is not None, self.B > 1, self.H > 1, self.full_overhangs,
-            self._built_from_mod, "" if record is None or record.numbers else record.graph.digest, tuple(r.capture for r in runs),
+            self._built_from_mod, "" if record is None or record.numbers else record.graph.digest,
+            tuple(r.capture for r in runs),
         )  # fmt: skip
         if record is not None:
             Recorded(record, record.mod is self._mask_mod).keep(lists)

@@ -67,7 +67,7 @@ def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
 
 
 def complete(problem: Problem, gradient: bool, on_gpu: bool = False) -> Problem:
-    """Return the problem with its mods in the form that engines compute, and differentiated if a backward may follow."""
+    """Return the problem with its mods in the form that engines compute, differentiated if a backward may follow."""
     score, query, invariant = problem.score, problem.query, problem.batch_invariant
     if score is not None:
         if not invariant:  # the size limit of a table by distance depends on the lengths
