@@ -21,8 +21,7 @@ ORDER = (
     "call", "compile", "runtime", "mask_build", "engines", "compiled", "tuning", "explain", "profile", "api", "__init__",
     "__main__",
 )  # fmt: skip
-# They import Dynamo, which takes a second.
-LAZY = {"flexattn.compiled.higher_order.REVISION", "flexattn.compiled.higher_order.VEHICLE"}
+LAZY = {f"flexattn.compiled.higher_order.{name}" for name in ("REVISION", "VEHICLE")}  # imports Dynamo: a second
 LEAVES = ("mods", "reference")
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "manager", "misc"}
 HEAVY = ("sympy", "triton", "torch._dynamo", "torch.fx.experimental.symbolic_shapes")
