@@ -21,7 +21,8 @@ ORDER = (
     "call", "compile", "runtime", "mask_build", "engines", "compiled", "tuning", "explain", "profile", "api", "__init__",
     "__main__",
 )  # fmt: skip
-LAZY = {f"flexattn.compiled.higher_order.{name}" for name in ("REVISION", "VEHICLE")}  # imports Dynamo: a second
+# This module imports Dynamo, which takes a second.
+LAZY = {f"flexattn.compiled.higher_order.{name}" for name in ("REVISION", "VEHICLE")}
 LEAVES = ("mods", "reference")
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "manager", "misc"}
 HEAVY = ("sympy", "triton", "torch._dynamo", "torch.fx.experimental.symbolic_shapes")

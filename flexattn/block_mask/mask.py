@@ -16,7 +16,7 @@ from flexattn.block_mask import picture, plot
 from flexattn.block_mask.lists import check_transposed, lists_of, read_lists
 from flexattn.block_mask.packed import pack
 from flexattn.block_mask.pairs import Pairs, count_useful
-from flexattn.block_mask.prepared import MaskForm, Prepared, Recorded
+from flexattn.block_mask.prepared import MaskForm, Origin, Prepared
 from flexattn.block_mask.record import BuildCounts, CaptureRecord, Shell, lift, move
 from flexattn.block_mask.runs import RunLists, Runs, run_lists_of
 from flexattn.block_mask.slices import SlicedMod, as_tensor, offset_of, positions, sliced_length
@@ -389,7 +389,7 @@ class BlockMask:
             tuple(r.capture for r in runs),
         )  # fmt: skip
         if record is not None:
-            Recorded(record, record.mod is self._mask_mod).keep(lists)
+            Origin(record, record.mod is self._mask_mod).keep(lists)
         self._prepared = Prepared((lists, *(r.places for r in runs)), form.dumps())
         return self
 

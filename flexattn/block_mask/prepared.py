@@ -6,12 +6,13 @@ torch.compile guards the text by value and the tensors by kind, so masks of equa
 from __future__ import annotations
 
 import json
+from collections.abc import Hashable
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexattn.block_mask.record import CaptureRecord, changed, is_unchanged
 from flexattn.graph.bound_mod import BoundMod
@@ -49,27 +50,37 @@ class Prepared:
     text: str  # a MaskForm
 
 
-class Recorded:
-    """What the lists of a mask were built from, for checks by an operator, which is given the lists alone."""
+class Origin:
+    """What packed lists were built from, for an operator that is given the lists alone. It is an attribute of them."""
 
-    def __init__(self, record: CaptureRecord, is_whole: bool) -> None:
+    def __init__(self, record: CaptureRecord | None, is_whole: bool) -> None:
         self.record = record
         self.is_whole = is_whole  # False for a slice of a mask: its mod captures other tensors
+        self.masks: dict[Hashable, Any] = {}  # made of these lists
+        self._passed: tuple[Any, ...] = ()  # the mod that passed the check last
 
     @staticmethod
-    def of(lists: Tensor) -> Recorded | None:
-        """Return the record of packed lists, if they have one."""
-        return _recorded.get(lists)
+    def of(lists: Tensor) -> Origin:
+        """Return the origin of packed lists. Lists that a graph creates, or that come from a file, have no record."""
+        found = lists.__dict__.get(_ATTRIBUTE)
+        if found is None:
+            found = Origin(None, True)
+            found.keep(lists)
+        return found
 
     def keep(self, lists: Tensor) -> None:
-        _recorded[lists] = self
+        lists.__dict__[_ATTRIBUTE] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:  # copies of the lists, and lists in files, have no record
+        return type(None), ()
 
     def is_graph_of(self, mask: BoundMod) -> bool:
         """Return whether a mod computes what the mask was built from. Numbers may be literals in one of the graphs."""
-        return specialized(mask.wide or mask.graph, mask.numbers).digest == self.digest
+        return specialized(mask.wide or mask.graph, mask.numbers).digest == self._digest
 
     @cached_property
-    def digest(self) -> str:
+    def _digest(self) -> str:
+        assert self.record is not None
         return specialized(self.record.wide, self.record.numbers).digest
 
     def check(self, mask: BoundMod) -> None:
@@ -79,10 +90,15 @@ class Recorded:
         or copies of it that the compiler made, so they are compared by memory and version, then by value.
         """
         record = self.record
-        for before in (*record.captures, *record.reached):
+        if record is None:
+            return
+        for before in (*record.reached, *record.captures):
             if not any(is_unchanged(seen) for seen in before):
                 raise changed("a tensor that mask_mod captures", "was changed in place")
         if not self.is_whole:
+            return
+        passed = (mask.graph, repr(mask.numbers), *map(id, mask.captures))
+        if passed == self._passed:  # ids: the captures of the record that are compared below are alive
             return
         if not self.is_graph_of(mask):
             raise changed("what mask_mod computes, or a number that it captures,", "has changed")
@@ -92,14 +108,20 @@ class Recorded:
                 continue  # computed from the user's tensors at each call, which an operator is not given
             if not any(_equals(seen[0](), now) for seen in before):
                 raise changed(f"mask_mod's captured tensor {described.name!r}", "is another tensor")
+        if all(
+            any(seen[0]() is now for seen in before) for before, now in zip(record.captures, mask.captures, strict=True)
+        ):
+            self._passed = passed
+
+
+_ATTRIBUTE = "_flexattn_origin"
 
 
 def _equals(before: Tensor | None, now: Tensor) -> bool:
     """Return whether a tensor has the values of the one that was captured; None: it does not exist any more."""
-    if before is None or before.shape != now.shape or before.dtype != now.dtype:
+    if before is None or before.shape != now.shape or before.dtype != now.dtype or before.device != now.device:
         return False
     same = before.data_ptr() == now.data_ptr() and before.stride() == now.stride()
-    return same or before.device != now.device or torch.equal(before, now)
-
-
-_recorded = WeakTensorKeyDictionary()
+    if same or (now.is_cuda and torch.cuda.is_current_stream_capturing()):  # a CUDA graph passes copies
+        return True
+    return torch.equal(before, now)

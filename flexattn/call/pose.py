@@ -75,7 +75,8 @@ def complete(problem: Problem, gradient: bool, on_gpu: bool = False) -> Problem:
             if on_gpu or not query.is_cpu:
                 score = places_last(score)  # BoundMod -> BoundMod
         score_grad = _differentiated(score) if gradient else None  # ModGraph -> ModGraph
-        problem = replace(problem, score=score, score_grad=score_grad)
+        if gradient or score is not problem.score:
+            problem = replace(problem, score=score, score_grad=score_grad)
     return as_batch_invariant(problem) if invariant else problem
 
 

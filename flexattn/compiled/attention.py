@@ -37,28 +37,28 @@ class Operands:
         return (self.query, self.key, self.value, *self.captures, *sink)
 
 
-def attend(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out, lse as the user sees it, and the row maxima, which are empty if not requested."""
-    out, lse, largest = _Attention.apply(operands, *operands.differentiable)
+def attend(operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return out, lse as the user sees it and, if requested, the row maxima."""
+    out, lse, *largest = _Attention.apply(operands, *operands.differentiable)
     wide = torch.float64 if operands.query.dtype == torch.float64 else torch.float32
-    return out, lse.to(wide), largest
+    return out, lse.to(wide), largest[0] if largest else None
 
 
 class _Attention(Function):
     @staticmethod
-    def forward(ctx: Any, operands: Operands, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, operands: Operands, *tensors: Tensor) -> tuple[Tensor, ...]:
         arguments = _arguments(operands, tensors)
         overload = OPS.forward.floats if operands.floats else OPS.forward.default
-        out, lse, largest = overload(*arguments)
-        ctx.mark_non_differentiable(largest)
+        out, lse, *largest = overload(*arguments)
+        ctx.mark_non_differentiable(*largest)
         others = (*operands.lists, *(() if operands.seed is None else (operands.seed,)), *operands.floats)
         ctx.save_for_backward(out, lse, *tensors, *others)
         ctx.operands = _without_tensors(operands)
         ctx.set_materialize_grads(False)
-        return out, lse, largest
+        return out, lse, *largest
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         out, lse, *saved = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:]
         if d_out is None and d_lse is None:

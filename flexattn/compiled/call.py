@@ -49,13 +49,14 @@ def traced_call(
         result = score if score_mod is None else score_mod(score, *places)
         keep = None if block_mask is None else block_mask._mask_mod(*places)
         is_tensor = isinstance(sink, Tensor)
-        return JOIN(
+        return tuple(JOIN(
             _as_tensor(result, score), _as_tensor(keep, score), [score, *places], REVISION,
             query, key, value, lists, sizes, form, scale, enable_gqa, options, sink if is_tensor else None,
             None if is_tensor else sink, dropout_p, seed, max_scores,
-        )  # fmt: skip
+        ))  # fmt: skip
 
-    return VEHICLE(body, query, key, value, score, *places)
+    out, lse, *largest = VEHICLE(body, query, key, value, score, *places)
+    return out, lse, largest[0] if max_scores else None
 
 
 def _as_tensor(result: Any, score: Tensor) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
-from flexattn.compiled.apart import Results, of_body
+from flexattn.compiled.apart import of_body
 from flexattn.compiled.attention import attend
 from flexattn.compiled.given import operands_of
 from flexattn.compiled.join import JOIN, Joined, make_constant
@@ -45,9 +45,9 @@ class Vehicle(HigherOrderOperator):
         super().__init__(_NAME)
         self._cacheable = True  # AOTAutograd's cache on disk may keep a graph: all that matters is in the sub-graph
 
-    def __call__(self, subgraph: Any, *operands: Any, **kwargs: Any) -> Results:
+    def __call__(self, subgraph: Any, *operands: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         if not isinstance(subgraph, fx.GraphModule):  # a mod breaks the graph, so Dynamo calls the body itself
-            return of_body(subgraph, *operands[:3])
+            return tuple(x for x in of_body(subgraph, *operands[:3]) if x is not None)
         placeholders = [n for n in subgraph.graph.nodes if n.op == "placeholder"]
         values = dict(zip(placeholders, operands, strict=True))
         (node,) = (n for n in subgraph.graph.nodes if n.target is JOIN)
@@ -58,7 +58,7 @@ class Vehicle(HigherOrderOperator):
             None if result is None else bound_mod(Source(subgraph, result, scalars, values), kind, wide)
             for kind, result, scalars in joined.mods
         )
-        return attend(operands_of(given, score, mask))
+        return tuple(x for x in attend(operands_of(given, score, mask)) if x is not None)
 
 
 class Gathers(TorchFunctionMode):

@@ -22,7 +22,7 @@ _FIELDS = {
     "scale": "Scalar?", "enable_gqa": "bool", "options": "str[]", "sink": "Tensor?", "sink_number": "float?",
     "dropout_p": "float", "seed": "Tensor?", "max_scores": "bool",
 }  # fmt: skip
-_LIBRARY.define(f"join({', '.join(f'{kind} {name}' for name, kind in _FIELDS.items())}) -> (Tensor, Tensor, Tensor)")
+_LIBRARY.define(f"join({', '.join(f'{kind} {name}' for name, kind in _FIELDS.items())}) -> Tensor[]")
 JOIN = torch.ops.flexattn.join
 _OWN = 4  # fields that are not those of Given
 
@@ -63,13 +63,13 @@ def make_constant(graph: fx.Graph) -> None:
             node.update_arg(names.index(name), float(given.meta["example_value"]))
 
 
-def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(*args: Any) -> list[Tensor]:
     given = Given(*args[_OWN:])
     check_given(given)
     query, value = given.query, given.value
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    largest = query.new_empty(query.shape[:3] if given.max_scores else (0,), dtype=torch.float32)
-    return query.new_empty((*query.shape[:3], value.shape[3])), query.new_empty(query.shape[:3], dtype=wide), largest
+    found = [query.new_empty((*query.shape[:3], value.shape[3])), query.new_empty(query.shape[:3], dtype=wide)]
+    return [*found, query.new_empty(query.shape[:3], dtype=torch.float32)] if given.max_scores else found
 
 
 torch.library.register_fake("flexattn::join", _fake, lib=_LIBRARY)

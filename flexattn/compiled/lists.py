@@ -1,4 +1,4 @@
-"""lists: the BlockMask of an operator's arguments, and the check that its lists are those of its captured values."""
+"""lists: the BlockMask and the runs of equal elements that the arguments of an operator describe."""
 
 from __future__ import annotations
 
@@ -6,26 +6,19 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexattn.block_mask import BlockMask
 from flexattn.block_mask.packed import unpack
-from flexattn.block_mask.prepared import MaskForm, Recorded
+from flexattn.block_mask.prepared import MaskForm, Origin
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import EqualRuns
 from flexattn.mods.combine import noop_mask
 
-_known = WeakTensorKeyDictionary()  # lists -> {form and sizes: BlockMask}
-
 
 def mask_of_lists(lists: Tensor, form: MaskForm, query: Tensor, key: Tensor) -> BlockMask:
     """Return the mask whose lists are in a packed tensor. It is cached as long as that tensor lives."""
-    B, Hq, M, _ = query.shape
-    N = key.shape[2]
-    cached = _known.get(lists)
-    if cached is None:
-        cached = _known[lists] = {}
-    sizes = (form, B, Hq, M, N)
+    cached, q = Origin.of(lists).masks, query.shape
+    sizes = (form, q[0], q[1], q[2], key.shape[2])
     mask = cached.get(sizes)
     if mask is None:
         mask = cached[sizes] = _mask(lists, *sizes)
@@ -45,20 +38,12 @@ def _mask(lists: Tensor, form: MaskForm, B: int, Hq: int, M: int, N: int) -> Blo
     return mask
 
 
-def check_recorded(lists: Tensor, form: MaskForm, mask: BoundMod) -> None:
-    """Raise MutationError if values that mask_mod captures changed since the lists were built.
-
-    Lists that a graph creates, or that come from a file, have no record.
-    """
-    recorded = Recorded.of(lists)
-    if recorded is not None and not (lists.is_cuda and torch.cuda.is_current_stream_capturing()):
-        recorded.check(mask)
-
-
 def equal_runs_of(lists: Sequence[Tensor], form: MaskForm, mask: BoundMod) -> tuple[EqualRuns, ...]:
     """Return the runs of equal elements in captured tensors, if the graph is the one that they were found for."""
-    recorded = Recorded.of(lists[0])
-    same = mask.graph.digest == form.graph if recorded is None else recorded.is_graph_of(mask)
-    if not form.runs or not same:
+    if not form.runs:
         return ()
-    return tuple(EqualRuns(i, places) for i, places in zip(form.runs, lists[len(form.BLOCK_SIZES) :], strict=True))
+    origin = Origin.of(lists[0])
+    same = mask.graph.digest == form.graph if origin.record is None else origin.is_graph_of(mask)
+    if not same:
+        return ()
+    return tuple([EqualRuns(i, places) for i, places in zip(form.runs, lists[len(form.BLOCK_SIZES) :], strict=True)])

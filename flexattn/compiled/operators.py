@@ -15,17 +15,20 @@ host time per call. The derivative is in attention.py, outside of them. Argument
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flexattn.block_mask.prepared import Origin
 from flexattn.call.dropout import Dropout
 from flexattn.call.pose import complete
 from flexattn.call.problem import Problem
 from flexattn.call.sinks import constant_sink
 from flexattn.call.validate import check_scale
-from flexattn.compiled.lists import check_recorded, equal_runs_of, mask_of_lists
-from flexattn.compiled.spec import Spec, loads
+from flexattn.compiled.lists import equal_runs_of, mask_of_lists
+from flexattn.compiled.spec import loads
 from flexattn.engines.choice import engine_of, lse_dtype_of
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.mod_graph import ModGraph
@@ -38,7 +41,7 @@ _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor[] captures, Tensor[] lists, Tensor? sink, Tensor? seed, "
     "SymInt[] ints, Tensor[] floats, float? scale, str spec"
 )
-_FORWARD = f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)"
+_FORWARD = f"({_ARGUMENTS}) -> Tensor[]"
 _BACKWARD = f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, {_ARGUMENTS}, bool[] needs) -> Tensor[]"
 _EXACT = torch.Tag.needs_exact_strides  # the strides of the results follow from those of query
 # A CUDA graph would record the value of a float as a constant.
@@ -50,24 +53,15 @@ for _suffix, _tags in (("", (_EXACT,)), (".floats", (_EXACT, _UNSAFE))):
 Gradient = tuple[bool, ...]
 
 
-def in_order_of(tensor: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an empty [B, H, rows, width] with the dim order of `tensor` in memory, the last dim innermost."""
-    strides = tensor.stride()
-    order = sorted(range(3), key=lambda d: -strides[d])
-    shape = tensor.shape
-    empty = tensor.new_empty([*(shape[d] for d in order), width], dtype=dtype or tensor.dtype)
-    return empty.permute([*(order.index(d) for d in range(3)), 3])
-
-
 def forward(
     query: Tensor, key: Tensor, value: Tensor, captures: list[Tensor], lists: list[Tensor], sink: Tensor | None,
     seed: Tensor | None, ints: list[int], floats: list[Tensor], scale: float | None, spec: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return out, lse in the engine's dtype, and the row maxima, which are empty if not requested."""
+) -> list[Tensor]:  # fmt: skip
+    """Return out, lse in the dtype of `lse_dtype_of` and, if requested, the row maxima."""
     problem = _problem(query, key, value, captures, lists, sink, seed, ints, floats, scale, spec, gradient=False)
     out, lse, largest = engine_of(problem).forward(problem)
-    given = _forward_shapes(query, value, loads(spec))
-    return _laid_out(out, given[0]), lse.to(given[1].dtype), given[2] if largest is None else largest
+    found = [_laid_out(out, query), lse.to(lse_dtype_of(query, problem.options))]
+    return found if largest is None else [*found, largest]
 
 
 def backward(
@@ -87,11 +81,16 @@ def backward(
     found = [dq, dk, dv, *_of_given(given, problem.score, computed)]
     if sink is not None:
         found.append(d_sink)
-    wanted = [x for x, need in zip(found, needs, strict=True) if need]
-    return [
-        _laid_out(torch.zeros_like(empty) if x is None else x, empty)
-        for x, empty in zip(wanted, _backward_shapes(query, key, value, captures, sink, needs), strict=True)
+    every = (query, key, value, *captures, *(() if sink is None else (sink,)))
+    like = [x for x, need in zip(every, needs, strict=True) if need]
+    computed = [gradient for gradient, need in zip(found, needs, strict=True) if need]
+    wanted = [
+        torch.zeros_like(x, memory_format=torch.contiguous_format) if gradient is None else gradient
+        for gradient, x in zip(computed, like, strict=True)
     ]
+    heads = sum(needs[:3])
+    laid_out = [_laid_out(gradient, x) for gradient, x in zip(wanted[:heads], like[:heads], strict=True)]
+    return [*laid_out, *(gradient.contiguous() for gradient in wanted[heads:])]
 
 
 def _of_given(given: list[Tensor], score: BoundMod | None, computed: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -133,7 +132,7 @@ def _problem(
     if spec.form is not None:
         blocks = mask_of_lists(lists[0], spec.form, query, key)
         if mask is not None:
-            check_recorded(lists[0], spec.form, mask)
+            Origin.of(lists[0]).check(mask)
             runs = equal_runs_of(lists, spec.form, mask)
     if spec.sink is not None:
         sink = constant_sink(spec.sink, query)
@@ -157,35 +156,50 @@ def _bound(
 
 
 def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the tensor with the strides that the fake kernel promised."""
-    same = tensor.stride() == like.stride() and tensor.dtype == like.dtype
-    return tensor if same or tensor.numel() == 0 else like.copy_(tensor)
+    """Return the tensor with its dims in the order of `like` in memory, as the fake kernels promise."""
+    expected = _strides(tensor.shape, like.stride())
+    if tensor.stride() == expected or tensor.numel() == 0:
+        return tensor
+    return tensor.new_empty_strided(tensor.shape, expected).copy_(tensor)
 
 
-# Shapes and strides, which are also the fake kernels.
+@lru_cache(4096)
+def _strides(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a dense [B, H, rows, width] whose first three dims are in the order of other strides."""
+    strides, step = [0, 0, 0, 1], shape[3]
+    for d in reversed(_order(like)):
+        strides[d] = step
+        step *= max(1, shape[d])
+    return tuple(strides)
 
 
-def _forward_shapes(query: Tensor, value: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
-    out = in_order_of(query, value.shape[3])
+def _order(strides: Sequence[int]) -> list[int]:
+    """Return the first three dims from the outermost to the innermost in memory, as engines lay out their results."""
+    return [0, 1, 2] if 0 in strides[:3] else sorted(range(3), key=lambda d: -strides[d])
+
+
+# Fake kernels.
+
+
+def _fake_like(tensor: Tensor, width: int) -> Tensor:
+    """Return [B, H, rows, width] with the dims of `tensor` in memory order, the last dim innermost."""
+    order, shape = _order(tensor.stride()), tensor.shape
+    empty = tensor.new_empty([*(shape[d] for d in order), width])
+    return empty.permute([*(order.index(d) for d in range(3)), 3])
+
+
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> list[Tensor]:
+    spec = loads(str(rest[-1]))
     lse = query.new_empty(query.shape[:3], dtype=lse_dtype_of(query, spec.options))
-    return out, lse, query.new_empty(query.shape[:3] if spec.max_scores else (0,), dtype=torch.float32)
+    found = [_fake_like(query, value.shape[3]), lse]
+    return [*found, query.new_empty(query.shape[:3], dtype=torch.float32)] if spec.max_scores else found
 
 
-def _backward_shapes(
-    query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], sink: Tensor | None, needs: Sequence[bool]
-) -> list[Tensor]:
-    every = [lambda x=x: in_order_of(x, x.shape[3]) for x in (query, key, value)]
-    every += [lambda c=c: c.new_empty(c.shape) for c in (*captures, *(() if sink is None else (sink,)))]
-    return [make() for make, need in zip(every, needs, strict=True) if need]
-
-
-def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward_shapes(query, value, loads(str(rest[-1])))
-
-
-def _fake_backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, *rest: object) -> list[Tensor]:
+def _fake_backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, *rest: Any) -> list[Tensor]:
     query, key, value, captures, _, sink, *_, needs = rest
-    return _backward_shapes(query, key, value, captures, sink, needs)  # type: ignore[arg-type]
+    found = [_fake_like(x, x.shape[3]) for x, need in zip((query, key, value), needs, strict=False) if need]
+    others = (*captures, *(() if sink is None else (sink,)))
+    return [*found, *(x.new_empty(x.shape) for x, need in zip(others, needs[3:], strict=True) if need)]
 
 
 for _suffix in ("", ".floats"):

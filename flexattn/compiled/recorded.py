@@ -29,7 +29,7 @@ from flexattn.trace.scalarize import Kind
 from flexattn.trace.trace import trace_symbolic
 
 
-def recorded_call(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def recorded_call(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return out, lse and the row maxima of a call, which are tensors of the graph or have no values."""
     if any(type(mode) is Interception for mode in _get_current_function_mode_stack()):
         mend = "Call it before, and let the mod capture its result."
