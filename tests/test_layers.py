@@ -18,8 +18,8 @@ PACKAGE = Path(flexattn.__file__).parent
 # Reading order: a module imports only from those before it. A folder is one layer.
 ORDER = (
     "errors", "options", "reference", "mods", "process", "torch_state", "machine", "graph", "trace", "block_mask",
-    "call", "compile", "runtime", "mask_build", "engines", "compiled", "tuning", "explain", "profile", "api", "__init__",
-    "__main__",
+    "call", "compile", "runtime", "mask_build", "engines", "compiled", "tuning", "explain", "profile", "api",
+    "__init__", "__main__",
 )  # fmt: skip
 # This module imports Dynamo, which takes a second.
 LAZY = {f"flexattn.compiled.higher_order.{name}" for name in ("REVISION", "VEHICLE")}

@@ -127,7 +127,7 @@ def _problem(
     numbers = iter(ints), (x.item() for x in floats)
     split = 0 if spec.score is None else len(spec.score.captures)
     score = _bound(spec.score, captures[:split], *numbers)
-    mask = _bound(spec.mask, [c.detach() for c in captures[split:]], *numbers)
+    mask = _bound(spec.mask, [c.detach() if c.requires_grad else c for c in captures[split:]], *numbers)
     blocks, runs = None, ()
     if spec.form is not None:
         blocks = mask_of_lists(lists[0], spec.form, query, key)

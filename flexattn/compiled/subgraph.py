@@ -61,7 +61,7 @@ def bind(traced: Traced, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> B
         assert isinstance(traced.prologue, types.MethodType)
         captures = _Prologue(traced.prologue.__self__).run(*tensors, *(_as_symbol(n) for n in numbers))
     if traced.graph.inputs is MASK_INPUTS:
-        captures = [c.detach() for c in captures]
+        captures = [c.detach() if c.requires_grad else c for c in captures]
     values = tuple(eval(text, _NAMES, names) for text in traced.number_texts)
     return BoundMod(traced.graph, tuple(captures), values, tuple(tensors), traced.tensor_names)
 
