@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.block_mask.record import CaptureRecord, changed, is_unchanged
+from flexattn.block_mask.record import AnyOf, CaptureRecord, changed, is_unchanged
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.narrow import specialized
 
@@ -57,6 +57,8 @@ class Origin:
         self.record = record
         self.is_whole = is_whole  # False for a slice of a mask: its mod captures other tensors
         self.masks: dict[Hashable, Any] = {}  # made of these lists
+        # Captures that mask_mod computes from other tensors, on a CPU. On a GPU the host would wait to compare them.
+        self._computed = () if record is None else tuple(_computed(record, seen) for seen in record.captures)
         self._passed: tuple[Any, ...] = ()  # the mod that passed the check last
 
     @staticmethod
@@ -102,11 +104,13 @@ class Origin:
             return
         if not self.is_graph_of(mask):
             raise changed("what mask_mod computes, or a number that it captures,", "has changed")
-        for described, before, now in zip(record.graph.captures, record.captures, mask.captures, strict=True):
-            is_computed = all(before[0][0] is not seen[0][0] for seen in record.reached)
-            if is_computed and before[0][0]() is None:
-                continue  # computed from the user's tensors at each call, which an operator is not given
-            if not any(_equals(seen[0](), now) for seen in before):
+        for described, before, value, now in zip(
+            record.graph.captures, record.captures, self._computed, mask.captures, strict=True
+        ):
+            if value is not None:
+                if value.shape != now.shape or not _has_values(value, now):
+                    raise changed(f"mask_mod's captured tensor {described.name!r}", "has other values")
+            elif not is_computed(record, before) and not any(_equals(seen[0](), now) for seen in before):
                 raise changed(f"mask_mod's captured tensor {described.name!r}", "is another tensor")
         if all(
             any(seen[0]() is now for seen in before) for before, now in zip(record.captures, mask.captures, strict=True)
@@ -115,6 +119,22 @@ class Origin:
 
 
 _ATTRIBUTE = "_flexattn_origin"
+_MOST_COMPARED = 2**16  # elements
+
+
+def is_computed(record: CaptureRecord, capture: AnyOf) -> bool:
+    """Return whether mask_mod computes a capture from the user's tensors, at each call."""
+    return all(capture[0][0] is not seen[0][0] for seen in record.reached)
+
+
+def _computed(record: CaptureRecord, capture: AnyOf) -> Tensor | None:
+    value = capture[0][0]() if is_computed(record, capture) else None
+    return value.clone() if value is not None and value.is_cpu and value.numel() <= _MOST_COMPARED else None
+
+
+def _has_values(before: Tensor, now: Tensor) -> bool:
+    same = torch.equal(before, now)
+    return same or (now.is_floating_point() and torch.allclose(before, now, rtol=0, atol=0, equal_nan=True))
 
 
 def _equals(before: Tensor | None, now: Tensor) -> bool:

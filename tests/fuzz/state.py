@@ -190,9 +190,6 @@ class Run:
         """Call with a mask that was built before."""
         return evaluated(lambda: by_mask(mask))
 
-    def differ(self, text: str) -> None:
-        raise Difference(text)
-
     def compare(self) -> Any:
         """Raise Difference unless both agree; return what Python found."""
         try:
@@ -208,7 +205,7 @@ class Run:
             ours, python = self.ours(), self.python()
         if isinstance(python, Exception):
             if not isinstance(ours, Exception):
-                self.differ(f"Python raises {python!r}; flexattn gives {ours.tolist()}")
+                raise Difference(f"Python raises {python!r}; flexattn gives {ours.tolist()}")
             return python
         self.agree(python, ours)
         return python
@@ -217,9 +214,9 @@ class Run:
         if isinstance(ours, FlexAttentionError) and " raised " not in str(ours):
             self.outcome.refusals.append(_without_names(str(ours)))
         elif isinstance(ours, Exception):
-            self.differ(f"flexattn raises {type(ours).__name__}: {ours}; Python gives {python.tolist()}")
+            raise Difference(f"flexattn raises {type(ours).__name__}: {ours}; Python gives {python.tolist()}")
         elif not self._same(python, ours):
-            self.differ(f"Python gives {python.tolist()}, flexattn {ours.tolist()}")
+            raise Difference(f"Python gives {python.tolist()}, flexattn {ours.tolist()}")
 
     def _same(self, python: Tensor, ours: Tensor) -> bool:
         if self.made.way == "trace":  # float32 scores, which the result is rounded to
@@ -239,10 +236,10 @@ class Run:
         now, ours = self.python(), self.using(mask)
         if isinstance(now, Exception):
             if not isinstance(ours, Exception):
-                self.differ(f"Python raises {now!r}; flexattn uses the mask that was built before")
+                raise Difference(f"Python raises {now!r}; flexattn uses the mask that was built before")
         elif not torch.equal(now, before):
             if not isinstance(ours, FlexAttentionError):
-                self.differ(f"the mask was {before.tolist()}, is {now.tolist()}, and is used: {ours}")
+                raise Difference(f"the mask was {before.tolist()}, is {now.tolist()}, and is used: {ours}")
         elif isinstance(ours, MutationError):
             self.outcome.strict += 1
         else:
@@ -253,7 +250,7 @@ class Run:
         if isinstance(ours, FlexAttentionError):
             self.outcome.refusals.append(_without_names(str(ours)))
         elif isinstance(ours, Exception) or not torch.allclose(expected, ours, equal_nan=True):
-            self.differ(f"expected {expected.tolist()}, found {ours}")
+            raise Difference(f"expected {expected.tolist()}, found {ours}")
 
     def change(self) -> tuple[state_leaves.Place, Callable[[], None]] | None:
         """Change one place."""
@@ -442,7 +439,7 @@ def text(outcomes: list[Outcome], seconds: float) -> str:
         f"{len(outcomes)} programs, {steps} changes ({changed} of what Python computes) in {seconds:.0f} s",
         f"{sum(bool(o.failure) for o in outcomes)} failures",
         f"{sum(o.strict for o in outcomes)} masks rejected that are as they were",
-        f"{sum(o.dynamo for o in outcomes)} changes that Dynamo misses, in {sum(bool(o.dynamo) for o in outcomes)} programs",
+        f"{sum(o.dynamo for o in outcomes)} changes in {sum(o.dynamo > 0 for o in outcomes)} programs: Dynamo misses them",
         f"least drawn: {', '.join(f'{name} ({n})' for name, n in features.most_common()[-5:])}",
         "changes: " + ", ".join(f"{name} {n}" for name, n in changes.most_common()),
         f"{sum(bool(o.retraces) for o in outcomes)} programs traced at each call at some time:",
