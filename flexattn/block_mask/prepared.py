@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -38,8 +38,9 @@ class MaskForm:
     @staticmethod
     @lru_cache(256)
     def loads(text: str) -> MaskForm:
-        sizes, *rest, runs = json.loads(text)
-        return MaskForm(tuple(map(tuple, sizes)), *rest, tuple(runs))
+        given = dict(zip((f.name for f in fields(MaskForm)), json.loads(text), strict=True))
+        sizes = tuple([tuple(size) for size in given.pop("BLOCK_SIZES")])
+        return MaskForm(BLOCK_SIZES=sizes, runs=tuple(given.pop("runs")), **given)
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,14 @@ class Origin:
     @staticmethod
     def of(lists: Tensor) -> Origin:
         """Return the origin of packed lists. Lists that a graph creates, or that come from a file, have no record."""
-        found = lists.__dict__.get(_ATTRIBUTE)
+        found = getattr(lists, _ATTRIBUTE, None)
         if found is None:
             found = Origin(None, True)
             found.keep(lists)
         return found
 
     def keep(self, lists: Tensor) -> None:
-        lists.__dict__[_ATTRIBUTE] = self
+        setattr(lists, _ATTRIBUTE, self)
 
     def __reduce__(self) -> tuple[Any, ...]:  # copies of the lists, and lists in files, have no record
         return type(None), ()
