@@ -24,6 +24,7 @@ from flexattn.trace.aten import TABLES, has_row
 from flexattn.trace.elements import Elements, Index
 from flexattn.trace.interception import CONSTANT, DATA_DEPENDENT, IN_PLACE, MOST_SHOWN, RANDOM, line_of_node
 from flexattn.trace.operator_calls import is_symbol, operator_name
+from flexattn.trace.scalar_tape import Leaf
 
 Kind = Literal["score", "mask"]
 
@@ -45,7 +46,7 @@ class Recorded:
     names: dict[fx.Node, str]  # the user's names of the tensors
     sources: dict[str, str]  # symbol -> Python text over t (tensors) and n (numbers)
     symbol_names: dict[str, str]  # symbol -> the user's name
-    environment: Any  # the ShapeEnv, whose guards may still grow
+    environment: Any  # the ShapeEnv, whose guards may still grow, or the ScalarTape
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,11 +275,13 @@ def _refuse_unknown_values(recorded: Recorded, name: str) -> None:
 
 
 def _is_unknown(value: Any) -> bool:
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-
     if is_symbol(value):
         return any(str(s).startswith(("u", "zu")) for s in value.node.expr.free_symbols)
-    return isinstance(value, Tensor) and bool(free_unbacked_symbols(value))
+    if not isinstance(value, Tensor) or not any(map(is_symbol, (*value.shape, *value.stride()))):
+        return False
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(value))
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -293,7 +296,9 @@ def _without_unused(graph: ModGraph, leaves: _Leaves) -> tuple[ModGraph, list[fx
 
 
 def python_text(expression: Any, sources: dict[str, str]) -> str:
-    """Return a sympy expression over symbols as Python text over t and n."""
+    """Return a sympy expression over symbols, or a Leaf, as Python text over t and n."""
+    if isinstance(expression, Leaf):
+        return sources[expression.name]
     from torch.utils._sympy.printers import PythonPrinter
 
     class Printer(PythonPrinter):

@@ -33,6 +33,7 @@ from flexattn.trace.interception import explain_operator
 from flexattn.trace.operator_calls import Refused, UnknownOperator
 from flexattn.trace.recording import Decompositions, record_run
 from flexattn.trace.registered import meaning_of, registrations
+from flexattn.trace.scalar_tape import NotScalar
 from flexattn.trace.scalarize import Kind, Traced, scalarize
 
 Mod = Callable[..., Any]
@@ -111,11 +112,15 @@ def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> tuple[Traced,
     _check_call(mod, kind, name)
     decompositions: Decompositions = {}
     asked: UnknownOperator | None = None
+    scalar = True
     while True:
-        recorded, reads = record_run(mod, kind, called, score_dtype, decompositions)
         try:
+            recorded, reads = record_run(mod, kind, called, score_dtype, decompositions, scalar)
             return scalarize(recorded, kind, name, score_dtype, location_of(mod)), reads
+        except NotScalar:
+            scalar = False
         except UnknownOperator as unknown:
+            scalar = False  # decompositions need fake tensors
             target = unknown.node.target
             decomposition = None if isinstance(unknown, Refused) else _decomposition(target)
             if asked is None or not str(target).startswith("prims"):  # prims come from decompositions, not from users
