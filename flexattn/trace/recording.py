@@ -136,6 +136,11 @@ class Inputs:
             self.record.check(tensor, "{0}.shape == {1} and {0}.stride() == {2}", tensor.shape, tensor.stride())
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
+    def about_to(self, reason: str) -> None:
+        """Stop a run on a tape before the mod draws or changes something: it must do so once."""
+        if self.tape is not None:
+            raise NotScalar
+
     def scripted(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a scripted function. Its operators are recorded; torch's own reads during the call are not."""
         if self.tape is not None:  # TorchScript reads sizes and devices that the tape does not see
