@@ -88,13 +88,18 @@ class Request:
         return Source(fn=fn, signature=dict(self.signature), constexprs={}, attrs=attributes)
 
 
-def compile_kernel(fn: Any, request: Request, target: Any, options: dict[str, Any]) -> dict[str, bytes]:
-    """Compile `fn` for a target that need not be present. Return the contents of the files by extension."""
+def compile_kernel(
+    fn: Any, request: Request, target: tuple[str, int | str, int], options: dict[str, Any]
+) -> dict[str, bytes]:
+    """Compile `fn` for a target (backend, architecture, warp size) that need not be present.
+
+    Return the contents of the files by extension.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
 
     compiled = triton.compile(
-        request.source(fn), target=GPUTarget(target.backend, target.arch, target.warp_size), options=options
+        request.source(fn), target=GPUTarget(*target), options=options
     )
     return {name.rpartition(".")[2]: Path(path).read_bytes() for name, path in compiled.metadata_group.items()}
 
