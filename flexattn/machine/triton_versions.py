@@ -98,9 +98,7 @@ def compile_kernel(
     import triton
     from triton.backends.compiler import GPUTarget
 
-    compiled = triton.compile(
-        request.source(fn), target=GPUTarget(*target), options=options
-    )
+    compiled = triton.compile(request.source(fn), target=GPUTarget(*target), options=options)
     return {name.rpartition(".")[2]: Path(path).read_bytes() for name, path in compiled.metadata_group.items()}
 
 

@@ -346,7 +346,9 @@ def _compile(source: KernelSource, target: Target, key: str, store: KernelStore,
     if target.backend != "interpreter":
         place = str(store.root / key / f"{source.name}.py")
         with store.staging() as folder:
-            compiled = compile_with(Job(source, (target.backend, target.arch, target.warp_size), text, place, str(folder)))
+            compiled = compile_with(
+                Job(source, (target.backend, target.arch, target.warp_size), text, place, str(folder))
+            )
         files |= {f"{source.name}.{ending}": compiled[ending] for ending in _KEPT_FILES if _worth(compiled, ending)}
     with _lock:
         _counts["compiles"] += 1

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from flexattn.machine import triton_versions
@@ -101,7 +102,7 @@ class _Pool:
     """The workers of this process and the kernels that wait for one."""
 
     def __init__(self) -> None:
-        self.arrived = threading.Condition(threading.Lock())
+        self.arrived = threading.Condition()  # a forked child has no pool, so it is no `forks.Lock`
         self.waiting: deque[tuple[str, Task, Future[Any]]] = deque()
         self.pending: dict[str, Future[Any]] = {}
         self.workers: set[_Worker] = set()
@@ -264,23 +265,19 @@ def main() -> None:
     """Compile the jobs that arrive on stdin, until it is closed."""
     jobs, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what Triton and ptxas print must not mix with the results
-    arrived: deque[Job] = deque()
-    ready = threading.Semaphore(0)
+    arrived: SimpleQueue[Job] = SimpleQueue()
 
     def read() -> None:
         while True:
             try:
-                job = pickle.load(jobs)
+                arrived.put(pickle.load(jobs))
             except Exception:
                 os._exit(0)  # the parent is gone, or does not wait for a result any more
-            arrived.append(job)
-            ready.release()
 
     threading.Thread(target=read, daemon=True).start()
     while True:
-        ready.acquire()
         try:
-            found: Any = compile_job(arrived.popleft())
+            found: Any = compile_job(arrived.get())
         except Exception as error:
             found = f"{type(error).__name__}: {error}"
         pickle.dump(found, results)

@@ -10,6 +10,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,7 +59,9 @@ class Inputs:
         self.name = name
         self.argument = f"{kind}_mod"
         self.tape = ScalarTape() if setting.scalar else None
-        self.environment, self.fakes = (self.tape, self.tape) if self.tape is not None else _fakes()
+        fakes = _fakes() if self.tape is None else (self.tape, self.tape)
+        self.environment: Any = fakes[0]  # of symbolic numbers and sizes
+        self.fakes: AbstractContextManager[object] = fakes[1]
         self.interception = Interception(name, self._adopt, self._ask_for_layouts, self.tape)
         self.record: Record | None = None
         self.sources: dict[str, str] = {}  # symbol -> Python text over t (tensors) and n (numbers)
@@ -252,7 +255,9 @@ def _run(
     try:
         undone = temporary(lambda: _set_module_methods(methods))
         with torch.enable_grad(), inputs.fakes, _no_autocast(setting.device.type), custom, undone:
-            graph = _make_fx(run, decompositions, scalars) if inputs.tape is None else _on_tape(run, inputs.tape, scalars)
+            graph = (
+                _make_fx(run, decompositions, scalars) if inputs.tape is None else _on_tape(run, inputs.tape, scalars)
+            )
     except (FlexAttentionError, Unfollowable):
         raise
     except Refusal as refusal:

@@ -89,7 +89,9 @@ class ScalarTape(TorchDispatchMode):
         super().__init__()
         self.graph = fx.Graph()
         self._device = _CPU  # of the captured tensors
-        self._nodes: dict[int, tuple[Any, fx.Node]] = {}  # by id of a tensor or of a symbol's node, which it keeps alive
+        self._nodes: dict[
+            int, tuple[Any, fx.Node]
+        ] = {}  # by id of a tensor or of a symbol's node, which it keeps alive
         self._last: fx.Node | None = None  # the last placeholder
 
     def scalar(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -174,7 +176,7 @@ def _shape(func: Any, args: Sequence[Any]) -> torch.Size:
 
 
 def _dtype(func: Any, args: Any, kwargs: Any) -> torch.dtype:
-    """Return the dtype of an operator's result, computed on numbers: most meta kernels are Python that imports Dynamo."""
+    """Return the dtype of a result, computed on CPU tensors: most meta kernels are Python code that imports Dynamo."""
     if func is _GATHER:
         return args[0].dtype
     given, named = tree_map(_number, (args, kwargs))
