@@ -27,7 +27,7 @@ from typing import Any
 from flexattn.machine import triton_versions
 from flexattn.process.config import debug, settings
 from flexattn.process.forks import Lock, in_child
-from flexattn.runtime.compiler import Job, compile_job
+from flexattn.runtime.compiler import Job, build_stub, compile_job
 
 _IDLE = 10.0  # seconds without work after which a worker ends
 _LAST = 1.0  # seconds that the end of this process waits for a thread
@@ -277,7 +277,9 @@ def main() -> None:
     threading.Thread(target=read, daemon=True).start()
     while True:
         try:
-            found: Any = compile_job(arrived.get())
+            job = arrived.get()
+            found: Any = compile_job(job)
+            build_stub(job, found)
         except Exception as error:
             found = f"{type(error).__name__}: {error}"
         pickle.dump(found, results)

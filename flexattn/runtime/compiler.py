@@ -24,6 +24,7 @@ class Job:
     text: str  # of the file: the source with its header
     place: str  # the path of the file, which may not exist yet; Triton writes it into the PTX
     folder: str  # for Triton's files
+    stubs: str  # where Triton's launchers are kept
 
 
 def compile_job(job: Job) -> dict[str, bytes]:
@@ -46,6 +47,12 @@ def compile_job(job: Job) -> dict[str, bytes]:
         raise CompileError(f"kernel {source.name} cannot be compiled for {where}: {reason}") from error
     finally:
         forget_text(function)
+
+
+def build_stub(job: Job, files: dict[str, bytes]) -> None:
+    """Build what Triton needs to launch a compiled kernel, in addition to its files."""
+    if job.target[0] == "cuda":
+        triton_versions.build_stub(request_of(job.source), files["json"], Path(job.stubs))
 
 
 def request_of(source: KernelSource, function: Any = None) -> triton_versions.Request:
