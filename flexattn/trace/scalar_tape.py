@@ -134,12 +134,15 @@ class ScalarTape(TorchDispatchMode):
             return self._recorded(value)
 
         node_args, node_kwargs = tree_map(recorded, (args, kwargs))
-        if func._schema.is_mutable or _OTHER_TAGS & set(func.tags) or not _computes_scalars(func, args, tensors):
+        if func.namespace != "aten" or func._schema.is_mutable or _OTHER_TAGS & set(func.tags):
+            raise NotScalar
+        if not _computes_scalars(func, args, tensors):
             raise NotScalar
         device = kwargs.get("device")
         if device is not None and (tensors or device.type not in ("cpu", "meta")):
             raise NotScalar
-        result = torch.empty(_shape(func, args), dtype=_dtype(func, args, kwargs), device=_META)
+        with _disable_current_modes():  # modes of the user do not see how a dtype is found
+            result = torch.empty(_shape(func, args), dtype=_dtype(func, args, kwargs), device=_META)
         self._note(result, self.graph.call_function(func, node_args, node_kwargs), result)
         return result
 
