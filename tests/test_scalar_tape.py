@@ -31,7 +31,7 @@ SCORES: dict[str, Callable[..., Any]] = {
     "gather of a row": lambda s, b, h, q, k: s + TABLE[h][q % 9],
     "gather of a gather": lambda s, b, h, q, k: s + TABLE[h, IDS[q]],
     "0-d captures": lambda s, b, h, q, k: s * GAIN.exp() + torch.sigmoid(GAIN),
-    "0-d prologue": lambda s, b, h, q, k: s * torch.where(GAIN > 0, GAIN, 1.5) + torch.full_like(GAIN, CAP) * GAIN,
+    "0-d prologue": lambda s, b, h, q, k: s * torch.where(GAIN > 0, GAIN, 1.5) + GAIN * CAP,
     "where": lambda s, b, h, q, k: torch.where((q >= k) & ~(b == 1), s, -float("inf")),
     "dtypes": lambda s, b, h, q, k: (s.to(torch.float16) + (q - k).to(s.dtype)).double() * q.float(),
     "created": lambda s, b, h, q, k: s + torch.zeros(()) + torch.ones_like(s) + torch.tensor([1.0, 2.0][1]),
