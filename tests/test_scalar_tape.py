@@ -43,6 +43,8 @@ MASKS: dict[str, Callable[..., Any]] = {
     "window": lambda b, h, q, k: (q - k < WINDOW) & (k <= q),
     "documents": mods.document_causal(IDS),
     "numbers of both": mods.and_masks(mods.sliding_window(5), mods.prefix_lm(3)),
+    "a divisor, which stays a literal": mods.strided(5),
+    "divisor and product": mods.dilated(3, 4),
     "per head": lambda b, h, q, k: TABLE[h, q] > 0,
 }
 # What depends on sizes, values of numbers, devices, or more than one element; what draws or changes something.

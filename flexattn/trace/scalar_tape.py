@@ -2,13 +2,14 @@
 
 Most mods compute with 0-d tensors and gather from captured tensors. For these, a dispatch mode on plain meta tensors
 records the same graph as make_fx on fake tensors with symbolic sizes. FakeTensorMode imports Dynamo, and symbolic sizes
-import sympy: 1.4 s of the first call of a process. Whatever depends on a size, on a device or on the value of a number
+import sympy: 1.4 s of the first call of a process. Whatever depends on a size or a device, or computes with numbers,
 raises NotScalar. The mod is then run again on fake tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -26,16 +27,36 @@ class NotScalar(BaseException):
 
 
 class Leaf:
-    """The expression of a number: its symbol alone. It has the attributes of a sympy symbol that tracing reads."""
+    """The expression of a number: its symbol alone. It has the attributes of a sympy symbol that tracing reads.
 
-    is_number = False
+    `is_number`: the mod, or the kernel, depends on the value. The trace is then valid for this value only.
+    """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, value: int | float) -> None:
         self.name = name
+        self.value = value
         self.free_symbols = (self,)
+        self.is_number = False
 
     def __str__(self) -> str:
         return self.name
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+
+@dataclass(frozen=True)
+class ValueGuard:
+    """The condition that a number has the value that the trace was made with."""
+
+    number: Leaf
+
+    @property
+    def expr(self) -> ValueGuard:
+        return self
 
 
 def _not_scalar(*_: object) -> NoReturn:
@@ -43,11 +64,20 @@ def _not_scalar(*_: object) -> NoReturn:
 
 
 class _Node:
-    """What torch calls on a SymInt or SymFloat. Arithmetic and reads of the value raise NotScalar."""
+    """What torch calls on a SymInt or SymFloat. A read of the value is guarded. Arithmetic raises NotScalar."""
 
     def __init__(self, hint: int | float, name: str) -> None:
         self.hint = hint
-        self.expr = Leaf(name)
+        self.expr = Leaf(name, hint)
+
+    def guard_int(self, file: str, line: int) -> int | float:
+        self.expr.is_number = True
+        return self.hint
+
+    guard_float = guard_int
+
+    def int_(self) -> int | float:
+        return self.guard_int("", 0)
 
     def is_int(self) -> bool:
         return isinstance(self.hint, int)
@@ -83,8 +113,6 @@ class ScalarTape(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # torch would import Dynamo to disable it; `uncompiled` has disabled it for all of flexattn
 
-    guards = ()  # nothing that it records depends on the value of a number or a size
-
     def __init__(self) -> None:
         super().__init__()
         self.graph = fx.Graph()
@@ -119,6 +147,12 @@ class ScalarTape(TorchDispatchMode):
     def is_traced(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a stand-in or a result."""
         return id(tensor) in self._nodes
+
+    @property
+    def guards(self) -> list[ValueGuard]:
+        """The conditions under which what is recorded is valid. They may still grow, as those of a ShapeEnv."""
+        numbers = (known.expr for known, _ in self._nodes.values() if isinstance(known, _Node))
+        return [ValueGuard(number) for number in numbers if number.is_number]
 
     def node_of(self, result: Any) -> Any:
         """Return the FX node of a tensor. Other results are returned unchanged."""

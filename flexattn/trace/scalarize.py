@@ -24,7 +24,7 @@ from flexattn.trace.aten import TABLES, has_row
 from flexattn.trace.elements import Elements, Index
 from flexattn.trace.interception import CONSTANT, DATA_DEPENDENT, IN_PLACE, MOST_SHOWN, RANDOM, line_of_node
 from flexattn.trace.operator_calls import is_symbol, operator_name
-from flexattn.trace.scalar_tape import Leaf
+from flexattn.trace.scalar_tape import Leaf, ValueGuard
 
 Kind = Literal["score", "mask"]
 
@@ -296,9 +296,11 @@ def _without_unused(graph: ModGraph, leaves: _Leaves) -> tuple[ModGraph, list[fx
 
 
 def python_text(expression: Any, sources: dict[str, str]) -> str:
-    """Return a sympy expression over symbols, or a Leaf, as Python text over t and n."""
+    """Return a sympy expression over symbols, or what a ScalarTape has instead, as Python text over t and n."""
     if isinstance(expression, Leaf):
         return sources[expression.name]
+    if isinstance(expression, ValueGuard):
+        return f"{sources[expression.number.name]} == {expression.number.value!r}"
     from torch.utils._sympy.printers import PythonPrinter
 
     class Printer(PythonPrinter):
