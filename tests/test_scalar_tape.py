@@ -47,15 +47,22 @@ MASKS: dict[str, Callable[..., Any]] = {
     "divisor and product": mods.dilated(3, 4),
     "per head": lambda b, h, q, k: TABLE[h, q] > 0,
 }
-# What depends on sizes, values of numbers, devices, or more than one element; what draws or changes something.
+# Arithmetic and decisions on numbers. The texts differ from sympy's, not their values.
+NUMBERS: dict[str, Callable[..., Any]] = {
+    "arithmetic": lambda s, b, h, q, k: s + (WINDOW - 1) * (q % 3) + (-WINDOW * 2 + 5 // WINDOW - 9 % WINDOW) * q,
+    "reuse": lambda s, b, h, q, k: s + (WINDOW + 1) * q - (WINDOW + 1) * k + GAIN * (WINDOW * WINDOW),
+    "decisions": lambda s, b, h, q, k: (s if WINDOW > 3 and CAP <= 3.5 else -s) * (2 if WINDOW - 1 == 6 else 3),
+    "a number by its value": lambda s, b, h, q, k: s * [1.0, 2.0, 3.0][WINDOW - 6] + q // WINDOW,
+    "natten": mods.natten_2d(4, 6, (3, 5)),
+}  # fmt: skip
+# What depends on sizes, devices, or more than one element; what draws or changes something.
 OTHERS: dict[str, Callable[..., Any]] = {
     "a size": lambda s, b, h, q, k: s + TABLE[h % TABLE.shape[0], q],
     "a length": lambda s, b, h, q, k: s + len(TABLE),
     "from the end": lambda s, b, h, q, k: s + TABLE[-1, q],
     "a table in the prologue": lambda s, b, h, q, k: s + torch.sigmoid(TABLE)[h, q],
     "a sum": lambda s, b, h, q, k: s + TABLE.sum(),
-    "arithmetic on numbers": lambda s, b, h, q, k: s * (WINDOW - 1),
-    "a decision": lambda s, b, h, q, k: s if WINDOW > 3 else -s,
+    "arithmetic of torch on numbers": lambda s, b, h, q, k: s * torch.sym_sqrt(WINDOW),
     "a device": lambda s, b, h, q, k: s + torch.zeros((), device=s.device),
     "in place": lambda s, b, h, q, k: (s * 2).add_(1),
     "a vector": lambda s, b, h, q, k: s + torch.arange(4)[h % 4],
@@ -82,6 +89,33 @@ def test_the_tape_records_what_make_fx_records(kind: str, name: str) -> None:
     values = [traced.bind(record.tensors, record.numbers, True) for traced in (tape, fakes)]
     assert values[0].numbers == values[1].numbers
     torch.testing.assert_close(values[0].captures, values[1].captures, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("window", [2, 3, 4, 7, 8, -5])
+def test_arithmetic_on_numbers_has_the_values_and_conditions_of_make_fx(
+    name: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = "mask" if name == "natten" else "score"
+    monkeypatch.setitem(globals(), "WINDOW", window)
+    found = [_run_guard(NUMBERS[name], kind, scalar) for scalar in (True, False)]
+    assert found[0] == found[1]
+
+
+def _run_guard(mod: Any, kind: Any, scalar: bool) -> Any:
+    """Return what a trace made with WINDOW = 7 gives now: None, or values of the graph at some positions."""
+    now, globals()["WINDOW"] = WINDOW, 7
+    name = mod_name(mod, kind)
+    recording, record = record_run(mod, kind, name, torch.float32, {}, scalar)
+    traced = scalarize(recording, kind, name, torch.float32, location_of(mod))
+    guard, _ = guard_of(record, traced.conditions)
+    globals()["WINDOW"] = now
+    read = guard(mod)
+    if read is None:
+        return None
+    bound, at = traced.bind(*read, guarded=True), torch.arange(24)
+    inputs = (torch.ones(()),) if kind == "score" else ()
+    return bound(*inputs, torch.tensor(0), torch.tensor(0), at[:, None], at).tolist()
 
 
 @pytest.mark.parametrize("name", OTHERS)

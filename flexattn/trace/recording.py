@@ -83,10 +83,10 @@ class Inputs:
     def number(self, value: int | float, position: int, name: str) -> Any:
         """Return the symbol for a number that the mod reads."""
         if self.tape is not None:
-            found, node = self.tape.number(value, f"number_{position}")
+            symbol, node = self.tape.number(value, f"number_{position}", f"n[{position}]")
             self.numbers.append(node)
-            self.sources[f"number_{position}"], self.symbol_names[f"number_{position}"] = f"n[{position}]", name
-            return found
+            self.symbol_names[f"number_{position}"] = name
+            return symbol
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
         source = _source(f"n{position}")

@@ -2,14 +2,16 @@
 
 Most mods compute with 0-d tensors and gather from captured tensors. For these, a dispatch mode on plain meta tensors
 records the same graph as make_fx on fake tensors with symbolic sizes. FakeTensorMode imports Dynamo, and symbolic sizes
-import sympy: 1.4 s of the first call of a process. Whatever depends on a size or a device, or computes with numbers,
-raises NotScalar. The mod is then run again on fake tensors.
+import sympy: 1.4 s of the first call of a process. Whatever depends on a size or a device raises NotScalar. The mod is
+then run again on fake tensors.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -26,67 +28,54 @@ class NotScalar(BaseException):
     """The tape cannot record this mod. A BaseException, so that no handler of the mod catches it."""
 
 
-class Leaf:
-    """The expression of a number: its symbol alone. It has the attributes of a sympy symbol that tracing reads.
+@dataclass(eq=False)
+class Expression:
+    """A number as Python text over t (tensors) and n (numbers), with what tracing reads of a sympy expression."""
 
-    `is_number`: the mod, or the kernel, depends on the value. The trace is then valid for this value only.
-    """
-
-    def __init__(self, name: str, value: int | float) -> None:
-        self.name = name
-        self.value = value
-        self.free_symbols = (self,)
-        self.is_number = False
-
-    def __str__(self) -> str:
-        return self.name
-
-    def __int__(self) -> int:
-        return int(self.value)
-
-    def __float__(self) -> float:
-        return float(self.value)
+    text: str
+    value: int | float
+    free_symbols: tuple[str, ...]  # the names of the numbers that it is computed from
+    is_number: bool = False  # the trace is valid for this value only, so it is a literal
 
 
 @dataclass(frozen=True)
-class ValueGuard:
-    """The condition that a number has the value that the trace was made with."""
+class Condition:
+    """A condition under which a trace is valid, as a guard of a ShapeEnv."""
 
-    number: Leaf
-
-    @property
-    def expr(self) -> ValueGuard:
-        return self
+    expr: Expression
 
 
 def _not_scalar(*_: object) -> NoReturn:
     raise NotScalar
 
 
+# Python's operators on ints, by the names of torch's methods. torch's own expressions round and simplify like these.
+_ARITHMETIC: dict[str, tuple[str, Callable[[Any, Any], int]]] = {
+    "add": ("+", operator.add), "sub": ("-", operator.sub), "mul": ("*", operator.mul),
+    "floordiv": ("//", operator.floordiv), "int_floordiv": ("//", operator.floordiv), "mod": ("%", operator.mod),
+}  # fmt: skip
+_COMPARISONS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "eq": ("==", operator.eq), "ne": ("!=", operator.ne), "lt": ("<", operator.lt), "le": ("<=", operator.le),
+    "gt": (">", operator.gt), "ge": (">=", operator.ge),
+}  # fmt: skip
+
+
 class _Node:
-    """What torch calls on a SymInt or SymFloat. A read of the value is guarded. Arithmetic raises NotScalar."""
+    """What torch calls on a SymInt, SymFloat or SymBool. A read of the value adds a condition to the tape."""
 
-    def __init__(self, hint: int | float, name: str) -> None:
-        self.hint = hint
-        self.expr = Leaf(name, hint)
-
-    def guard_int(self, file: str, line: int) -> int | float:
-        self.expr.is_number = True
-        return self.hint
-
-    guard_float = guard_int
-
-    def int_(self) -> int | float:
-        return self.guard_int("", 0)
+    def __init__(self, tape: ScalarTape, expression: Expression) -> None:
+        self.tape = tape
+        self.expr = expression
+        self.hint = expression.value
 
     def is_int(self) -> bool:
-        return isinstance(self.hint, int)
+        return type(self.hint) is int
 
     def is_float(self) -> bool:
-        return isinstance(self.hint, float)
+        return type(self.hint) is float
 
     def is_bool(self) -> bool:
-        return False
+        return type(self.hint) is bool
 
     def is_constant(self) -> bool:
         return False
@@ -100,9 +89,50 @@ class _Node:
     def maybe_as_int(self) -> None:
         return None
 
-    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+    def wrap_int(self, value: int) -> _Node:
+        return _Node(self.tape, Expression(repr(value), value, ()))
+
+    def wrap_float(self, value: float) -> _Node:
+        return _Node(self.tape, Expression(repr(value), value, ()))
+
+    def neg(self) -> _Node:
+        return self.wrap_int(0).computed("sub", self)
+
+    def computed(self, name: str, other: _Node) -> _Node:
+        """Return the number or truth value that an operator gives."""
+        if not isinstance(other, _Node) or (name in _ARITHMETIC and not (self.is_int() and other.is_int())):
+            raise NotScalar
+        sign, function = (_ARITHMETIC | _COMPARISONS)[name]
+        value = function(self.hint, other.hint)
+        names = tuple(dict.fromkeys((*self.expr.free_symbols, *other.expr.free_symbols)))
+        made = _Node(self.tape, Expression(f"({self.expr.text} {sign} {other.expr.text})", value, names))
+        if name in _ARITHMETIC:
+            self.tape.calculation(made, function, self, other)
+        return made
+
+    def guard_int(self, file: str, line: int) -> int | float:
+        if not self.expr.is_number and self.expr.free_symbols:
+            self.tape.depends_on(self.expr, f"{self.expr.text} == {self.hint!r}")
+        self.expr.is_number = True
+        return self.hint
+
+    guard_float = guard_int
+
+    def int_(self) -> int | float:
+        return self.guard_int("", 0)
+
+    def guard_bool(self, file: str, line: int) -> bool:
+        self.tape.depends_on(self.expr, self.expr.text if self.hint else f"not {self.expr.text}")
+        return bool(self.hint)
+
+    def bool_(self) -> bool:
+        return self.guard_bool("", 0)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in _ARITHMETIC or name in _COMPARISONS:
+            return functools.partial(self.computed, name)
         return _not_scalar
 
 
@@ -116,6 +146,7 @@ class ScalarTape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.graph = fx.Graph()
+        self.guards: list[Condition] = []  # like those of a ShapeEnv, they may grow until the trace is finished
         self._device = _CPU  # of the captured tensors
         self._nodes: dict[
             int, tuple[Any, fx.Node]
@@ -128,9 +159,9 @@ class ScalarTape(TorchDispatchMode):
         self._placeholder(name, made, made)
         return made
 
-    def number(self, value: int | float, name: str) -> tuple[Any, fx.Node]:
-        """Return the symbol of a captured number, and its placeholder."""
-        node = _Node(value, name)
+    def number(self, value: int | float, name: str, text: str) -> tuple[Any, fx.Node]:
+        """Return the symbol of a captured number, and its placeholder. `text` is the number over n."""
+        node = _Node(self, Expression(text, value, (name,)))
         symbol = torch.SymFloat(node) if isinstance(value, float) else torch.SymInt(node)
         return symbol, self._placeholder(name, symbol, node)
 
@@ -148,11 +179,15 @@ class ScalarTape(TorchDispatchMode):
         """Return whether a tensor is a stand-in or a result."""
         return id(tensor) in self._nodes
 
-    @property
-    def guards(self) -> list[ValueGuard]:
-        """The conditions under which what is recorded is valid. They may still grow, as those of a ShapeEnv."""
-        numbers = (known.expr for known, _ in self._nodes.values() if isinstance(known, _Node))
-        return [ValueGuard(number) for number in numbers if number.is_number]
+    def calculation(self, made: _Node, function: Callable[..., int], *operands: _Node) -> None:
+        """Record arithmetic on numbers, which operators may then read."""
+        known = [self._nodes.get(id(operand)) for operand in operands]
+        args = [o.hint if found is None else found[1] for o, found in zip(operands, known, strict=True)]
+        self._note(made, self.graph.call_function(function, tuple(args)), torch.SymInt(made))
+
+    def depends_on(self, expression: Expression, condition: str) -> None:
+        """Note a condition under which what is recorded is valid."""
+        self.guards.append(Condition(replace(expression, text=condition)))
 
     def node_of(self, result: Any) -> Any:
         """Return the FX node of a tensor. Other results are returned unchanged."""

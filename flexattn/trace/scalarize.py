@@ -24,7 +24,7 @@ from flexattn.trace.aten import TABLES, has_row
 from flexattn.trace.elements import Elements, Index
 from flexattn.trace.interception import CONSTANT, DATA_DEPENDENT, IN_PLACE, MOST_SHOWN, RANDOM, line_of_node
 from flexattn.trace.operator_calls import is_symbol, operator_name
-from flexattn.trace.scalar_tape import Leaf, ValueGuard
+from flexattn.trace.scalar_tape import Expression
 
 Kind = Literal["score", "mask"]
 
@@ -194,7 +194,8 @@ class _Leaves:
         """Return a symbolic number as a leaf, which the host computes from the user's numbers and sizes."""
         expression = symbol.node.expr
         if expression.is_number:
-            value = float(expression) if isinstance(symbol, torch.SymFloat) else int(expression)
+            number = expression.value if isinstance(expression, Expression) else expression
+            value = float(number) if isinstance(symbol, torch.SymFloat) else int(number)
             return self.builder.const(value, torch.float64 if isinstance(value, float) else torch.int64)
         dtype = torch.float64 if isinstance(symbol, torch.SymFloat) else torch.int64
         text = python_text(expression, self.recorded.sources)
@@ -297,10 +298,8 @@ def _without_unused(graph: ModGraph, leaves: _Leaves) -> tuple[ModGraph, list[fx
 
 def python_text(expression: Any, sources: dict[str, str]) -> str:
     """Return a sympy expression over symbols, or what a ScalarTape has instead, as Python text over t and n."""
-    if isinstance(expression, Leaf):
-        return sources[expression.name]
-    if isinstance(expression, ValueGuard):
-        return f"{sources[expression.number.name]} == {expression.number.value!r}"
+    if isinstance(expression, Expression):
+        return expression.text
     from torch.utils._sympy.printers import PythonPrinter
 
     class Printer(PythonPrinter):
