@@ -265,6 +265,8 @@ def main() -> None:
     """Compile the jobs that arrive on stdin, until it is closed."""
     jobs, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what Triton and ptxas print must not mix with the results
+    if hasattr(os, "nice"):
+        os.nice(10)  # on busy cores, the kernel that the parent compiles is needed first
     arrived: SimpleQueue[Job] = SimpleQueue()
 
     def read() -> None:
