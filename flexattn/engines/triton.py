@@ -38,7 +38,11 @@ def forward(problem: Problem, run: Run = run_kernel) -> tuple[Tensor, Tensor, Te
         if wanted(problem, arrays):
             arrays |= outputs(problem)
     seen = KernelProblems.of(problem).seen_by(FORWARD)
-    run(FORWARD, seen, {"q": q, "k": problem.key, "v": v, "o": out}, arrays)
+    tensors = {"q": q, "k": problem.key, "v": v, "o": out}
+    if run is run_kernel:
+        run_kernel(FORWARD, seen, tensors, arrays, problem)
+    else:
+        run(FORWARD, seen, tensors, arrays)
     return out, lse, arrays.get("max_ptr")
 
 

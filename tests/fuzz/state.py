@@ -439,7 +439,7 @@ def text(outcomes: list[Outcome], seconds: float) -> str:
         f"{len(outcomes)} programs, {steps} changes ({changed} of what Python computes) in {seconds:.0f} s",
         f"{sum(bool(o.failure) for o in outcomes)} failures",
         f"{sum(o.strict for o in outcomes)} masks rejected that are as they were",
-        f"{sum(o.dynamo for o in outcomes)} changes in {sum(o.dynamo > 0 for o in outcomes)} programs: Dynamo misses them",
+        f"Dynamo misses {sum(o.dynamo for o in outcomes)} changes, in {sum(o.dynamo > 0 for o in outcomes)} programs",
         f"least drawn: {', '.join(f'{name} ({n})' for name, n in features.most_common()[-5:])}",
         "changes: " + ", ".join(f"{name} {n}" for name, n in changes.most_common()),
         f"{sum(bool(o.retraces) for o in outcomes)} programs traced at each call at some time:",
