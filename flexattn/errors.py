@@ -50,6 +50,10 @@ class CompileError(FlexAttentionError, RuntimeError):
     """A generated kernel could not be compiled or loaded on this device."""
 
 
+class FormatError(FlexAttentionError, RuntimeError, ValueError):
+    """Data that another version of flexattn wrote, or that is damaged."""
+
+
 class RetraceWarning(UserWarning):
     """A score_mod or mask_mod is traced at each call because it reads something that a guard cannot compare."""
 
