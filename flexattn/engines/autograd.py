@@ -108,7 +108,8 @@ def _run(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor, Tensor | Non
 def _forward_unviewed(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     out, lse, max_scores = engine.forward(problem)
     if out._is_view():  # with permuted dimensions; autograd would not let the user change it in-place
-        out = out.new_empty(0).set_(out)
+        own: Any = out.new_empty(0)
+        out = own.set_(out)
     return out, lse, max_scores
 
 

@@ -57,7 +57,7 @@ def range_name(problem: Problem, direction: str) -> str:
 def _hidden(problem: Problem, direction: str, needs: Needs | None) -> AbstractContextManager[object] | None:
     """Count the operations for each FlopCounterMode, and return the context that hides the engine's own operators."""
     modes = _get_current_dispatch_mode_stack() if _dispatch_modes() else []
-    counters = [mode for mode in modes if type(mode).__name__ in _COUNTS]
+    counters: list[Any] = [mode for mode in modes if type(mode).__name__ in _COUNTS]
     if counters:
         operator = _OPERATORS[direction]
         for mode in counters:
