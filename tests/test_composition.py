@@ -256,7 +256,8 @@ def test_results_while_they_are_counted() -> None:
 
 def test_profiles_name_the_mods() -> None:
     x = inputs()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         flex_attention(x, x, x, mods.alibi(H), MASK).sum().backward()
         flex_attention(x, x, x)
     names = {event.key: event.count for event in profile.key_averages() if event.key.startswith("flexattn.")}
