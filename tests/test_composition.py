@@ -179,7 +179,10 @@ def test_threads_with_the_same_and_with_other_mods() -> None:
         window = create_block_mask(mods.sliding_window(3 + i), None, None, T, T, device="cpu", BLOCK_SIZE=32)
         out = flex_attention(x, x, x, lambda s, b, h, q, kv: s * scale + kv % (i + 2), window)
         found = [out, *torch.autograd.grad(out.square().sum(), x)]
-        return [*found, *run(own[i], lambda f, x: f(x)), *run(shared, lambda f, x: f(x))]
+        for block in (own[i], shared):
+            out = block(x)
+            found += [out, *torch.autograd.grad(out.square().sum(), [x, *block.parameters()])]
+        return found
 
     barrier = threading.Barrier(6)
 
