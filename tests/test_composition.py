@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -315,3 +317,11 @@ def test_devices() -> None:
         out = flex_attention(x, x, x, block.score_mod, mask)
         results.append([t.cpu() for t in (out, *torch.autograd.grad(out.square().sum(), [x, block.bias]))])
     check_equal(results[0], results[1])
+
+
+def test_the_page_about_composition_runs(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parent.parent / "docs" / "composition.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 4
+    exec(compile("\n".join(blocks), "composition.md", "exec"), {"__name__": "page"})
