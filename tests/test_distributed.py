@@ -161,7 +161,35 @@ def fsdp_outside(rank: int, world: int) -> None:
     layer.reshard()
 
 
-WORK = (ddp, ddp_buffers, fsdp, fsdp_checkpoint, fsdp_mixed, fsdp_outside)
+class Limited(nn.Module):
+    """A layer that builds a mask from its parameter in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit = nn.Parameter(torch.full((2 * H,), 30.0))
+        self.weight = nn.Parameter(torch.eye(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.weight
+        mask = create_block_mask(
+            lambda b, h, q_idx, kv_idx: kv_idx < self.limit[h], None, H, T, T, device="cpu", BLOCK_SIZE=16
+        )
+        return flex_attention(x, x, x, block_mask=mask)
+
+
+def fsdp_mask(rank: int, world: int) -> None:
+    model = Limited()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    x = batch(rank, 0)
+    for limit in (30.0, 30.0, 30.0, 50.0):
+        with torch.no_grad():
+            model.limit.to_local().fill_(limit)
+        out = model(x)
+        out.sum().backward()  # FSDP frees the storage that the mask was built from
+        torch.testing.assert_close(out, flex_attention(x, x[:, :, : int(limit)], x[:, :, : int(limit)]))
+
+
+WORK = (ddp, ddp_buffers, fsdp, fsdp_checkpoint, fsdp_mask, fsdp_mixed, fsdp_outside)
 
 
 def process(rank: int, world: int, store: str) -> None:
