@@ -21,6 +21,7 @@ import torch
 
 from flexattn.errors import ModError, RetraceWarning, UnsupportedError, mod_in_messages
 from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.frozen import FrozenMod
 from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS
 from flexattn.process.config import debug, settings
 from flexattn.process.forks import Lock
@@ -60,6 +61,8 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
     Gradients are those of the recorded operations; `detach` and `torch.no_grad` stop them. A mask_mod has no gradient.
     A `torch.autograd.Function` in a score_mod is rejected, because its own backward would not be used.
     """
+    if type(mod) is FrozenMod and kind == "mask":
+        return mod.bound
     variant = variant_of(kind, score_dtype)
     for known in memo.find(mod, variant):
         found = known.guard(mod)
