@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as upstream
 from torch.utils._pytree import GetAttrKey
 
 from flexattn.block_mask import picture, plot, stored
@@ -33,11 +34,11 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Lists = tuple[Tensor, Tensor]
 
 
-class BlockMask:
+class BlockMask(upstream.BlockMask):
     """Which blocks of queries and keys attend: full (every pair), partial (where mask_mod is true), or empty.
 
-    The arguments, fields and methods are those of `torch.nn.attention.flex_attention.BlockMask`. The stored form
-    is `kv_runs` (for each block of queries, runs of blocks of keys) and `q_runs` (the transpose, for the backward, or
+    It is a `torch.nn.attention.flex_attention.BlockMask`, with its arguments, fields and methods. The stored form is
+    `kv_runs` (for each block of queries, runs of blocks of keys) and `q_runs` (the transpose, for the backward, or
     None). PyTorch's index lists are computed from them on each access.
 
     A mask built from a mask_mod raises an error when it is used after a value that its mask_mod reads has changed.
