@@ -349,4 +349,4 @@ def _request(return_lse: bool, return_aux: AuxRequest | upstream.AuxRequest | No
 def _warn_return_lse() -> None:
     """Warn once per process."""
     text = "return_lse is deprecated: use return_aux=AuxRequest(lse=True), which returns (out, AuxOutput)."
-    warnings.warn(text, FutureWarning, stacklevel=5)
+    warnings.warn(text, FutureWarning, stacklevel=4)

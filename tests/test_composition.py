@@ -260,15 +260,18 @@ def test_results_while_they_are_counted() -> None:
 
 
 def test_profiles_name_the_mods() -> None:
+    def sloped(score, b, h, q_idx, kv_idx):
+        return score - 0.5 * (q_idx - kv_idx).abs()
+
     x = inputs()
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        flex_attention(x, x, x, mods.alibi(H), MASK).sum().backward()
+        flex_attention(x, x, x, sloped, MASK).sum().backward()
         flex_attention(x, x, x)
     names = {event.key: event.count for event in profile.key_averages() if event.key.startswith("flexattn.")}
     assert names == {
-        "flexattn.forward(score_mod=alibi_2, mask_mod=causal)": 1,
-        "flexattn.backward(score_mod=alibi_2, mask_mod=causal)": 1,
+        "flexattn.forward(score_mod=sloped, mask_mod=causal)": 1,
+        "flexattn.backward(score_mod=sloped, mask_mod=causal)": 1,
         "flexattn.forward()": 1,
     }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from flexattn.block_mask.record import AnyOf, CaptureRecord, changed, is_unchanged
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.narrow import specialized
+from flexattn.process.forks import cached_property
 
 
 @dataclass(frozen=True)
