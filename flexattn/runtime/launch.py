@@ -204,33 +204,60 @@ def _no_counter(problem: Problem, tensors: Tensors) -> Tensor:
     return tensors["lse_ptr"]  # any address: it is not read
 
 
+_MOST_ADDRESSES = 64  # per descriptor of a launch; a training loop uses a few
+
+
+class _Place:
+    """The part of a tensor that a descriptor needs. It does not keep the tensor's memory."""
+
+    __slots__ = ("address", "dtype")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.address, self.dtype = tensor.data_ptr(), tensor.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
 @lru_cache(1)
 def _descriptor_kinds() -> tuple[type[Any], type[Any]]:
     """Return Triton's tensor descriptor class, without and with checks."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    class Unchecked(TensorDescriptor):
+    class Reused(TensorDescriptor):
+        expanded: list[Any] | None = None  # what a launch passes for it, see triton_versions
+
         def __post_init__(self) -> None: ...
 
-    return Unchecked, TensorDescriptor
+    return Reused, TensorDescriptor
 
 
 def descriptor_maker(tile: tuple[int, ...]) -> Callable[[Tensor], Any]:
-    """Return a function that makes the tensor descriptors of a launch. Triton checks only the first one.
+    """Return a function that makes the tensor descriptors of one argument of a launch, one for each address.
 
-    Shapes and strides are part of the launch key. Triton's checks take 7 us of host time, nine times in a backward.
+    Shapes and strides are part of the launch key. Triton's checks take 7 us of host time, nine times in a backward, and
+    encoding a descriptor for each launch calls the driver.
     """
-    Unchecked, TensorDescriptor = _descriptor_kinds()
-    known: list[tuple[list[int], list[int]]] = []
+    Reused, TensorDescriptor = _descriptor_kinds()
+    form: list[tuple[list[int], list[int]]] = []
+    known: dict[int, Any] = {}
 
     def make(tensor: Tensor) -> Any:
-        if known:
-            return Unchecked(tensor, *known[0], list(tile))
-        # torch ignores the stride of a dim of size 1, but TMA requires a multiple of 16 bytes.
-        step = -(-tensor.size(-1) * tensor.element_size() // 16) * 16 // tensor.element_size()
-        strides = [s if n > 1 else step for n, s in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
-        made = TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], list(tile))
-        known.append((made.shape, made.strides))
-        return made
+        found = known.get(tensor.data_ptr())
+        if found is None:
+            if not form:
+                form.append(_form(tensor))
+                TensorDescriptor(tensor, *form[0], list(tile))  # raises if TMA cannot address it
+            if len(known) >= _MOST_ADDRESSES:
+                known.clear()
+            found = known[tensor.data_ptr()] = Reused(_Place(tensor), *form[0], list(tile))
+        return found
 
     return make
+
+
+def _form(tensor: Tensor) -> tuple[list[int], list[int]]:
+    """Return shape and strides. torch ignores the stride of a dim of size 1, but TMA requires a multiple of 16 bytes."""
+    step = -(-tensor.size(-1) * tensor.element_size() // 16) * 16 // tensor.element_size()
+    strides = [s if n > 1 else step for n, s in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
+    return list(tensor.shape), [*strides, 1]
