@@ -64,8 +64,7 @@ class KnownBackward:
 
     rows: int  # elements of delta, of shift, and of each column of the sums of dq
     dq_columns: int  # columns of the float32 sums of dq, 0 without
-    captures: int  # tensors that score_mod captures
-    learned: tuple[int, ...]  # those of them that receive a gradient
+    learned: tuple[int, ...]  # the captured tensors that receive a gradient
     kernels: KnownKernels
 
     @staticmethod
@@ -75,9 +74,9 @@ class KnownBackward:
         sums = [] if problem.score is None else [capture_sum_name(problem.score.graph, i, "grad") for i in learned]
         names = (*_BACKWARD, *sums)
         kernels = KnownKernels.of(recorded.launches, names, problem)
-        q, captures = problem.query, 0 if problem.score is None else len(problem.score.captures)
+        q = problem.query
         columns = 32 * pieces_of(q.size(-1)) if "dq_sum_ptr" in arrays else 0
-        return KnownBackward(_padded_rows(q), columns, captures, learned, kernels)
+        return KnownBackward(_padded_rows(q), columns, learned, kernels)
 
     def __call__(
         self, problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs
@@ -91,15 +90,13 @@ class KnownBackward:
         memory = torch.empty(rows * (2 + columns), dtype=torch.float32, device=q.device)
         delta, shift, sums = memory.split_with_sizes((rows, rows, rows * columns))
         dq_sum = sums.view(-1, 32).zero_() if columns else None
-        captured: list[Tensor | None] = [None] * self.captures
-        tensors = [q, k, v, out, d_out, dq, dk, dv, lse, dlse, delta, shift, dq_sum]
-        if problem.score is not None and self.learned:
-            for i in self.learned:
-                captured[i] = torch.zeros(problem.score.captures[i].shape, dtype=torch.float32, device=q.device)
-                tensors.append(captured[i])
+        captures = () if problem.score is None else problem.score.captures
+        of_captures = [torch.zeros(captures[i].shape, dtype=torch.float32, device=q.device) for i in self.learned]
+        tensors = [q, k, v, out, d_out, dq, dk, dv, lse, dlse, delta, shift, dq_sum, *of_captures]
         self.kernels.run(problem, tensors)
-        for i in self.learned:
-            captured[i] = captured[i].to(problem.score.captures[i].dtype)
+        captured: list[Tensor | None] = [None] * len(captures)
+        for i, gradient in zip(self.learned, of_captures, strict=True):
+            captured[i] = gradient.to(captures[i].dtype)
         d_sink = _sink_gradient(problem, lse, delta, needs)
         return dq, dk if needs[1] else None, dv if needs[2] else None, tuple(captured), d_sink
 

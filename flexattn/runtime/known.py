@@ -79,7 +79,9 @@ class KnownKernels:
     def of(launches: Sequence[Launch], names: Sequence[str], problem: Problem) -> KnownKernels:
         """Return the kernels of recorded launches of a problem."""
         index: dict[str | tuple[Part, int], int] = {name: i for i, name in enumerate(names)}
-        used = {s.part: None for launch in launches for s in launch.sources if isinstance(s, FromProblem)}
+        used: dict[Part, None] = {
+            s.part: None for launch in launches for s in launch.sources if isinstance(s, FromProblem)
+        }
         for part in used:
             for i in range(len(PARTS[part](problem))):
                 index[part, i] = len(index)

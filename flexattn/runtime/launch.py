@@ -257,7 +257,7 @@ def descriptor_maker(tile: tuple[int, ...]) -> Callable[[Tensor], Any]:
 
 
 def _form(tensor: Tensor) -> tuple[list[int], list[int]]:
-    """Return shape and strides. torch ignores the stride of a dim of size 1, but TMA requires a multiple of 16 bytes."""
+    """Return shape and strides. A dim of size 1 may have any stride in torch, but TMA requires 16 byte multiples."""
     step = -(-tensor.size(-1) * tensor.element_size() // 16) * 16 // tensor.element_size()
     strides = [s if n > 1 else step for n, s in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
     return list(tensor.shape), [*strides, 1]
