@@ -28,14 +28,14 @@ ALLOCATING = frozenset((
 ))  # fmt: skip
 # By call: calls of Python functions of flexattn, allocations, and launches of a known call, at most.
 BOUNDS = {
-    "plain, forward": (54, 2, 1),
-    "causal, forward": (90, 2, 1),
-    "alibi + causal, forward": (108, 2, 1),
-    "alibi + documents, forward": (114, 2, 1),
-    "plain, forward + backward": (121, 6, 4),
-    "causal, forward + backward": (164, 6, 4),
-    "alibi + causal, forward + backward": (191, 6, 4),
-    "alibi + documents, forward + backward": (199, 6, 4),
+    "plain, forward": (50, 2, 1),
+    "causal, forward": (83, 2, 1),
+    "alibi + causal, forward": (95, 2, 1),
+    "alibi + documents, forward": (102, 2, 1),
+    "plain, forward + backward": (115, 6, 4),
+    "causal, forward + backward": (157, 6, 4),
+    "alibi + causal, forward + backward": (172, 6, 4),
+    "alibi + documents, forward + backward": (185, 6, 4),
 }
 
 

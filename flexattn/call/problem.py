@@ -13,6 +13,7 @@ from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import EqualRuns
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.options import option
+from flexattn.process.quick_init import quick_init
 
 # Which of query, key, value and the sink require a gradient. Of captured tensors, the sites of score_grad say it.
 Needs = tuple[bool, bool, bool, bool]
@@ -20,6 +21,7 @@ Needs = tuple[bool, bool, bool, bool]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...], Tensor | None]
 
 
+@quick_init
 @dataclass(frozen=True)
 class Problem:
     """What to compute: tensors, mods with their values, and the scale. A mod is None if it does nothing.

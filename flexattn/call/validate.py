@@ -173,6 +173,8 @@ def _lengths(found: tuple[int, int], wanted: tuple[int, int]) -> str:
 def place_captures(bound: BoundMod, device: torch.device, argument: str) -> BoundMod:
     """Return the mod with its captured tensors on `device`. CPU scalars are moved; other tensors must be on it."""
     placed = bound.on(device)
+    if placed is bound:
+        return bound
     for capture, described in zip(placed.captures, bound.graph.captures, strict=True):
         if capture.device != device:
             mend = f"Move it with .to({str(device)!r}) outside of the mod."
