@@ -28,14 +28,14 @@ ALLOCATING = frozenset((
 ))  # fmt: skip
 # By call: calls of Python functions of flexattn, allocations, and launches of a known call, at most.
 BOUNDS = {
-    "plain, forward": (50, 2, 1),
-    "causal, forward": (83, 2, 1),
-    "alibi + causal, forward": (95, 2, 1),
-    "alibi + documents, forward": (102, 2, 1),
-    "plain, forward + backward": (115, 6, 4),
-    "causal, forward + backward": (157, 6, 4),
-    "alibi + causal, forward + backward": (172, 6, 4),
-    "alibi + documents, forward + backward": (185, 6, 4),
+    "plain, forward": (53, 2, 1),
+    "causal, forward": (86, 2, 1),
+    "alibi + causal, forward": (98, 2, 1),
+    "alibi + documents, forward": (105, 2, 1),
+    "plain, forward + backward": (118, 6, 4),
+    "causal, forward + backward": (160, 6, 4),
+    "alibi + causal, forward + backward": (175, 6, 4),
+    "alibi + documents, forward + backward": (188, 6, 4),
 }
 
 
@@ -71,10 +71,13 @@ def test_what_a_known_call_costs(runs: dict[str, Callable[[], object]], name: st
     for _ in range(2):
         run()
     before = Unlaunched.launches
-    functions, builtins = counted(run)
+    run()
+    launches = Unlaunched.launches - before
+    # The fewest of several: tensors at new addresses have new descriptors.
+    functions, builtins = min((counted(run) for _ in range(10)), key=lambda found: found[0])
     allocations = sum(count for function, count in builtins.items() if function in ALLOCATING)
     assert functions > 10 and allocations, "the profiler saw the call"
-    found = (functions, allocations, Unlaunched.launches - before)
+    found = (functions, allocations, launches)
     assert all(a <= b for a, b in zip(found, BOUNDS[name], strict=True)), found
 
 
