@@ -45,12 +45,13 @@ from benchmarks.masks import (
     measure_masks,
 )
 from benchmarks.peers import PEERS, prepare_torch, torch_flex_module
+from benchmarks.stubbed import stubbed
 from benchmarks.works import WORKS, Mods, Work, causal_mask, make_inputs
 from flexattn.block_mask.captures import survey
 from flexattn.trace import memo
 from flexattn.trace.trace import trace, variant_of
 
-PARTS = ("masks", "host", "guard", "first_call", "recompiles")
+PARTS = ("masks", "host", "stubbed", "guard", "first_call", "recompiles")
 KNOWN = ("flexattn", "torch_flex", "torch_flex_eager")
 MOST_LAUNCHES = 100  # between two waits for the device, so that its queue is never full
 GPU_LENGTHS = "8192,32768,65536,131072,1048576"  # of masks
@@ -164,6 +165,11 @@ def host(settings: Settings) -> list[Result]:
                 runs[replace(config, direction="forward + backward")] = both
     clock = {"clock": host_sample, "most_launches": MOST_LAUNCHES}
     return [*measure(runs, settings.device, settings.rounds, **clock).values(), *notes]
+
+
+def stubs(settings: Settings) -> list[Result]:
+    """Time known calls with launches left out, on any machine."""
+    return stubbed(settings.rounds, 5 if settings.length < 256 else 100)
 
 
 def guarded_mods(device: torch.device) -> dict[str, tuple[Callable[..., Any], str]]:
@@ -322,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = options.parts.split(",")
     masks = measure_masks(settings.masks) if "masks" in parts else None  # before other parts build masks
     results: list[Result] = []
-    for name, part in (("first_call", first_call), ("host", host), ("guard", guards)):
+    for name, part in (("first_call", first_call), ("host", host), ("stubbed", stubs), ("guard", guards)):
         results += part(settings) if name in parts else []
     found = recompiles(settings) if "recompiles" in parts else []
     where = environment(settings.device, options.label)

@@ -29,13 +29,14 @@ from flexattn.call.problem import Problem
 from flexattn.compile import scalars
 from flexattn.compile.arguments import DescriptorOf
 from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
-from flexattn.compile.kernels import DELTA, KERNELS
+from flexattn.compile.kernels import DELTA, FORWARD, KERNELS
 from flexattn.compile.schedule import backward_kernels, plan_best_form
 from flexattn.compile.shared_memory import fit
 from flexattn.engines import triton
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.machine.target import Target
 from flexattn.runtime import launch
+from flexattn.runtime.known import known_key
 from flexattn.runtime.load import LoadedKernel
 
 pytest.importorskip("triton")
@@ -238,11 +239,20 @@ def keys_and_outcomes(call: Call, keys: Mapping[str, Key]) -> Iterator[tuple[str
     problem = call.problem()
     with torch.no_grad(), settings_of(call), patch.object(triton, "scheduled_backward", schedule):
         out, lse, _ = triton.forward(problem, keep)
-        d_lse = torch.zeros_like(lse) if call.d_lse else None
-        triton.backward(problem, out, lse, torch.zeros_like(out), d_lse, (*call.needs, False), keep)
+        d_lse, d_out = torch.zeros_like(lse) if call.d_lse else None, torch.zeros_like(out)
+        forward, needs = len(found), (*call.needs, False)
+        triton.backward(problem, out, lse, d_out, d_lse, needs, keep)
         for arguments, meant in found:
             for name, key in keys.items():
                 yield name, key(*arguments), meant
+        problem = triton._with_rows(problem)
+        given = {"q": problem.query, "k": problem.key, "v": problem.value}
+        launches = tuple(meant for _, meant in found)
+        for name, left_out in (("known_key", {}), *((f"known_key: {x}", {x: ()}) for x in ("arrays", "needs"))):
+            arrays = () if d_lse is None else ("dlse_ptr",)
+            parts: dict[str, Any] = {"arrays": arrays, "needs": needs, **left_out}
+            yield name, known_key(FORWARD, problem, given, (), ()), launches[:forward]
+            yield name, known_key(DELTA, problem, {**given, "o": out, "do": d_out}, **parts), launches[forward:]
 
 
 Meanings = dict[str, dict[object, set[object]]]  # values of each key, by the function that made the key
@@ -251,7 +261,7 @@ Meanings = dict[str, dict[object, set[object]]]  # values of each key, by the fu
 @pytest.fixture(scope="module")
 def meanings() -> Meanings:
     keys = {"launch_key": launch.launch_key, **mutants()}
-    found: Meanings = {name: {} for name in keys}
+    found: Meanings = {name: {} for name in (*keys, "known_key", "known_key: arrays", "known_key: needs")}
     with on_sm90():
         for call in CALLS:
             for name, key, meant in keys_and_outcomes(call, keys):
@@ -323,6 +333,12 @@ def test_equal_keys_mean_equal_launches(meanings: Meanings) -> None:
 @pytest.mark.parametrize("element", mutants())
 def test_each_element_of_the_key_is_needed(meanings: Meanings, element: str) -> None:
     assert bool(ambiguous(meanings, element)) == (element not in NOT_NEEDED)
+
+
+def test_equal_keys_mean_equal_known_calls(meanings: Meanings) -> None:
+    assert len(meanings["known_key"]) > len(CALLS)
+    assert ambiguous(meanings, "known_key") == []
+    assert ambiguous(meanings, "known_key: arrays") and ambiguous(meanings, "known_key: needs")
 
 
 def test_every_kernel_is_among_the_calls(meanings: Meanings) -> None:

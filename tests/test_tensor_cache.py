@@ -58,7 +58,7 @@ _OPENED = (dict, list, tuple, set, frozenset, types.CellType)
 
 def caches() -> dict[str, Any]:
     """Return everything at module level that keeps what functions returned."""
-    found: dict[str, Any] = {"launches": launch._launches, "backwards": launch._backwards}
+    found: dict[str, Any] = {f"launches {i}": cache for i, cache in enumerate(launch.CACHES)}
     for name, module in list(sys.modules.items()):
         if name.startswith("flexattn."):
             for attribute, value in vars(module).items():

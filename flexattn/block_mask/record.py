@@ -73,16 +73,18 @@ class CaptureRecord(NamedTuple):
 
     def check(self, bound: BoundMod) -> None:
         """Raise MutationError if `bound`, the same mod bound now, has different values than those recorded."""
-        for number, before, now in zip(self.graph.numbers, self.numbers, bound.numbers, strict=False):
-            if before != now:
-                raise changed(f"mask_mod's captured number {number.name!r}", f"was {before} and is {now}")
+        if self.numbers != bound.numbers:
+            for number, before, now in zip(self.graph.numbers, self.numbers, bound.numbers, strict=False):
+                if before != now:
+                    raise changed(f"mask_mod's captured number {number.name!r}", f"was {before} and is {now}")
         if bound.graph is not self.graph and bound.graph.computes != self.graph.computes:
             raise changed("what mask_mod computes", "has changed")
         if bound.prologue[0] != self.prologue[0]:
             raise changed("what mask_mod computes from the tensors that it captures", "has changed")
-        if repr(bound.prologue[1]) != repr(self.prologue[1]):  # distinguishes 0.0 from -0.0
+        of_prologue = self.prologue[1], bound.prologue[1]
+        if any(of_prologue) and repr(of_prologue[0]) != repr(of_prologue[1]):  # distinguishes 0.0 from -0.0
             raise changed("a number that mask_mod combines with a captured tensor", "has changed")
-        if all(_is_any(before, now) for before, now in zip(self.captures, bound.captures, strict=True)):
+        if all(map(_is_any, self.captures, bound.captures)):
             return
         if len(bound.reached) != len(self.reached):
             raise changed("the tensors that mask_mod captures", "have changed")

@@ -9,6 +9,8 @@ from flexattn.errors import ArgumentError, DtypeError, message
 
 def as_float(argument: str, value: object, expected: str, mend: str) -> float:
     """Return a number (int, float, Fraction, numpy scalar) as a float. Bools and strings are rejected."""
+    if type(value) is float:
+        return value
     if isinstance(value, bool) or not isinstance(value, Real):
         raise DtypeError(message(argument, f"a {type(value).__name__}", expected, mend))
     try:

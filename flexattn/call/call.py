@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
 from flexattn.block_mask import BlockMask
+from flexattn.process.quick_init import quick_init
 
 Mod = Callable[..., object]
 
 
+@quick_init
 @dataclass(frozen=True, eq=False)
 class Call:
     """The arguments of flex_attention, unchecked."""

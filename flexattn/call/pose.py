@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -49,9 +49,9 @@ def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
     score = _score(call.score_mod, query)  # Python -> BoundMod
     captures = () if score is None else score.captures
     sink = check_sink(call.sink, query)
-    learnable = (query, key, value, *captures, *(() if sink is None else (sink,)))
+    learnable = (query, key, value, *captures) if sink is None else (query, key, value, *captures, sink)
     transformed = is_transforming()  # under a torch.func transform any tensor may be differentiated
-    gradient = transformed or (torch.is_grad_enabled() and any(x.requires_grad for x in learnable))
+    gradient = transformed or (torch.is_grad_enabled() and any(map(_learns, learnable)))
     blocks = _blocks(call.block_mask)  # PyTorch's BlockMask -> BlockMask
     mask = None
     if blocks is not None:
@@ -66,6 +66,9 @@ def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
     return complete(problem, gradient, on_gpu)
 
 
+_learns = attrgetter("requires_grad")
+
+
 def complete(problem: Problem, gradient: bool, on_gpu: bool = False) -> Problem:
     """Return the problem with its mods in the form that engines compute, differentiated if a backward may follow."""
     score, query, invariant = problem.score, problem.query, problem.batch_invariant
@@ -76,7 +79,7 @@ def complete(problem: Problem, gradient: bool, on_gpu: bool = False) -> Problem:
                 score = places_last(score)  # BoundMod -> BoundMod
         score_grad = _differentiated(score) if gradient else None  # ModGraph -> ModGraph
         if gradient or score is not problem.score:
-            problem = replace(problem, score=score, score_grad=score_grad)
+            problem = problem.with_fields(score=score, score_grad=score_grad)
     return as_batch_invariant(problem) if invariant else problem
 
 

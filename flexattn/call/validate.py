@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Set
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,18 +17,18 @@ from flexattn.graph.nodes import short_dtype
 from flexattn.graph.ranges import INDEX_LIMIT
 from flexattn.torch_state.subclasses import check_plain, is_plain
 
+T = TypeVar("T")
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 DEVICES = frozenset({"cpu", "cuda"})
 
 
 def check_tensors(query: object, key: object, value: object, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Check kinds, ranks, sizes, dtypes and devices of query, key and value; return them."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            raise DtypeError(message(name, f"a {type(x).__name__}", "a torch.Tensor", "Pass a tensor."))
-    assert isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not is_plain(x):
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        name, x = next(found for found in _named(query, key, value) if not isinstance(found[1], Tensor))
+        raise DtypeError(message(name, f"a {type(x).__name__}", "a torch.Tensor", "Pass a tensor."))
+    if not (is_plain(query) and is_plain(key) and is_plain(value)):
+        for name, x in _named(query, key, value):
             check_plain(name, x)
     check_forms(query, key, value, enable_gqa)
     return query, key, value
@@ -35,9 +36,8 @@ def check_tensors(query: object, key: object, value: object, enable_gqa: bool) -
 
 def check_forms(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, devices: Set[str] = DEVICES) -> None:
     """Check ranks, sizes, dtypes and devices. The tensors may be fake, and their sizes symbols."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dim() != 4:
-            raise _rank(name, x)
+    if not query.dim() == key.dim() == value.dim() == 4:
+        raise _rank(*next((name, x) for name, x in _named(query, key, value) if x.dim() != 4))
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
         raise _dtypes(query, key, value)
     device = query.device
@@ -48,6 +48,10 @@ def check_forms(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, dev
         mend = "Move query, key and value to one of these devices."
         raise DeviceError(message("query", f"device {device}", " or ".join(sorted(DEVICES)), mend))
     _check_sizes(query.shape, key.shape, value.shape, enable_gqa)
+
+
+def _named(query: T, key: T, value: T) -> tuple[tuple[str, T], ...]:
+    return ("query", query), ("key", key), ("value", value)
 
 
 def _rank(name: str, x: Tensor) -> UnsupportedError:
@@ -73,10 +77,10 @@ def _check_sizes(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: bool) 
     if k[3] != D:
         mend = "Project query and key to the same head dim."
         raise ArgumentError(message("key", f"head dim {k[3]}", f"that of query, {D}", mend))
-    for name, length in (("query", q[2]), ("key", N)):
-        if length > INDEX_LIMIT:
-            mend = "Split it into shorter sequences, and merge the results by their lse."
-            raise ArgumentError(message(name, f"length {length}", f"at most {INDEX_LIMIT}", mend))
+    if q[2] > INDEX_LIMIT or N > INDEX_LIMIT:
+        name, length = ("query", q[2]) if q[2] > INDEX_LIMIT else ("key", N)
+        mend = "Split it into shorter sequences, and merge the results by their lse."
+        raise ArgumentError(message(name, f"length {length}", f"at most {INDEX_LIMIT}", mend))
     if D == 0 or v[3] == 0:
         name = "query" if D == 0 else "value"
         raise ArgumentError(message(name, "head dim 0", "at least 1", "Pass at least one channel."))
@@ -169,6 +173,8 @@ def _lengths(found: tuple[int, int], wanted: tuple[int, int]) -> str:
 def place_captures(bound: BoundMod, device: torch.device, argument: str) -> BoundMod:
     """Return the mod with its captured tensors on `device`. CPU scalars are moved; other tensors must be on it."""
     placed = bound.on(device)
+    if placed is bound:
+        return bound
     for capture, described in zip(placed.captures, bound.graph.captures, strict=True):
         if capture.device != device:
             mend = f"Move it with .to({str(device)!r}) outside of the mod."

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
+from flexattn.block_mask import BlockMask
 from flexattn.call.problem import Problem
 
 Tensors = Mapping[str, Tensor]  # by their names in the templates: q, k, v, o, do, dq, dk, dv, lse_ptr, ...
@@ -27,11 +29,63 @@ class FromTensors:
     name: str
 
 
+Part = Literal["kv_runs", "q_runs", "score", "mask", "sink", "seed"]
+
+
 @dataclass(frozen=True)
 class FromProblem:
-    """A tensor of the problem: a block list of the mask, a captured tensor, or the dropout seed."""
+    """A tensor of the problem: the one at `index` of a part."""
 
-    tensor: Callable[[Problem], Tensor]
+    part: Part
+    index: int = 0
+
+    def tensor(self, problem: Problem) -> Tensor:
+        return PARTS[self.part](problem)[self.index]
+
+
+def _block_mask(problem: Problem) -> BlockMask:
+    assert problem.block_mask is not None
+    return problem.block_mask
+
+
+def _q_runs(problem: Problem) -> tuple[Tensor, ...]:
+    lists = _block_mask(problem).q_runs
+    assert lists is not None
+    return lists.tensors
+
+
+def _score(problem: Problem) -> tuple[Tensor, ...]:
+    assert problem.score is not None
+    return problem.score.captures
+
+
+def _mask(problem: Problem) -> tuple[Tensor, ...]:
+    """Return the captures of the mask as kernels see it: with the bounds of runs of equal elements at the end."""
+    assert problem.mask is not None
+    if not problem.equal_runs:
+        return problem.mask.captures
+    return (*problem.mask.captures, *(bounds for r in problem.equal_runs for bounds in (r.starts, r.ends)))
+
+
+def _sink(problem: Problem) -> tuple[Tensor, ...]:
+    assert problem.sink is not None
+    return (problem.sink,)
+
+
+def _seed(problem: Problem) -> tuple[Tensor, ...]:
+    assert problem.dropout is not None
+    return (problem.dropout.seed,)
+
+
+# The tensors that kernels read besides query, key and value. They are the same in each variant of a problem.
+PARTS: dict[Part, Callable[[Problem], tuple[Tensor, ...]]] = {
+    "kv_runs": lambda problem: _block_mask(problem).kv_runs.tensors,
+    "q_runs": _q_runs,
+    "score": _score,
+    "mask": _mask,
+    "sink": _sink,
+    "seed": _seed,
+}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import torch
 
-from flexattn.call.dropout import Dropout
 from flexattn.call.problem import Problem
 from flexattn.compile.head_dims import split_head_dim
 from flexattn.compile.hopper_descriptors import dq_descriptors, forward_descriptors, key_descriptors, wide_descriptors
@@ -44,19 +43,9 @@ from flexattn.compile.tiles import Tile
 from flexattn.options import option
 
 
-def _sink(problem: Problem) -> torch.Tensor:
-    assert problem.sink is not None
-    return problem.sink.detach()
-
-
 def _of_rows(problem: Problem, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return an empty array with one element per query: [B, Hq, M]."""
     return torch.empty(problem.query.shape[:3], dtype=dtype, device=problem.query.device)
-
-
-def _dropout(problem: Problem) -> Dropout:
-    assert problem.dropout is not None
-    return problem.dropout
 
 
 MAX_SCORES = Feature(
@@ -75,14 +64,14 @@ PROFILE = Feature(
 SINK = Feature(
     "sink",
     wanted=lambda problem, arrays: problem.sink is not None,
-    operands=(OfProblem("sink_ptr", "*fp32", _sink), Scalars(("stride_sink_b", "stride_sink_h"))),
+    operands=(OfProblem("sink_ptr", "*fp32", "sink"), Scalars(("stride_sink_b", "stride_sink_h"))),
     text="    sink     one more term of each sum",
 )
 DROPOUT = Feature(
     "dropout",
     wanted=lambda problem, arrays: problem.dropout is not None,
     operands=(
-        OfProblem("seed_ptr", "*i64", lambda problem: _dropout(problem).seed),
+        OfProblem("seed_ptr", "*i64", "seed"),
         Scalars(("drop_below", "keep_scale")),
     ),
     text="    dropout  by Philox, from seed and position",

@@ -66,7 +66,7 @@ class ModPlan:
         return mod
 
     def _tensor(self, i: int) -> FromProblem:
-        return FromProblem(lambda problem: self.bound(problem).captures[i].detach())
+        return FromProblem("score" if self.role == "score" else "mask", i)
 
     def _stride(self, i: int, d: int, unit: int) -> FromShapes:
         return FromShapes(lambda problem, _: self.bound(problem).captures[i].stride(d) // unit)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from flexattn.call.problem import Problem
-from flexattn.compile.arguments import Argument, DescriptorOf, FromProblem, FromShapes, FromTensors, TileCounter
+from flexattn.compile.arguments import Argument, DescriptorOf, FromProblem, FromShapes, FromTensors, Part, TileCounter
 from flexattn.compile.kernel_plan import KernelPlan, Operand
 from flexattn.compile.mod_plan import TRITON_POINTER
-from flexattn.compile.scalars import SCALARS, mask_of
+from flexattn.compile.scalars import SCALARS
 from flexattn.compile.scatter import capture_sum_arguments
 
 _KEY_TENSORS = ("k", "v", "dk", "dv")  # tensors with a row per key
@@ -70,10 +69,10 @@ class OfProblem:
 
     name: str
     type: str
-    tensor: Callable[[Problem], torch.Tensor]
+    part: Part
 
     def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
-        return (Argument(self.name, self.type, FromProblem(self.tensor)),)
+        return (Argument(self.name, self.type, FromProblem(self.part)),)
 
 
 @dataclass(frozen=True)
@@ -127,22 +126,14 @@ class MaskLists:
     def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
         if plan.blocks is None:
             return ()
-        side, by_key = ("q", True) if plan.transposed else ("kv", False)
-        pointers = (
-            Argument(f"{side}_{name}_ptr", "*i32", FromProblem(lambda p, n=name: _lists(p, by_key)[n]))
-            for name in ("partial", "partial_runs", "full", "full_runs", "order")
-        )
+        side, part = _BY_KEY if plan.transposed else _BY_QUERY
+        pointers = (Argument(f"{side}_{name}_ptr", "*i32", FromProblem(part, i)) for i, name in enumerate(_LISTS))
         return (*pointers, *Scalars(self.strides).arguments(plan))
 
 
-def _lists(problem: Problem, by_key: bool) -> dict[str, torch.Tensor]:
-    mask = mask_of(problem)
-    lists = mask.q_runs if by_key else mask.kv_runs
-    assert lists is not None
-    return {
-        "partial": lists.partial.row_ptr, "partial_runs": lists.partial.runs, "full": lists.full.row_ptr,
-        "full_runs": lists.full.runs, "order": lists.order,
-    }  # fmt: skip
+_LISTS = ("partial", "partial_runs", "full", "full_runs", "order")  # as in RunLists.tensors
+_BY_KEY: tuple[str, Part] = ("q", "q_runs")
+_BY_QUERY: tuple[str, Part] = ("kv", "kv_runs")
 
 
 @dataclass(frozen=True)

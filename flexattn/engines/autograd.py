@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -51,8 +51,9 @@ def attention(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor, Tensor 
         _tell(getattr(engine, "__name__", type(engine).__name__), problem.query.dtype, mods)
     if is_transforming():
         return _TransformedAttention.apply(engine, problem, *_tensors(problem))[:3]
-    if wants_gradient(problem):
-        return _Attention.apply(engine, problem, *_tensors(problem))
+    tensors = _tensors(problem)
+    if _requires_gradient(tensors):
+        return _Attention.apply(engine, problem, *tensors)
     out, lse, max_scores = without_autocast(problem, engine.forward, problem)
     return out, _shown(lse, problem), max_scores
 
@@ -65,12 +66,20 @@ def _tell(engine: str, dtype: torch.dtype, mods: tuple[str, ...]) -> None:
 
 def _shown(lse: Tensor, problem: Problem) -> Tensor:
     """Return lse in the dtype that the user sees. The backward keeps the engine's lse."""
-    return lse.to(torch.float64 if problem.query.dtype == torch.float64 else torch.float32)
+    dtype = torch.float64 if problem.query.dtype == torch.float64 else torch.float32
+    return lse if lse.dtype == dtype else lse.to(dtype)
 
 
 def wants_gradient(problem: Problem) -> bool:
     """Return whether a backward may follow."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(problem))
+    return _requires_gradient(_tensors(problem))
+
+
+_learns = attrgetter("requires_grad")
+
+
+def _requires_gradient(tensors: Sequence[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(map(_learns, tensors))
 
 
 class _Attention(Function):
@@ -101,6 +110,9 @@ class _Attention(Function):
         return None, None, *_gradients(ctx.engine, problem, needs, d_out, d_lse, out, lse)
 
 
+_NOTHING = torch.empty(0, device="cpu")  # in the place of tensors that save_for_backward keeps
+
+
 def _run(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     return without_autocast(problem, partial(_forward_unviewed, engine), problem)
 
@@ -116,9 +128,9 @@ def _forward_unviewed(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor,
 def _keep(ctx: Any, engine: Engine, problem: Problem, tensors: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
     """Save in `ctx` what the backward reads."""
     ctx.engine = engine
-    ctx.problem = _with_tensors(problem, (tensors[0].new_empty(0),) * len(tensors))  # save_for_backward keeps tensors
+    ctx.problem = _with_tensors(problem, (_NOTHING,) * len(tensors))  # save_for_backward keeps tensors
     ctx.save_for_backward(*tensors, out, lse)
-    ctx.shapes = [tuple(x.shape) for x in (*tensors, out, lse)]
+    ctx.shapes = [x.shape for x in (*tensors, out, lse)]
     ctx.set_materialize_grads(False)
 
 
@@ -170,7 +182,7 @@ class _AttentionGradient(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         ctx.engine, problem, ctx.needs = inputs[:3]
         tensors = inputs[3:]
-        ctx.problem = _with_tensors(problem, (tensors[0].new_empty(0),) * len(ctx.needs))
+        ctx.problem = _with_tensors(problem, (_NOTHING,) * len(ctx.needs))
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
@@ -261,7 +273,7 @@ def _with_tensors(problem: Problem, tensors: Sequence[Tensor]) -> Problem:
     sink = None if problem.sink is None else rest.pop()
     split = 0 if problem.score is None else len(problem.score.captures)
     score, mask = _with_captures(problem.score, rest[:split]), _with_captures(problem.mask, rest[split:])
-    return replace(problem, query=query, key=key, value=value, score=score, mask=mask, sink=sink)
+    return problem.with_fields(query=query, key=key, value=value, score=score, mask=mask, sink=sink)
 
 
 def _with_captures(bound: BoundMod | None, captures: Sequence[Tensor]) -> BoundMod | None:

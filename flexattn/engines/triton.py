@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,19 +19,113 @@ from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
 from flexattn.compile.kernels import DELTA, DQ_ROWS, FORWARD, SIZES
 from flexattn.compile.plan import has_descriptor, is_aligned
 from flexattn.compile.scalars import padded
-from flexattn.compile.scatter import capture_sum_name
+from flexattn.compile.scatter import capture_sum_name, scatter_captures
 from flexattn.compile.schedule import KernelProblems, backward_kernels, plan_best_form
 from flexattn.machine.target import Target
-from flexattn.runtime.launch import run_kernel, scheduled_backward
+from flexattn.options import option
+from flexattn.runtime.known import COUNTER, KnownKernels, Recorder, known_key
+from flexattn.runtime.launch import CACHES, remember, scheduled_backward
 
-# Runs one kernel, as launch.run_kernel does. Tuning and profile pass functions that also record the calls.
+# Runs one kernel, as launch.run_kernel does. Tuning and profile pass functions that also record the calls. Calls with
+# one are not looked up among the known ones.
 Run = Callable[[KernelSpec, Problem, Tensors, Tensors], None]
 _FORWARD_OUTPUTS = tuple((f.wanted, f.outputs) for f in FORWARD.features if f.outputs is not None)
 
 
-def forward(problem: Problem, run: Run = run_kernel) -> tuple[Tensor, Tensor, Tensor | None]:
+@dataclass(frozen=True)
+class KnownForward:
+    """A forward whose launches are known."""
+
+    out: tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
+    counts: bool  # tiles are taken from a counter
+    kernels: KnownKernels
+
+    @staticmethod
+    def of(problem: Problem, recorded: Recorder, out: Tensor) -> KnownForward:
+        """Return the forward that was recorded."""
+        kernels = KnownKernels.of(recorded.launches, ("q", "k", "v", "o", "lse_ptr", "max_ptr", COUNTER), problem)
+        return KnownForward((tuple(out.shape), out.stride()), recorded.counts, kernels)
+
+    def __call__(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+        q, device = problem.query, problem.query.device
+        shape, strides = self.out
+        out = torch.empty_strided(shape, strides, dtype=q.dtype, device=device)
+        lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
+        largest = torch.empty_like(lse) if problem.max_scores else None
+        # A new counter for each launch: a CUDA graph captures the zeroing, and concurrent launches must not share one.
+        counter = lse.new_zeros(1, dtype=torch.int32) if self.counts else None
+        self.kernels.run(problem, [q, problem.key, problem.value, out, lse, largest, counter])
+        return out, lse, largest
+
+
+@dataclass(frozen=True)
+class KnownBackward:
+    """A backward whose launches are known. Arrays that are not returned are parts of one allocation of float32."""
+
+    rows: int  # elements of delta, of shift, and of each column of the sums of dq
+    dq_columns: int  # columns of the float32 sums of dq, 0 without
+    learned: tuple[int, ...]  # the captured tensors that receive a gradient
+    kernels: KnownKernels
+
+    @staticmethod
+    def of(problem: Problem, recorded: Recorder, needs: Needs, arrays: Iterable[str]) -> KnownBackward:
+        """Return the backward that was recorded, with these arrays."""
+        learned = _learned(problem)
+        sums = [] if problem.score is None else [capture_sum_name(problem.score.graph, i, "grad") for i in learned]
+        names = (*_BACKWARD, *sums)
+        kernels = KnownKernels.of(recorded.launches, names, problem)
+        q = problem.query
+        columns = 32 * pieces_of(q.size(-1)) if "dq_sum_ptr" in arrays else 0
+        return KnownBackward(_padded_rows(q), columns, learned, kernels)
+
+    def __call__(
+        self, problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs
+    ) -> Gradients:
+        """Compute the gradients."""
+        q, k, v = problem.query, problem.key, problem.value
+        dq = _like_strides(q, q.size(-1)) if needs[0] else None
+        dk, dv = (_like_strides(k, k.size(-1)), _like_strides(v, v.size(-1))) if needs[1] or needs[2] else (None, None)
+        dlse = None if d_lse is None else d_lse.float().contiguous()
+        rows, columns = self.rows, self.dq_columns
+        memory = torch.empty(rows * (2 + columns), dtype=torch.float32, device=q.device)
+        delta, shift, sums = memory.split_with_sizes((rows, rows, rows * columns))
+        dq_sum = sums.view(-1, 32).zero_() if columns else None
+        captures = () if problem.score is None else problem.score.captures
+        of_captures = [torch.zeros(captures[i].shape, dtype=torch.float32, device=q.device) for i in self.learned]
+        tensors = [q, k, v, out, d_out, dq, dk, dv, lse, dlse, delta, shift, dq_sum, *of_captures]
+        self.kernels.run(problem, tensors)
+        captured: list[Tensor | None] = [None] * len(captures)
+        for i, gradient in zip(self.learned, of_captures, strict=True):
+            captured[i] = gradient.to(captures[i].dtype)
+        d_sink = _sink_gradient(problem, lse, delta, needs)
+        return dq, dk if needs[1] else None, dv if needs[2] else None, tuple(captured), d_sink
+
+
+_BACKWARD = (
+    "q", "k", "v", "o", "do", "dq", "dk", "dv", "lse_ptr", "dlse_ptr", "delta_ptr", "shift_ptr", "dq_sum_ptr",
+)  # fmt: skip
+_forwards: OrderedDict[tuple[object, ...], KnownForward] = OrderedDict()
+_backwards: OrderedDict[tuple[object, ...], KnownBackward] = OrderedDict()
+CACHES.extend((_forwards, _backwards))
+
+
+def forward(problem: Problem, run: Run | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return out [B, Hq, M, Dv], lse [B, Hq, M] and, if requested, the largest score of each row [B, Hq, M]."""
     problem = _with_rows(problem)
+    if run is not None:
+        return _forward(problem, run)
+    key = known_key(FORWARD, problem, {"q": problem.query, "k": problem.key, "v": problem.value}, (), ())
+    known = _forwards.get(key)
+    if known is not None:
+        return known(problem)
+    recorded = Recorder(problem)
+    found = _forward(problem, recorded)
+    if not option(problem.options, "PROFILE"):
+        remember(_forwards, key, KnownForward.of(problem, recorded, found[0]))
+    return found
+
+
+def _forward(problem: Problem, run: Run) -> tuple[Tensor, Tensor, Tensor | None]:
     q, v = problem.query, problem.value
     out = _like_strides(q, v.size(-1))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -38,27 +134,41 @@ def forward(problem: Problem, run: Run = run_kernel) -> tuple[Tensor, Tensor, Te
         if wanted(problem, arrays):
             arrays |= outputs(problem)
     seen = KernelProblems.of(problem).seen_by(FORWARD)
-    tensors = {"q": q, "k": problem.key, "v": v, "o": out}
-    if run is run_kernel:
-        run_kernel(FORWARD, seen, tensors, arrays, problem)
-    else:
-        run(FORWARD, seen, tensors, arrays)
+    run(FORWARD, seen, {"q": q, "k": problem.key, "v": v, "o": out}, arrays)
     return out, lse, arrays.get("max_ptr")
 
 
 def backward(
     problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs,
-    run: Run = run_kernel,
+    run: Run | None = None,
 ) -> Gradients:  # fmt: skip
     """Return the gradients of query, key, value, captured tensors and the sink; None if not needed."""
     problem, d_out = _with_rows(problem), _rows(d_out, problem.batch_invariant)
+    if run is not None:
+        return _backward(problem, out, lse, d_out, d_lse, needs, run)[0]
+    tensors = {"q": problem.query, "k": problem.key, "v": problem.value, "o": out, "do": d_out}
+    key = known_key(DELTA, problem, tensors, () if d_lse is None else ("dlse_ptr",), needs)
+    known = _backwards.get(key)
+    if known is not None:
+        return known(problem, out, lse, d_out, d_lse, needs)
+    recorded = Recorder()
+    found, arrays = _backward(problem, out, lse, d_out, d_lse, needs, recorded)
+    if not sums_integers(problem):
+        remember(_backwards, key, KnownBackward.of(problem, recorded, needs, arrays))
+    return found
+
+
+def _backward(
+    problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs, run: Run
+) -> tuple[Gradients, Iterable[str]]:
+    """Return the gradients, and the names of the arrays of the last kernels."""
     q, k, v = problem.query, problem.key, problem.value
     tensors = {"q": q, "k": k, "v": v, "o": out, "do": d_out}
     if needs[0]:
         tensors["dq"] = _like_strides(q, q.size(-1))
     if needs[1] or needs[2]:
         tensors |= {"dk": _like_strides(k, k.size(-1)), "dv": _like_strides(v, v.size(-1))}
-    count = q.size(0) * q.size(1) * padded(q.size(2))
+    count = _padded_rows(q)
     delta, shift = (q.new_empty(count, dtype=torch.float32) for _ in range(2))
     arrays = {"delta_ptr": delta, "shift_ptr": shift}
     problems = KernelProblems.of(problem)
@@ -81,11 +191,24 @@ def backward(
         if spec is not SIZES:
             step(spec, arrays)
     dq, dk, dv = (tensors[name] if need else None for name, need in zip(("dq", "dk", "dv"), needs[:3], strict=True))
-    d_sink = None
-    if problem.sink is not None and needs[3]:
-        B, Hq, M, _ = q.shape
-        d_sink = sink_gradient(problem.sink.detach(), lse, delta.view(B, Hq, -1)[..., :M])
-    return dq, dk, dv, sums.gradients(problem, scales), d_sink
+    return (dq, dk, dv, sums.gradients(problem, scales), _sink_gradient(problem, lse, delta, needs)), arrays
+
+
+def _padded_rows(query: Tensor) -> int:
+    """Return the elements of an array of rows that kernels read without a mask."""
+    return query.size(0) * query.size(1) * padded(query.size(2))
+
+
+def _learned(problem: Problem) -> tuple[int, ...]:
+    """Return the positions of the captured tensors that receive a gradient."""
+    return () if problem.score_grad is None else scatter_captures(problem.score_grad)
+
+
+def _sink_gradient(problem: Problem, lse: Tensor, delta: Tensor, needs: Needs) -> Tensor | None:
+    if problem.sink is None or not needs[3]:
+        return None
+    B, Hq, M, _ = problem.query.shape
+    return sink_gradient(problem.sink.detach(), lse, delta.view(B, Hq, -1)[..., :M])
 
 
 def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | None], ...]:
@@ -144,11 +267,16 @@ def _with_rows(problem: Problem) -> Problem:
 
 def _like_strides(tensor: Tensor, width: int) -> Tensor:
     """Return an empty [B, H, rows, width] with the dim order of `tensor` in memory, the last dim innermost."""
-    B, H, rows, _ = tensor.shape
-    strides = tensor.stride()
-    order = [0, 1, 2] if 0 in strides[:3] else sorted(range(3), key=lambda d: -strides[d])
-    if order == [0, 1, 2]:
-        return torch.empty((B, H, rows, width), dtype=tensor.dtype, device=tensor.device)
-    shape = [(B, H, rows)[d] for d in order]
-    out = torch.empty((*shape, width), dtype=tensor.dtype, device=tensor.device)
-    return out.permute(*(order.index(d) for d in range(3)), 3)
+    shape = (*tensor.shape[:3], width)
+    return torch.empty_strided(shape, _strides(shape, tensor.stride()), dtype=tensor.dtype, device=tensor.device)
+
+
+@lru_cache(4096)
+def _strides(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a dense tensor whose first three dims are in the order of other strides."""
+    order = [0, 1, 2] if 0 in like[:3] else sorted(range(3), key=lambda d: -like[d])
+    strides, step = [0, 0, 0, 1], shape[3]
+    for d in reversed(order):
+        strides[d] = step
+        step *= max(1, shape[d])
+    return tuple(strides)

@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexattn.graph.mod_graph import ModGraph
+from flexattn.process.quick_init import quick_init
 from flexattn.process.tensor_cache import kept
 from flexattn.torch_state.transforms import outside
 
 
+@quick_init
 @dataclass(frozen=True)
 class BoundMod:
     """A graph with the values of one call: numbers, and captured tensors (after the prologue, part of autograd)."""
@@ -33,7 +35,10 @@ class BoundMod:
 
     def on(self, device: torch.device) -> BoundMod:
         """Return the mod with its CPU scalars and literals moved to `device`. Other captures are not moved."""
-        if all(c.device == device for c in self.captures):
+        for capture in self.captures:
+            if capture.device != device:
+                break
+        else:
             return self
         described = zip(self.captures, self.graph.captures, strict=True)
         moved = tuple(_on(device, c, about.literal) for c, about in described)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import os
 import subprocess
@@ -168,7 +169,8 @@ def _c_launch(compiled: Any, run: Any) -> LaunchFunction | None:
         return None
     if run.global_scratch_size or run.profile_scratch_size:
         return None  # Triton then allocates memory for each launch
-    c_launch, function, packed = run.launch, compiled.function, compiled.packed_metadata
+    function, packed = compiled.function, compiled.packed_metadata
+    c_launch, expand = descriptor_launcher(run.launch)
     cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
 
     if release == ("3", "6"):
@@ -177,7 +179,7 @@ def _c_launch(compiled: Any, run: Any) -> LaunchFunction | None:
             # grid, stream, function, cooperative, dependent, 2 scratch, packed, metadata, 2 hooks, arguments
             c_launch(
                 programs, 1, 1, stream, function, cooperative, dependent,
-                None, None, packed, None, None, None, *arguments,
+                None, None, packed, None, None, None, *(expand(arguments) if expand else arguments),
             )  # fmt: skip
 
         return launch
@@ -191,10 +193,42 @@ def _c_launch(compiled: Any, run: Any) -> LaunchFunction | None:
         # grid, stream, function, cooperative, dependent, packed, metadata, 2 hooks, 2 scratch, kinds, arguments
         c_launch(
             programs, 1, 1, stream, function, cooperative, dependent,
-            packed, None, None, None, None, None, annotations, kinds, arguments,
+            packed, None, None, None, None, None, annotations, kinds, expand(arguments) if expand else arguments,
         )  # fmt: skip
 
     return launch_37
+
+
+def descriptor_launcher(launch: Any) -> tuple[Any, Callable[[tuple[Any, ...]], list[Any]] | None]:
+    """Return the launcher below Triton's wrapper for tensor descriptors, and the function that replaces the wrapper.
+
+    Triton encodes each descriptor at each launch, which calls the driver. A descriptor with the attribute `expanded`
+    is encoded once. A launcher of a kernel without descriptors is returned as it is, with None.
+    """
+    inner = inspect.getclosurevars(launch).nonlocals if inspect.isfunction(launch) else {}
+    if not {"launcher", "tensordesc_indices", "tensordesc_meta"} <= inner.keys():
+        return launch, None
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    described = list(zip(sorted(inner["tensordesc_indices"]), inner["tensordesc_meta"], strict=True))
+
+    def expand(arguments: tuple[Any, ...]) -> list[Any]:
+        found: list[Any] = []
+        begin = 0
+        for position, meta in described:
+            descriptor = arguments[position]
+            parts = getattr(descriptor, "expanded", None)
+            if parts is None:
+                parts = make_tensordesc_arg(descriptor, meta)
+                if hasattr(descriptor, "expanded"):
+                    descriptor.expanded = parts
+            found += arguments[begin:position]
+            found += parts
+            begin = position + 1
+        found += arguments[begin:]
+        return found
+
+    return inner["launcher"], expand
 
 
 def _run_launch(compiled: Any, run: Any) -> LaunchFunction | None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,7 +43,9 @@ from flexattn.runtime.load import load, load_ahead
 
 _REMEMBERED = 4096
 
+V = TypeVar("V")
 Filler = Callable[[Problem, Tensors], Any]  # returns an argument that differs between launches
+Source = FromTensors | FromProblem | DescriptorOf | TileCounter
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Launch:
     programs: int
     arguments: tuple[Any, ...]
     fillers: tuple[tuple[int, Filler], ...]
+    sources: tuple[Source, ...] = ()  # of the arguments that fillers provide, in the same order
+    shares_tiles: bool = False  # programs take several tiles each, from a counter
 
     def __call__(self, problem: Problem, tensors: Tensors) -> None:
         if not self.programs:
@@ -72,14 +76,22 @@ class Launch:
 _launches: OrderedDict[tuple[object, ...], Launch] = OrderedDict()
 
 
-def run_kernel(
-    spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors, trained: Problem | None = None
-) -> None:
+def run_kernel(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -> None:
     """Run a kernel on its variant of a problem (`KernelProblems.seen_by`).
 
     `tensors` are the spec's tensors, [B, H, rows, D] with a last stride of 1. `arrays` are contiguous and passed only
-    by address (lse_ptr, ...). `trained`: the problem of a forward that a backward may follow. The first time, the
-    backward's kernels are compiled in other processes at the same time.
+    by address (lse_ptr, ...).
+    """
+    launch_of(spec, problem, tensors, arrays)(problem, {**tensors, **arrays})
+
+
+def launch_of(
+    spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors, trained: Problem | None = None
+) -> Launch:
+    """Return the launch of a kernel, cached by key.
+
+    `trained`: the problem of a forward that a backward may follow. The first time, the backward's kernels are compiled
+    in other processes at the same time.
     """
     key = launch_key(spec, problem, tensors, arrays)
     launch = _launches.get(key)
@@ -89,25 +101,33 @@ def run_kernel(
         if trained is not None and wants_backward(trained):
             load_ahead(expected_backward(trained, tensors, target))
         launch = prepare(plan, problem, tensors)
-        _launches[key] = launch
-        if len(_launches) > _REMEMBERED:
-            _launches.popitem(last=False)
-    launch(problem, {**tensors, **arrays})
+        remember(_launches, key, launch)
+    return launch
 
 
-def launch_key(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -> tuple[object, ...]:
-    """Return the cache key of a launch: everything that its plan and its scalar arguments depend on."""
+def remember(cache: OrderedDict[tuple[object, ...], V], key: tuple[object, ...], value: V) -> None:
+    """Add an entry, and drop the oldest if there are too many."""
+    cache[key] = value
+    if len(cache) > _REMEMBERED:
+        cache.popitem(last=False)
+
+
+def launch_key(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Iterable[str]) -> tuple[object, ...]:
+    """Return the cache key of a launch: everything that its plan and its scalar arguments depend on.
+
+    Of `arrays` the names matter.
+    """
     mask, q, k = problem.block_mask, problem.query, problem.key
     return (
         spec, q.dtype, q.device, q.shape, k.shape, problem.value.shape, problem.scale,
         math.copysign(1.0, problem.scale),  # because 0.0 == -0.0
         problem.options,
-        problem.max_scores, tuple(arrays), torch.backends.cuda.matmul.allow_tf32, problem.score_grad,
+        problem.max_scores, tuple(arrays), allows_tf32(), problem.score_grad,
         None if problem.sink is None else (problem.sink.shape, problem.sink.stride()),
         None if problem.dropout is None else problem.dropout.drop_below,
-        torch.are_deterministic_algorithms_enabled(),
+        is_deterministic(),
         None if mask is None else (mask.B, mask.H, mask.BLOCK_SIZE, mask.full_overhangs),
-        *((t.stride(), t.data_ptr() & 15) for t in tensors.values()),
+        *[(t.stride(), t.data_ptr() & 15) for t in tensors.values()],
         *_mod_key(problem.score), *_mod_key(problem.mask),
     )  # fmt: skip
 
@@ -115,7 +135,12 @@ def launch_key(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Ten
 def _mod_key(mod: BoundMod | None) -> tuple[object, ...]:
     if mod is None:
         return (None,)
-    return (mod.graph, mod.numbers, *((t.shape, t.stride(), t.data_ptr() & 15) for t in mod.captures))
+    return (mod.graph, mod.numbers, *[(t.shape, t.stride(), t.data_ptr() & 15) for t in mod.captures])
+
+
+# The settings of torch, read without the Python functions around them.
+allows_tf32: Callable[[], bool] = torch._C._get_cublas_allow_tf32
+is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 
 
 def prepare(wanted: KernelPlan, problem: Problem, tensors: Tensors) -> Launch:
@@ -126,15 +151,17 @@ def prepare(wanted: KernelPlan, problem: Problem, tensors: Tensors) -> Launch:
     programs = min(tiles, processors(problem.query.device)) if plan.spec.persistent else tiles
     arguments: list[Any] = []
     fillers: list[tuple[int, Filler]] = []
+    sources: list[Source] = []
     for position, argument in enumerate(plan.spec.arguments(plan)):
-        value, filler = None, None
+        value = None
         if isinstance(argument.source, FromShapes):
             value = argument.source.value(problem, tensors)
         else:
             filler = _filler(argument, shared=programs < tiles)
+            fillers.append((position, filler))
+            sources.append(argument.source)
         arguments.append(value)
-        fillers += [] if filler is None else [(position, filler)]
-    return Launch(loaded.kernel, programs, tuple(arguments), tuple(fillers))
+    return Launch(loaded.kernel, programs, tuple(arguments), tuple(fillers), tuple(sources), programs < tiles)
 
 
 def runner(plan: KernelPlan, problem: Problem, tensors: Tensors, arrays: Tensors) -> Callable[[], None]:
@@ -145,8 +172,9 @@ def runner(plan: KernelPlan, problem: Problem, tensors: Tensors, arrays: Tensors
 
 
 def forget_launches() -> None:
-    """Clear the cache of launches, for example after tiles have changed."""
-    _launches.clear()
+    """Clear the caches of launches, for example after tiles have changed."""
+    for cache in CACHES:
+        cache.clear()
 
 
 _backwards: OrderedDict[tuple[object, ...], tuple[KernelSpec, ...]] = OrderedDict()
@@ -159,10 +187,11 @@ def scheduled_backward(problems: KernelProblems, tensors: Tensors) -> tuple[Kern
     kernels = _backwards.get(key)
     if kernels is None:
         kernels = backward_kernels(problems, tensors, target_of(problems.of_captures.query.device))
-        _backwards[key] = kernels
-        if len(_backwards) > _REMEMBERED:
-            _backwards.popitem(last=False)
+        remember(_backwards, key, kernels)
     return kernels
+
+
+CACHES: list[OrderedDict[tuple[object, ...], Any]] = [_launches, _backwards]
 
 
 def _filler(argument: Argument, shared: bool) -> Filler:
@@ -170,11 +199,11 @@ def _filler(argument: Argument, shared: bool) -> Filler:
     match argument.source:
         case FromTensors(name):
             return lambda problem, tensors: tensors[name]
-        case FromProblem(tensor):
-            return lambda problem, tensors: tensor(problem)
+        case FromProblem() as source:
+            return lambda problem, tensors: source.tensor(problem).detach()
         case DescriptorOf(name, block):
-            make = _descriptor(name, block)
-            return lambda problem, tensors: make(tensors)
+            make = descriptor_maker(block)
+            return lambda problem, tensors: make(tensors[name])
         case TileCounter():
             return _counter if shared else _no_counter
     raise AssertionError(argument)
@@ -189,34 +218,60 @@ def _no_counter(problem: Problem, tensors: Tensors) -> Tensor:
     return tensors["lse_ptr"]  # any address: it is not read
 
 
+_MOST_ADDRESSES = 64  # per descriptor of a launch; a training loop uses a few
+
+
+class _Place:
+    """The part of a tensor that a descriptor needs. It does not keep the tensor's memory."""
+
+    __slots__ = ("address", "dtype")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.address, self.dtype = tensor.data_ptr(), tensor.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
 @lru_cache(1)
 def _descriptor_kinds() -> tuple[type[Any], type[Any]]:
     """Return Triton's tensor descriptor class, without and with checks."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    class Unchecked(TensorDescriptor):
+    class Reused(TensorDescriptor):
+        expanded: list[Any] | None = None  # what a launch passes for it, see triton_versions
+
         def __post_init__(self) -> None: ...
 
-    return Unchecked, TensorDescriptor
+    return Reused, TensorDescriptor
 
 
-def _descriptor(name: str, tile: tuple[int, ...]) -> Callable[[Tensors], Any]:
-    """Return a function that makes the tensor descriptor of a launch. Triton checks only the first one.
+def descriptor_maker(tile: tuple[int, ...]) -> Callable[[Tensor], Any]:
+    """Return a function that makes the tensor descriptors of one argument of a launch, one for each address.
 
-    Shapes and strides are part of the launch key. Triton's checks take 7 us of host time, nine times in a backward.
+    Shapes and strides are part of the launch key. Triton's checks take 7 us of host time, nine times in a backward, and
+    encoding a descriptor for each launch calls the driver.
     """
-    Unchecked, TensorDescriptor = _descriptor_kinds()
-    known: list[tuple[list[int], list[int]]] = []
+    Reused, TensorDescriptor = _descriptor_kinds()
+    form: list[tuple[list[int], list[int]]] = []
+    known: dict[int, Any] = {}
 
-    def make(tensors: Tensors) -> Any:
-        tensor = tensors[name]
-        if known:
-            return Unchecked(tensor, *known[0], list(tile))
-        # torch ignores the stride of a dim of size 1, but TMA requires a multiple of 16 bytes.
-        step = -(-tensor.size(-1) * tensor.element_size() // 16) * 16 // tensor.element_size()
-        strides = [s if n > 1 else step for n, s in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
-        made = TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], list(tile))
-        known.append((made.shape, made.strides))
-        return made
+    def make(tensor: Tensor) -> Any:
+        found = known.get(tensor.data_ptr())
+        if found is None:
+            if not form:
+                form.append(_form(tensor))
+                TensorDescriptor(tensor, *form[0], list(tile))  # raises if TMA cannot address it
+            if len(known) >= _MOST_ADDRESSES:
+                known.clear()
+            found = known[tensor.data_ptr()] = Reused(_Place(tensor), *form[0], list(tile))
+        return found
 
     return make
+
+
+def _form(tensor: Tensor) -> tuple[list[int], list[int]]:
+    """Return shape and strides. A dim of size 1 may have any stride in torch, but TMA requires 16 byte multiples."""
+    step = -(-tensor.size(-1) * tensor.element_size() // 16) * 16 // tensor.element_size()
+    strides = [s if n > 1 else step for n, s in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
+    return list(tensor.shape), [*strides, 1]

@@ -33,7 +33,7 @@ _same_code: dict[types.CodeType, int] = {}  # code object -> id of the first equ
 
 def find(mod: Any, variant: tuple[Any, ...]) -> Sequence[Known]:
     """Return the traces whose guards may pass for a mod."""
-    root = _root(mod)
+    root = mod.__code__ if type(mod) is types.FunctionType else _root(mod)
     found = _known.get((id(root), *variant))
     if found is None and isinstance(root, types.CodeType) and root in _same_code:  # the same source, executed again
         found = _known.get((_same_code[root], *variant))

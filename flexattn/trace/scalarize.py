@@ -66,10 +66,9 @@ class Traced:
 
     def _narrowed(self, numbers: tuple[int | float, ...]) -> ModGraph:
         """Return the graph for these numbers, cached because calls repeat the same few values."""
-        if (graph := self._graphs.get(numbers)) is None:
-            if len(self._graphs) >= _MOST_NUMBERS:
-                self._graphs.clear()
-            graph = self._graphs[numbers] = narrowed(self.graph, numbers)
+        if len(self._graphs) >= _MOST_NUMBERS:
+            self._graphs.clear()
+        graph = self._graphs[numbers] = narrowed(self.graph, numbers)
         return graph
 
     def bind(self, tensors: Sequence[Tensor], numbers: Sequence[int | float], guarded: bool) -> BoundMod:
@@ -82,13 +81,15 @@ class Traced:
         else:
             assert self.prologue is not None
             captures = tuple(self.prologue(*tensors, *numbers))
-        values = self.numbers(tensors, numbers) if self.numbers is not None else ()
-        graph = self._narrowed(values) if values else self.graph
-        if graph.inputs is MASK_INPUTS:
+        values, graph = (), self.graph
+        if self.numbers is not None and (values := self.numbers(tensors, numbers)):
+            graph = self._graphs.get(values) or self._narrowed(values)
+        if captures and graph.inputs is MASK_INPUTS:
             captures = tuple([c.detach() if c.requires_grad else c for c in captures])
+        of_prologue = tuple([numbers[i] for i in self.prologue_numbers]) if self.prologue_numbers else ()
         return BoundMod(
             graph, captures, values, tuple(tensors), self.tensor_names, (self, tuple(numbers)) if guarded else None,
-            self.graph, (self.prologue_text, tuple([numbers[i] for i in self.prologue_numbers])),
+            self.graph, (self.prologue_text, of_prologue),
         )  # fmt: skip
 
 

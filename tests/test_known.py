@@ -1,0 +1,97 @@
+"""Known calls: what they cost, in counts, and that they compute what the first call of their kind computes.
+
+Speed is not measured here: `python -m benchmarks.overhead --parts stubbed` does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import flexattn
+from benchmarks.stubbed import Unlaunched, calls, launches_left_out
+from flexattn.engines import triton
+from flexattn.runtime import launch
+
+pytest.importorskip("triton")
+PACKAGE = str(Path(flexattn.__file__).parent)
+# Functions of torch that allocate, as the profiler of Python names them.
+ALLOCATING = frozenset((
+    "empty", "empty_strided", "empty_like", "new_empty", "zeros", "zeros_like", "new_zeros", "ones", "full", "tensor",
+    "clone", "contiguous",
+))  # fmt: skip
+# By call: calls of Python functions of flexattn, allocations, and launches of a known call, at most.
+BOUNDS = {
+    "plain, forward": (53, 2, 1),
+    "causal, forward": (86, 2, 1),
+    "alibi + causal, forward": (98, 2, 1),
+    "alibi + documents, forward": (105, 2, 1),
+    "plain, forward + backward": (118, 6, 4),
+    "causal, forward + backward": (160, 6, 4),
+    "alibi + causal, forward + backward": (175, 6, 4),
+    "alibi + documents, forward + backward": (188, 6, 4),
+}
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[dict[str, Callable[[], object]]]:
+    with launches_left_out():
+        yield calls()
+
+
+def counted(run: Callable[[], object]) -> tuple[int, Counter[str]]:
+    """Return how many functions of flexattn a run calls, and how often it calls each function of C."""
+    functions, builtins = 0, Counter[str]()
+
+    def profile(frame: FrameType, event: str, function: Any) -> None:
+        nonlocal functions
+        if event == "call":
+            functions += frame.f_code.co_filename.startswith(PACKAGE)
+        elif event == "c_call":
+            builtins[function.__name__] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return functions, builtins
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_what_a_known_call_costs(runs: dict[str, Callable[[], object]], name: str) -> None:
+    run = runs[name]
+    for _ in range(2):
+        run()
+    before = Unlaunched.launches
+    run()
+    launches = Unlaunched.launches - before
+    # The fewest of several: tensors at new addresses have new descriptors.
+    functions, builtins = min((counted(run) for _ in range(10)), key=lambda found: found[0])
+    allocations = sum(count for function, count in builtins.items() if function in ALLOCATING)
+    assert functions > 10 and allocations, "the profiler saw the call"
+    found = (functions, allocations, launches)
+    assert all(a <= b for a, b in zip(found, BOUNDS[name], strict=True)), found
+
+
+def test_a_known_call_plans_nothing(runs: dict[str, Callable[[], object]], monkeypatch: pytest.MonkeyPatch) -> None:
+    for run in runs.values():
+        run()
+    for owner, name in ((launch, "launch_of"), (launch, "plan_best_form"), (triton, "_forward"), (triton, "_backward")):
+        monkeypatch.setattr(owner, name, None)
+    for run in runs.values():
+        run()
+
+
+def test_known_calls_are_forgotten_with_their_launches(runs: dict[str, Callable[[], object]]) -> None:
+    runs["plain, forward + backward"]()
+    assert triton._forwards and triton._backwards
+    launch.forget_launches()
+    assert not triton._forwards and not triton._backwards
