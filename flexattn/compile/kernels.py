@@ -82,7 +82,7 @@ DLSE = Feature(
     operands=(Array("dlse_ptr", "*fp32"),),  # [B, Hq, M]
 )
 
-# DELTA sets the sums of dq to zero, [B * Hq * M_padded, 32 * pieces], because another launch takes more time on the host.
+# DELTA sets the sums of dq to zero, [B * Hq * M_padded, 32 * pieces], because a launch takes more time on the host.
 ZEROED = Feature(
     "zeroed",
     wanted=lambda problem, arrays: "dq_sum_ptr" in arrays,
