@@ -28,6 +28,8 @@ from flexattn.profile import profile as profile
 from flexattn.trace.registered import register_operator as register_operator
 from flexattn.tuning.report import Tuning as Tuning
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AuxOutput",
     "AuxRequest",
@@ -51,3 +53,5 @@ __all__ = [
     "register_operator",
     "tune",
 ]
+
+__dir__ = [*__all__, "__version__"].copy

@@ -32,7 +32,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -68,6 +68,78 @@ class AuxOutput(NamedTuple):
 
     lse: Tensor | None = None  # [B, Hq, M] float32 (float64 for float64), natural logarithm, differentiable
     max_scores: Tensor | None = None  # [B, Hq, M] float32, largest score of each row, not differentiable
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = None,
+    block_mask: BlockMask | upstream.BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: Mapping[str, object] | None = None,
+    *,
+    return_aux: None = None,
+    sink: Tensor | float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = None,
+    block_mask: BlockMask | upstream.BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: Literal[True],
+    kernel_options: Mapping[str, object] | None = None,
+    return_aux: None = None,
+    sink: Tensor | float | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = None,
+    block_mask: BlockMask | upstream.BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: Mapping[str, object] | None = None,
+    *,
+    return_aux: AuxRequest | upstream.AuxRequest,
+    sink: Tensor | float | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, AuxOutput]: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = None,
+    block_mask: BlockMask | upstream.BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, object] | None = None,
+    *,
+    return_aux: AuxRequest | upstream.AuxRequest | None = None,
+    sink: Tensor | float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
 
 
 def flex_attention(
@@ -278,4 +350,4 @@ def _request(return_lse: bool, return_aux: AuxRequest | upstream.AuxRequest | No
 def _warn_return_lse() -> None:
     """Warn once per process."""
     text = "return_lse is deprecated: use return_aux=AuxRequest(lse=True), which returns (out, AuxOutput)."
-    warnings.warn(text, FutureWarning, stacklevel=5)
+    warnings.warn(text, FutureWarning, stacklevel=4)

@@ -14,12 +14,13 @@ from triton.compiler.compiler import make_backend
 
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.machine.target import Target
-from flexattn.runtime import build
+from flexattn.runtime.compiler import import_kernel, request_of
 
 
 def allocated(source: KernelSource, target: Target) -> int:
     """Return the bytes of shared memory of one program."""
-    request = build._request(source, function := build._import(Path(f"{source.name}.py"), source.text, source))
+    function = import_kernel(Path(f"{source.name}.py"), source.text, source)
+    request = request_of(source, function)
     wanted = GPUTarget(target.backend, target.arch, target.warp_size)
     backend, asked = make_backend(wanted), request.source(function)
     options = backend.parse_options({"num_warps": source.num_warps, "num_stages": source.num_stages})

@@ -62,7 +62,7 @@ def main() -> int:
     wrong = 0
     for function, argument in CASES:
         wanted = function(argument)
-        record = Literal(function, None)
+        record = Literal(function, types.SimpleNamespace(about_to=lambda reason: None))
         found = Follower(record).call(record.start(), (argument,))
         if repr(found) != repr(wanted) or (not record.reason and guard_of(record, [])[0](function) is None):
             print(function.__name__, wanted, found, record.reason)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import flexattn
-from benchmarks import attention, calls, masks, numerics, overhead, tables, tune
+from benchmarks import attention, calls, first, masks, numerics, overhead, tables, tune
 from benchmarks.harness import Config, Result, geometric_mean, measure, table, write_json
 from benchmarks.peers import PEERS, Attend
 from benchmarks.works import CPU_WORKS, WORKS, Mods, Work, count_pairs, document_lengths, forward_flops
@@ -298,6 +298,13 @@ def test_a_trace_or_compilation_too_many_fails(
 
 
 @pytest.mark.slow
+def test_first_calls_by_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert first.main(["--device", "cpu", "--length", "256", "--rounds", "1"]) == 0
+    empty, full = capsys.readouterr().out.splitlines()
+    assert empty.startswith("empty cache: import torch")
+    assert full.endswith("processes started 0, imported nothing heavy")
+
+
 def test_first_call_in_a_fresh_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert overhead.main([*QUICK, "--parts", "first_call", "--peers", "flexattn"]) == 0
     text = capsys.readouterr().out

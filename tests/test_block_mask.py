@@ -56,13 +56,11 @@ def test_expand():
 def test_pickle_and_deepcopy():
     mask = create(causal, 2, None, 70, 70, BLOCK_SIZE=16)
     for other in (pickle.loads(pickle.dumps(mask)), copy.deepcopy(mask), copy.copy(mask)):
-        assert other.mask_mod is causal
         assert torch.equal(other.to_dense(), mask.to_dense())
         assert torch.equal(other._adjust(50, 50).to_dense(), mask._adjust(50, 50).to_dense())
     part = mask[1, :, 2:]
     assert torch.equal(live_pairs(pickle.loads(pickle.dumps(part))), live_pairs(part))
-    with pytest.raises((pickle.PicklingError, AttributeError)):
-        pickle.dumps(create(lambda b, h, q, kv: q >= kv, None, None, 16, 16))
+    assert copy.deepcopy(mask).mask_mod is copy.copy(mask).mask_mod is causal
 
 
 @pytest.mark.parametrize("transposed", [True, False])

@@ -17,7 +17,7 @@ def test_defaults(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     home = Path("/home/someone/.cache/flexattn")
     assert read_settings({}) == Settings(
-        cache_dir=home, cache_size=2**30, debug=False, print_source=False, dump_dir=None
+        cache_dir=home, cache_size=2**30, compile_processes=4, debug=False, print_source=False, dump_dir=None
     )
 
 

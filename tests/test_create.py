@@ -392,3 +392,11 @@ def test_an_index_outside_of_a_captured_tensor_is_named():
             build()
     with pytest.raises(IndexRangeError, match=r"found index -21 in dimension 0 of the captured tensor `ids`"):
         create_mask(lambda b, h, q_idx, kv_idx: ids[-1 - q_idx] == ids[0], None, None, 21, 1, device="cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
+def test_storages_of_captured_tensors_stay_resizable(dtype):
+    """Tensor.numpy forbids it. FSDP resizes the storages of parameters."""
+    limit = torch.ones(70).to(dtype)
+    create_block_mask(lambda b, h, q, kv: (limit[kv] > 0) & (q >= kv), None, None, 70, 70, device="cpu", BLOCK_SIZE=16)
+    assert limit.untyped_storage().resizable()

@@ -31,13 +31,12 @@ def masked(mask_mod: Any, B: int | None = None, H: int | None = None) -> Call:
     return lambda m: m.flex_attention(X, X, X, block_mask=m.create_block_mask(mask_mod, B, H, 128, 128, device="cpu"))
 
 
-class Model(torch.nn.Module):
-    def __init__(self, module: Any) -> None:
-        super().__init__()
-        self.attention = module.flex_attention
+def mask_in_a_graph(module: Any) -> object:
+    def counts(x: Tensor) -> Tensor:
+        mask = module.create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device="cpu")
+        return mask.kv_num_blocks + x.shape[0]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x)
+    return torch.compile(counts, backend="eager", fullgraph=True)(X)
 
 
 class Square(torch.autograd.Function):
@@ -85,8 +84,7 @@ CASES: dict[str, Call] = {
     "a head dim of value of 0": lambda m: m.flex_attention(X, X, X[..., :0]),
     "`scale` that is infinite": attend(scale=float("inf")),
     "`scale` that is a tensor": attend(scale=torch.tensor(0.5)),
-    "`torch.compile(fullgraph=True)`": lambda m: torch.compile(Model(m), backend="eager", fullgraph=True)(X),
-    "`torch.export`": lambda m: torch.export.export(Model(m), (X,)),
+    "`create_block_mask` inside of": mask_in_a_graph,
     "a mask built inside of": differing_masks,
     "a tensor that mask_mod reads": changed_after,
     "a mask of batch 1": masked(lambda b, h, i, j: i >= j + b, B=1),

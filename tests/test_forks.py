@@ -24,6 +24,7 @@ ALLOWED = {
     "process/forks.py": {"RLock"},
     "machine/kernel_store.py": {"flock"},  # its handle is closed in a child
     "runtime/compile_processes.py": {"ThreadPoolExecutor"},  # of one call, no child uses it
+    "runtime/compile_workers.py": {"Condition", "SimpleQueue"},  # of a pool that a child forgets; in a worker
     "engines/cpu_threads.py": {"ThreadPoolExecutor", "Barrier"},  # forgotten in a child
     "block_mask/captures.py": {"cached_property"},  # inspects the user's objects
     "trace/follow/attributes.py": {"cached_property"},  # the same

@@ -7,6 +7,7 @@ import graphlib
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,6 +111,13 @@ def test_public_names() -> None:
         "noop_mask", "or_masks", "profile", "reference", "register_operator", "tune",
     ]  # fmt: skip
     assert all(hasattr(flexattn, name) for name in flexattn.__all__)
+    assert dir(flexattn) == sorted([*flexattn.__all__, "__version__"])
+
+
+def test_the_version_is_that_of_the_project() -> None:
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    assert flexattn.__version__ == project["version"]
+    assert (PACKAGE / "py.typed").exists()
 
 
 def test_the_door_holds_names_only() -> None:

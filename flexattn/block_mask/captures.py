@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexattn.graph.frozen import FrozenMod
 from flexattn.process.forks import cached_property
 from flexattn.torch_state.subclasses import is_plain
 
@@ -207,6 +208,9 @@ def _nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 _EMPTY = "<empty cell>"
+_COPIED_WITH_CHILDREN = (
+    tuple, list, dict, set, frozenset, slice, type, types.MethodType, functools.partial, FrozenMod
+)  # fmt: skip
 
 
 def _contents(cell: types.CellType) -> Any:
@@ -298,6 +302,11 @@ def _open_set(value: Any, names: frozenset[str]) -> tuple[Any, list[Slot] | None
 
 def _open_slice(value: slice, names: frozenset[str]) -> tuple[Any, list[Slot]]:
     return slice, [((part, None), getattr(value, part), names, True) for part in ("start", "stop", "step")]
+
+
+def _open_frozen(mod: FrozenMod, names: frozenset[str]) -> tuple[Any, list[Slot]]:
+    slots: list[Slot] = [(("item", i), t, names, False) for i, t in enumerate(mod.captures)]
+    return (FrozenMod, mod.graph, repr(mod.numbers)), slots
 
 
 def _open_module(module: types.ModuleType, names: frozenset[str]) -> tuple[Any, list[Slot]]:
@@ -408,6 +417,7 @@ _OPENERS: dict[type, Callable[[Any, frozenset[str]], tuple[Any, list[Slot] | Non
     set: _open_set,
     frozenset: _open_set,
     slice: _open_slice,
+    FrozenMod: _open_frozen,
 }
 
 
@@ -492,7 +502,7 @@ def _blank(value: Any) -> Any:
         return types.ModuleType(value.__name__)
     if isinstance(value, (list, dict)) and type(value) in (list, dict):
         return type(value)()
-    if isinstance(value, (tuple, list, dict, set, frozenset, slice, type, types.MethodType, functools.partial)):
+    if isinstance(value, _COPIED_WITH_CHILDREN):
         return None
     if type(value).__module__ == "numpy":
         return None
@@ -510,6 +520,8 @@ def _fill(value: Any, copy: Any, children: dict[Place, Any]) -> Any:
             arguments = [children["argument", i] for i in range(len(value.args))]
             keywords = {k: children["keyword", k] for k in value.keywords}
             return functools.partial(children["function", None], *arguments, **keywords)
+        case FrozenMod():
+            return value.with_captures(list(children.values()))
         case types.ModuleType():
             vars(copy).update(vars(value))
             vars(copy).update({name: child for (_, name), child in children.items()})

@@ -10,9 +10,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as upstream
 from torch.utils._pytree import GetAttrKey
 
-from flexattn.block_mask import picture, plot
+from flexattn.block_mask import picture, plot, stored
 from flexattn.block_mask.lists import check_transposed, lists_of, read_lists
 from flexattn.block_mask.packed import pack
 from flexattn.block_mask.pairs import Pairs, count_useful
@@ -23,6 +24,7 @@ from flexattn.block_mask.slices import SlicedMod, as_tensor, offset_of, position
 from flexattn.errors import ArgumentError, IndexRangeError, MaskError, UnsupportedError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import EqualRuns
+from flexattn.graph.frozen import FrozenMod, compact, freeze, thawed
 from flexattn.mods.combine import noop_mask
 from flexattn.torch_state.modes import undisturbed
 from flexattn.torch_state.uncompiled import uncompiled
@@ -32,16 +34,16 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Lists = tuple[Tensor, Tensor]
 
 
-class BlockMask:
+class BlockMask(upstream.BlockMask):
     """Which blocks of queries and keys attend: full (every pair), partial (where mask_mod is true), or empty.
 
-    The arguments, fields and methods are those of `torch.nn.attention.flex_attention.BlockMask`. The stored form
-    is `kv_runs` (for each block of queries, runs of blocks of keys) and `q_runs` (the transpose, for the backward, or
+    It is a `torch.nn.attention.flex_attention.BlockMask`, with its arguments, fields and methods. The stored form is
+    `kv_runs` (for each block of queries, runs of blocks of keys) and `q_runs` (the transpose, for the backward, or
     None). PyTorch's index lists are computed from them on each access.
 
     A mask built from a mask_mod raises an error when it is used after a value that its mask_mod reads has changed.
-    Copies of the mask check what their own mask_mod reads. Pickling the mask, or flattening it as a pytree, drops
-    the check.
+    Copies of the mask check what their own mask_mod reads. A pickle contains the captured values, and the mask that is
+    loaded from it has a frozen mask_mod (`FrozenMod`). Flattening the mask as a pytree drops the check.
 
     >>> import torch
     >>> count, index = torch.tensor([[[1, 2]]]), torch.tensor([[[[0, 0], [0, 1]]]])
@@ -506,6 +508,8 @@ class BlockMask:
             q *= self.BLOCK_SIZE[0]
         if self._mask_mod is noop_mask or (b is None and h is None and q is None):
             return self._mask_mod
+        if isinstance(self._mask_mod, FrozenMod):
+            return self._mask_mod.sliced(b, h, q, self.BLOCK_SIZE[0])
         return SlicedMod(self._mask_mod, b, h, q, self.BLOCK_SIZE[0])
 
     @uncompiled
@@ -720,9 +724,49 @@ class BlockMask:
             setattr(self, name, named.get(name))
         return self
 
+    @uncompiled
+    @undisturbed("BlockMask")
     def __getstate__(self) -> dict[str, Any]:
-        # In another process mask_mod captures other tensors, and there is no way to check that their values are equal.
-        return self.__dict__ | {"_record": None, "_prepared": None}
+        """Return plain data and tensors. mask_mod is stored as its graph with the values that it captures now.
+
+        Raises MutationError if one of these has changed since the mask was built.
+        """
+        bound = None if self._mask_mod is noop_mask else trace(self._mask_mod, "mask")
+        if bound is not None:
+            self.check_captures(bound)
+        return {
+            "format": stored.FORMAT,
+            **{name: getattr(self, name) for name in _CONTEXT},
+            **{name: getattr(self, name) for name in METADATA},
+            "kv_runs": stored.packed_lists(self.kv_runs),
+            "q_runs": stored.packed_lists(self.q_runs),
+            "mask_mod": None if bound is None else freeze(bound).__getstate__(),
+            "equal_runs": tuple((r.capture, compact(r.places)) for r in self.equal_runs()),
+            "is_whole": self._record is not None and self._record.mod is self._mask_mod,
+        }
+
+    @uncompiled
+    @undisturbed("BlockMask")
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        stored.check_format(state)
+        fields = stored.read_fields(state, _CONTEXT)
+        mod = noop_mask if state.get("mask_mod") is None else thawed(state["mask_mod"])
+        sizes = (fields[name] for name in ("seq_lengths", "BLOCK_SIZE", "_batch_dims", "_separate", "_widths"))
+        lengths, block_size, *rest = sizes
+        self._fill_fields(lengths, block_size, mod, *rest)
+        heads, (rows, columns) = self.B * self.H, self._grid
+        self.kv_runs = stored.read_lists("kv_runs", state.get("kv_runs"), heads, rows, columns)
+        if state.get("q_runs") is not None:
+            self.q_runs = stored.read_lists("q_runs", state["q_runs"], heads, columns, rows)
+        for name in METADATA:
+            setattr(self, name, stored.read_tensor(name, state.get(name)))
+        self.full_overhangs, self.dq_kv_order_spt = fields["full_overhangs"], fields["dq_kv_order_spt"]
+        if isinstance(mod, FrozenMod) and fields["_built_from_mod"]:
+            self._remember(mod.bound, stored.read_runs(state.get("equal_runs"), mod))
+            if not state.get("is_whole"):  # the mask is a part of the one that was built
+                self._mask_mod = mod.with_captures(mod.captures)
+        self._built_from_mod = fields["_built_from_mod"]
+        self.prepare()
 
     def __copy__(self) -> Self:
         copied = type(self).__new__(type(self))
@@ -732,9 +776,9 @@ class BlockMask:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        copied.__dict__.update(copy.deepcopy(self.__dict__ | {"_record": None, "_prepared": None}, memo))
         copied._record = None if self._record is None else self._record.deepcopied(memo)
-        return copied
+        return copied if self._prepared is None else copied.prepare()
 
 
 METADATA = ("dq_write_order", "dq_write_order_full", "dq_kv_order")

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable
-from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexattn.block_mask.record import CaptureRecord, changed, is_unchanged
+from flexattn.block_mask.record import AnyOf, CaptureRecord, changed, is_unchanged
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.narrow import specialized
+from flexattn.process.forks import cached_property
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,9 @@ class MaskForm:
     @staticmethod
     @lru_cache(256)
     def loads(text: str) -> MaskForm:
-        sizes, *rest, runs = json.loads(text)
-        return MaskForm(tuple(map(tuple, sizes)), *rest, tuple(runs))
+        given = dict(zip((f.name for f in fields(MaskForm)), json.loads(text), strict=True))
+        sizes = tuple([tuple(size) for size in given.pop("BLOCK_SIZES")])
+        return MaskForm(BLOCK_SIZES=sizes, runs=tuple(given.pop("runs")), **given)
 
 
 @dataclass(frozen=True)
@@ -57,19 +59,21 @@ class Origin:
         self.record = record
         self.is_whole = is_whole  # False for a slice of a mask: its mod captures other tensors
         self.masks: dict[Hashable, Any] = {}  # made of these lists
+        # Captures that mask_mod computes from other tensors, on a CPU. On a GPU the host would wait to compare them.
+        self._computed = () if record is None else tuple(_computed(record, seen) for seen in record.captures)
         self._passed: tuple[Any, ...] = ()  # the mod that passed the check last
 
     @staticmethod
     def of(lists: Tensor) -> Origin:
         """Return the origin of packed lists. Lists that a graph creates, or that come from a file, have no record."""
-        found = lists.__dict__.get(_ATTRIBUTE)
+        found = getattr(lists, _ATTRIBUTE, None)
         if found is None:
             found = Origin(None, True)
             found.keep(lists)
         return found
 
     def keep(self, lists: Tensor) -> None:
-        lists.__dict__[_ATTRIBUTE] = self
+        setattr(lists, _ATTRIBUTE, self)
 
     def __reduce__(self) -> tuple[Any, ...]:  # copies of the lists, and lists in files, have no record
         return type(None), ()
@@ -102,11 +106,13 @@ class Origin:
             return
         if not self.is_graph_of(mask):
             raise changed("what mask_mod computes, or a number that it captures,", "has changed")
-        for described, before, now in zip(record.graph.captures, record.captures, mask.captures, strict=True):
-            is_computed = all(before[0][0] is not seen[0][0] for seen in record.reached)
-            if is_computed and before[0][0]() is None:
-                continue  # computed from the user's tensors at each call, which an operator is not given
-            if not any(_equals(seen[0](), now) for seen in before):
+        for described, before, value, now in zip(
+            record.graph.captures, record.captures, self._computed, mask.captures, strict=True
+        ):
+            if value is not None:
+                if value.shape != now.shape or not _has_values(value, now):
+                    raise changed(f"mask_mod's captured tensor {described.name!r}", "has other values")
+            elif not is_computed(record, before) and not any(_equals(seen[0](), now) for seen in before):
                 raise changed(f"mask_mod's captured tensor {described.name!r}", "is another tensor")
         if all(
             any(seen[0]() is now for seen in before) for before, now in zip(record.captures, mask.captures, strict=True)
@@ -115,6 +121,22 @@ class Origin:
 
 
 _ATTRIBUTE = "_flexattn_origin"
+_MOST_COMPARED = 2**16  # elements
+
+
+def is_computed(record: CaptureRecord, capture: AnyOf) -> bool:
+    """Return whether mask_mod computes a capture from the user's tensors, at each call."""
+    return all(capture[0][0] is not seen[0][0] for seen in record.reached)
+
+
+def _computed(record: CaptureRecord, capture: AnyOf) -> Tensor | None:
+    value = capture[0][0]() if is_computed(record, capture) else None
+    return value.clone() if value is not None and value.is_cpu and value.numel() <= _MOST_COMPARED else None
+
+
+def _has_values(before: Tensor, now: Tensor) -> bool:
+    same = torch.equal(before, now)
+    return same or (now.is_floating_point() and torch.allclose(before, now, rtol=0, atol=0, equal_nan=True))
 
 
 def _equals(before: Tensor | None, now: Tensor) -> bool:

@@ -81,7 +81,9 @@ def check_dropout(dropout_p: object, device: torch.device, seeded: bool = True) 
         return None
     with outside():
         seed = torch.empty(1, dtype=torch.int64, device=device)
-        seed = seed.random_() if seeded else seed.zero_()
+        # Selective checkpointing, a dispatch mode, stores results of operators, which must not change afterwards.
+        draw = torch.ops.aten.random.default if torch._C._len_torch_dispatch_stack() else Tensor.random_
+        seed = draw(seed) if seeded else seed.zero_()
     return Dropout(below, seed)
 
 

@@ -12,7 +12,9 @@ from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
 from flexattn.compile.kernels import (
     BATCH_CAPTURES,
     CAPTURES,
+    DELTA,
     DKDV,
+    DQ_ROWS,
     FUSED,
     HOPPER_BACKWARD,
     PAIR,
@@ -122,6 +124,26 @@ def plan_best_form(
         found = f"BACKEND='HOPPER', but {form}"
         raise UnsupportedError(message("kernel_options", found, "what Hopper kernels support", "Leave BACKEND out."))
     return plan, form
+
+
+def wants_backward(problem: Problem) -> bool:
+    """Whether query, key or value require a gradient, so that a backward is likely to follow a forward."""
+    return problem.query.requires_grad or problem.key.requires_grad or problem.value.requires_grad
+
+
+def expected_backward(problem: Problem, tensors: Tensors, target: Target) -> tuple[KernelPlan, ...]:
+    """Return the plans of a backward, given the tensors of the forward.
+
+    The gradients are assumed to be laid out like their tensors, and d_out like the output.
+    """
+    tensors = {**tensors, "do": tensors["o"], "dq": tensors["q"], "dk": tensors["k"], "dv": tensors["v"]}
+    problems = KernelProblems.of(problem)
+    kernels = (DELTA, *backward_kernels(problems, tensors, target))
+    arrays = {"dq_sum_ptr": tensors["q"]} if DQ_ROWS in kernels else NO_ARRAYS
+    return tuple(
+        plan_best_form(spec, problems.seen_by(spec), target, {name: tensors[name] for name in spec.tensors}, arrays)[0]
+        for spec in kernels
+    )
 
 
 def plan_with_tile(

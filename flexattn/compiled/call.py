@@ -29,7 +29,7 @@ def traced_call(
         return apart(
             query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, dropout_p, max_scores
         )
-    query, key, value = autocast(query, key, value)
+    query, key, value = autocast(query, key, value)  # type: ignore[assignment]
     device = query.device
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     score = torch.empty((), dtype=dtype, device=device)
@@ -41,7 +41,8 @@ def traced_call(
     if block_mask is not None:
         if not isinstance(block_mask, BlockMask) or block_mask._prepared is None:
             block_mask = prepared(block_mask)
-        lists, form = block_mask._prepared.tensors, block_mask._prepared.text
+        ready: Any = block_mask._prepared
+        lists, form = ready.tensors, ready.text
         sizes = (*block_mask.seq_lengths, block_mask.B, block_mask.H)
     options = option_texts(kernel_options)
 

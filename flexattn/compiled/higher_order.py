@@ -95,7 +95,7 @@ def _without_floats(graph: fx.Graph, operands: Sequence[fx.Proxy]) -> list[Any]:
         if not isinstance(number, torch.SymFloat):
             found.append(operand)
         elif is_item(operand.node):
-            source = operand.node.args[0]
+            source: Any = operand.node.args[0]
             with graph.inserting_after(node):
                 item = graph.call_method("item", (node,))
             node.replace_all_uses_with(item, delete_user_cb=lambda user, item=item: user is not item)

@@ -37,7 +37,8 @@ class Joined:
     @property
     def given(self) -> Given:
         """The arguments of the call, with the values of the graph's inputs."""
-        return Given(*fx.map_arg(self.node.args[_OWN:], self._value))
+        values: Any = fx.map_arg(self.node.args[_OWN:], self._value)
+        return Given(*values)
 
     @property
     def mods(self) -> tuple[tuple[Kind, fx.Node | None, list[fx.Node]], ...]:

@@ -30,7 +30,9 @@ def _mask(lists: Tensor, form: MaskForm, B: int, Hq: int, M: int, N: int) -> Blo
     block_size = form.BLOCK_SIZES[0]
     rows = [-(-n // size) for n, size in zip((M, N), block_size, strict=True)]
     # Views of another tensor with the same memory: views of `lists` would keep it alive, and with it this entry.
-    own = torch.empty(0, dtype=lists.dtype, device=lists.device).set_(lists.detach())
+    own = torch.empty(0, dtype=lists.dtype, device=lists.device).set_(
+        lists.untyped_storage(), 0, (lists.numel(),), (1,)
+    )
     directions = unpack(own, B * H, rows if form.both else rows[:1], exact=lists.is_cpu)
     by_key = directions[1] if form.both else None
     mask = BlockMask._of_runs(directions[0], by_key, B, H, (M, N), block_size, noop_mask, True, form.full_overhangs)

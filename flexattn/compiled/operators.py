@@ -77,7 +77,9 @@ def backward(
     of_sink = sink is not None and needs[-1]
     engine = engine_of(problem)
     with torch.no_grad():
-        dq, dk, dv, computed, d_sink = engine.backward(problem, out, lse, d_out, d_lse, (*needs[:3], of_sink))
+        dq, dk, dv, computed, d_sink = engine.backward(
+            problem, out, lse, d_out, d_lse, (needs[0], needs[1], needs[2], of_sink)
+        )
     found = [dq, dk, dv, *_of_given(given, problem.score, computed)]
     if sink is not None:
         found.append(d_sink)

@@ -81,6 +81,6 @@ def _in_the_mode(tensor: Tensor) -> Tensor:
     """Return a tensor that an active FakeTensorMode accepts. Most of these modes reject tensors with values."""
     if has_no_values(tensor):
         return tensor
-    modes = [m for m in _get_current_dispatch_mode_stack() if type(m).__name__ == "FakeTensorMode"]
+    modes: list[Any] = [m for m in _get_current_dispatch_mode_stack() if type(m).__name__ == "FakeTensorMode"]
     strict = next((m for m in modes if not m.allow_non_fake_inputs), None)
     return tensor if strict is None else strict.from_tensor(tensor, static_shapes=True)

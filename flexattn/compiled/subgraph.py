@@ -42,9 +42,7 @@ def bound_mod(source: Source, kind: Kind, score_dtype: torch.dtype) -> BoundMod:
         traced = trace_body(body, kind, leaves, *_place(source.result, kind), score_dtype)
     tensors = [source.values[n] for n, leaf in zip(lifted, leaves, strict=True) if isinstance(leaf.value, Tensor)]
     numbers = [
-        source.values[n.args[0] if is_item(n) else n]
-        for n, leaf in zip(lifted, leaves, strict=True)
-        if not isinstance(leaf.value, Tensor)
+        source.values[_source(n)] for n, leaf in zip(lifted, leaves, strict=True) if not isinstance(leaf.value, Tensor)
     ]
     return bind(traced, tensors, numbers)
 
@@ -59,7 +57,8 @@ def bind(traced: Traced, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> B
         captures = [tensors[i] for i in traced.picks]
     else:
         assert isinstance(traced.prologue, types.MethodType)
-        captures = _Prologue(traced.prologue.__self__).run(*tensors, *(_as_symbol(n) for n in numbers))
+        module: Any = traced.prologue.__self__
+        captures = _Prologue(module).run(*tensors, *(_as_symbol(n) for n in numbers))
     if traced.graph.inputs is MASK_INPUTS:
         captures = [c.detach() if c.requires_grad else c for c in captures]
     values = tuple(eval(text, _NAMES, names) for text in traced.number_texts)
@@ -70,6 +69,12 @@ def is_item(node: fx.Node) -> bool:
     """Return whether a node is a captured float: Dynamo passes a 0-d tensor on the CPU and reads its item."""
     source = node.args[0] if node.op == "call_method" and node.target == "item" else None
     return isinstance(source, fx.Node) and source.op == "placeholder"
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """Return the input that a captured value is: for a float, the tensor that it is an item of."""
+    source: Any = node.args[0] if is_item(node) else node
+    return source
 
 
 def _cut(source: Source) -> tuple[Callable[..., Any], list[fx.Node]]:
@@ -121,7 +126,7 @@ def _hint(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     if not isinstance(value, Tensor):
         return example(value)
     empty = torch.empty((), dtype=value.dtype, device=value.device)
-    return empty.expand([example(s) for s in value.shape]).requires_grad_(value.requires_grad)
+    return empty.expand([int(example(s)) for s in value.shape]).requires_grad_(value.requires_grad)
 
 
 def _as_float(number: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from torch.func import vjp
 
 from flexattn.call.problem import Gradients, Needs, Problem
 from flexattn.engines.second_order import tangents
+from flexattn.engines.watched import is_watched, watched
 from flexattn.errors import MutationError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.process.config import debug, settings
@@ -113,9 +114,14 @@ _NOTHING = torch.empty(0, device="cpu")  # in the place of tensors that save_for
 
 
 def _run(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
-    out, lse, max_scores = without_autocast(problem, engine.forward, problem)
+    return without_autocast(problem, partial(_forward_unviewed, engine), problem)
+
+
+def _forward_unviewed(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+    out, lse, max_scores = engine.forward(problem)
     if out._is_view():  # with permuted dimensions; autograd would not let the user change it in-place
-        out = out.new_empty(0).set_(out)
+        own: Any = out.new_empty(0)
+        out = own.set_(out)
     return out, lse, max_scores
 
 
@@ -276,6 +282,8 @@ def _with_captures(bound: BoundMod | None, captures: Sequence[Tensor]) -> BoundM
 
 def without_autocast(problem: Problem, function: Callable[..., Any], *args: Any) -> Any:
     """Run with autocast disabled. The inputs already have their dtypes, and engines accumulate in float32."""
+    if is_watched():
+        function, args = watched, (problem, function, *args)
     kind = problem.query.device.type
     if not torch.is_autocast_enabled(kind):
         return function(*args)

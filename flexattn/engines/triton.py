@@ -118,7 +118,7 @@ def forward(problem: Problem, run: Run | None = None) -> tuple[Tensor, Tensor, T
     known = _forwards.get(key)
     if known is not None:
         return known(problem)
-    recorded = Recorder()
+    recorded = Recorder(trained=problem)
     found = _forward(problem, recorded)
     if not option(problem.options, "PROFILE"):
         remember(_forwards, key, KnownForward.of(problem, recorded, found[0]))
@@ -134,7 +134,8 @@ def _forward(problem: Problem, run: Run) -> tuple[Tensor, Tensor, Tensor | None]
         if wanted(problem, arrays):
             arrays |= outputs(problem)
     seen = KernelProblems.of(problem).seen_by(FORWARD)
-    run(FORWARD, seen, {"q": q, "k": problem.key, "v": v, "o": out}, arrays)
+    tensors = {"q": q, "k": problem.key, "v": v, "o": out}
+    run(FORWARD, seen, tensors, arrays)
     return out, lse, arrays.get("max_ptr")
 
 

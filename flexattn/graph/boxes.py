@@ -90,7 +90,8 @@ class Bounds:
         if capture not in self._arrays:
             tensor = self.captures[capture].detach()
             tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-            self._arrays[capture] = tensor.cpu().numpy()
+            # Tensor.numpy() would forbid to resize the user's storage for good. FSDP resizes those of parameters.
+            self._arrays[capture] = np.from_dlpack(tensor.cpu())
         return self._arrays[capture]
 
     def _range(self, node: RangeLoad, ends: list[Values]) -> tuple[Values, Values]:

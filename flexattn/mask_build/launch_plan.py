@@ -30,7 +30,7 @@ from flexattn.mask_build.kernels import (
     table_entries,
     table_source,
 )
-from flexattn.runtime.build import Kernel, build
+from flexattn.runtime.build import Kernel, build, build_ahead
 
 _FULL_RESOLUTION = 2**14  # smaller tensors have tables of single elements, larger ones of granules
 _GRANULE_BITS = 7
@@ -133,6 +133,8 @@ def recipe_of(
     dtypes = [c.dtype for c in plan.mod.graph.captures]
     keys = _table_keys(plan, block_size)
     wanted = tuple(dict.fromkeys(keys))
+    build_ahead([source for source in _sources(plan, captures, sizes, block_size) if source != plan.classify], target)
+    classify = build(plan.classify, target)  # by far the slowest of them
     tables = tuple(_table(key, captures[key[0]], dtypes[key[0]], target) for key in wanted)
     reads = tuple(wanted.index(key) for key in keys)
     of_tables = [n for i in reads for n in tables[i].constants]
@@ -154,7 +156,7 @@ def recipe_of(
         heads=B * H, rows=rows, blocks=q_rows * kv_blocks, octets=4 * by_row,
         kept=kept, scratch=_starts(*scratch, begin=together * kept[-1]), together=together,
         tables=tables, reads=reads, runs=runs,
-        classify=Step(build(plan.classify, target), B * H * q_words * kv_words, (*of_blocks, *of_tables, *of_captures)),
+        classify=Step(classify, B * H * q_words * kv_words, (*of_blocks, *of_tables, *of_captures)),
         lists=tuple(Step(build(source, target), *of) for source, of in zip(lists, launched, strict=True)),
         evaluated=(*of_blocks, 4 * by_row, *of_captures),
     )  # fmt: skip
@@ -261,13 +263,20 @@ def sources(
     plan: MaskPlan, bound: BoundMod, sizes: Sizes, block_size: tuple[int, int], evaluates: bool
 ) -> tuple[KernelSource, ...]:
     """Return the kernels that building a mask runs. `evaluates`: bounds and samples leave undecided blocks."""
-    captures = [(t.shape, t.stride()) for t in bound.captures]
+    captures = tuple([(t.shape, t.stride()) for t in bound.captures])
+    return (*_sources(plan, captures, sizes, block_size), *([plan.evaluate] if evaluates else []))
+
+
+def _sources(
+    plan: MaskPlan, captures: Sequence[Strided], sizes: Sizes, block_size: tuple[int, int]
+) -> tuple[KernelSource, ...]:
+    """Return the kernels that building a mask runs if no block is undecided."""
     lists, apart = _list_sources(plan, captures, sizes, block_size)
-    found = [plan.classify, *lists, *apart.values(), *([plan.evaluate] if evaluates else [])]
+    found = [plan.classify, *lists, *apart.values()]
     for key in _table_keys(plan, block_size):
-        capture = bound.captures[key[0]]
-        shape = _table_shape(key, capture.shape)
-        found.append(table_source(capture.dtype, shape.chunk))
-        if shape.levels > 1:
-            found.append(levels_source(table_dtype(capture.dtype)))
+        shape, dtype = captures[key[0]][0], plan.mod.graph.captures[key[0]].dtype
+        table = _table_shape(key, shape)
+        found.append(table_source(dtype, table.chunk))
+        if table.levels > 1:
+            found.append(levels_source(table_dtype(dtype)))
     return tuple(dict.fromkeys(found))

@@ -18,6 +18,8 @@ _FALSE = frozenset({"", "0", "false", "off", "no"})
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 CACHE_SIZE = 2**30  # default FLEXATTN_CACHE_SIZE in bytes, enough for thousands of kernels
 
+COMPILE_PROCESSES = 4  # default FLEXATTN_COMPILE_PROCESSES; a training step needs at most that many large kernels
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -25,6 +27,7 @@ class Settings:
 
     cache_dir: Path | None  # FLEXATTN_CACHE_DIR: generated kernels; None if the user has no home directory
     cache_size: int | None  # FLEXATTN_CACHE_SIZE: maximum bytes of the cache; None: no limit
+    compile_processes: int  # FLEXATTN_COMPILE_PROCESSES: most processes that compile kernels ahead; 0: none
     debug: bool  # FLEXATTN_DEBUG: log each stage of a first call on stderr
     print_source: bool  # FLEXATTN_DUMP=1: print generated sources on stderr
     dump_dir: Path | None  # FLEXATTN_DUMP=directory: copy generated sources and PTX there
@@ -43,6 +46,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
     return Settings(
         cache_dir=_cache_dir(environment),
         cache_size=_size(environment, "FLEXATTN_CACHE_SIZE", CACHE_SIZE),
+        compile_processes=_count(environment, "FLEXATTN_COMPILE_PROCESSES", COMPILE_PROCESSES),
         debug=_switch(environment, "FLEXATTN_DEBUG"),
         print_source=is_switch and dump.lower() in _TRUE,
         dump_dir=None if is_switch else _folder("FLEXATTN_DUMP", dump),
@@ -60,6 +64,15 @@ def _switch(environment: Mapping[str, str], name: str) -> bool:
     if value not in _TRUE | _FALSE:
         raise ArgumentError(message(name, repr(environment[name]), "1 or 0", f"Set {name}=1, or unset it."))
     return value in _TRUE
+
+
+def _count(environment: Mapping[str, str], name: str, default: int) -> int:
+    value = environment.get(name, "").strip()
+    if not value:
+        return default
+    if re.fullmatch(r"[0-9]{1,4}", value) is None:
+        raise ArgumentError(message(name, repr(value), "a number of processes", f"Set {name}=0, or unset it."))
+    return int(value)
 
 
 def _size(environment: Mapping[str, str], name: str, default: int) -> int | None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import json
-import linecache
 import re
 import sys
-import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,13 @@ from flexattn.machine.kernel_store import KernelStore, open_store, temporary_sto
 from flexattn.machine.target import Target
 from flexattn.process.config import debug, settings
 from flexattn.process.forks import Lock, cached_property
+from flexattn.runtime import compile_workers
+from flexattn.runtime.compile_workers import Compile
+from flexattn.runtime.compiler import Job, compile_job, forget_text, import_kernel, request_of
 from flexattn.runtime.interpreted import replaced_globals
 
 _KEPT_FILES = ("json", "ptx", "ttgir", "cubin", "amdgcn", "hsaco")
 _LARGEST_TEXT = 1 << 20  # bytes; larger intermediate texts are not kept
-_LONGEST_REASON = 2000  # characters of a Triton error, which may end with the whole PTX
 _MEMORY = 512  # kernels per process
 _ATTEMPTS = 3  # to find or build a kernel and read its files
 
@@ -95,8 +96,8 @@ class Kernel:
 class _InterpretedKernel(Kernel):
     def __init__(self, source: KernelSource, target: Target, digest: str, folder: Path) -> None:
         super().__init__(source, target, digest, folder)
-        self._function = _import(self.path, self.path.read_text(), source)
-        weakref.finalize(self, _forget_text, self._function)
+        self._function = import_kernel(self.path, self.path.read_text(), source)
+        weakref.finalize(self, forget_text, self._function)
         self._function.fn.__globals__.update(replaced_globals())
 
     def launch(self, programs: int, arguments: tuple[Any, ...], stream: int | None = None) -> None:
@@ -108,7 +109,7 @@ class _GpuKernel(Kernel):
     def __init__(self, source: KernelSource, target: Target, digest: str, folder: Path, loader: Loader) -> None:
         super().__init__(source, target, digest, folder)
         self._loader = loader
-        self._request = _request(source)
+        self._request = request_of(source)
         self._files = _compiled_files(source, folder)
         self._launchers: dict[int, triton_versions.LaunchFunction] = {}  # by device
 
@@ -217,11 +218,25 @@ def build(source: KernelSource, target: Target, loader: Loader = load_on_gpu) ->
     return kernel
 
 
+def build_ahead(sources: Sequence[KernelSource], target: Target) -> None:
+    """Start compiling in other processes what this process will build soon. Kernels on disk are left alone."""
+    if target.backend == "interpreter" or not compile_workers.processes():
+        return
+    stores = list(itertools.islice(_stores(), 1))
+    for source in dict.fromkeys(sources):
+        key = digest(source, target)
+        with _lock:
+            known = any(found == key for found, _ in _kernels)
+        if not known and all(store.find(key) is None for store in stores):
+            compile_workers.submit(key, functools.partial(_find_or_compile, source, target, key))
+
+
 def _kernel(source: KernelSource, target: Target, key: str, loader: Loader) -> Kernel:
     kind = _InterpretedKernel if target.backend == "interpreter" else functools.partial(_GpuKernel, loader=loader)
     for _ in range(_ATTEMPTS):
         try:
-            kernel = kind(source, target, key, _find_or_compile(source, target, key))
+            folder = compile_workers.take(key) or _find_or_compile(source, target, key)
+            kernel = kind(source, target, key, folder)
             text = kernel.path.read_text()
         except FileNotFoundError:  # deleted in the meantime, by a user or by another process's cache eviction
             continue
@@ -279,7 +294,7 @@ def _check(source: KernelSource, target: Target) -> None:
         raise CompileError(f"kernel {source.name}: divisible arguments {sorted(unknown)} are not in its signature")
 
 
-def _find_or_compile(source: KernelSource, target: Target, key: str) -> Path:
+def _find_or_compile(source: KernelSource, target: Target, key: str, compile_with: Compile = compile_job) -> Path:
     failure: OSError | None = None
     for store in _stores():
         if (folder := store.find(key)) is not None:
@@ -288,7 +303,7 @@ def _find_or_compile(source: KernelSource, target: Target, key: str) -> Path:
             with store.lock(key):
                 if (folder := store.find(key)) is not None:  # another process was faster
                     return _found(source, folder)
-                folder = _compile(source, target, key, store)
+                folder = _compile(source, target, key, store, compile_with)
             cache_size.added(store, settings().cache_size)
             return folder
         except OSError as error:
@@ -325,13 +340,16 @@ def _tell_unwritable(folder: Path, reason: str) -> None:
     debug("build", f"{folder} is not writable ({reason}), kernels are kept for this process only")
 
 
-def _compile(source: KernelSource, target: Target, key: str, store: KernelStore) -> Path:
+def _compile(source: KernelSource, target: Target, key: str, store: KernelStore, compile_with: Compile) -> Path:
     text = _file_text(source, target, key)
     files = {f"{source.name}.py": text.encode()}
     if target.backend != "interpreter":
-        place = store.root / key / f"{source.name}.py"
-        with store.staging() as triton_files, triton_versions.cache_folder(triton_files):
-            compiled = _run_triton(source, target, place, text)
+        place = str(store.root / key / f"{source.name}.py")
+        stubs = store.folder(cache_size.STUBS)
+        with store.staging() as folder:
+            compiled = compile_with(
+                Job(source, (target.backend, target.arch, target.warp_size), text, place, str(folder), str(stubs))
+            )
         files |= {f"{source.name}.{ending}": compiled[ending] for ending in _KEPT_FILES if _worth(compiled, ending)}
     with _lock:
         _counts["compiles"] += 1
@@ -342,58 +360,6 @@ def _compile(source: KernelSource, target: Target, key: str, store: KernelStore)
 
 def _worth(compiled: dict[str, bytes], ending: str) -> bool:
     return ending in compiled and (ending in {"json", "cubin", "hsaco"} or len(compiled[ending]) <= _LARGEST_TEXT)
-
-
-def _run_triton(source: KernelSource, target: Target, place: Path, text: str) -> dict[str, bytes]:
-    options = {"num_warps": source.num_warps, "num_stages": source.num_stages}
-    if source.maxnreg is not None:
-        options["maxnreg"] = source.maxnreg
-    if not source.fp_fusion:
-        options["enable_fp_fusion"] = False
-    function = _import(place, text, source)
-    try:
-        return triton_versions.compile_kernel(function, _request(source, function), target, options)
-    except OSError:
-        raise  # an error of the folder, not of the kernel
-    except Exception as error:
-        reason = str(error)[:_LONGEST_REASON]
-        raise CompileError(f"kernel {source.name} cannot be compiled for {target}: {reason}") from error
-    finally:
-        _forget_text(function)
-
-
-def _request(source: KernelSource, function: Any = None) -> triton_versions.Request:
-    gluon = function is not None and function.is_gluon()
-    return triton_versions.Request(source.name, source.signature, source.divisible, gluon)
-
-
-def _import(place: Path, text: str, source: KernelSource) -> Any:
-    """Run a generated file as a module and return its kernel. The file may not be on disk yet."""
-    module = types.ModuleType(f"flexattn_generated_{source.name}")
-    # Triton writes the file name into the PTX as a quoted string.
-    file = module.__file__ = str(place) if _is_plain(str(place)) else "/".join(place.parts[-2:])
-    # Triton and tracebacks read the source of each function from linecache.
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    try:
-        exec(compile(text, file, "exec"), module.__dict__)
-        kernel = getattr(module, source.name)
-    except Exception as error:
-        raise CompileError(f"kernel {source.name}: its source does not run: {error!r}") from error
-    expected = [name for name, _ in source.signature]
-    if kernel.arg_names != expected:
-        raise CompileError(
-            message(f"kernel {source.name}", kernel.arg_names, f"arguments {expected}", "Correct the template.")
-        )
-    return kernel
-
-
-def _forget_text(function: Any) -> None:
-    """Remove the text of a kernel from memory. Tracebacks then read its file."""
-    linecache.cache.pop(function.fn.__code__.co_filename, None)
-
-
-def _is_plain(path: str) -> bool:
-    return path.isprintable() and '"' not in path and "\\" not in path
 
 
 def _file_text(source: KernelSource, target: Target, key: str) -> str:

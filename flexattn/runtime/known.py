@@ -40,11 +40,12 @@ def known_key(
 class Recorder:
     """Runs kernels as `run_kernel` does, and keeps their launches."""
 
-    def __init__(self) -> None:
+    def __init__(self, trained: Problem | None = None) -> None:
+        self.trained = trained  # see run_kernel
         self.launches: list[Launch] = []
 
     def __call__(self, spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -> None:
-        launch = launch_of(spec, problem, tensors, arrays)
+        launch = launch_of(spec, problem, tensors, arrays, self.trained)
         launch(problem, {**tensors, **arrays})
         self.launches.append(launch)
 

@@ -29,11 +29,17 @@ from flexattn.compile.arguments import (
 from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
 from flexattn.compile.kernels import DELTA
 from flexattn.compile.scalars import tiles_of
-from flexattn.compile.schedule import KernelProblems, backward_kernels, plan_best_form
+from flexattn.compile.schedule import (
+    KernelProblems,
+    backward_kernels,
+    expected_backward,
+    plan_best_form,
+    wants_backward,
+)
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.machine.target import processors, target_of
 from flexattn.runtime.build import Kernel
-from flexattn.runtime.load import load
+from flexattn.runtime.load import load, load_ahead
 
 _REMEMBERED = 4096
 
@@ -70,22 +76,29 @@ class Launch:
 _launches: OrderedDict[tuple[object, ...], Launch] = OrderedDict()
 
 
-def run_kernel(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -> None:
+def run_kernel(
+    spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors, trained: Problem | None = None
+) -> None:
     """Run a kernel on its variant of a problem (`KernelProblems.seen_by`).
 
     `tensors` are the spec's tensors, [B, H, rows, D] with a last stride of 1. `arrays` are contiguous and passed only
-    by address (lse_ptr, ...).
+    by address (lse_ptr, ...). `trained`: the problem of a forward that a backward may follow. The first time, the
+    backward's kernels are compiled in other processes at the same time.
     """
-    launch_of(spec, problem, tensors, arrays)(problem, {**tensors, **arrays})
+    launch_of(spec, problem, tensors, arrays, trained)(problem, {**tensors, **arrays})
 
 
-def launch_of(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -> Launch:
-    """Return the launch of a kernel, cached by key."""
+def launch_of(
+    spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors, trained: Problem | None = None
+) -> Launch:
+    """Return the launch of a kernel, cached by key. For `trained` see run_kernel."""
     key = launch_key(spec, problem, tensors, arrays)
     launch = _launches.get(key)
     if launch is None:
         target = target_of(problem.query.device)
         plan, _ = plan_best_form(spec, problem, target, tensors, arrays)
+        if trained is not None and wants_backward(trained):
+            load_ahead(expected_backward(trained, tensors, target))
         launch = prepare(plan, problem, tensors)
         remember(_launches, key, launch)
     return launch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,7 +11,8 @@ from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.render import render
 from flexattn.compile.shared_memory import fit, smaller_tiles
 from flexattn.errors import CompileError
-from flexattn.runtime.build import Kernel, OutOfResources, build
+from flexattn.runtime import compile_workers
+from flexattn.runtime.build import Kernel, OutOfResources, build, build_ahead
 
 
 @dataclass(frozen=True)
@@ -37,3 +39,9 @@ def load(wanted: KernelPlan) -> LoadedKernel:
             continue
         return LoadedKernel(plan, source, kernel)
     raise CompileError(f"no tile of {wanted.name} fits: {failures[-1]}")
+
+
+def load_ahead(plans: Sequence[KernelPlan]) -> None:
+    """Start compiling in other processes what `load` will build for these plans."""
+    if plans and compile_workers.processes():
+        build_ahead([render(next(iter(smaller_tiles(fit(plan))))) for plan in plans], plans[0].target)

@@ -27,6 +27,7 @@ from flexattn.torch_state.transforms import innermost
 from flexattn.trace.follow import current_line
 from flexattn.trace.operator_calls import UnknownOperator
 from flexattn.trace.registered import meaning_of
+from flexattn.trace.scalar_tape import NotScalar, ScalarTape
 
 DATA_DEPENDENT = (
     "reads the value of a tensor in Python (if, and, or, not, int(), float(), .item(), range). The mod runs once for "
@@ -43,13 +44,17 @@ RANDOM = "draws random numbers ({what}). Draw them before the call and capture t
 class Interception(TorchFunctionMode):
     """Rewrites what make_fx cannot see, rejects what cannot be traced, and records the user's line of each node."""
 
-    def __init__(self, name: str, adopt: Callable[[Tensor], None], ask_for_layouts: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, adopt: Callable[[Tensor], None], ask_for_layouts: Callable[[], None],
+        tape: ScalarTape | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.name = name
         self.adopt = adopt  # makes a tensor that was not captured an input of the trace, by calling `replace`
         self.ask_for_layouts = ask_for_layouts  # called if the mod reads strides, which fake tensors do not have
         self.replacement: dict[int, tuple[Tensor, Tensor]] = {}  # id of a real tensor -> the tensor, its fake tensor
         self.requires_grad: dict[int, bool] = {}  # id of a fake tensor -> requires_grad of the real one
+        self.tape = tape
         self._is_paused = False
 
     @contextlib.contextmanager
@@ -82,6 +87,8 @@ class Interception(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention:
             raise UnsupportedError(f"{self.name} at {user_line()} calls attention inside of a mod. Call it outside.")
         result = _REWRITES.get(func, func)(*args, **kwargs)  # type: ignore[misc]
+        if self.tape is not None and not isinstance(result, Tensor) and func not in _KNOWN_OF_SCALARS:
+            raise NotScalar
         if not torch.is_grad_enabled() and isinstance(result, Tensor) and result.is_floating_point():
             result = result.detach()
         self.note_line()
@@ -91,7 +98,7 @@ class Interception(TorchFunctionMode):
         """Replace real tensors by their fake tensors."""
         if isinstance(value, Tensor):
             if id(value) not in self.replacement:
-                if type(innermost(value)) is _fake_tensor_type():
+                if self._is_traced(value):
                     return value
                 self.adopt(value)
             return self.replacement[id(value)][1]
@@ -101,14 +108,26 @@ class Interception(TorchFunctionMode):
             return {k: self.known(v) for k, v in value.items()}
         return value
 
-    def note_line(self) -> None:
+    def _is_traced(self, value: Tensor) -> bool:
+        if self.tape is not None:
+            return self.tape.is_traced(value)
+        return type(innermost(value)) is _fake_tensor_type()
+
+    def _graph(self) -> fx.Graph | None:
+        """Return the graph in which operators are recorded now."""
+        if self.tape is not None:
+            return self.tape.graph
         from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
         mode = get_proxy_mode()
-        if mode is None:
+        return None if mode is None else mode.tracer.graph
+
+    def note_line(self) -> None:
+        graph = self._graph()
+        if graph is None:
             return
         line = user_line()
-        for node in reversed(mode.tracer.graph.nodes):
+        for node in reversed(graph.nodes):
             if "user_line" in node.meta:
                 break
             node.meta["user_line"] = line
@@ -263,6 +282,11 @@ _READ_VALUE = frozenset(
     )
 )  # fmt: skip
 
+# Facts about a tensor that a ScalarTape's tensors share with the mod's, and that the guard checks.
+_KNOWN_OF_SCALARS = frozenset((
+    Tensor.dtype.__get__, Tensor.ndim.__get__, Tensor.dim, Tensor.is_floating_point, torch.is_floating_point,  # type: ignore[attr-defined]
+    Tensor.is_complex, torch.is_complex,
+))  # fmt: skip
 _READ_LAYOUT = frozenset((Tensor.is_contiguous, Tensor.stride, Tensor.storage_offset))
 
 _PACKAGES = tuple(str(Path(m.__file__).parent) for m in (torch, inspect) if m.__file__)  # torch, the standard library

@@ -10,6 +10,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from flexattn.torch_state.subclasses import check_plain, has_no_values
 from flexattn.torch_state.symbols import example
 from flexattn.trace.follow import IS_KNOWN_VERSION, Follower, Record, Refusal, Unfollowable, symbolic
 from flexattn.trace.interception import Interception, explain_failure, refused_functions
+from flexattn.trace.scalar_tape import NotScalar, ScalarTape
 from flexattn.trace.scalarize import Kind, Recorded, python_text
 
 Mod = Callable[..., Any]
@@ -40,6 +42,7 @@ class Setting:
     device: torch.device  # of the captured tensors
     layouts: bool = False  # whether the mod reads strides; the trace is then valid only for the strides of its tensors
     natively: bool = False  # whether Python runs the mod; then nothing is recorded
+    scalar: bool = False  # whether it computes with scalars alone; then a ScalarTape records it
     symbolic: bool = False  # whether captured tensors may be those of a graph or of a computation of shapes
 
 
@@ -61,15 +64,14 @@ class Inputs:
     """The inputs of the FX graph, created when the mod reads them."""
 
     def __init__(self, setting: Setting, kind: Kind, name: str) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
         self.setting = setting
         self.name = name
         self.argument = f"{kind}_mod"
-        self.environment = ShapeEnv(duck_shape=False, specialize_zero_one=True)
-        self.fakes = FakeTensorMode(shape_env=self.environment, allow_non_fake_inputs=True)
-        self.interception = Interception(name, self._adopt, self._ask_for_layouts)
+        self.tape = ScalarTape() if setting.scalar else None
+        fakes = _fakes() if self.tape is None else (self.tape, self.tape)
+        self.environment: Any = fakes[0]  # of symbolic numbers and sizes
+        self.fakes: AbstractContextManager[object] = fakes[1]
+        self.interception = Interception(name, self._adopt, self._ask_for_layouts, self.tape)
         self.record: Record | None = None
         self.sources: dict[str, str] = {}  # symbol -> Python text over t (tensors) and n (numbers)
         self.symbol_names: dict[str, str] = {}
@@ -79,6 +81,9 @@ class Inputs:
 
     def scalars(self, kind: Kind, score_dtype: torch.dtype) -> list[Tensor]:
         """Return the arguments of the mod."""
+        if self.tape is not None:
+            dtypes = (*([score_dtype] if kind == "score" else []), *[torch.int64] * len(MASK_INPUTS))
+            return [self.tape.scalar(f"scalars_{i}", dtype) for i, dtype in enumerate(dtypes)]
         device = self.setting.device
         with self.fakes:
             indices = [torch.empty((), dtype=torch.int64, device=device) for _ in MASK_INPUTS]
@@ -86,6 +91,11 @@ class Inputs:
 
     def number(self, value: int | float, position: int, name: str) -> Any:
         """Return the symbol for a number that the mod reads."""
+        if self.tape is not None:
+            symbol, node = self.tape.number(value, f"number_{position}", f"n[{position}]")
+            self.numbers.append(node)
+            self.symbol_names[f"number_{position}"] = name
+            return symbol
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
         source = _source(f"n{position}")
@@ -104,10 +114,14 @@ class Inputs:
             if value.is_complex() or value.is_quantized:
                 text = f"found a captured tensor of {value.dtype}, expected a real dtype"
                 raise UnsupportedError(f"{self.name}: {text}.")
-            if value.device.type != "cpu" and self.setting.device.type == "cpu":
-                raise Restart(replace(self.setting, device=value.device))
-            fake = self._fake(value, position)
-            self.tensors.append(_placeholder(f"tensor_{position}", fake))
+            if self.tape is not None:
+                fake, node = self.tape.tensor(value, f"tensor_{position}")
+            else:
+                if value.device.type != "cpu" and self.setting.device.type == "cpu":
+                    raise Restart(replace(self.setting, device=value.device))
+                fake = self._fake(value, position)
+                node = _placeholder(f"tensor_{position}", fake)
+            self.tensors.append(node)
             self.tensor_names.append(name)
             self.interception.replace(value, fake)
 
@@ -135,8 +149,15 @@ class Inputs:
             self.record.check(tensor, "{0}.shape == {1} and {0}.stride() == {2}", tensor.shape, tensor.stride())
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
+    def about_to(self, reason: str) -> None:
+        """Stop a run on a tape before the mod draws or changes something: it must do so once."""
+        if self.tape is not None:
+            raise NotScalar
+
     def scripted(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a scripted function. Its operators are recorded; torch's own reads during the call are not."""
+        if self.tape is not None:  # TorchScript reads sizes and devices that the tape does not see
+            raise NotScalar
         args, kwargs = self.interception.known(args), self.interception.known(kwargs)
         with self.interception.paused():
             found = function(*args, **kwargs)
@@ -179,18 +200,25 @@ class Inputs:
         record.tensors.append(tensor)
 
     def _ask_for_layouts(self) -> None:
+        if self.tape is not None:
+            raise NotScalar
         if not self.setting.layouts:
             raise Restart(replace(self.setting, layouts=True))
 
 
 def record_run(
-    mod: Mod, kind: Kind, name: str, score_dtype: torch.dtype, decompositions: Decompositions, symbolic: bool = False
-) -> tuple[Recorded, Record]:
-    """Run `mod` in `follow`, repeatedly if the setting turns out to be wrong."""
-    setting, reason = (
-        Setting(torch.device("cpu"), False, not IS_KNOWN_VERSION, symbolic),
-        "this version of Python is not known",
-    )
+    mod: Mod, kind: Kind, name: str, score_dtype: torch.dtype, decompositions: Decompositions, scalar: bool = False,
+    symbolic: bool = False,
+) -> tuple[Recorded, Record]:  # fmt: skip
+    """Run `mod` in `follow`, repeatedly if the setting turns out to be wrong.
+
+    Args:
+        scalar: record it on a ScalarTape, or raise NotScalar.
+        symbolic: captured tensors may be those of a graph or of a computation of shapes.
+    """
+    scalar = scalar and IS_KNOWN_VERSION
+    setting = Setting(torch.device("cpu"), natively=not IS_KNOWN_VERSION, scalar=scalar, symbolic=symbolic)
+    reason = "this version of Python is not known"
     while True:
         try:
             recorded, record = _run(mod, kind, name, score_dtype, decompositions, setting)
@@ -198,7 +226,7 @@ def record_run(
         except Restart as restart:
             setting = restart.setting
         except Unfollowable as unfollowable:
-            setting, reason = replace(setting, natively=True), str(unfollowable)
+            setting, reason = replace(setting, natively=True, scalar=False), str(unfollowable)
     if setting.natively:
         record.reason = reason
     elif _is_watched() and not record.reason:
@@ -216,7 +244,7 @@ def _is_watched() -> bool:
 def _show(mod: Mod, kind: Kind, name: str, score_dtype: torch.dtype, setting: Setting) -> None:
     """Run the mod once more in Python, for tools that watch it: breakpoints are hit and lines are counted."""
     with contextlib.suppress(Exception):
-        _run(mod, kind, name, score_dtype, {}, replace(setting, natively=True))
+        _run(mod, kind, name, score_dtype, {}, replace(setting, natively=True, scalar=False))
 
 
 def _run(
@@ -225,7 +253,7 @@ def _run(
     inputs = Inputs(setting, kind, name)
     record = inputs.record = Record(mod, inputs)
     follower = Follower(record)
-    follower.passed_on = (*follower.passed_on, Restart)
+    follower.passed_on = (*follower.passed_on, Restart, NotScalar)
     call = mod if setting.natively else follower.mod
     return _recorded(inputs, kind, score_dtype, decompositions, lambda scalars: symbolic(call(*scalars))), record
 
@@ -259,8 +287,6 @@ def _recorded(
     call: Callable[[list[Tensor]], Any],
 ) -> Recorded:  # fmt: skip
     """Record one call of a mod on scalars."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     setting, name = inputs.setting, inputs.name
     results: list[Any] = []
     methods = _module_methods()
@@ -276,17 +302,21 @@ def _recorded(
     try:
         undone = temporary(lambda: _set_module_methods(methods))
         with torch.enable_grad(), inputs.fakes, _no_autocast(setting.device.type), custom, undone:
-            traced = make_fx(run, decompositions, "real")(scalars)
+            graph = (
+                _make_fx(run, decompositions, scalars) if inputs.tape is None else _on_tape(run, inputs.tape, scalars)
+            )
     except (FlexAttentionError, Unfollowable):
         raise
     except Refusal as refusal:
         raise ModError(f"{name} at {refusal.line} {refusal}") from None
     except Exception as error:
+        if inputs.tape is not None:  # the run on fake tensors explains it
+            raise NotScalar from error
         raise explain_failure(error, kind, name) from error
-    placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     return Recorded(
-        graph=traced.graph,
-        result=_result_node(traced.graph, results[-1]),
+        graph=graph,
+        result=_result_node(graph, results[-1]),
         inputs=dict(zip(placeholders, SCORE_INPUTS if kind == "score" else MASK_INPUTS, strict=False)),
         tensors=inputs.tensors,
         numbers=inputs.numbers,
@@ -295,6 +325,26 @@ def _recorded(
         symbol_names=inputs.symbol_names,
         environment=inputs.environment,
     )
+
+
+def _fakes() -> tuple[Any, Any]:
+    """Return the environment of symbolic numbers and sizes, and the mode of fake tensors."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    environment = ShapeEnv(duck_shape=False, specialize_zero_one=True)
+    return environment, FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
+
+
+def _make_fx(run: Callable[..., Any], decompositions: Decompositions, scalars: list[Tensor]) -> fx.Graph:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(run, decompositions, "real")(scalars).graph
+
+
+def _on_tape(run: Callable[..., Any], tape: ScalarTape, scalars: list[Tensor]) -> fx.Graph:
+    tape.graph.output([tape.node_of(result) for result in run(scalars)])
+    return tape.graph
 
 
 def _module_methods() -> dict[str, Any]:

@@ -24,6 +24,7 @@ from flexattn.trace.aten import TABLES, has_row
 from flexattn.trace.elements import Elements, Index
 from flexattn.trace.interception import CONSTANT, DATA_DEPENDENT, IN_PLACE, MOST_SHOWN, RANDOM, line_of_node
 from flexattn.trace.operator_calls import is_symbol, operator_name
+from flexattn.trace.scalar_tape import Expression
 
 Kind = Literal["score", "mask"]
 
@@ -45,7 +46,7 @@ class Recorded:
     names: dict[fx.Node, str]  # the user's names of the tensors
     sources: dict[str, str]  # symbol -> Python text over t (tensors) and n (numbers)
     symbol_names: dict[str, str]  # symbol -> the user's name
-    environment: Any  # the ShapeEnv, whose guards may still grow
+    environment: Any  # the ShapeEnv, whose guards may still grow, or the ScalarTape
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,7 +197,8 @@ class _Leaves:
         """Return a symbolic number as a leaf, which the host computes from the user's numbers and sizes."""
         expression = symbol.node.expr
         if expression.is_number:
-            value = float(expression) if isinstance(symbol, torch.SymFloat) else int(expression)
+            number = expression.value if isinstance(expression, Expression) else expression
+            value = float(number) if isinstance(symbol, torch.SymFloat) else int(number)
             return self.builder.const(value, torch.float64 if isinstance(value, float) else torch.int64)
         dtype = torch.float64 if isinstance(symbol, torch.SymFloat) else torch.int64
         text = python_text(expression, self.recorded.sources)
@@ -277,11 +279,13 @@ def _refuse_unknown_values(recorded: Recorded, name: str) -> None:
 
 
 def _is_unknown(value: Any) -> bool:
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-
     if is_symbol(value):
         return any(str(s).startswith(("u", "zu")) for s in value.node.expr.free_symbols)
-    return isinstance(value, Tensor) and bool(free_unbacked_symbols(value))
+    if not isinstance(value, Tensor) or not any(map(is_symbol, (*value.shape, *value.stride()))):
+        return False
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(value))
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -296,7 +300,9 @@ def _without_unused(graph: ModGraph, leaves: _Leaves) -> tuple[ModGraph, list[fx
 
 
 def python_text(expression: Any, sources: dict[str, str]) -> str:
-    """Return a sympy expression over symbols as Python text over t and n."""
+    """Return a sympy expression over symbols, or what a ScalarTape has instead, as Python text over t and n."""
+    if isinstance(expression, Expression):
+        return expression.text
     from torch.utils._sympy.printers import PythonPrinter
 
     class Printer(PythonPrinter):

@@ -21,6 +21,7 @@ import torch
 
 from flexattn.errors import ModError, RetraceWarning, UnsupportedError, mod_in_messages
 from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.frozen import FrozenMod
 from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS
 from flexattn.process.config import debug, settings
 from flexattn.process.forks import Lock
@@ -33,6 +34,7 @@ from flexattn.trace.interception import explain_operator
 from flexattn.trace.operator_calls import Refused, UnknownOperator
 from flexattn.trace.recording import Decompositions, Leaf, record_body, record_run
 from flexattn.trace.registered import meaning_of, registrations
+from flexattn.trace.scalar_tape import NotScalar
 from flexattn.trace.scalarize import Kind, Recorded, Traced, scalarize
 
 Mod = Callable[..., Any]
@@ -59,6 +61,8 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
     Gradients are those of the recorded operations; `detach` and `torch.no_grad` stop them. A mask_mod has no gradient.
     A `torch.autograd.Function` in a score_mod is rejected, because its own backward would not be used.
     """
+    if type(mod) is FrozenMod and kind == "mask":
+        return mod.bound
     variant = variant_of(kind, score_dtype)
     for known in memo.find(mod, variant):
         found = known.guard(mod)
@@ -119,8 +123,9 @@ def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype, symbolic: bool =
     _check_call(mod, kind, name)
     reads: list[Record] = []
 
-    def record(decompositions: Decompositions) -> Recorded:
-        recorded, read = record_run(mod, kind, called, score_dtype, decompositions, symbolic)
+    def record(decompositions: Decompositions, scalar: bool) -> Recorded:
+        scalar = scalar and not symbolic
+        recorded, read = record_run(mod, kind, called, score_dtype, decompositions, scalar, symbolic)
         reads.append(read)
         return recorded
 
@@ -137,23 +142,29 @@ def trace_body(
     called = mod_in_messages(kind, name)
     with _lock, torch.inference_mode(False), outside():
         return _scalarized(
-            lambda decompositions: record_body(body, kind, called, score_dtype, decompositions, leaves),
+            lambda decompositions, _: record_body(body, kind, called, score_dtype, decompositions, leaves),
             kind, name, score_dtype, location,
         )  # fmt: skip
 
 
 def _scalarized(
-    record: Callable[[Decompositions], Recorded], kind: Kind, name: str, score_dtype: torch.dtype, location: str
+    record: Callable[[Decompositions, bool], Recorded], kind: Kind, name: str, score_dtype: torch.dtype, location: str
 ) -> Traced:
-    """Record, adding decompositions until every operator has a row in `aten.TABLES`."""
+    """Record, adding decompositions until every operator has a row in `aten.TABLES`.
+
+    `record(decompositions, scalar)`: with `scalar`, on a ScalarTape if the mod is scalar.
+    """
     called = mod_in_messages(kind, name)
     decompositions: Decompositions = {}
     asked: UnknownOperator | None = None
+    scalar = True
     while True:
-        recorded = record(decompositions)
         try:
-            return scalarize(recorded, kind, name, score_dtype, location)
+            return scalarize(record(decompositions, scalar), kind, name, score_dtype, location)
+        except NotScalar:
+            scalar = False
         except UnknownOperator as unknown:
+            scalar = False  # decompositions need fake tensors
             target = unknown.node.target
             decomposition = None if isinstance(unknown, Refused) else _decomposition(target)
             if asked is None or not str(target).startswith("prims"):  # prims come from decompositions, not from users

@@ -24,6 +24,8 @@ from fuzz.crew import Plan, Result, all_numbers, work
 from fuzz.draw import draw_case
 from fuzz.report import count_features, notes, text, write_json
 from fuzz.serve import on_card, run_case
+from fuzz.state import Run
+from fuzz.state_compiled import CompiledRun
 
 MOST_REFUSED = 0.05  # of all cases: more say nothing of the engines
 
@@ -45,6 +47,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--min-count", type=int, default=0, help="fail where a feature was drawn less often")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--state", action="store_true", help="what mods read changes between calls: see fuzz/state.py")
+    parser.add_argument("--compiled", action="store_true", help="programs of --state in functions that are compiled")
     parser.add_argument("--without", default="", metavar="N,N", help="of a program of --state: fragments to leave out")
     return parser.parse_args(argv)
 
@@ -96,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run cases and print what was found; return 1 where anything failed."""
     options = parse(argv)
     if options.state:
-        return state.main(options)
+        return state.main(options, CompiledRun if options.compiled else Run)
     plan = plan_of(options)
     if options.device == "interpreter" and (options.replay or options.case is not None):
         os.environ.setdefault("TRITON_INTERPRET", "1")

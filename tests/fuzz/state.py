@@ -58,6 +58,7 @@ class Outcome:
     retraces: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     unsettled: int = 0  # steps that had to be compared twice
+    dynamo: int = 0  # changes that Dynamo alone misses too, of compiled calls
     strict: int = 0  # masks that were rejected, though they are what they were
     without: frozenset[int] = frozenset()
 
@@ -181,6 +182,14 @@ class Run:
             return evaluated(lambda: by_call(self.mod))
         return evaluated(lambda: by_trace(self.mod, self.made.kind))
 
+    def exact(self) -> Tensor:
+        """Return what the mod gives for each pair, as Python runs it now."""
+        return by_python(self.mod, self.made.kind)
+
+    def using(self, mask: Any) -> Any:
+        """Call with a mask that was built before."""
+        return evaluated(lambda: by_mask(mask))
+
     def compare(self) -> Any:
         """Raise Difference unless both agree; return what Python found."""
         try:
@@ -224,7 +233,7 @@ class Run:
 
     def compare_mask(self, mask: Any, before: Tensor) -> None:
         """Raise Difference unless a mask that was built before is used right now, or rejected where it has to be."""
-        now, ours = self.python(), evaluated(lambda: by_mask(mask))
+        now, ours = self.python(), self.using(mask)
         if isinstance(now, Exception):
             if not isinstance(ours, Exception):
                 raise Difference(f"Python raises {now!r}; flexattn uses the mask that was built before")
@@ -306,7 +315,9 @@ def _without_names(text: str) -> str:
     return re.sub(r"(\w)_\d\w*", r"\1", " ".join("..." if "fuzzed" in w or "/" in w else w for w in text.split()))[:200]
 
 
-def run_program(seed: int, number: int, without: frozenset[int] = frozenset()) -> Outcome:
+def run_program(
+    seed: int, number: int, without: frozenset[int] = frozenset(), make: Callable[..., Run] = Run
+) -> Outcome:
     """Run one program in this process."""
     made = program(seed, number, without)
     outcome = Outcome(number, made.features, without=without)
@@ -316,7 +327,7 @@ def run_program(seed: int, number: int, without: frozenset[int] = frozenset()) -
         warnings.simplefilter("always", RetraceWarning)
         try:
             with imported(made) as modules:
-                Run(made, modules, random.Random(f"steps {seed} {number}"), outcome).all_steps()
+                make(made, modules, random.Random(f"steps {seed} {number}"), outcome).all_steps()
         except Difference as difference:
             outcome.failure = str(difference)
         except (Exception, Hangs) as error:
@@ -342,30 +353,32 @@ def _limited(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def shrunk(seed: int, outcome: Outcome) -> Outcome:
+def shrunk(seed: int, outcome: Outcome, make: Callable[..., Run] = Run) -> Outcome:
     """Return a failure of fewer fragments, where there is one."""
     count = len(program(seed, outcome.number).fragments)
     for dropped in (i for i in range(count) if i not in outcome.without):
         if len(outcome.without) + 1 < count:
-            found = run_program(seed, outcome.number, outcome.without | {dropped})
+            found = run_program(seed, outcome.number, outcome.without | {dropped}, make)
             if found.failure and "the program itself" not in found.failure:
-                return shrunk(seed, found)
+                return shrunk(seed, found, make)
     return outcome
 
 
 # Many.
 
 
-def run_and_shrink(seed: int, number: int) -> Outcome:
-    outcome = run_program(seed, number)
-    return shrunk(seed, outcome) if outcome.failure else outcome
+def run_and_shrink(seed: int, number: int, make: Callable[..., Run] = Run) -> Outcome:
+    outcome = run_program(seed, number, make=make)
+    return shrunk(seed, outcome, make) if outcome.failure else outcome
 
 
 def _start() -> None:
     torch.set_num_threads(1)
 
 
-def run_all(options: argparse.Namespace, tell: Callable[[Outcome], None]) -> list[Outcome]:
+def run_all(
+    options: argparse.Namespace, tell: Callable[[Outcome], None], make: Callable[..., Run] = Run
+) -> list[Outcome]:
     """Run programs until there are enough, or time is up."""
     until = time.monotonic() + options.seconds
     numbers = iter(itertools.count() if options.cases is None else range(options.cases))
@@ -373,7 +386,7 @@ def run_all(options: argparse.Namespace, tell: Callable[[Outcome], None]) -> lis
     context = multiprocessing.get_context("spawn")
     while time.monotonic() < until and (some := list(itertools.islice(numbers, 400))):
         with ProcessPoolExecutor(options.workers, context, _start) as pool:  # a new one, so that memory stays bounded
-            pending = {pool.submit(_run_until, until, options.seed, n): n for n in some}
+            pending = {pool.submit(_run_until, until, options.seed, n, make): n for n in some}
             for done in as_completed(pending):
                 outcome = _outcome(done, options.seed, pending[done])
                 if outcome is not None:
@@ -382,8 +395,8 @@ def run_all(options: argparse.Namespace, tell: Callable[[Outcome], None]) -> lis
     return found
 
 
-def _run_until(until: float, seed: int, number: int) -> Outcome | None:
-    return run_and_shrink(seed, number) if time.monotonic() < until else None
+def _run_until(until: float, seed: int, number: int, make: Callable[..., Run]) -> Outcome | None:
+    return run_and_shrink(seed, number, make) if time.monotonic() < until else None
 
 
 def _outcome(done: Future[Outcome | None], seed: int, number: int) -> Outcome | None:
@@ -426,6 +439,7 @@ def text(outcomes: list[Outcome], seconds: float) -> str:
         f"{len(outcomes)} programs, {steps} changes ({changed} of what Python computes) in {seconds:.0f} s",
         f"{sum(bool(o.failure) for o in outcomes)} failures",
         f"{sum(o.strict for o in outcomes)} masks rejected that are as they were",
+        f"Dynamo misses {sum(o.dynamo for o in outcomes)} changes, in {sum(o.dynamo > 0 for o in outcomes)} programs",
         f"least drawn: {', '.join(f'{name} ({n})' for name, n in features.most_common()[-5:])}",
         "changes: " + ", ".join(f"{name} {n}" for name, n in changes.most_common()),
         f"{sum(bool(o.retraces) for o in outcomes)} programs traced at each call at some time:",
@@ -436,18 +450,18 @@ def text(outcomes: list[Outcome], seconds: float) -> str:
     return "\n".join(lines)
 
 
-def main(options: argparse.Namespace) -> int:
+def main(options: argparse.Namespace, make: Callable[..., Run] = Run) -> int:
     """Run programs and print what was found; return 1 where anything failed."""
     if options.case is not None:
         without = frozenset(int(n) for n in options.without.split(",") if n)
         for source in program(options.seed, options.case, without).modules.values():
             print(source)
-        outcome = run_program(options.seed, options.case, without)
+        outcome = run_program(options.seed, options.case, without, make)
         print("\n".join(notes(options.seed, outcome)) or "no difference")
         return int(bool(outcome.failure))
     started = time.monotonic()
     outcomes = run_all(
-        options, lambda o: print("\n".join(notes(options.seed, o)), end="\n" * bool(o.failure), flush=True)
+        options, lambda o: print("\n".join(notes(options.seed, o)), end="\n" * bool(o.failure), flush=True), make
     )
     print(text(outcomes, time.monotonic() - started))
     return int(any(o.failure for o in outcomes) or not outcomes)

@@ -46,6 +46,9 @@ class Symbols(Protocol):
     def tensor(self, value: Tensor, position: int, name: str) -> None:
         """Make the tensor an input of the trace."""
 
+    def about_to(self, reason: str) -> None:
+        """Stop a run that will be repeated, before the mod does what `reason` says."""
+
     def scripted(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function created by torch.jit.script."""
 
@@ -86,7 +89,8 @@ class Record:
         return self._observe("mod", self.root, "mod", literal=False)
 
     def unguarded(self, reason: str, may_end: bool = False) -> None:
-        """Note that the mod has read or changed something that a guard cannot check."""
+        """Note that the mod reads or changes something that a guard cannot check."""
+        self.symbols.about_to(reason)
         self.may_end = may_end and (self.may_end or not self.reason)
         self.reason = self.reason or reason
 
