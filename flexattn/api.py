@@ -8,7 +8,8 @@ flex_attention calls these stages. Indented stages are called by the stage above
         differentiate           graph/differentiate.py   ModGraph -> ModGraph of gradients
     engine_of                   engines/choice.py    which engine computes the problem
     attention                   engines/autograd.py  the differentiable operation around the engine
-        forward, backward       engines/triton.py    arrays, and one call of run_kernel for each kernel
+        forward, backward       engines/triton.py    a call of a known kind launches its kernels (runtime/known.py).
+                                                     Otherwise: arrays, and one call of run_kernel for each kernel
             KernelProblems      compile/schedule.py  the problem, in a variant for each group of kernels
             scheduled_backward  runtime/launch.py    the backward's kernels, cached for equal calls
                 backward_kernels    compile/schedule.py  chooses them, in order

@@ -51,7 +51,8 @@ def causal_mask(M: int = 33, N: int = 33) -> flexattn.BlockMask:
 
 
 def test_examples_in_docstrings() -> None:
-    assert doctest.testmod(api) == (0, 9)
+    failed, attempted = doctest.testmod(api)
+    assert failed == 0 and attempted >= 9  # Dynamo adds functions to the module after a graph break
 
 
 def test_signature_is_a_superset_of_upstreams() -> None:

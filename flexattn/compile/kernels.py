@@ -82,6 +82,13 @@ DLSE = Feature(
     operands=(Array("dlse_ptr", "*fp32"),),  # [B, Hq, M]
 )
 
+# DELTA sets the sums of dq to zero, [B * Hq * M_padded, 32 * pieces], because a launch takes more time on the host.
+ZEROED = Feature(
+    "zeroed",
+    wanted=lambda problem, arrays: "dq_sum_ptr" in arrays,
+    operands=(Array("dq_sum_ptr", "*fp32", divisible=True), Scalars(("dq_pieces",))),
+)
+
 _LSE = Array("lse_ptr", "*fp32")  # [B, Hq, M]
 # Both [B * Hq, M_padded]. shift is lse in the domain of the scores, +inf for rows without keys. delta is
 # dlse - rowsum(out * dO).
@@ -140,6 +147,7 @@ DELTA = KernelSpec(
     tensors=("o", "do"),
     operands=(
         Pointers(("o", "do")), DLSE, _LSE, _DELTA, _SHIFT, Strides(("o", "do")), Scalars(("M", "M_padded", "heads_q")),
+        ZEROED,
     ),
     shared_bytes=delta_bytes,
     products=False,

@@ -53,6 +53,7 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "has_mask": plan.mask is not None,  # mask_mod is called for partial runs
         "has_blocks": plan.blocks is not None,  # the kernel iterates over the block lists of a BlockMask
         "has_dropout": plan.has_dropout, "has_sink": "sink" in plan.features, "has_dlse": "dlse" in plan.features,
+        "has_zeroed": "zeroed" in plan.features,
         "features": plan.features,  # names of all optional parts
         "max_scores": "max_scores" in plan.features,  # the forward stores the maximum of each row too
         "scales_gradient": plan.scales_gradient,  # score_grad is called

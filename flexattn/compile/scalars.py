@@ -8,6 +8,7 @@ from collections.abc import Callable
 from flexattn.block_mask import BlockMask
 from flexattn.call.dropout import Dropout
 from flexattn.call.problem import Problem
+from flexattn.compile.head_dims import pieces_of
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.machine.target import l2_bytes
 from flexattn.options import LARGEST_TILE
@@ -96,6 +97,7 @@ SCALARS: dict[str, tuple[str, Callable[[KernelPlan, Problem], int | float]]] = {
     "M": ("i32", lambda plan, problem: problem.query.size(2)),
     "M_padded": ("i32", lambda plan, problem: padded(problem.query.size(2))),
     "N": ("i32", lambda plan, problem: problem.key.size(2)),
+    "dq_pieces": ("i32", lambda plan, problem: pieces_of(problem.query.size(3))),
     "B": ("i32", lambda plan, problem: problem.query.size(0)),
     "heads": ("i32", _heads),
     "heads_q": ("i32", lambda plan, problem: problem.query.size(1)),

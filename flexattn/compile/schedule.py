@@ -14,6 +14,7 @@ from flexattn.compile.kernels import (
     CAPTURES,
     DELTA,
     DKDV,
+    DQ_ROWS,
     FUSED,
     HOPPER_BACKWARD,
     PAIR,
@@ -137,9 +138,11 @@ def expected_backward(problem: Problem, tensors: Tensors, target: Target) -> tup
     """
     tensors = {**tensors, "do": tensors["o"], "dq": tensors["q"], "dk": tensors["k"], "dv": tensors["v"]}
     problems = KernelProblems.of(problem)
+    kernels = (DELTA, *backward_kernels(problems, tensors, target))
+    arrays = {"dq_sum_ptr": tensors["q"]} if DQ_ROWS in kernels else NO_ARRAYS
     return tuple(
-        plan_best_form(spec, problems.seen_by(spec), target, {name: tensors[name] for name in spec.tensors})[0]
-        for spec in (DELTA, *backward_kernels(problems, tensors, target))
+        plan_best_form(spec, problems.seen_by(spec), target, {name: tensors[name] for name in spec.tensors}, arrays)[0]
+        for spec in kernels
     )
 
 

@@ -89,7 +89,7 @@ class KnownBackward:
         rows, columns = self.rows, self.dq_columns
         memory = torch.empty(rows * (2 + columns), dtype=torch.float32, device=q.device)
         delta, shift, sums = memory.split_with_sizes((rows, rows, rows * columns))
-        dq_sum = sums.view(-1, 32).zero_() if columns else None
+        dq_sum = sums.view(-1, 32) if columns else None
         captures = () if problem.score is None else problem.score.captures
         of_captures = [torch.zeros(captures[i].shape, dtype=torch.float32, device=q.device) for i in self.learned]
         tensors = [q, k, v, out, d_out, dq, dk, dv, lse, dlse, delta, shift, dq_sum, *of_captures]
@@ -118,7 +118,7 @@ def forward(problem: Problem, run: Run | None = None) -> tuple[Tensor, Tensor, T
     known = _forwards.get(key)
     if known is not None:
         return known(problem)
-    recorded = Recorder(problem)
+    recorded = Recorder(trained=problem)
     found = _forward(problem, recorded)
     if not option(problem.options, "PROFILE"):
         remember(_forwards, key, KnownForward.of(problem, recorded, found[0]))
@@ -134,7 +134,8 @@ def _forward(problem: Problem, run: Run) -> tuple[Tensor, Tensor, Tensor | None]
         if wanted(problem, arrays):
             arrays |= outputs(problem)
     seen = KernelProblems.of(problem).seen_by(FORWARD)
-    run(FORWARD, seen, {"q": q, "k": problem.key, "v": v, "o": out}, arrays)
+    tensors = {"q": q, "k": problem.key, "v": v, "o": out}
+    run(FORWARD, seen, tensors, arrays)
     return out, lse, arrays.get("max_ptr")
 
 
@@ -176,8 +177,13 @@ def _backward(
     def step(spec: KernelSpec, given: Tensors) -> None:
         run(spec, problems.seen_by(spec), {name: tensors[name] for name in spec.tensors}, given)
 
-    step(DELTA, {"lse_ptr": lse} | ({} if d_lse is None else {"dlse_ptr": d_lse.float().contiguous()}) | arrays)
     kernels = scheduled_backward(problems, tensors)
+    rows = {"lse_ptr": lse} if d_lse is None else {"lse_ptr": lse, "dlse_ptr": d_lse.float().contiguous()}
+    if DQ_ROWS in kernels:
+        arrays["dq_sum_ptr"] = q.new_empty(
+            (count * pieces_of(q.size(-1)), 32), dtype=torch.float32
+        )  # DELTA sets it to 0
+    step(DELTA, rows | arrays)
     sums = CaptureSums.of(problem, sums_integers(problem))
     # Integer sums need a bound of what they add: measured by SIZES, or known from d_out and value.
     if SIZES in kernels:
@@ -185,8 +191,6 @@ def _backward(
     largest = _largest_of_rows(problem, lse, d_out, delta) if sums.sizes and SIZES not in kernels else None
     scales = sums.scales(problem, largest)
     arrays |= _capture_arrays(problem, sums, grad=sums.buffers.values(), scale=scales, lost=sums.lost)
-    if DQ_ROWS in kernels:
-        arrays["dq_sum_ptr"] = q.new_zeros((count * pieces_of(q.size(-1)), 32), dtype=torch.float32)
     for spec in kernels:
         if spec is not SIZES:
             step(spec, arrays)
@@ -219,8 +223,9 @@ def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | Non
     tensors = {"q": q, "k": k, "v": v, "o": out, "do": out, "dq": q, "dk": k, "dv": v}
     problems = KernelProblems.of(problem)
     kernels = (FORWARD, DELTA, *backward_kernels(problems, tensors, target))
+    arrays = {"dq_sum_ptr": out} if DQ_ROWS in kernels else {}
     return tuple(
-        plan_best_form(spec, problems.seen_by(spec), target, {name: tensors[name] for name in spec.tensors})
+        plan_best_form(spec, problems.seen_by(spec), target, {name: tensors[name] for name in spec.tensors}, arrays)
         for spec in kernels
     )
 

@@ -38,14 +38,11 @@ def known_key(
 
 
 class Recorder:
-    """Runs kernels as `run_kernel` does, and keeps their launches.
-
-    `trained`: the problem of a forward that a backward may follow (see `launch_of`).
-    """
+    """Runs kernels as `run_kernel` does, and keeps their launches."""
 
     def __init__(self, trained: Problem | None = None) -> None:
+        self.trained = trained  # see run_kernel
         self.launches: list[Launch] = []
-        self.trained = trained
 
     def __call__(self, spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -> None:
         launch = launch_of(spec, problem, tensors, arrays, self.trained)

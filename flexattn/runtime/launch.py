@@ -76,23 +76,22 @@ class Launch:
 _launches: OrderedDict[tuple[object, ...], Launch] = OrderedDict()
 
 
-def run_kernel(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -> None:
+def run_kernel(
+    spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors, trained: Problem | None = None
+) -> None:
     """Run a kernel on its variant of a problem (`KernelProblems.seen_by`).
 
     `tensors` are the spec's tensors, [B, H, rows, D] with a last stride of 1. `arrays` are contiguous and passed only
-    by address (lse_ptr, ...).
+    by address (lse_ptr, ...). `trained`: the problem of a forward that a backward may follow. The first time, the
+    backward's kernels are compiled in other processes at the same time.
     """
-    launch_of(spec, problem, tensors, arrays)(problem, {**tensors, **arrays})
+    launch_of(spec, problem, tensors, arrays, trained)(problem, {**tensors, **arrays})
 
 
 def launch_of(
     spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors, trained: Problem | None = None
 ) -> Launch:
-    """Return the launch of a kernel, cached by key.
-
-    `trained`: the problem of a forward that a backward may follow. The first time, the backward's kernels are compiled
-    in other processes at the same time.
-    """
+    """Return the launch of a kernel, cached by key. For `trained` see run_kernel."""
     key = launch_key(spec, problem, tensors, arrays)
     launch = _launches.get(key)
     if launch is None:
