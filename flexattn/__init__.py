@@ -15,6 +15,8 @@ from flexattn.api import flex_attention as flex_attention
 from flexattn.api import tune as tune
 from flexattn.block_mask import BlockMask as BlockMask
 from flexattn.call.dropout import dropout_mask as dropout_mask
+from flexattn.counters import Counters as Counters
+from flexattn.counters import counters as counters
 from flexattn.errors import FlexAttentionError as FlexAttentionError
 from flexattn.explain import Explanation as Explanation
 from flexattn.mask_build.create import create_block_mask as create_block_mask
@@ -34,12 +36,14 @@ __all__ = [
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
+    "Counters",
     "Explanation",
     "FlexAttentionError",
     "FlexKernelOptions",
     "Profile",
     "Tuning",
     "and_masks",
+    "counters",
     "create_block_mask",
     "create_mask",
     "dropout_mask",

@@ -9,7 +9,7 @@ import pytest
 
 from flexattn.errors import ArgumentError
 from flexattn.machine.kernel_store import open_store
-from flexattn.process import config
+from flexattn.process import config, events
 from flexattn.process.config import Settings, read_settings
 
 
@@ -120,9 +120,9 @@ def test_settings_are_read_once(monkeypatch, capsys):
     config.settings.cache_clear()
     try:
         monkeypatch.setenv("FLEXATTN_DEBUG", "1")
-        config.debug("plan", "tile 128x64")
+        events.debug("plan", "tile 128x64")
         monkeypatch.setenv("FLEXATTN_DEBUG", "0")
-        config.debug("plan", "again")
+        events.debug("plan", "again")
     finally:
         config.settings.cache_clear()
     assert capsys.readouterr().err == "flexattn plan: tile 128x64\nflexattn plan: again\n"

@@ -19,8 +19,8 @@ PACKAGE = Path(flexattn.__file__).parent
 # Reading order: a module imports only from those before it. A folder is one layer.
 ORDER = (
     "errors", "options", "reference", "mods", "process", "torch_state", "machine", "graph", "trace", "block_mask",
-    "call", "compile", "runtime", "mask_build", "engines", "compiled", "tuning", "explain", "profile", "api",
-    "__init__", "__main__",
+    "call", "compile", "runtime", "mask_build", "engines", "compiled", "tuning", "explain", "profile", "counters",
+    "api", "__init__", "__main__",
 )  # fmt: skip
 # This module imports Dynamo, which takes a second.
 LAZY = {f"flexattn.compiled.higher_order.{name}" for name in ("REVISION", "VEHICLE")}
@@ -106,9 +106,9 @@ def test_modules_import_each_other_without_cycles() -> None:
 
 def test_public_names() -> None:
     assert flexattn.__all__ == [
-        "AuxOutput", "AuxRequest", "BlockMask", "Explanation", "FlexAttentionError", "FlexKernelOptions", "Profile",
-        "Tuning", "and_masks", "create_block_mask", "create_mask", "dropout_mask", "explain", "flex_attention", "mods",
-        "noop_mask", "or_masks", "profile", "reference", "register_operator", "tune",
+        "AuxOutput", "AuxRequest", "BlockMask", "Counters", "Explanation", "FlexAttentionError", "FlexKernelOptions",
+        "Profile", "Tuning", "and_masks", "counters", "create_block_mask", "create_mask", "dropout_mask", "explain",
+        "flex_attention", "mods", "noop_mask", "or_masks", "profile", "reference", "register_operator", "tune",
     ]  # fmt: skip
     assert all(hasattr(flexattn, name) for name in flexattn.__all__)
     assert dir(flexattn) == sorted([*flexattn.__all__, "__version__"])

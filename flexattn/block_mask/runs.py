@@ -30,8 +30,9 @@ class Runs:
 
     def owners(self) -> Tensor:
         """Return the row of each run, int64 [n]."""
-        rows = torch.arange(self.rows, device=self.runs.device)
-        return torch.repeat_interleave(rows, self.row_ptr.diff(), output_size=len(self.runs))
+        # On a CPU, repeat_interleave starts threads for each call: 8 ms on a busy machine, for 64 rows.
+        places = torch.arange(len(self.runs), dtype=torch.int32, device=self.runs.device)
+        return torch.searchsorted(self.row_ptr[1:], places, right=True)
 
     def dense(self, columns: int) -> Tensor:
         """Return the blocks as bool [rows, columns]."""

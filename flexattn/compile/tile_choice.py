@@ -17,7 +17,8 @@ from flexattn.compile.tiles import Tile, TileKey, TileRow, read_rows, rows_text
 from flexattn.errors import ArgumentError, message
 from flexattn.machine.kernel_store import KernelStore, existing_store, open_store
 from flexattn.machine.target import Target
-from flexattn.process.config import debug, settings
+from flexattn.process.config import settings
+from flexattn.process.events import debug
 
 NAME = "tiles.json"
 # The package's table. Its first rows were measured with triton 3.6 at 4,096 to 32,768 tokens, each kernel separately,

@@ -16,6 +16,7 @@ from flexattn.call.pose import pose
 from flexattn.engines.autograd import attention
 from flexattn.engines.choice import engine_of
 from flexattn.errors import DtypeError, message
+from flexattn.process.events import fallback
 from flexattn.torch_state.modes import undisturbed
 from flexattn.torch_state.uncompiled import uncompiled
 
@@ -24,6 +25,7 @@ Results = tuple[Tensor, Tensor, Tensor | None]
 
 @undisturbed("flex_attention")
 def _apart(*arguments: Any) -> Results:
+    fallback("torch.compile", "a call breaks the graph: a mod that Dynamo cannot trace, or a version of torch")
     problem = pose(Call(*arguments))
     return attention(engine_of(problem), problem)
 

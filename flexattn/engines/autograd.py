@@ -18,7 +18,8 @@ from flexattn.engines.second_order import tangents
 from flexattn.engines.watched import is_watched, watched
 from flexattn.errors import MutationError, message
 from flexattn.graph.bound_mod import BoundMod
-from flexattn.process.config import debug, settings
+from flexattn.process.config import settings
+from flexattn.process.events import debug
 from flexattn.torch_state.modes import undisturbed
 from flexattn.torch_state.transforms import is_transforming, one_by_one, refuse_batched, tangent_rule
 from flexattn.torch_state.uncompiled import uncompiled

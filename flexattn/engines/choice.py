@@ -14,6 +14,7 @@ from flexattn.engines.autograd import Engine
 from flexattn.errors import OptionError, message
 from flexattn.machine.triton_versions import is_interpreting
 from flexattn.options import Options, option
+from flexattn.process.events import fallback
 
 
 def engine_of(problem: Problem) -> Engine:
@@ -23,6 +24,8 @@ def engine_of(problem: Problem) -> Engine:
         return empty
     if query.device.type == "cuda":
         engine = gpu_engine_of(problem)
+        if engine is gpu_float64:
+            fallback("engine", "float64 on a GPU is computed block by block in torch operations")
         return engine if engine is gpu_float64 else _triton(query.device, str(backend))
     return _triton(query.device, str(backend)) if backend in ("TRITON", "HOPPER") else cpu
 

@@ -23,6 +23,7 @@ from flexattn.compile.scatter import capture_sum_name, scatter_captures
 from flexattn.compile.schedule import KernelProblems, backward_kernels, plan_best_form
 from flexattn.machine.target import Target
 from flexattn.options import option
+from flexattn.process.events import fallback
 from flexattn.runtime.known import COUNTER, KnownKernels, Recorder, known_key
 from flexattn.runtime.launch import CACHES, remember, scheduled_backward
 
@@ -258,6 +259,7 @@ def _rows(tensor: Tensor, alike: bool) -> Tensor:
     aligns = tensor.size(-1) * tensor.element_size() % 16 == 0
     if whole and (not alike or (is_aligned(tensor) == aligns and (has_descriptor(tensor) or not aligns))):
         return tensor
+    fallback("copied tensor", "the stride of its last dim is not 1, or its rows are not aligned as in other batches")
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

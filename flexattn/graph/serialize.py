@@ -118,7 +118,9 @@ def _node(position: int, kind: str, *values: Any) -> Node:
 
 
 def _check_input(graph: ModGraph, node: Input) -> None:
-    _require(node.name in graph.inputs, "inputs")
+    is_place = node.name in MASK_INPUTS
+    good = node.dtype == torch.int32 if is_place else node.dtype in (torch.float32, torch.float64)
+    _require(node.name in graph.inputs and good, "inputs")
 
 
 def _check_number(graph: ModGraph, node: NumberRef) -> None:
@@ -140,8 +142,16 @@ def _check_load(graph: ModGraph, node: Load) -> None:
 
 
 def _check_operation(graph: ModGraph, node: Operation) -> None:
-    wanted = 1 if node.op == "cast" else len(set(_OPERAND.findall(OPS[node.op].triton)))
-    _require(len(node.args) == wanted, "operands")
+    if node.op == "cast":
+        _require(len(node.args) == 1, "operands")
+        return
+    op = OPS[node.op]
+    _require(len(node.args) == len(set(_OPERAND.findall(op.triton))), "operands")
+    dtypes = [graph.nodes[a].dtype for a in node.args]
+    if node.op == "where":
+        _require(dtypes.pop(0) == torch.bool, "operands")
+    result = torch.bool if op.result == "bool" else dtypes[0]
+    _require(set(dtypes) == {dtypes[0]} and node.dtype == result, "operands")
 
 
 _CHECKS: dict[type[Any], Callable[[ModGraph, Any], None]] = {

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexattn.machine.kernel_store import KernelStore
-from flexattn.process.config import debug
+from flexattn.process.events import debug
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _KEPT = 0.75  # fraction of the limit to keep, so that not every new kernel causes an eviction

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexattn.process.config import debug
+from flexattn.process.events import debug
 from flexattn.process.forks import temporary
 
 try:

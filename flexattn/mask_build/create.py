@@ -24,7 +24,7 @@ from flexattn.mask_build import cache as mask_cache
 from flexattn.mask_build.boxes import BlockClasses, classify_all, classify_by_boxes
 from flexattn.mask_build.kernels import plan_mask
 from flexattn.mask_build.on_gpu import build_lists, fits
-from flexattn.process.config import debug, settings
+from flexattn.process.events import debug, fallback, is_logging
 from flexattn.runtime.build import current_stream
 from flexattn.torch_state.modes import undisturbed
 from flexattn.torch_state.transforms import is_batched, is_transforming, outside
@@ -125,7 +125,7 @@ def create_block_mask(
     ).expand(B or 1, H or 1)
     mask._remember(bound, built.runs)
     mask.build_counts = built.counts
-    if settings().debug:
+    if is_logging():
         debug("mask", f"{built.counts}\n{mask!r}")
     if compute_dq_write_order:
         mask._set_dq_write_order(dq_kv_order)
@@ -177,6 +177,8 @@ def classify(
     """
     if device.type == "cuda" and fits(sizes, block_size) and (plan := plan_mask(bound, target_of(device))) is not None:
         return build_lists(plan, bound.on(device), sizes, block_size, device, separate)
+    if device.type == "cuda":
+        fallback("mask built on the host", "its kernels do not support its size or one of its operations")
     there = torch.device("cpu") if device.type == "meta" else device  # meta tensors have no values
     placed = bound.on(there)
 

@@ -6,7 +6,6 @@ import functools
 import os
 import re
 import stat
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,12 +50,6 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         print_source=is_switch and dump.lower() in _TRUE,
         dump_dir=None if is_switch else _folder("FLEXATTN_DUMP", dump),
     )
-
-
-def debug(stage: str, detail: object) -> None:
-    """Log what `stage` did, if FLEXATTN_DEBUG is set."""
-    if settings().debug:
-        print(f"flexattn {stage}: {detail}", file=sys.stderr, flush=True)
 
 
 def _switch(environment: Mapping[str, str], name: str) -> bool:

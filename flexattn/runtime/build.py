@@ -22,7 +22,8 @@ from flexattn.errors import ArgumentError, CompileError, message
 from flexattn.machine import cache_size, triton_versions
 from flexattn.machine.kernel_store import KernelStore, open_store, temporary_store
 from flexattn.machine.target import Target
-from flexattn.process.config import debug, settings
+from flexattn.process.config import settings
+from flexattn.process.events import debug
 from flexattn.process.forks import Lock, cached_property
 from flexattn.runtime import compile_workers
 from flexattn.runtime.compile_workers import Compile

@@ -25,7 +25,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from flexattn.machine import triton_versions
-from flexattn.process.config import debug, settings
+from flexattn.process.config import settings
+from flexattn.process.events import debug
 from flexattn.process.forks import Lock, in_child
 from flexattn.runtime.compiler import Job, build_stub, compile_job
 

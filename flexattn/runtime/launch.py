@@ -38,10 +38,12 @@ from flexattn.compile.schedule import (
 )
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.machine.target import processors, target_of
+from flexattn.process.events import fallback
 from flexattn.runtime.build import Kernel
 from flexattn.runtime.load import load, load_ahead
 
 _REMEMBERED = 4096
+_HOPPER = 90  # architecture
 
 V = TypeVar("V")
 Filler = Callable[[Problem, Tensors], Any]  # returns an argument that differs between launches
@@ -96,7 +98,9 @@ def launch_of(
     launch = _launches.get(key)
     if launch is None:
         target = target_of(problem.query.device)
-        plan, _ = plan_best_form(spec, problem, target, tensors, arrays)
+        plan, reason = plan_best_form(spec, problem, target, tensors, arrays)
+        if reason is not None and target.arch == _HOPPER:
+            fallback(f"{spec.name} without its Hopper kernel", reason)
         if trained is not None and wants_backward(trained):
             load_ahead(expected_backward(trained, tensors, target))
         launch = prepare(plan, problem, tensors)

@@ -11,6 +11,7 @@ from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.render import render
 from flexattn.compile.shared_memory import fit, smaller_tiles
 from flexattn.errors import CompileError
+from flexattn.process.events import fallback
 from flexattn.runtime import compile_workers
 from flexattn.runtime.build import Kernel, OutOfResources, build, build_ahead
 
@@ -36,6 +37,7 @@ def load(wanted: KernelPlan) -> LoadedKernel:
                 kernel.load()
         except OutOfResources as error:
             failures.append(error)
+            fallback(f"{wanted.spec.name} with a smaller tile", "the device has too few resources for its first tile")
             continue
         return LoadedKernel(plan, source, kernel)
     raise CompileError(f"no tile of {wanted.name} fits: {failures[-1]}")

@@ -23,7 +23,7 @@ from flexattn.errors import ModError, RetraceWarning, UnsupportedError, mod_in_m
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.frozen import FrozenMod
 from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS
-from flexattn.process.config import debug, settings
+from flexattn.process.events import debug, is_logging
 from flexattn.process.forks import Lock
 from flexattn.torch_state.modes import undisturbed
 from flexattn.torch_state.transforms import outside
@@ -40,14 +40,19 @@ from flexattn.trace.scalarize import Kind, Recorded, Traced, scalarize
 Mod = Callable[..., Any]
 
 _lock = Lock()
-_stats = {"traces": 0, "hits": 0}
+_stats = {"traces": 0, "hits": 0, "failed_guards": 0}
 _retraced: dict[tuple[str, str], int] = {}  # (location, reason) -> number of retraces
 _MOST_RETRACED = 1000
 
 
 def stats() -> dict[str, int]:
-    """Return how many calls traced, and how many used a cached trace, in this process."""
+    """Return how many calls traced, how many used a cached trace, and how many traced because all guards failed."""
     return dict(_stats)
+
+
+def retraced() -> dict[str, int]:
+    """Return how often mods were traced at each call, by the place of the mod and the reason."""
+    return {f"{location}: {reason}" if location else reason: n for (location, reason), n in _retraced.items()}
 
 
 def variant_of(kind: Kind, score_dtype: torch.dtype) -> tuple[object, ...]:
@@ -64,7 +69,8 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
     if type(mod) is FrozenMod and kind == "mask":
         return mod.bound
     variant = variant_of(kind, score_dtype)
-    for known in memo.find(mod, variant):
+    candidates = memo.find(mod, variant)
+    for known in candidates:
         found = known.guard(mod)
         if found is not None:
             _stats["hits"] += 1
@@ -72,10 +78,11 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
     with _lock, torch.inference_mode(False), outside():
         traced, record = _trace_anew(mod, kind, score_dtype)
         _stats["traces"] += 1
+        _stats["failed_guards"] += bool(candidates)
         if not record.reason:
             guard, source = guard_of(record, traced.conditions)
             memo.keep(mod, variant, memo.Known(guard, traced, source))
-        if settings().debug:
+        if is_logging():
             how = f"traced at each call: {record.reason}" if record.reason else "kept"
             debug("trace", f"{kind}_mod {traced.graph.location} ({how})\n{traced.graph}")
     if record.reason:
