@@ -260,6 +260,8 @@ class BlockMask(upstream.BlockMask):
             raise ArgumentError(message("mask_mod", found, "a function of (b, h, q_idx, kv_idx)", "Or use noop_mask."))
         self._mask_mod = mask_mod
         self._prepared = None
+        self._sets: dict[tuple[int, int], tuple[RunLists, RunLists | None]] = {}  # by further sizes of blocks
+        self._build_lists: Callable[[BlockMask, tuple[int, int]], tuple[RunLists, RunLists]] | None = None
         self._record: CaptureRecord | None = None
         self._built_from_mod = False
 
@@ -370,30 +372,62 @@ class BlockMask(upstream.BlockMask):
 
     @uncompiled
     @undisturbed("BlockMask.prepare")
-    def prepare(self) -> Self:
+    def prepare(self, *BLOCK_SIZE: int | tuple[int, int]) -> Self:
         """Make the tensors that compiled graphs take, and return the mask.
 
         create_block_mask prepares its masks. Any other mask (a slice, a copy on another device, one of
         `from_kv_blocks`) must be prepared before it is used in a region compiled with fullgraph=True. Without
         fullgraph, the first use prepares it outside of the graph.
 
+        Args:
+            BLOCK_SIZE: further sizes of blocks, each an int or (query, key), to build lists for. `at` returns the mask
+                with these lists. No kernel needs them yet.
+
+        Raises UnsupportedError for further sizes if the mask was not built by create_block_mask, or was changed since:
+        its lists say more than its mask_mod. Raises MutationError if a value that mask_mod captures has changed.
+
         >>> import torch
         >>> BlockMask.from_blocks(torch.ones(1, 1, 3, 3, dtype=torch.bool), None, (300, 300), 128).prepare().shape
         (1, 1, 300, 300)
         """
+        for size in (_pair("BLOCK_SIZE", size, 1) for size in BLOCK_SIZE):
+            if size != self.BLOCK_SIZE and size not in self._sets:
+                self._sets[size] = self._built_at(size)
+                self._prepared = None
         if self._prepared is not None:
             return self
-        lists = pack([self.kv_runs] if self.q_runs is None else [self.kv_runs, self.q_runs])
+        sets = ((self.kv_runs, self.q_runs), *self._sets.values())
+        lists, *others = (pack([by_query] if by_key is None else [by_query, by_key]) for by_query, by_key in sets)
         runs, record = self.equal_runs(), self._record
         form = MaskForm(
-            (self.BLOCK_SIZE,), self.q_runs is not None, self.B > 1, self.H > 1, self.full_overhangs,
+            (self.BLOCK_SIZE, *self._sets), self.q_runs is not None, self.B > 1, self.H > 1, self.full_overhangs,
             self._built_from_mod, "" if record is None or record.numbers else record.graph.digest,
             tuple(r.capture for r in runs),
         )  # fmt: skip
         if record is not None:
             Origin(record, record.mod is self._mask_mod).keep(lists)
-        self._prepared = Prepared((lists, *(r.places for r in runs)), form.dumps())
+        self._prepared = Prepared((lists, *others, *(r.places for r in runs)), form.dumps())
         return self
+
+    def at(self, BLOCK_SIZE: tuple[int, int]) -> Self:
+        """Return the mask with the lists for another size of blocks, which `prepare` built."""
+        if BLOCK_SIZE == self.BLOCK_SIZE:
+            return self
+        if BLOCK_SIZE not in self._sets:
+            mend = f"Call block_mask.prepare({BLOCK_SIZE}) before the compiled function."
+            found = f"lists for {', '.join(map(str, (self.BLOCK_SIZE, *self._sets)))}"
+            raise MaskError(message("block_mask", found, f"some for {BLOCK_SIZE}", mend))
+        fine = copy.copy(self)
+        fine.BLOCK_SIZE, (fine.kv_runs, fine.q_runs) = BLOCK_SIZE, self._sets[BLOCK_SIZE]
+        fine._sets, fine._prepared, fine._widths = {}, None, None
+        return fine
+
+    def _built_at(self, block_size: tuple[int, int]) -> tuple[RunLists, RunLists | None]:
+        if self._build_lists is None:
+            mend = "Build it with create_block_mask, and do not edit it."
+            found = f"{block_size} for a mask whose lists were given, cut or moved"
+            raise UnsupportedError(message("BLOCK_SIZE", found, f"{self.BLOCK_SIZE}", mend))
+        return self._build_lists(self, block_size)
 
     # PyTorch's fields, computed on access.
 
@@ -567,7 +601,7 @@ class BlockMask(upstream.BlockMask):
         """
         device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         moved = copy.copy(self)
-        moved._prepared = None
+        moved._prepared, moved._sets, moved._build_lists = None, {}, None
         moved._mask_mod = move(self._mask_mod, device)
         if self._record is not None and moved._mask_mod is not self._mask_mod:
             self.check_captures(trace(self._mask_mod, "mask"))
@@ -717,6 +751,7 @@ class BlockMask(upstream.BlockMask):
         self = cls.__new__(cls)
         self.__dict__.update(zip(_CONTEXT, fields, strict=True))
         self._mask_mod, self._record = shell.fill(leaves[len(names) :]), None
+        self._sets, self._build_lists = {}, None
         self.kv_runs = RunLists.from_tensors(tuple(named[f"kv_runs_{i}"] for i in range(5)))
         transposed = tuple(named[f"q_runs_{i}"] for i in range(5)) if "q_runs_0" in named else None
         self.q_runs = None if transposed is None else RunLists.from_tensors(transposed)
@@ -770,7 +805,7 @@ class BlockMask(upstream.BlockMask):
 
     def __copy__(self) -> Self:
         copied = type(self).__new__(type(self))
-        copied.__dict__.update(self.__dict__)
+        copied.__dict__.update(self.__dict__ | {"_sets": dict(self._sets)})
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

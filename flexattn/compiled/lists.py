@@ -15,9 +15,9 @@ from flexattn.graph.equal_runs import EqualRuns
 from flexattn.mods.combine import noop_mask
 
 
-def mask_of_lists(lists: Tensor, form: MaskForm, query: Tensor, key: Tensor) -> BlockMask:
-    """Return the mask whose lists are in a packed tensor. It is cached as long as that tensor lives."""
-    cached, q = Origin.of(lists).masks, query.shape
+def mask_of_lists(lists: Sequence[Tensor], form: MaskForm, query: Tensor, key: Tensor) -> BlockMask:
+    """Return the mask whose sets of lists are in packed tensors. It is cached as long as the first of them lives."""
+    cached, q = Origin.of(lists[0]).masks, query.shape
     sizes = (form, q[0], q[1], q[2], key.shape[2])
     mask = cached.get(sizes)
     if mask is None:
@@ -25,18 +25,20 @@ def mask_of_lists(lists: Tensor, form: MaskForm, query: Tensor, key: Tensor) -> 
     return mask
 
 
-def _mask(lists: Tensor, form: MaskForm, B: int, Hq: int, M: int, N: int) -> BlockMask:
+def _mask(lists: Sequence[Tensor], form: MaskForm, B: int, Hq: int, M: int, N: int) -> BlockMask:
     B, H = B if form.per_batch else 1, Hq if form.per_head else 1
+    sets = {}
+    for packed, size in zip(lists, form.BLOCK_SIZES, strict=False):
+        rows = [-(-n // step) for n, step in zip((M, N), size, strict=True)]
+        # Views of another tensor with the same memory: views of `packed` would keep it alive, and with it this entry.
+        own = torch.empty(0, dtype=packed.dtype, device=packed.device)
+        own.set_(packed.untyped_storage(), 0, (packed.numel(),), (1,))
+        directions = unpack(own, B * H, rows if form.both else rows[:1], exact=packed.is_cpu)
+        sets[size] = directions[0], directions[1] if form.both else None
     block_size = form.BLOCK_SIZES[0]
-    rows = [-(-n // size) for n, size in zip((M, N), block_size, strict=True)]
-    # Views of another tensor with the same memory: views of `lists` would keep it alive, and with it this entry.
-    own = torch.empty(0, dtype=lists.dtype, device=lists.device).set_(
-        lists.untyped_storage(), 0, (lists.numel(),), (1,)
-    )
-    directions = unpack(own, B * H, rows if form.both else rows[:1], exact=lists.is_cpu)
-    by_key = directions[1] if form.both else None
-    mask = BlockMask._of_runs(directions[0], by_key, B, H, (M, N), block_size, noop_mask, True, form.full_overhangs)
-    mask._built_from_mod = form.is_built
+    by_query, by_key = sets.pop(block_size)
+    mask = BlockMask._of_runs(by_query, by_key, B, H, (M, N), block_size, noop_mask, True, form.full_overhangs)
+    mask._built_from_mod, mask._sets = form.is_built, sets
     return mask
 
 

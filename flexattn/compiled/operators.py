@@ -132,7 +132,7 @@ def _problem(
     mask = _bound(spec.mask, [c.detach() if c.requires_grad else c for c in captures[split:]], *numbers)
     blocks, runs = None, ()
     if spec.form is not None:
-        blocks = mask_of_lists(lists[0], spec.form, query, key)
+        blocks = mask_of_lists(lists, spec.form, query, key)
         if mask is not None:
             Origin.of(lists[0]).check(mask)
             runs = equal_runs_of(lists, spec.form, mask)

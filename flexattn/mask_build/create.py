@@ -129,7 +129,21 @@ def create_block_mask(
         debug("mask", f"{built.counts}\n{mask!r}")
     if compute_dq_write_order:
         mask._set_dq_write_order(dq_kv_order)
+    mask._build_lists = build_lists_at
     return mask.prepare()
+
+
+def build_lists_at(mask: BlockMask, block_size: tuple[int, int]) -> tuple[RunLists, RunLists]:
+    """Return the lists of a mask for another size of blocks, from its mask_mod."""
+    bound = trace(mask.mask_mod, "mask")
+    mask.check_captures(bound)
+    B, H = (n if bound.graph.reads(name) else 1 for n, name in ((mask.B, "b"), (mask.H, "h")))
+    built = classify(bound, (B, H, *mask.seq_lengths), block_size, mask.device, mask._separate)
+    fine = BlockMask._of_runs(
+        built.by_query, built.by_key, B, H, mask.seq_lengths, block_size, mask.mask_mod, mask._separate, False
+    ).expand(mask.B, mask.H)
+    assert fine.q_runs is not None
+    return fine.kv_runs, fine.q_runs
 
 
 @uncompiled
