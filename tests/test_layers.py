@@ -20,7 +20,7 @@ PACKAGE = Path(flexattn.__file__).parent
 ORDER = (
     "errors", "options", "reference", "mods", "process", "torch_state", "machine", "graph", "trace", "block_mask",
     "call", "compile", "runtime", "mask_build", "engines", "compiled", "tuning", "explain", "profile", "counters",
-    "api", "__init__", "__main__",
+    "api", "integrations", "__init__", "__main__",
 )  # fmt: skip
 # This module imports Dynamo, which takes a second.
 LAZY = {f"flexattn.compiled.higher_order.{name}" for name in ("REVISION", "VEHICLE")}

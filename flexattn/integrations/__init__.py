@@ -1,0 +1,1 @@
+"""flexattn inside of other libraries, which it imports only when they are asked for."""
