@@ -1,4 +1,4 @@
-"""A compiled transformer block like Llama's with each attention inside: time and peak memory, forward and training step.
+"""A compiled transformer block like Llama's with each attention inside: time and peak memory.
 
 `python -m benchmarks.block --length 8192`
 """

@@ -20,6 +20,7 @@ from flexattn import api, mods
 from flexattn.compile import scalars
 from flexattn.compile.shared_memory import fit
 from flexattn.machine.target import Target
+from flexattn.machine.triton_versions import FlatLaunch
 from flexattn.runtime import launch
 from flexattn.runtime.load import LoadedKernel
 
@@ -33,6 +34,13 @@ class Unlaunched:
     launches = 0  # of all kernels
 
     def launch(self, programs: int, arguments: tuple[Any, ...], stream: int | None = None) -> None:
+        Unlaunched.launches += 1
+
+    def flat(self) -> FlatLaunch:
+        """A descriptor is replaced by itself, its shape and its strides, as for Triton's C launcher."""
+        return FlatLaunch(self._launch_flat, lambda n, descriptor: [descriptor] * 9)
+
+    def _launch_flat(self, programs: int, stream: int, arguments: list[Any]) -> None:
         Unlaunched.launches += 1
 
 

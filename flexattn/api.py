@@ -46,6 +46,7 @@ from flexattn.compiled.recorded import recorded_call
 from flexattn.engines import triton
 from flexattn.engines.autograd import attention
 from flexattn.engines.choice import engine_of
+from flexattn.engines.repeat import keep, repeated
 from flexattn.errors import ArgumentError, DtypeError, OptionError, UnsupportedError, message
 from flexattn.explain import Explanation, explain_call, explain_mods, reject_sizes
 from flexattn.options import tile_options
@@ -206,12 +207,20 @@ def _record(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 @uncompiled
-@undisturbed("flex_attention", recorded=_record)
 def _compute(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    return repeated(*arguments) or _through_all_stages(*arguments)
+
+
+@undisturbed("flex_attention", recorded=_record)
+def _through_all_stages(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     if isinstance(arguments[0], Tensor) and has_no_values(arguments[0]):
         return _record(*arguments)
     problem = pose(Call(*arguments))
-    return attention(engine_of(problem), problem)
+    engine = engine_of(problem)
+    result = attention(engine, problem)
+    if engine is triton:
+        keep(arguments, problem)
+    return result
 
 
 @uncompiled

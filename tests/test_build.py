@@ -624,7 +624,7 @@ DELETED = LAUNCHED.replace(
     "    by_run.launch(7, arguments, stream=9)  # CompiledKernel.run",
     """    import shutil
     shutil.rmtree(kernel.path.parent.parent)
-    build_module._current_device = lambda: 1
+    build_module.current_device = lambda: 1
     kernel.launch(7, arguments, stream=9)""",
 )
 

@@ -51,10 +51,10 @@ def attention(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor, Tensor 
         mods = tuple(m.graph.name for m in (problem.score, problem.mask) if m is not None)
         _tell(getattr(engine, "__name__", type(engine).__name__), problem.query.dtype, mods)
     if is_transforming():
-        return _TransformedAttention.apply(engine, problem, *_tensors(problem))[:3]
-    tensors = _tensors(problem)
+        return _TransformedAttention.apply(engine, problem, *tensors_of(problem))[:3]
+    tensors = tensors_of(problem)
     if _requires_gradient(tensors):
-        return _Attention.apply(engine, problem, *tensors)
+        return AttentionFunction.apply(engine, problem, *tensors)
     out, lse, max_scores = without_autocast(problem, engine.forward, problem)
     return out, _shown(lse, problem), max_scores
 
@@ -73,7 +73,7 @@ def _shown(lse: Tensor, problem: Problem) -> Tensor:
 
 def wants_gradient(problem: Problem) -> bool:
     """Return whether a backward may follow."""
-    return _requires_gradient(_tensors(problem))
+    return _requires_gradient(tensors_of(problem))
 
 
 _learns = attrgetter("requires_grad")
@@ -83,7 +83,7 @@ def _requires_gradient(tensors: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(map(_learns, tensors))
 
 
-class _Attention(Function):
+class AttentionFunction(Function):
     """Saves tensors with `save_for_backward`, so in-place changes before the backward raise, and hooks see them."""
 
     @staticmethod
@@ -105,7 +105,7 @@ class _Attention(Function):
             return (None,) * (2 + len(needs))
         if d_out is None:
             d_out = out.new_zeros(()).expand(out.shape)
-        problem = _with_tensors(ctx.problem, tensors)
+        problem = with_tensors(ctx.problem, tensors)
         if torch.is_grad_enabled() or is_transforming():
             return None, None, *_AttentionGradient.apply(ctx.engine, problem, needs, d_out, d_lse, out, lse, *tensors)
         return None, None, *_gradients(ctx.engine, problem, needs, d_out, d_lse, out, lse)
@@ -129,13 +129,13 @@ def _forward_unviewed(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor,
 def _keep(ctx: Any, engine: Engine, problem: Problem, tensors: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
     """Save in `ctx` what the backward reads."""
     ctx.engine = engine
-    ctx.problem = _with_tensors(problem, (_NOTHING,) * len(tensors))  # save_for_backward keeps tensors
+    ctx.problem = with_tensors(problem, (_NOTHING,) * len(tensors))  # save_for_backward keeps tensors
     ctx.save_for_backward(*tensors, out, lse)
     ctx.shapes = [x.shape for x in (*tensors, out, lse)]
     ctx.set_materialize_grads(False)
 
 
-class _TransformedAttention(_Attention):
+class _TransformedAttention(AttentionFunction):
     """The same operation in the form that torch.func and forward mode require, with more host overhead.
 
     Everything saved for the backward must be a result, so the engine's lse is one if it differs from the user's.
@@ -143,7 +143,7 @@ class _TransformedAttention(_Attention):
 
     @staticmethod
     def forward(engine: Engine, problem: Problem, *tensors: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        problem = _with_tensors(problem, tensors)
+        problem = with_tensors(problem, tensors)
         out, lse, max_scores = _run(engine, problem)
         shown = _shown(lse, problem)
         return out, shown, max_scores, None if shown is lse else lse
@@ -161,7 +161,7 @@ class _TransformedAttention(_Attention):
     def jvp(
         ctx: Any, saved: Sequence[Tensor], _: None, __: None, *directions: Tensor | None
     ) -> Sequence[Tensor | None]:
-        problem = _with_tensors(ctx.problem, saved)
+        problem = with_tensors(ctx.problem, saved)
         return *tangents(problem, _along(problem, directions)), None, None
 
     @staticmethod
@@ -177,13 +177,13 @@ class _AttentionGradient(Function):
         engine: Engine, problem: Problem, needs: tuple[bool, ...], d_out: Tensor, d_lse: Tensor | None, out: Tensor,
         lse: Tensor, *tensors: Tensor,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        return _gradients(engine, _with_tensors(problem, tensors), needs, d_out, d_lse, out, lse)
+        return _gradients(engine, with_tensors(problem, tensors), needs, d_out, d_lse, out, lse)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         ctx.engine, problem, ctx.needs = inputs[:3]
         tensors = inputs[3:]
-        ctx.problem = _with_tensors(problem, (_NOTHING,) * len(ctx.needs))
+        ctx.problem = with_tensors(problem, (_NOTHING,) * len(ctx.needs))
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
@@ -193,7 +193,7 @@ class _AttentionGradient(Function):
     def backward(ctx: Any, *directions: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_batched(*directions)
         d_out, d_lse, _, _, *tensors = ctx.saved_tensors
-        problem = _with_tensors(ctx.problem, tensors)
+        problem = with_tensors(ctx.problem, tensors)
         needs = ctx.needs_input_grad[7:]
         moved, gradients = _second(problem, _along(problem, directions), needs, d_out, d_lse)
         return None, None, None, moved[0], None if d_lse is None else moved[1].to(d_lse.dtype), None, None, *gradients
@@ -203,7 +203,7 @@ class _AttentionGradient(Function):
     def jvp(ctx: Any, saved: Sequence[Tensor], *args: Tensor | None) -> Sequence[Tensor | None]:
         _, _, _, moved_d_out, moved_d_lse, _, _, *directions = args
         d_out, d_lse, out, lse, *tensors = saved
-        problem = _with_tensors(ctx.problem, tensors)
+        problem = with_tensors(ctx.problem, tensors)
         _, found = _second(problem, _along(problem, directions), ctx.needs, d_out, d_lse)
         if moved_d_out is None and moved_d_lse is None:
             return found
@@ -222,12 +222,12 @@ def _second(
     problem: Problem, directions: Problem, needs: tuple[bool, ...], d_out: Tensor, d_lse: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, ...]]:
     """Return the tangents of out and lse, and the gradients of <tangents, (d_out, d_lse)> for the needed tensors."""
-    tensors = _tensors(problem)
+    tensors = tensors_of(problem)
 
     def moved(*chosen: Tensor) -> tuple[Tensor, Tensor]:
         given = iter(chosen)
         every = [next(given) if need else x for x, need in zip(tensors, needs, strict=True)]
-        return tangents(_with_tensors(problem, every), directions)
+        return tangents(with_tensors(problem, every), directions)
 
     if not any(needs):
         return moved(), (None,) * len(needs)
@@ -239,8 +239,8 @@ def _second(
 
 def _along(problem: Problem, directions: Sequence[Tensor | None]) -> Problem:
     """Return the problem with its tensors replaced by directions, 0 where a direction is None."""
-    pairs = zip(_tensors(problem), directions, strict=True)
-    return _with_tensors(problem, [x.new_zeros(()).expand(x.shape) if d is None else d for x, d in pairs])
+    pairs = zip(tensors_of(problem), directions, strict=True)
+    return with_tensors(problem, [x.new_zeros(()).expand(x.shape) if d is None else d for x, d in pairs])
 
 
 @undisturbed("backward of flex_attention")
@@ -260,7 +260,7 @@ def _gradients(
     return tuple(g if need else None for g, need in zip(grads, needs, strict=True))
 
 
-def _tensors(problem: Problem) -> tuple[Tensor, ...]:
+def tensors_of(problem: Problem) -> tuple[Tensor, ...]:
     """Return query, key, value, the captures of score_mod and those of mask_mod, and the sink."""
     score = () if problem.score is None else problem.score.captures
     mask = () if problem.mask is None else problem.mask.captures
@@ -268,8 +268,8 @@ def _tensors(problem: Problem) -> tuple[Tensor, ...]:
     return problem.query, problem.key, problem.value, *score, *mask, *sink
 
 
-def _with_tensors(problem: Problem, tensors: Sequence[Tensor]) -> Problem:
-    """Return the problem with other tensors, in the order of `_tensors`."""
+def with_tensors(problem: Problem, tensors: Sequence[Tensor]) -> Problem:
+    """Return the problem with other tensors, in the order of `tensors_of`."""
     query, key, value, *rest = tensors
     sink = None if problem.sink is None else rest.pop()
     split = 0 if problem.score is None else len(problem.score.captures)

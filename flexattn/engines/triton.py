@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ from flexattn.compile.schedule import KernelProblems, backward_kernels, plan_bes
 from flexattn.machine.target import Target
 from flexattn.options import option
 from flexattn.process.events import fallback
-from flexattn.runtime.known import COUNTER, KnownKernels, Recorder, known_key
+from flexattn.runtime import build
+from flexattn.runtime.known import COUNTER, KnownKernels, Pointer, Recorder, known_key, pointers_of
 from flexattn.runtime.launch import CACHES, remember, scheduled_backward
 
 # Runs one kernel, as launch.run_kernel does. Tuning and profile pass functions that also record the calls. Calls with
@@ -38,6 +40,8 @@ class KnownForward:
     """A forward whose launches are known."""
 
     out: tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
+    lse: tuple[tuple[int, ...], tuple[int, ...]]
+    returns_largest: bool  # of each row of scores
     counts: bool  # tiles are taken from a counter
     kernels: KnownKernels
 
@@ -45,17 +49,22 @@ class KnownForward:
     def of(problem: Problem, recorded: Recorder, out: Tensor) -> KnownForward:
         """Return the forward that was recorded."""
         kernels = KnownKernels.of(recorded.launches, ("q", "k", "v", "o", "lse_ptr", "max_ptr", COUNTER), problem)
-        return KnownForward((tuple(out.shape), out.stride()), recorded.counts, kernels)
+        shape = tuple(out.shape)
+        rows = shape[:3], (shape[1] * shape[2], shape[2], 1)
+        return KnownForward((shape, out.stride()), rows, problem.max_scores, recorded.counts, kernels)
 
-    def __call__(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
-        q, device = problem.query, problem.query.device
-        shape, strides = self.out
-        out = torch.empty_strided(shape, strides, dtype=q.dtype, device=device)
-        lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
-        largest = torch.empty_like(lse) if problem.max_scores else None
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, parts: Iterable[Pointer]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Compute out, lse and row maxima. `parts` are pointers to what `kernels.parts` names."""
+        device = query.device
+        empty = empty_of(device)
+        out, lse = empty(*self.out, query.dtype), empty(*self.lse, torch.float32)
+        largest = torch.empty_like(lse) if self.returns_largest else None
         # A new counter for each launch: a CUDA graph captures the zeroing, and concurrent launches must not share one.
-        counter = lse.new_zeros(1, dtype=torch.int32) if self.counts else None
-        self.kernels.run(problem, [q, problem.key, problem.value, out, lse, largest, counter])
+        counter = lse.new_zeros(1, dtype=torch.int32) if self.counts else lse
+        tensors = (query, key, value, out, lse, lse if largest is None else largest, counter)
+        self.kernels.run([*pointers_of(tensors, query.is_cuda), *parts], device)
         return out, lse, largest
 
 
@@ -66,40 +75,69 @@ class KnownBackward:
     rows: int  # elements of delta, of shift, and of each column of the sums of dq
     dq_columns: int  # columns of the float32 sums of dq, 0 without
     learned: tuple[int, ...]  # the captured tensors that receive a gradient
+    captures: int  # number of the tensors that score_mod captures
+    strides: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # of dq, dk and dv
     kernels: KnownKernels
 
     @staticmethod
-    def of(problem: Problem, recorded: Recorder, needs: Needs, arrays: Iterable[str]) -> KnownBackward:
+    def of(problem: Problem, recorded: Recorder, arrays: Iterable[str]) -> KnownBackward:
         """Return the backward that was recorded, with these arrays."""
         learned = _learned(problem)
         sums = [] if problem.score is None else [capture_sum_name(problem.score.graph, i, "grad") for i in learned]
         names = (*_BACKWARD, *sums)
         kernels = KnownKernels.of(recorded.launches, names, problem)
-        q = problem.query
+        q, k, v = problem.query, problem.key, problem.value
         columns = 32 * pieces_of(q.size(-1)) if "dq_sum_ptr" in arrays else 0
-        return KnownBackward(_padded_rows(q), columns, learned, kernels)
+        captures = 0 if problem.score is None else len(problem.score.captures)
+        strides = _strides(q.shape, q.stride()), _strides(k.shape, k.stride()), _strides(v.shape, v.stride())
+        return KnownBackward(_padded_rows(q), columns, learned, captures, strides, kernels)
 
     def __call__(
-        self, problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs
-    ) -> Gradients:
-        """Compute the gradients."""
-        q, k, v = problem.query, problem.key, problem.value
-        dq = _like_strides(q, q.size(-1)) if needs[0] else None
-        dk, dv = (_like_strides(k, k.size(-1)), _like_strides(v, v.size(-1))) if needs[1] or needs[2] else (None, None)
-        dlse = None if d_lse is None else d_lse.float().contiguous()
-        rows, columns = self.rows, self.dq_columns
-        memory = torch.empty(rows * (2 + columns), dtype=torch.float32, device=q.device)
-        delta, shift, sums = memory.split_with_sizes((rows, rows, rows * columns))
-        dq_sum = sums.view(-1, 32) if columns else None
-        captures = () if problem.score is None else problem.score.captures
-        of_captures = [torch.zeros(captures[i].shape, dtype=torch.float32, device=q.device) for i in self.learned]
-        tensors = [q, k, v, out, d_out, dq, dk, dv, lse, dlse, delta, shift, dq_sum, *of_captures]
-        self.kernels.run(problem, tensors)
-        captured: list[Tensor | None] = [None] * len(captures)
-        for i, gradient in zip(self.learned, of_captures, strict=True):
+        self, query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], parts: Iterable[Pointer],
+        out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs,
+    ) -> tuple[Gradients, Tensor]:  # fmt: skip
+        """Compute the gradients except that of a sink. Return them, and memory that begins with delta [rows]."""
+        of_q, of_k, of_v = self.strides
+        dtype, device, on_gpu = query.dtype, query.device, query.is_cuda
+        empty = empty_of(device)
+        nothing = lse  # in the place of tensors that no kernel reads or writes
+        dq = empty(query.shape, of_q, dtype) if needs[0] else nothing
+        dk = dv = nothing
+        if needs[1] or needs[2]:
+            dk, dv = empty(key.shape, of_k, dtype), empty(value.shape, of_v, dtype)
+        dlse = nothing if d_lse is None else d_lse.float().contiguous()
+        rows = self.rows
+        memory = empty((rows * (2 + self.dq_columns),), (1,), torch.float32)
+        sums = [torch.zeros(captures[i].shape, dtype=torch.float32, device=device) for i in self.learned]
+        pointers = pointers_of((query, key, value, out, d_out, dq, dk, dv, lse, dlse, *sums), on_gpu)
+        pointers[10:10] = _parts_of(memory, rows, on_gpu)
+        self.kernels.run([*pointers, *parts], device)
+        captured: list[Tensor | None] = [None] * self.captures
+        for i, gradient in zip(self.learned, sums, strict=True):
             captured[i] = gradient.to(captures[i].dtype)
-        d_sink = _sink_gradient(problem, lse, delta, needs)
-        return dq, dk if needs[1] else None, dv if needs[2] else None, tuple(captured), d_sink
+        found = dq if needs[0] else None, dk if needs[1] else None, dv if needs[2] else None, tuple(captured), None
+        return found, memory
+
+
+def empty_of(device: torch.device) -> Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]:
+    """Return a function (shape, strides, dtype) that allocates a tensor.
+
+    On the current GPU it is the one that Inductor's code calls, which takes half the host time of torch.empty_strided.
+    """
+    if device.type == "cuda" and _empty_cuda is not None and device.index == build.current_device():
+        return _empty_cuda
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+_empty_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # type: ignore[attr-defined]
+
+
+def _parts_of(memory: Tensor, rows: int, on_gpu: bool) -> list[Pointer]:
+    """Return pointers to delta, shift and the sums of dq."""
+    if on_gpu:
+        address = memory.data_ptr()
+        return [address, address + 4 * rows, address + 8 * rows]
+    return [memory[:rows], memory[rows : 2 * rows], memory[2 * rows :]]
 
 
 _BACKWARD = (
@@ -118,12 +156,21 @@ def forward(problem: Problem, run: Run | None = None) -> tuple[Tensor, Tensor, T
     key = known_key(FORWARD, problem, {"q": problem.query, "k": problem.key, "v": problem.value}, (), ())
     known = _forwards.get(key)
     if known is not None:
-        return known(problem)
+        return known(problem.query, problem.key, problem.value, known.kernels.pointers(problem))
     recorded = Recorder(trained=problem)
     found = _forward(problem, recorded)
     if not option(problem.options, "PROFILE"):
         remember(_forwards, key, KnownForward.of(problem, recorded, found[0]))
     return found
+
+
+def known_forward(problem: Problem) -> KnownForward | None:
+    """Return the forward of a problem if it is known, and computes it without copies of its tensors."""
+    if _with_rows(problem) is not problem:
+        return None
+    return _forwards.get(
+        known_key(FORWARD, problem, {"q": problem.query, "k": problem.key, "v": problem.value}, (), ())
+    )
 
 
 def _forward(problem: Problem, run: Run) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -148,16 +195,30 @@ def backward(
     problem, d_out = _with_rows(problem), _rows(d_out, problem.batch_invariant)
     if run is not None:
         return _backward(problem, out, lse, d_out, d_lse, needs, run)[0]
-    tensors = {"q": problem.query, "k": problem.key, "v": problem.value, "o": out, "do": d_out}
-    key = known_key(DELTA, problem, tensors, () if d_lse is None else ("dlse_ptr",), needs)
+    key = _backward_key(problem, out, d_out, d_lse is not None, needs)
     known = _backwards.get(key)
     if known is not None:
-        return known(problem, out, lse, d_out, d_lse, needs)
+        q, k, v, captures = problem.query, problem.key, problem.value, _captures(problem)
+        parts = known.kernels.pointers(problem)
+        (dq, dk, dv, captured, _), memory = known(q, k, v, captures, parts, out, lse, d_out, d_lse, needs)
+        return dq, dk, dv, captured, _sink_gradient(problem, lse, memory[: known.rows], needs)
     recorded = Recorder()
     found, arrays = _backward(problem, out, lse, d_out, d_lse, needs, recorded)
     if not sums_integers(problem):
-        remember(_backwards, key, KnownBackward.of(problem, recorded, needs, arrays))
+        remember(_backwards, key, KnownBackward.of(problem, recorded, arrays))
     return found
+
+
+def known_backward(problem: Problem, out: Tensor, d_out: Tensor, has_d_lse: bool, needs: Needs) -> KnownBackward | None:
+    """Return the backward of a problem if it is known, and computes it without copies of its tensors."""
+    if _with_rows(problem) is not problem or _rows(d_out, problem.batch_invariant) is not d_out:
+        return None
+    return _backwards.get(_backward_key(problem, out, d_out, has_d_lse, needs))
+
+
+def _backward_key(problem: Problem, out: Tensor, d_out: Tensor, has_d_lse: bool, needs: Needs) -> tuple[object, ...]:
+    tensors = {"q": problem.query, "k": problem.key, "v": problem.value, "o": out, "do": d_out}
+    return known_key(DELTA, problem, tensors, ("dlse_ptr",) if has_d_lse else (), needs)
 
 
 def _backward(
@@ -202,6 +263,10 @@ def _backward(
 def _padded_rows(query: Tensor) -> int:
     """Return the elements of an array of rows that kernels read without a mask."""
     return query.size(0) * query.size(1) * padded(query.size(2))
+
+
+def _captures(problem: Problem) -> tuple[Tensor, ...]:
+    return () if problem.score is None else problem.score.captures
 
 
 def _learned(problem: Problem) -> tuple[int, ...]:

@@ -11,7 +11,8 @@ import inspect
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,38 +132,82 @@ def _stand_in(request: Request) -> Any:
     )
 
 
-def launcher(compiled: Any, direct: bool = True) -> LaunchFunction:
-    """Load `compiled` on the current device and return its fastest launch function.
+@dataclass(frozen=True)
+class FlatLaunch:
+    """The launch of a kernel with the least host time. Each descriptor is replaced by several arguments."""
+
+    call: Callable[[int, int, Sequence[Any]], None]  # (programs, stream, arguments)
+    expand: Callable[[int, Any], list[Any]]  # (n, the n-th descriptor) -> what replaces it
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Launches a kernel on one device."""
+
+    launch: LaunchFunction
+    flat: FlatLaunch | None  # None if Triton's C launcher cannot be called directly
+
+    def __call__(self, programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
+        self.launch(programs, stream, arguments)
+
+
+def launcher(compiled: Any, direct: bool = True) -> Launcher:
+    """Load `compiled` on the current device and return how to launch it.
 
     Triton's OutOfResources passes through. Pointers are tensors or addresses; an address saves a driver call.
     Without `direct`, launches use Triton's own run method instead of its C launcher.
     """
     run = compiled.run  # loads the binary
-    fast = (_c_launch(compiled, run) if direct else None) or _run_launch(compiled, run)
+    flat = _flat_launch(compiled, run) if direct else None
+    fast = _run_launch(compiled, run) if flat is None else _with_descriptors(compiled, flat)
 
     def public(programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
         compiled[(programs, 1, 1)](*arguments, stream=stream)
 
     if fast is None:
-        return public
-    from triton import knobs
-
-    runtime = knobs.runtime
+        return Launcher(public, None)
 
     def launch(programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
-        if _hooked(runtime.launch_enter_hook) or _hooked(runtime.launch_exit_hook):
-            public(programs, stream, arguments)  # a profiler is active and needs the launch's metadata
+        if launches_are_watched():
+            public(programs, stream, arguments)  # the profiler needs the launch's metadata
         else:
             fast(programs, stream, arguments)
 
-    return launch
+    return Launcher(launch, flat)
+
+
+def launches_are_watched() -> bool:
+    """Return whether a profiler for Triton kernels, such as Proton, is active."""
+    runtime: Any = sys.modules["triton.knobs"].runtime
+    return _hooked(runtime.launch_enter_hook) or _hooked(runtime.launch_exit_hook)
 
 
 def _hooked(hook: Any) -> bool:
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
-def _c_launch(compiled: Any, run: Any) -> LaunchFunction | None:
+def _with_descriptors(compiled: Any, flat: FlatLaunch) -> LaunchFunction:
+    """Return the launch that takes descriptors."""
+    count = len(compiled.src.signature)
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    def launch(programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
+        if len(arguments) != count:  # Triton 3.7 reads past the end of a short tuple
+            raise TypeError(f"kernel {compiled.name} takes {count} arguments, {len(arguments)} were given")
+        expanded: list[Any] = []
+        n = 0
+        for argument in arguments:
+            if isinstance(argument, TensorDescriptor):
+                expanded += flat.expand(n, argument)
+                n += 1
+            else:
+                expanded.append(argument)
+        flat.call(programs, stream, expanded)
+
+    return launch
+
+
+def _flat_launch(compiled: Any, run: Any) -> FlatLaunch | None:
     """Call Triton's C launcher directly, with everything but the arguments bound; None if it is not supported."""
     release = tuple(version().split(".")[:2])
     if type(run).__name__ != "CudaLauncher" or release not in {("3", "6"), ("3", "7")}:
@@ -175,60 +220,39 @@ def _c_launch(compiled: Any, run: Any) -> LaunchFunction | None:
 
     if release == ("3", "6"):
 
-        def launch(programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
+        def launch(programs: int, stream: int, arguments: Sequence[Any]) -> None:
             # grid, stream, function, cooperative, dependent, 2 scratch, packed, metadata, 2 hooks, arguments
             c_launch(
                 programs, 1, 1, stream, function, cooperative, dependent,
-                None, None, packed, None, None, None, *(expand(arguments) if expand else arguments),
+                None, None, packed, None, None, None, *arguments,
             )  # fmt: skip
 
-        return launch
+        return FlatLaunch(launch, expand)
 
     annotations, kinds = run.arg_annotations, run.kernel_signature
-    count = len(compiled.src.signature)
 
-    def launch_37(programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
-        if len(arguments) != count:  # this version reads past the end of a short tuple
-            raise TypeError(f"kernel {compiled.name} takes {count} arguments, {len(arguments)} were given")
+    def launch_37(programs: int, stream: int, arguments: Sequence[Any]) -> None:
         # grid, stream, function, cooperative, dependent, packed, metadata, 2 hooks, 2 scratch, kinds, arguments
         c_launch(
             programs, 1, 1, stream, function, cooperative, dependent,
-            packed, None, None, None, None, None, annotations, kinds, expand(arguments) if expand else arguments,
+            packed, None, None, None, None, None, annotations, kinds, arguments,
         )  # fmt: skip
 
-    return launch_37
+    return FlatLaunch(launch_37, expand)
 
 
-def descriptor_launcher(launch: Any) -> tuple[Any, Callable[[tuple[Any, ...]], list[Any]] | None]:
-    """Return the launcher below Triton's wrapper for tensor descriptors, and the function that replaces the wrapper.
+def descriptor_launcher(launch: Any) -> tuple[Any, Callable[[int, Any], list[Any]]]:
+    """Return the launcher below Triton's wrapper for tensor descriptors, and `expand` of a FlatLaunch.
 
-    Triton encodes each descriptor at each launch, which calls the driver. A descriptor with the attribute `expanded`
-    is encoded once. A launcher of a kernel without descriptors is returned as it is, with None.
+    Triton encodes each descriptor at each launch, which calls the driver. Below the wrapper it can be encoded once.
     """
     inner = inspect.getclosurevars(launch).nonlocals if inspect.isfunction(launch) else {}
     if not {"launcher", "tensordesc_indices", "tensordesc_meta"} <= inner.keys():
-        return launch, None
+        return launch, lambda n, descriptor: [descriptor]
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    described = list(zip(sorted(inner["tensordesc_indices"]), inner["tensordesc_meta"], strict=True))
-
-    def expand(arguments: tuple[Any, ...]) -> list[Any]:
-        found: list[Any] = []
-        begin = 0
-        for position, meta in described:
-            descriptor = arguments[position]
-            parts = getattr(descriptor, "expanded", None)
-            if parts is None:
-                parts = make_tensordesc_arg(descriptor, meta)
-                if hasattr(descriptor, "expanded"):
-                    descriptor.expanded = parts
-            found += arguments[begin:position]
-            found += parts
-            begin = position + 1
-        found += arguments[begin:]
-        return found
-
-    return inner["launcher"], expand
+    meta = inner["tensordesc_meta"]
+    return inner["launcher"], lambda n, descriptor: make_tensordesc_arg(descriptor, meta[n])
 
 
 def _run_launch(compiled: Any, run: Any) -> LaunchFunction | None:

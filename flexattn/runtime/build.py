@@ -22,6 +22,7 @@ from flexattn.errors import ArgumentError, CompileError, message
 from flexattn.machine import cache_size, triton_versions
 from flexattn.machine.kernel_store import KernelStore, open_store, temporary_store
 from flexattn.machine.target import Target
+from flexattn.machine.triton_versions import FlatLaunch
 from flexattn.process.config import settings
 from flexattn.process.events import debug
 from flexattn.process.forks import Lock, cached_property
@@ -66,6 +67,13 @@ class Kernel:
     def launch(self, programs: int, arguments: tuple[Any, ...], stream: int | None = None) -> None:
         """Run `programs` instances of the kernel. Pointers are tensors or addresses; addresses are faster."""
         raise NotImplementedError
+
+    def flat(self) -> FlatLaunch:
+        """Return the launch with the least host time on the current device."""
+        return FlatLaunch(
+            lambda programs, stream, arguments: self.launch(programs, tuple(arguments), stream),
+            lambda n, descriptor: [descriptor],
+        )
 
     def load(self) -> None:
         """Load the kernel on the current device now instead of at its first launch.
@@ -115,14 +123,20 @@ class _GpuKernel(Kernel):
         self._launchers: dict[int, triton_versions.LaunchFunction] = {}  # by device
 
     def launch(self, programs: int, arguments: tuple[Any, ...], stream: int | None = None) -> None:
-        device = _current_device()
+        device = current_device()
         launch = self._launchers.get(device)
         if launch is None:
             launch = self._load(device)
         launch(programs, current_stream(device) if stream is None else stream, arguments)
 
+    def flat(self) -> FlatLaunch:
+        self.load()
+        launcher = self._launchers[current_device()]
+        flat = launcher.flat if isinstance(launcher, triton_versions.Launcher) else None
+        return super().flat() if flat is None else flat
+
     def load(self) -> None:
-        device = _current_device()
+        device = current_device()
         if device not in self._launchers:
             self._load(device)
 
@@ -405,6 +419,6 @@ def _package_version() -> str:
         return "clone"
 
 
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 # Returns the current raw stream of a device.
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)

@@ -1,13 +1,13 @@
-"""known: a forward or backward whose launches are known from an equal call.
+"""known: a forward or backward whose launches are known from an equal one.
 
-A call of a known kind plans nothing. It computes one key, makes its allocations, collects the tensors that its kernels
-read and write in one list, and launches each kernel with addresses from that list.
+Nothing is planned for it. Its kernels get their pointers from one list: the tensors that the engine names, then those
+of the problem's parts. On a GPU a pointer is an address, which saves a driver call; elsewhere it is a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,11 +16,13 @@ from torch import Tensor
 from flexattn.call.problem import Problem
 from flexattn.compile.arguments import PARTS, DescriptorOf, FromProblem, FromTensors, Part, Tensors
 from flexattn.compile.kernel_plan import KernelSpec
+from flexattn.machine.triton_versions import FlatLaunch, launches_are_watched
+from flexattn.runtime import build
 from flexattn.runtime.build import Kernel
-from flexattn.runtime.launch import Launch, Source, descriptor_maker, launch_key, launch_of
+from flexattn.runtime.launch import Described, Launch, Source, launch_key, launch_of
 
 COUNTER = "counter_ptr"  # the name of the counter from which programs take tiles
-Address = Tensor | int
+Pointer = Tensor | int
 
 
 def known_key(
@@ -37,89 +39,121 @@ def known_key(
     return (launch_key(spec, problem, tensors, arrays), needs, *runs)
 
 
+def pointers_of(tensors: Iterable[Tensor], on_gpu: bool) -> list[Pointer]:
+    """Return what kernels take as pointers to tensors."""
+    return [t.data_ptr() for t in tensors] if on_gpu else [t.detach() for t in tensors]
+
+
 class Recorder:
-    """Runs kernels as `run_kernel` does, and keeps their launches."""
+    """Runs kernels as `run_kernel` does, and keeps their launches with the tensors that they describe."""
 
     def __init__(self, trained: Problem | None = None) -> None:
         self.trained = trained  # see run_kernel
-        self.launches: list[Launch] = []
+        self.launches: list[tuple[Launch, dict[str, Described]]] = []
 
     def __call__(self, spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -> None:
         launch = launch_of(spec, problem, tensors, arrays, self.trained)
-        launch(problem, {**tensors, **arrays})
-        self.launches.append(launch)
+        everything = {**tensors, **arrays}
+        launch(problem, everything)
+        named = {s.name for s in launch.sources if isinstance(s, DescriptorOf)}
+        self.launches.append((launch, {name: Described.of(everything[name]) for name in named}))
 
     @property
     def counts(self) -> bool:
         """Whether programs of a kernel take their tiles from a counter."""
-        return any(launch.shares_tiles for launch in self.launches)
+        return any(launch.shares_tiles for launch, _ in self.launches)
 
 
 @dataclass(frozen=True)
 class Step:
-    """The launch of one kernel. `slots` and `described` are (position of an argument, index of its tensor, ...)."""
+    """The launch of one kernel. `slots` are (position of an argument, index of its pointer)."""
 
     kernel: Kernel
     programs: int
     arguments: tuple[Any, ...]
     slots: tuple[tuple[int, int], ...]
-    described: tuple[tuple[int, int, Callable[[Tensor], Any]], ...]  # with the function that makes a descriptor
+    described: tuple[tuple[int, int, Described, tuple[int, ...]], ...]  # with the tensor's form and the tile's shape
+
+
+@dataclass(frozen=True)
+class FlatStep:
+    """A step on one device, with each descriptor replaced by what the launcher takes in its place."""
+
+    call: Callable[[int, int, list[Any]], None]
+    programs: int
+    arguments: list[Any]
+    slots: tuple[tuple[int, int], ...]
+    described: tuple[tuple[int, int, int, Callable[[Pointer], list[Any]]], ...]  # (begin, end, index, its arguments)
 
 
 @dataclass(frozen=True)
 class KnownKernels:
-    """The kernels of one direction, in order.
-
-    Their arguments are in one list: the tensors that the engine names, in its order, then those of `parts`.
-    """
+    """The kernels of one direction, in order. `parts` are those of the problem that they read."""
 
     steps: tuple[Step, ...]
-    parts: tuple[Callable[[Problem], tuple[Tensor, ...]], ...]
+    parts: tuple[Part, ...]
+    _flat: dict[int, tuple[FlatStep, ...]] = field(default_factory=dict)  # by device
 
     @staticmethod
-    def of(launches: Sequence[Launch], names: Sequence[str], problem: Problem) -> KnownKernels:
-        """Return the kernels of recorded launches of a problem."""
+    def of(
+        launches: Sequence[tuple[Launch, dict[str, Described]]], names: Sequence[str], problem: Problem
+    ) -> KnownKernels:
+        """Return the kernels of recorded launches of a problem, whose engine's tensors have these names."""
         index: dict[str | tuple[Part, int], int] = {name: i for i, name in enumerate(names)}
         used: dict[Part, None] = {
-            s.part: None for launch in launches for s in launch.sources if isinstance(s, FromProblem)
+            s.part: None for launch, _ in launches for s in launch.sources if isinstance(s, FromProblem)
         }
         for part in used:
             for i in range(len(PARTS[part](problem))):
                 index[part, i] = len(index)
-        steps = tuple(_step(launch, index) for launch in launches if launch.programs)
-        return KnownKernels(steps, tuple(PARTS[part] for part in used))
+        steps = tuple(_step(launch, forms, index) for launch, forms in launches if launch.programs)
+        return KnownKernels(steps, tuple(used))
 
-    def run(self, problem: Problem, tensors: list[Tensor | None]) -> None:
-        """Launch the kernels. `tensors` are those that the engine names; None for those that no kernel needs."""
-        for part in self.parts:
-            tensors += part(problem)
-        device = problem.query.device
-        if device.type != "cuda":
-            self._launch(tensors, [t if t is None or not t.requires_grad else t.detach() for t in tensors])
-        elif device.index == torch.cuda.current_device():
-            # An address saves a driver call per pointer.
-            self._launch(tensors, [0 if t is None else t.data_ptr() for t in tensors])
-        else:
+    def pointers(self, problem: Problem) -> list[Pointer]:
+        """Return the pointers to the parts of a problem."""
+        return pointers_of([t for part in self.parts for t in PARTS[part](problem)], problem.query.is_cuda)
+
+    def run(self, pointers: Sequence[Pointer], device: torch.device) -> None:
+        """Launch the kernels on the current stream of a device."""
+        on_gpu = device.type == "cuda"  # without a GPU, torch has no current device
+        current = build.current_device() if on_gpu else -1
+        if on_gpu and device.index != current:
             with torch.cuda.device(device):
-                self._launch(tensors, [0 if t is None else t.data_ptr() for t in tensors])
+                self.run(pointers, device)
+            return
+        if launches_are_watched():
+            self._run_whole(pointers)
+            return
+        steps = self._flat.get(current)
+        if steps is None:
+            steps = self._flat[current] = tuple([_flat(step, pointers) for step in self.steps])
+        stream = build.current_stream(current) if on_gpu else 0
+        for step in steps:
+            arguments = step.arguments.copy()
+            for position, i in step.slots:
+                arguments[position] = pointers[i]
+            for begin, end, i, expanded in step.described:
+                arguments[begin:end] = expanded(pointers[i])
+            step.call(step.programs, stream, arguments)
 
-    def _launch(self, tensors: Sequence[Any], addresses: Sequence[Any]) -> None:
+    def _run_whole(self, pointers: Sequence[Pointer]) -> None:
+        """Launch the kernels with whole descriptors, so that profilers see them."""
         for step in self.steps:
             arguments = list(step.arguments)
             for position, i in step.slots:
-                arguments[position] = addresses[i]
-            for position, i, describe in step.described:
-                arguments[position] = describe(tensors[i])
+                arguments[position] = pointers[i]
+            for position, i, form, tile in step.described:
+                arguments[position] = form.descriptor(pointers[i], tile)
             step.kernel.launch(step.programs, tuple(arguments))
 
 
-def _step(launch: Launch, index: dict[str | tuple[Part, int], int]) -> Step:
+def _step(launch: Launch, forms: dict[str, Described], index: dict[str | tuple[Part, int], int]) -> Step:
     slots: list[tuple[int, int]] = []
-    described: list[tuple[int, int, Callable[[Tensor], Any]]] = []
+    described: list[tuple[int, int, Described, tuple[int, ...]]] = []
     for (position, _), source in zip(launch.fillers, launch.sources, strict=True):
         i = index[_place(source, launch.shares_tiles)]
         if isinstance(source, DescriptorOf):
-            described.append((position, i, descriptor_maker(source.block)))
+            described.append((position, i, forms[source.name], source.block))
         else:
             slots.append((position, i))
     return Step(launch.kernel, launch.programs, launch.arguments, tuple(slots), tuple(described))
@@ -132,3 +166,42 @@ def _place(source: Source, counted: bool) -> str | tuple[Part, int]:
         case FromProblem(part, i):
             return part, i
     return COUNTER if counted else "lse_ptr"  # any address: it is not read
+
+
+_MOST_ADDRESSES = 64  # per descriptor of a launch; a training loop uses a few
+
+
+def _flat(step: Step, pointers: Sequence[Pointer]) -> FlatStep:
+    """Return a step for the current device. Arguments behind a descriptor move by the number of those replacing it."""
+    flat = step.kernel.flat()
+    arguments: list[Any] = []
+    moved: dict[int, int] = {}
+    described = []
+    found = {position: (n, i, form, block) for n, (position, i, form, block) in enumerate(step.described)}
+    for position, argument in enumerate(step.arguments):
+        moved[position] = begin = len(arguments)
+        if position in found:
+            n, i, form, block = found[position]
+            expanded = _expander(flat, n, form, block)
+            arguments += expanded(pointers[i])
+            described.append((begin, len(arguments), i, expanded))
+        else:
+            arguments.append(argument)
+    slots = tuple([(moved[position], i) for position, i in step.slots])
+    return FlatStep(flat.call, step.programs, arguments, slots, tuple(described))
+
+
+def _expander(flat: FlatLaunch, n: int, form: Described, block: tuple[int, ...]) -> Callable[[Pointer], list[Any]]:
+    """Return a function that gives the arguments for the n-th descriptor, encoded once for each address."""
+    known: dict[int, list[Any]] = {}
+
+    def expanded(pointer: Pointer) -> list[Any]:
+        address = pointer if type(pointer) is int else pointer.data_ptr()  # type: ignore[union-attr]
+        found = known.get(address)
+        if found is None:
+            if len(known) >= _MOST_ADDRESSES:
+                known.clear()
+            found = known[address] = flat.expand(n, form.descriptor(address, block))
+        return found
+
+    return expanded

@@ -10,7 +10,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -205,8 +204,7 @@ def _filler(argument: Argument, shared: bool) -> Filler:
         case FromProblem() as source:
             return lambda problem, tensors: source.tensor(problem).detach()
         case DescriptorOf(name, block):
-            make = descriptor_maker(block)
-            return lambda problem, tensors: make(tensors[name])
+            return lambda problem, tensors: Described.of(tensors[name]).descriptor(tensors[name], block)
         case TileCounter():
             return _counter if shared else _no_counter
     raise AssertionError(argument)
@@ -221,7 +219,27 @@ def _no_counter(problem: Problem, tensors: Tensors) -> Tensor:
     return tensors["lse_ptr"]  # any address: it is not read
 
 
-_MOST_ADDRESSES = 64  # per descriptor of a launch; a training loop uses a few
+@dataclass(frozen=True)
+class Described:
+    """What a tensor descriptor says of a tensor besides its address."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: Tensor) -> Described:
+        """A dim of size 1 may have any stride in torch, but TMA requires multiples of 16 bytes."""
+        step = -(-tensor.size(-1) * tensor.element_size() // 16) * 16 // tensor.element_size()
+        strides = [s if n > 1 else step for n, s in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
+        return Described(tensor.dtype, tuple(tensor.shape), (*strides, 1))
+
+    def descriptor(self, base: Tensor | int, tile: tuple[int, ...]) -> Any:
+        """Return Triton's descriptor of a tensor, or of what is at an address. Raises if TMA cannot address it."""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        where = _Place(base, self.dtype) if isinstance(base, int) else base
+        return TensorDescriptor(where, list(self.shape), list(self.strides), list(tile))
 
 
 class _Place:
@@ -229,52 +247,8 @@ class _Place:
 
     __slots__ = ("address", "dtype")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.address, self.dtype = tensor.data_ptr(), tensor.dtype
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address, self.dtype = address, dtype
 
     def data_ptr(self) -> int:
         return self.address
-
-
-@lru_cache(1)
-def _descriptor_kinds() -> tuple[type[Any], type[Any]]:
-    """Return Triton's tensor descriptor class, without and with checks."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    class Reused(TensorDescriptor):
-        expanded: list[Any] | None = None  # what a launch passes for it, see triton_versions
-
-        def __post_init__(self) -> None: ...
-
-    return Reused, TensorDescriptor
-
-
-def descriptor_maker(tile: tuple[int, ...]) -> Callable[[Tensor], Any]:
-    """Return a function that makes the tensor descriptors of one argument of a launch, one for each address.
-
-    Shapes and strides are part of the launch key. Triton's checks take 7 us of host time, nine times in a backward, and
-    encoding a descriptor for each launch calls the driver.
-    """
-    Reused, TensorDescriptor = _descriptor_kinds()
-    form: list[tuple[list[int], list[int]]] = []
-    known: dict[int, Any] = {}
-
-    def make(tensor: Tensor) -> Any:
-        found = known.get(tensor.data_ptr())
-        if found is None:
-            if not form:
-                form.append(_form(tensor))
-                TensorDescriptor(tensor, *form[0], list(tile))  # raises if TMA cannot address it
-            if len(known) >= _MOST_ADDRESSES:
-                known.clear()
-            found = known[tensor.data_ptr()] = Reused(_Place(tensor), *form[0], list(tile))
-        return found
-
-    return make
-
-
-def _form(tensor: Tensor) -> tuple[list[int], list[int]]:
-    """Return shape and strides. A dim of size 1 may have any stride in torch, but TMA requires 16 byte multiples."""
-    step = -(-tensor.size(-1) * tensor.element_size() // 16) * 16 // tensor.element_size()
-    strides = [s if n > 1 else step for n, s in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
-    return list(tensor.shape), [*strides, 1]

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from flexattn.errors import UnsupportedError, message
 
-_PLAIN: frozenset[type] = frozenset((Tensor, Parameter))
+PLAIN: frozenset[type] = frozenset((Tensor, Parameter))
 _STRIDED = torch.strided
 _DEFAULT_FUNCTIONS = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
 
@@ -36,12 +36,12 @@ _OTHER_DISPATCH = "Convert it before the call with a method of its class ({0}.de
 
 def is_plain(x: Tensor) -> bool:
     """Return whether `x` has its values in strided memory, and its operations are those of torch.Tensor."""
-    return (type(x) in _PLAIN or not _overrides(type(x))) and x.layout is _STRIDED and not x.is_nested
+    return (type(x) in PLAIN or not _overrides(type(x))) and x.layout is _STRIDED and not x.is_nested
 
 
 def has_no_values(x: Tensor) -> bool:
     """Return whether `x` stands for a tensor in a graph or in a computation of shapes."""
-    return x.is_meta or (type(x) not in _PLAIN and type(x).__name__ in ("FakeTensor", "FunctionalTensor"))
+    return x.is_meta or (type(x) not in PLAIN and type(x).__name__ in ("FakeTensor", "FunctionalTensor"))
 
 
 @lru_cache(256)
@@ -68,7 +68,7 @@ def _about(x: Tensor) -> tuple[str, str]:
     cls = type(x)
     if x.is_nested:
         return "a nested tensor", _NESTED
-    if cls in _PLAIN:
+    if cls in PLAIN:
         return f"a tensor of layout {x.layout}", "Pass {0}.to_dense()."
     mend = _OTHER_DISPATCH if _dispatches(cls) else _OTHER_FUNCTION
     return f"a {cls.__module__}.{cls.__qualname__}", _MENDS.get(cls.__name__, mend)

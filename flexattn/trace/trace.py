@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flexattn.errors import ModError, RetraceWarning, UnsupportedError, mod_in_messages
 from flexattn.graph.bound_mod import BoundMod
@@ -69,16 +70,15 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
     if type(mod) is FrozenMod and kind == "mask":
         return mod.bound
     variant = variant_of(kind, score_dtype)
-    candidates = memo.find(mod, variant)
-    for known in candidates:
-        found = known.guard(mod)
-        if found is not None:
-            _stats["hits"] += 1
-            return known.traced.bind(*found, guarded=True)
+    known = recall(mod, variant)
+    if known is not None:
+        traced, found = known
+        count_hits(1)
+        return traced.bind(*found, guarded=True)
     with _lock, torch.inference_mode(False), outside():
         traced, record = _trace_anew(mod, kind, score_dtype)
         _stats["traces"] += 1
-        _stats["failed_guards"] += bool(candidates)
+        _stats["failed_guards"] += bool(memo.find(mod, variant))
         if not record.reason:
             guard, source = guard_of(record, traced.conditions)
             memo.keep(mod, variant, memo.Known(guard, traced, source))
@@ -88,6 +88,22 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
     if record.reason:
         _warn(kind, traced, record)
     return traced.bind(record.tensors, record.numbers, guarded=not record.reason)
+
+
+def recall(
+    mod: Mod, variant: tuple[object, ...]
+) -> tuple[Traced, tuple[Sequence[Tensor], Sequence[int | float]]] | None:
+    """Return the trace of a mod whose guard passes, with the tensors and numbers that the mod reads now."""
+    for known in memo.find(mod, variant):
+        found = known.guard(mod)
+        if found is not None:
+            return known.traced, found
+    return None
+
+
+def count_hits(count: int) -> None:
+    """Count calls that used a cached trace."""
+    _stats["hits"] += count
 
 
 def _warn(kind: Kind, traced: Traced, record: Record) -> None:

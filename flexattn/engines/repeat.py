@@ -1,0 +1,349 @@
+"""repeat: a call of flex_attention of a known kind. It is not checked, posed or planned again.
+
+The first call of a kind goes through all stages (api.py). If its kernels depend only on what `_kind_of` compares, it
+leaves a RepeatedCall. A later call with an equal key makes its allocations and launches its kernels. The guards of its
+mods run at each call, so no value is stale.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad, profiler
+
+from flexattn.block_mask import BlockMask
+from flexattn.call.pose import autocast
+from flexattn.call.problem import Problem
+from flexattn.compile.arguments import PARTS, Part
+from flexattn.engines import triton
+from flexattn.engines.autograd import AttentionFunction, tensors_of, with_tensors
+from flexattn.engines.triton import KnownBackward, KnownForward
+from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.equal_runs import EqualRuns
+from flexattn.graph.frozen import FrozenMod
+from flexattn.process.config import settings
+from flexattn.runtime.known import Pointer, pointers_of
+from flexattn.runtime.launch import CACHES, allows_tf32, is_deterministic, remember
+from flexattn.torch_state.subclasses import PLAIN
+from flexattn.torch_state.uncompiled import uncompiled
+from flexattn.trace.registered import registrations
+from flexattn.trace.scalarize import Traced
+from flexattn.trace.trace import count_hits, recall
+
+Result = tuple[Tensor, Tensor, Tensor | None]
+_function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_transforms = torch._C._are_functorch_transforms_active
+
+
+def _is_quiet() -> bool:
+    """Return whether no mode, transform or profiler is active that may see a call."""
+    return not (
+        _function_modes()
+        or _dispatch_modes()
+        or _transforms()
+        or forward_ad._current_level >= 0
+        or profiler._is_profiler_enabled
+    )
+
+
+class KnownMask:
+    """What calls need of a mask whose mod reads the same tensors, versions and numbers as before. The mask keeps it."""
+
+    __slots__ = (
+        "addresses", "bound", "captures", "kind", "kv_runs", "numbers", "parts", "runs", "tensors", "traced", "versions",
+    )  # fmt: skip
+
+    def __init__(
+        self, mask: BlockMask, found: _Values, bound: BoundMod | None, runs: tuple[EqualRuns, ...], problem: Problem
+    ) -> None:
+        self.kv_runs = mask.kv_runs
+        self.traced, self.tensors, self.numbers = found
+        self.versions = [t._version for t in self.tensors]
+        self.addresses = [t.data_ptr() for t in self.tensors]
+        self.bound, self.runs = bound, runs
+        self.captures = () if bound is None else bound.captures
+        # The pointers to each part of a problem that is a part of the mask. Those of q_runs are made when asked for.
+        on_gpu = problem.query.is_cuda
+        self.parts: dict[Part, list[Pointer]] = {"kv_runs": pointers_of(PARTS["kv_runs"](problem), on_gpu)}
+        if bound is not None:
+            self.parts["mask"] = pointers_of(PARTS["mask"](problem), on_gpu)
+        kind = (
+            mask.B, mask.H, mask.full_overhangs, mask.is_built, mask.q_runs is None, mask.device,
+            None if bound is None else (bound.graph, bound.numbers, *map(_layout, bound.captures)),
+            *[(r.capture, r.places.shape, r.places.stride(), r.places.data_ptr() & 15) for r in runs],
+        )  # fmt: skip
+        self.kind = _kinds.get(kind)
+        if self.kind is None:
+            self.kind = _Kind()
+            remember(_kinds, kind, self.kind)
+
+    def holds(self, mask: BlockMask, found: _Values) -> bool:
+        """Return whether the mask and what its mod reads now are as they were."""
+        traced, tensors, numbers = found
+        if traced is not self.traced or numbers != self.numbers or mask.kv_runs is not self.kv_runs:
+            return False
+        for now, before, version, address in zip(tensors, self.tensors, self.versions, self.addresses, strict=True):
+            if now is not before or now._version != version or now.data_ptr() != address:
+                return False
+        return True
+
+    def pointers(self, part: Part, mask: BlockMask) -> list[Pointer]:
+        """Return the pointers to a part."""
+        found = self.parts.get(part)
+        if found is None:
+            assert part == "q_runs" and mask.q_runs is not None
+            tensors = mask.q_runs.tensors
+            found = self.parts[part] = pointers_of(tensors, tensors[0].is_cuda)
+        return found
+
+
+class _Kind:
+    """Stands for all masks with which calls run the same kernels on the same layouts."""
+
+
+_kinds: OrderedDict[tuple[object, ...], _Kind] = OrderedDict()
+
+
+class _Values(NamedTuple):
+    """What a mod reads now."""
+
+    traced: Traced | FrozenMod
+    tensors: Sequence[Tensor]
+    numbers: Sequence[int | float]
+
+
+def _layout(t: Tensor) -> tuple[object, ...]:
+    return t.shape, t.stride(), t.data_ptr() & 15, t.is_neg()
+
+
+_SCALES = frozenset((float, type(None)))
+_Masked = tuple[BlockMask, KnownMask]
+
+
+class _Found(NamedTuple):
+    """The kind of a call and its tensors."""
+
+    key: tuple[object, ...]
+    tensors: tuple[Tensor, ...]  # query, key, value, the captures of score_mod and those of mask_mod
+    masked: _Masked | None
+
+
+@dataclass(frozen=True)
+class RepeatedCall:
+    """A kind of call, and its kernels."""
+
+    forward: KnownForward
+    problem: Problem  # without tensors
+    scored: int  # number of the tensors that score_mod captures
+    learns: bool  # a backward may follow
+    shapes: tuple[torch.Size, ...]  # of what is saved for the backward
+    backwards: dict[tuple[object, ...], KnownBackward] = field(default_factory=dict)
+
+    def __call__(self, found: _Found) -> Result:
+        """Compute out, lse and, if requested, row maxima."""
+        if self.learns:
+            return _RepeatedAttention.apply(self, found.masked, *found.tensors)
+        return self.run(found.tensors, found.masked)
+
+    def run(self, tensors: Sequence[Tensor], masked: _Masked | None) -> Result:
+        """Run the forward."""
+        query, key, value = tensors[:3]
+        parts = _parts(self.forward.kernels.parts, query, tensors[3 : 3 + self.scored], masked)
+        return self.forward(query, key, value, parts)
+
+    def problem_of(self, masked: _Masked | None) -> Problem:
+        """Return the problem with a mask, and still without other tensors."""
+        if masked is None:
+            return self.problem
+        mask, state = masked
+        return self.problem.with_fields(block_mask=mask, mask=state.bound, equal_runs=state.runs)
+
+
+def _parts(names: Sequence[Part], query: Tensor, captures: Sequence[Tensor], masked: _Masked | None) -> list[Pointer]:
+    """Return the pointers to parts of a problem."""
+    found: list[Pointer] = []
+    for part in names:
+        if part == "score":
+            found += pointers_of(captures, query.is_cuda)
+        else:
+            assert masked is not None
+            mask, state = masked
+            found += state.pointers(part, mask)
+    return found
+
+
+_calls: OrderedDict[tuple[object, ...], RepeatedCall] = OrderedDict()
+CACHES.extend((_calls, _kinds))
+
+
+def repeated(*arguments: Any) -> Result | None:
+    """Compute a call of a known kind, with the arguments of `Call`. Return None if its kind is not known."""
+    found = _kind_of(*arguments)
+    if found is None:
+        return None
+    call = _calls.get(found.key)
+    if call is None:
+        return None
+    count_hits((arguments[3] is not None) + (found.masked is not None))
+    return call(found)
+
+
+def _kind_of(
+    query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, scale: Any, enable_gqa: Any,
+    kernel_options: Any, sink: Any, dropout_p: Any, max_scores: bool,
+) -> _Found | None:  # fmt: skip
+    """Return the kind of a call; None if it may depend on more than is compared here."""
+    if sink is not None or dropout_p or not _is_quiet():
+        return None
+    state = None
+    if block_mask is not None:
+        state = getattr(block_mask, "_known", None)
+        if state is None:
+            return None
+    if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN and type(scale) in _SCALES):
+        return None
+    if type(enable_gqa) is not bool or type(max_scores) is not bool or scale == 0.0:  # 0.0 == -0.0
+        return None
+    default = torch.get_default_dtype(), registrations()
+    try:
+        if torch.is_autocast_enabled(query.device.type):
+            query, key, value = autocast(query, key, value)
+        options = frozenset([(name, type(x), x) for name, x in kernel_options.items()]) if kernel_options else None
+        place = (
+            query.shape, query.stride(), query.dtype, query.device, query.data_ptr() & 15, query.requires_grad,
+            key.shape, key.stride(), key.dtype, key.device, key.data_ptr() & 15, key.requires_grad,
+            value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15, value.requires_grad,
+            scale, enable_gqa, max_scores, default, options, torch.is_grad_enabled(), allows_tf32(), is_deterministic(),
+        )  # fmt: skip
+    except (AttributeError, RuntimeError, TypeError):  # a tensor without strides, an unknown option: the stages name it
+        return None
+    captures: tuple[Tensor, ...] = ()
+    if score_mod is not None:
+        known = recall(score_mod, ("score", torch.float32, *default))
+        if known is None or known[0].picks is None:
+            return None
+        traced, (tensors, numbers) = known
+        captures = tuple([tensors[i] for i in traced.picks or ()])
+        values = traced.numbers(tensors, numbers) if traced.numbers is not None else ()
+        if 0.0 in values:
+            values = tuple(map(repr, values))  # 0.0 == -0.0
+        place += (traced, values, *map(_layout, captures), *[t.requires_grad for t in captures])
+    if block_mask is None or state is None:
+        return _Found(place, (query, key, value, *captures), None)
+    sizes = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+    reads = _reads(block_mask._mask_mod, default) if type(sizes[0]) is type(sizes[1]) is tuple else None
+    if reads is None or not state.holds(block_mask, reads):
+        return None
+    place += (state.kind, *sizes)
+    return _Found(place, (query, key, value, *captures, *state.captures), (block_mask, state))
+
+
+def _reads(mod: Any, default: tuple[object, ...]) -> _Values | None:
+    """Return what a mask_mod reads, if its trace is known and computes its captured tensors from nothing."""
+    if type(mod) is FrozenMod:
+        return _Values(mod, mod.captures, mod.numbers)
+    known = recall(mod, ("mask", torch.float32, *default))
+    if known is None or known[0].picks is None:
+        return None
+    traced, (tensors, numbers) = known
+    return _Values(traced, tensors, numbers)
+
+
+def keep(arguments: Sequence[Any], problem: Problem) -> None:
+    """Keep the call that was just computed as this problem, if later calls of its kind can repeat it."""
+    mask = problem.block_mask
+    if problem.batch_invariant or problem.sink is not None or problem.dropout is not None or settings().debug:
+        return
+    if mask is not None and not _keep_mask(mask, arguments[4], problem):
+        return
+    found, forward = _kind_of(*arguments), triton.known_forward(problem)
+    if found is None or forward is None or found.key in _calls:
+        return
+    tensors, scored = tensors_of(problem), 0 if problem.score is None else len(problem.score.captures)
+    computed = zip(tensors[: 3 + scored], found.tensors, strict=False)
+    if len(tensors) != len(found.tensors) or any(a is not b for a, b in computed):
+        return  # an argument was cast, or a captured tensor was moved or replaced by a table
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    without = with_tensors(problem, [_NOTHING] * len(tensors)).with_fields(block_mask=None, mask=None, equal_runs=())
+    shapes = (*[t.shape for t in tensors], torch.Size(forward.out[0]), torch.Size(forward.lse[0]))
+    remember(_calls, found.key, RepeatedCall(forward, without, scored, learns, shapes))
+
+
+_NOTHING = torch.empty(0, device="cpu")
+
+
+def _keep_mask(mask: BlockMask, given: Any, problem: Problem) -> bool:
+    """Keep what calls need of a mask. Return whether there is something to keep."""
+    if mask is not given or (mask._record is not None and mask._record.mod is not mask._mask_mod):
+        return False
+    reads = _reads(mask._mask_mod, (torch.get_default_dtype(), registrations()))
+    if reads is None or any(isinstance(n, float) and n == 0.0 for n in reads.numbers):  # 0.0 == -0.0
+        return False
+    if any(t.is_inference() or t.is_neg() or t.device != mask.device for t in reads.tensors):
+        return False
+    if mask._known is None or not mask._known.holds(mask, reads):
+        mask._known = KnownMask(mask, reads, problem.mask, problem.equal_runs, problem)
+    return True
+
+
+class _RepeatedAttention(AttentionFunction):
+    """Attention of a known kind. Its backward is known from the second one on."""
+
+    @staticmethod
+    def forward(ctx: Any, call: RepeatedCall, masked: _Masked | None, *tensors: Tensor) -> Result:  # type: ignore[override]
+        out, lse, largest = call.run(tensors, masked)
+        ctx.call, ctx.masked = call, masked
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.set_materialize_grads(False)
+        if largest is not None:
+            ctx.mark_non_differentiable(largest)
+        return out, lse, largest
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        call: RepeatedCall = ctx.call
+        needs, key = ctx.needs_input_grad, None
+        if d_out is not None and not torch.is_grad_enabled() and _is_quiet():
+            key = needs, d_out.stride(), d_out.data_ptr() & 15, d_lse is None, allows_tf32(), is_deterministic()
+            known = call.backwards.get(key)
+            saved = None if known is None else _saved(ctx)
+            if known is not None and saved is not None:
+                return _gradients(known, saved, call.scored, ctx.masked, d_out, d_lse, needs)
+        ctx.engine, ctx.problem, ctx.shapes = triton, call.problem_of(ctx.masked), call.shapes
+        found = AttentionFunction.backward(ctx, d_out, d_lse)
+        if key is not None and d_out is not None:
+            *tensors, out, _ = ctx.saved_tensors
+            problem = with_tensors(ctx.problem, tensors)
+            known = triton.known_backward(problem, out, d_out, d_lse is not None, (*needs[2:5], False))
+            if known is not None:
+                call.backwards[key] = known
+        return found
+
+
+def _saved(ctx: Any) -> tuple[Tensor, ...] | None:
+    """Return the saved tensors; None if one was changed in-place, for which the stages raise an error."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError:
+        return None
+
+
+def _gradients(
+    known: KnownBackward, saved: tuple[Tensor, ...], scored: int, masked: _Masked | None, d_out: Tensor,
+    d_lse: Tensor | None, needs: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    query, key, value = saved[:3]
+    captures, out, lse = saved[3 : 3 + scored], saved[-2], saved[-1]
+    parts = _parts(known.kernels.parts, query, captures, masked)
+    wanted = needs[2], needs[3], needs[4], False
+    (dq, dk, dv, captured, _), _ = known(query, key, value, captures, parts, out, lse, d_out, d_lse, wanted)
+    if captures:
+        captured = tuple([g if need else None for g, need in zip(captured, needs[5:], strict=False)])
+    of_mask = (None,) * (len(needs) - 5 - scored)
+    return None, None, dq, dk, dv, *captured, *of_mask
