@@ -35,12 +35,15 @@ Run = Callable[[KernelSpec, Problem, Tensors, Tensors], None]
 _FORWARD_OUTPUTS = tuple((f.wanted, f.outputs) for f in FORWARD.features if f.outputs is not None)
 
 
+Sizes = tuple[tuple[int, ...], tuple[int, ...]]  # the shape of a tensor and its strides
+
+
 @dataclass(frozen=True)
 class KnownForward:
     """A forward whose launches are known."""
 
-    out: tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
-    lse: tuple[tuple[int, ...], tuple[int, ...]]
+    out: Sizes
+    lse: Sizes
     returns_largest: bool  # of each row of scores
     counts: bool  # tiles are taken from a counter
     kernels: KnownKernels
@@ -76,7 +79,7 @@ class KnownBackward:
     dq_columns: int  # columns of the float32 sums of dq, 0 without
     learned: tuple[int, ...]  # the captured tensors that receive a gradient
     captures: int  # number of the tensors that score_mod captures
-    strides: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # of dq, dk and dv
+    results: tuple[Sizes, Sizes, Sizes]  # of dq, dk and dv
     kernels: KnownKernels
 
     @staticmethod
@@ -89,22 +92,22 @@ class KnownBackward:
         q, k, v = problem.query, problem.key, problem.value
         columns = 32 * pieces_of(q.size(-1)) if "dq_sum_ptr" in arrays else 0
         captures = 0 if problem.score is None else len(problem.score.captures)
-        strides = _strides(q.shape, q.stride()), _strides(k.shape, k.stride()), _strides(v.shape, v.stride())
-        return KnownBackward(_padded_rows(q), columns, learned, captures, strides, kernels)
+        results = tuple([(tuple(x.shape), _strides(x.shape, x.stride())) for x in (q, k, v)])
+        return KnownBackward(_padded_rows(q), columns, learned, captures, results, kernels)  # type: ignore[arg-type]
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], parts: Iterable[Pointer],
         out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs,
     ) -> tuple[Gradients, Tensor]:  # fmt: skip
         """Compute the gradients except that of a sink. Return them, and memory that begins with delta [rows]."""
-        of_q, of_k, of_v = self.strides
+        of_q, of_k, of_v = self.results
         dtype, device, on_gpu = query.dtype, query.device, query.is_cuda
         empty = empty_of(device)
         nothing = lse  # in the place of tensors that no kernel reads or writes
-        dq = empty(query.shape, of_q, dtype) if needs[0] else nothing
+        dq = empty(*of_q, dtype) if needs[0] else nothing
         dk = dv = nothing
         if needs[1] or needs[2]:
-            dk, dv = empty(key.shape, of_k, dtype), empty(value.shape, of_v, dtype)
+            dk, dv = empty(*of_k, dtype), empty(*of_v, dtype)
         dlse = nothing if d_lse is None else d_lse.float().contiguous()
         rows = self.rows
         memory = empty((rows * (2 + self.dq_columns),), (1,), torch.float32)
