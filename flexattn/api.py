@@ -2,18 +2,20 @@
 
 flex_attention calls these stages. Indented stages are called by the stage above them.
 
+    repeated                    engines/repeat.py    a call of the same kind as an earlier one launches its kernels;
+                                                     the stages below are skipped
     Call                        call/call.py         the arguments, as given
     pose                        call/pose.py         Call -> Problem: checked, traced, differentiated
         trace                   trace/trace.py       score_mod, mask_mod -> BoundMod
         differentiate           graph/differentiate.py   ModGraph -> ModGraph of gradients
     engine_of                   engines/choice.py    which engine computes the problem
     attention                   engines/autograd.py  the differentiable operation around the engine
-        forward, backward       engines/triton.py    a call of a known kind launches its kernels (runtime/known.py).
-                                                     Otherwise: arrays, and one call of run_kernel for each kernel
+        forward, backward       engines/triton.py    a pass whose launches are known runs them (runtime/known.py).
+                                                     Otherwise: arrays, and each kernel once through a Recorder
             KernelProblems      compile/schedule.py  the problem, in a variant for each group of kernels
             scheduled_backward  runtime/launch.py    the backward's kernels, cached for equal calls
                 backward_kernels    compile/schedule.py  chooses them, in order
-            run_kernel          runtime/launch.py    runs the cached Launch of an equal call. On a miss:
+            launch_of           runtime/launch.py    the cached Launch of an equal kernel. On a miss:
                 plan_best_form  compile/schedule.py  Problem -> KernelPlan, for the Hopper or the portable kernel
                     plan_kernel     compile/plan.py      the portable KernelPlan; each ModGraph -> ModPlan
                     hopper_form     compile/hopper.py    its Hopper form, or the reason why it has none
@@ -24,6 +26,12 @@ flex_attention calls these stages. Indented stages are called by the stage above
                         build   runtime/build.py     KernelSource -> Kernel: compiled, or from the disk cache
                         Kernel.load     runtime/build.py     its files -> a function that calls Triton's C launcher
                 Launch          runtime/launch.py    adds the addresses, and calls Kernel.launch (runtime/build.py)
+    keep                        engines/repeat.py    keeps the call for `repeated`
+
+Inside torch.compile, Dynamo traces flex_attention itself up to traced_call (compiled/call.py). The mods and the call
+become one node of Dynamo's graph (compiled/higher_order.py), which AOTAutograd replaces by the operators
+flexattn::forward and flexattn::backward (compiled/attention.py, compiled/operators.py). An operator makes a Problem,
+and continues with engine_of. make_fx, torch.export and fake tensors record the same operators (compiled/recorded.py).
 """
 
 from __future__ import annotations
@@ -191,7 +199,7 @@ def flex_attention(
     """
     request = _request(return_lse, return_aux)
     if torch.compiler.is_dynamo_compiling():
-        compute = traced_call  # Dynamo traces it too
+        compute = traced_call  # Dynamo continues to trace there
     else:
         compute = _compute
     out, lse, max_scores = compute(

@@ -32,7 +32,7 @@ from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
 from flexattn.compile.kernels import DELTA, FORWARD, KERNELS
 from flexattn.compile.schedule import backward_kernels, plan_best_form
 from flexattn.compile.shared_memory import fit
-from flexattn.engines import triton
+from flexattn.engines import repeat, triton
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.machine.target import Target
 from flexattn.runtime import launch
@@ -85,6 +85,9 @@ class Call:
     max_scores: bool = False
     d_lse: bool = False
     needs: tuple[bool, bool, bool] = (True, True, True)
+    learns: bool = True
+    k_learns: bool = False
+    v_learns: bool = False
     tf32: bool = False
     deterministic: bool = False
 
@@ -128,17 +131,20 @@ class Call:
         return mask
 
     def problem(self) -> Problem:
+        return pose(self.arguments(), on_gpu=True)
+
+    def arguments(self) -> arguments_of.Call:
         q = self.tensor("q", self.B, self.Hq, self.M, self.D)
         k = self.tensor("k", self.Bkv, self.Hkv, self.N, self.D)
         v = self.tensor("v", self.Bkv, self.Hkv, self.N, self.Dv)
         rows = torch.zeros(self.B, self.Hq * self.sink_step)[:, :: self.sink_step]
         sinks = {"none": None, "number": 0.5, "heads": rows[0], "rows": rows}
         scale = -0.0 if self.negative_zero else self.scale
-        arguments = arguments_of.Call(
-            q.requires_grad_(), k, v, self.score_mod(), self.block_mask(), scale, True, dict(self.options),
-            sinks[self.sink], self.dropout, self.max_scores,
+        return arguments_of.Call(
+            q.requires_grad_(self.learns), k.requires_grad_(self.k_learns), v.requires_grad_(self.v_learns),
+            self.score_mod(), self.block_mask(), scale, True, dict(self.options), sinks[self.sink], self.dropout,
+            self.max_scores,
         )  # fmt: skip
-        return pose(arguments, on_gpu=True)
 
 
 PLAIN = Call()
@@ -339,6 +345,62 @@ def test_equal_keys_mean_equal_known_calls(meanings: Meanings) -> None:
     assert len(meanings["known_key"]) > len(CALLS)
     assert ambiguous(meanings, "known_key") == []
     assert ambiguous(meanings, "known_key: arrays") and ambiguous(meanings, "known_key: needs")
+
+
+# The first elements of the key of a repeated call, in order, and those that no call here needs.
+KIND = [ast.unparse(x) for x in next(
+    node.value.elts for node in ast.walk(tree_of(repeat.kind_of))
+    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "place" and isinstance(node.value, ast.Tuple)
+)]  # fmt: skip
+ONE_HERE = {
+    "there is one device here": {"query.device", "key.device", "value.device"},
+    "those of query, key and value are equal": {"query.dtype", "key.dtype", "value.dtype"},
+    "key and value are equal but for the head dim, and query's is key's": {"key.shape"},
+    "grouped heads are allowed in each call here": {"enable_gqa"},
+    "they do not change here": {"default", "torch.is_grad_enabled()"},
+}
+
+
+@pytest.fixture(scope="module")
+def kinds() -> list[tuple[tuple[object, ...], object]]:
+    """Return the kinds of the calls, and what each one launches."""
+    learning = [replace(PLAIN, k_learns=True), replace(PLAIN, v_learns=True), replace(PLAIN, learns=False)]
+    # What a backward depends on besides the call is in its own key.
+    calls = dict.fromkeys(replace(call, needs=PLAIN.needs, d_lse=False) for call in (*CALLS, *learning))
+    found = []
+    with on_sm90():
+        for call in calls:
+            with settings_of(call):
+                arguments = call.arguments()
+                problem = pose(arguments)
+                mask = problem.block_mask
+                kept = mask is None or repeat._keep_mask(mask, arguments.block_mask, problem)
+                kind = repeat.kind_of(*vars(arguments).values()) if kept else None
+            if kind is None or problem.batch_invariant:
+                zero = call.scale == 0.0 or call.negative_zero
+                assert call.sink != "none" or call.dropout or zero or problem.batch_invariant, call
+                continue
+            launches = keys_and_outcomes(call, {"launch_key": launch.launch_key})
+            meant = tuple(value for name, _, value in launches if name == "launch_key")
+            found.append((kind.key, (meant, tuple(t.requires_grad for t in kind.tensors))))
+    return found
+
+
+def ambiguous_kinds(kinds: list[tuple[tuple[object, ...], object]], left_out: int | None = None) -> bool:
+    meant: dict[object, set[object]] = {}
+    for key, value in kinds:
+        meant.setdefault(key if left_out is None else key[:left_out] + key[left_out + 1 :], set()).add(value)
+    return any(len(values) > 1 for values in meant.values())
+
+
+def test_equal_kinds_mean_equal_calls(kinds: list[tuple[tuple[object, ...], object]]) -> None:
+    assert len({key for key, _ in kinds}) > 200, "others have a sink or dropout"
+    assert not ambiguous_kinds(kinds)
+
+
+@pytest.mark.parametrize("element", KIND)
+def test_each_element_of_a_kind_is_needed(kinds: list[tuple[tuple[object, ...], object]], element: str) -> None:
+    assert ambiguous_kinds(kinds, KIND.index(element)) == (element not in set().union(*ONE_HERE.values()))
 
 
 def test_every_kernel_is_among_the_calls(meanings: Meanings) -> None:

@@ -6,7 +6,7 @@ torch.compile guards the text by value and the tensors by kind, so masks of equa
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -86,6 +86,19 @@ class Origin:
     def _digest(self) -> str:
         assert self.record is not None
         return specialized(self.record.wide, self.record.numbers).digest
+
+    def has_passed(self, captures: Sequence[Tensor]) -> bool:
+        """Return whether a mod that passed the check still does. `captures` are the tensors that it captures now."""
+        record = self.record
+        if record is None:
+            return True
+        for before in (*record.reached, *record.captures):
+            if not any(map(is_unchanged, before)):
+                return False
+        if not self.is_whole:
+            return True
+        pairs = zip(record.captures, captures, strict=True)
+        return all(any(seen[0]() is now for seen in before) for before, now in pairs)
 
     def check(self, mask: BoundMod) -> None:
         """Raise MutationError if values of mask_mod changed since the lists were built.

@@ -28,7 +28,9 @@ from flexattn.call.problem import Problem
 from flexattn.call.sinks import constant_sink
 from flexattn.call.validate import check_scale
 from flexattn.compiled.lists import equal_runs_of, mask_of_lists
+from flexattn.compiled.repeated import Arguments, find, keep, key_of, layout
 from flexattn.compiled.spec import loads
+from flexattn.engines import triton
 from flexattn.engines.choice import engine_of, lse_dtype_of
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.mod_graph import ModGraph
@@ -58,8 +60,17 @@ def forward(
     seed: Tensor | None, ints: list[int], floats: list[Tensor], scale: float | None, spec: str,
 ) -> list[Tensor]:  # fmt: skip
     """Return out, lse in the dtype of `lse_dtype_of` and, if requested, the row maxima."""
-    problem = _problem(query, key, value, captures, lists, sink, seed, ints, floats, scale, spec, gradient=False)
-    out, lse, largest = engine_of(problem).forward(problem)
+    given = Arguments(query, key, value, captures, lists, sink, seed, ints, floats, scale, spec)
+    kind = key_of(given)
+    known = None if kind is None else find(given, kind)
+    if known is not None:
+        out, lse, largest = known[0].run(query, key, value, known[1])
+        return [out, lse] if largest is None else [out, lse, largest]
+    problem = _problem(*given, gradient=False)
+    engine = engine_of(problem)
+    out, lse, largest = engine.forward(problem)
+    if kind is not None and engine is triton:
+        keep(given, kind, problem, triton.known_forward(problem))
     found = [_laid_out(out, query), lse.to(lse_dtype_of(query, problem.options))]
     return found if largest is None else [*found, largest]
 
@@ -70,6 +81,15 @@ def backward(
     floats: list[Tensor], scale: float | None, spec: str, needs: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of query, key, value, captures and sink, of those that `needs` names."""
+    arguments = Arguments(query, key, value, captures, lists, sink, seed, ints, floats, scale, spec)
+    kind = key_of(arguments, d_lse is None, *needs, layout(d_out), layout(out))
+    known = None if kind is None else find(arguments, kind)
+    if known is not None:
+        wanted = needs[0], needs[1], needs[2], False
+        (dq, dk, dv, of_score, _), _ = known[0].run(
+            query, key, value, captures, known[1], out, lse, d_out, d_lse, wanted
+        )
+        return [gradient for gradient in (dq, dk, dv, *of_score) if gradient is not None]
     of_captures = needs[3 : 3 + len(captures)]
     with torch.enable_grad():
         given = [c.detach().requires_grad_(need) for c, need in zip(captures, of_captures, strict=True)]
@@ -81,6 +101,10 @@ def backward(
             problem, out, lse, d_out, d_lse, (needs[0], needs[1], needs[2], of_sink)
         )
     found = [dq, dk, dv, *_of_given(given, problem.score, computed)]
+    has_all = all((gradient is not None) == need for gradient, need in zip(found, needs, strict=False))
+    if kind is not None and engine is triton and has_all:
+        wanted = needs[0], needs[1], needs[2], False
+        keep(arguments, kind, problem, triton.known_backward(problem, out, d_out, d_lse is not None, wanted))
     if sink is not None:
         found.append(d_sink)
     every = (query, key, value, *captures, *(() if sink is None else (sink,)))

@@ -99,16 +99,24 @@ class AttentionFunction(Function):
     @uncompiled
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         refuse_batched(d_out, d_lse)
-        *tensors, out, lse = _unpack(ctx)
-        needs = ctx.needs_input_grad[2:]
-        if d_out is None and d_lse is None:
-            return (None,) * (2 + len(needs))
-        if d_out is None:
-            d_out = out.new_zeros(()).expand(out.shape)
-        problem = with_tensors(ctx.problem, tensors)
-        if torch.is_grad_enabled() or is_transforming():
-            return None, None, *_AttentionGradient.apply(ctx.engine, problem, needs, d_out, d_lse, out, lse, *tensors)
-        return None, None, *_gradients(ctx.engine, problem, needs, d_out, d_lse, out, lse)
+        saved = unpack(ctx, lambda: ctx.problem, ctx.shapes)
+        return None, None, *gradients(ctx.engine, ctx.problem, ctx.needs_input_grad[2:], d_out, d_lse, saved)
+
+
+def gradients(
+    engine: Engine, problem: Problem, needs: tuple[bool, ...], d_out: Tensor | None, d_lse: Tensor | None,
+    saved: Sequence[Tensor],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return one gradient, or None, per tensor of the problem. `saved` are these tensors, out and lse."""
+    *tensors, out, lse = saved
+    if d_out is None and d_lse is None:
+        return (None,) * len(needs)
+    if d_out is None:
+        d_out = out.new_zeros(()).expand(out.shape)
+    problem = with_tensors(problem, tensors)
+    if torch.is_grad_enabled() or is_transforming():
+        return _AttentionGradient.apply(engine, problem, needs, d_out, d_lse, out, lse, *tensors)
+    return _gradients(engine, problem, needs, d_out, d_lse, out, lse)
 
 
 _NOTHING = torch.empty(0, device="cpu")  # in the place of tensors that save_for_backward keeps
@@ -292,7 +300,7 @@ def without_autocast(problem: Problem, function: Callable[..., Any], *args: Any)
         return function(*args)
 
 
-def _unpack(ctx: Any) -> tuple[Tensor, ...]:
+def unpack(ctx: Any, problem: Callable[[], Problem], shapes: Sequence[torch.Size]) -> tuple[Tensor, ...]:
     """Return the saved tensors. If one was changed in-place, raise an error that names the candidates."""
     try:
         return ctx.saved_tensors
@@ -301,7 +309,7 @@ def _unpack(ctx: Any) -> tuple[Tensor, ...]:
         if found is None:
             raise
         shape = tuple(int(size) for size in found[1].split(",") if size.strip())
-        names = [name for name, other in zip(_names(ctx.problem), ctx.shapes, strict=True) if other == shape]
+        names = [name for name, other in zip(_names(problem()), shapes, strict=True) if other == shape]
         mend = "Change it after the backward, or pass a clone."
         expected = "the values that the forward saw"
         raise MutationError(message(" or ".join(names), f"shape {shape} changed in place", expected, mend)) from error

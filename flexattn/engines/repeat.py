@@ -1,6 +1,6 @@
 """repeat: a call of flex_attention of a known kind. It is not checked, posed or planned again.
 
-The first call of a kind goes through all stages (api.py). If its kernels depend only on what `_kind_of` compares, it
+The first call of a kind goes through all stages (api.py). If its kernels depend only on what `kind_of` compares, it
 leaves a RepeatedCall. A later call with an equal key makes its allocations and launches its kernels. The guards of its
 mods run at each call, so no value is stale.
 """
@@ -21,18 +21,18 @@ from flexattn.call.pose import autocast
 from flexattn.call.problem import Problem
 from flexattn.compile.arguments import PARTS, Part
 from flexattn.engines import triton
-from flexattn.engines.autograd import AttentionFunction, tensors_of, with_tensors
+from flexattn.engines.autograd import AttentionFunction, gradients, tensors_of, unpack, with_tensors
 from flexattn.engines.triton import KnownBackward, KnownForward
-from flexattn.graph.bound_mod import BoundMod
-from flexattn.graph.equal_runs import EqualRuns
 from flexattn.graph.frozen import FrozenMod
+from flexattn.graph.mod_graph import ModGraph
 from flexattn.process.config import settings
 from flexattn.runtime.known import Pointer, pointers_of
 from flexattn.runtime.launch import CACHES, allows_tf32, is_deterministic, remember
 from flexattn.torch_state.subclasses import PLAIN
+from flexattn.torch_state.transforms import refuse_batched
 from flexattn.torch_state.uncompiled import uncompiled
+from flexattn.trace.follow import Guard
 from flexattn.trace.registered import registrations
-from flexattn.trace.scalarize import Traced
 from flexattn.trace.trace import count_hits, recall
 
 Result = tuple[Tensor, Tensor, Tensor | None]
@@ -54,17 +54,13 @@ def _is_quiet() -> bool:
 class KnownMask:
     """What calls need of a mask whose mod reads the same tensors, versions and numbers as before. The mask keeps it."""
 
-    __slots__ = (
-        "addresses", "bound", "captures", "kind", "kv_runs", "numbers", "parts", "runs", "tensors", "traced", "versions",
-    )  # fmt: skip
+    __slots__ = ("addresses", "bound", "captures", "kind", "kv_runs", "parts", "reads", "runs", "versions")
 
-    def __init__(
-        self, mask: BlockMask, found: _Values, bound: BoundMod | None, runs: tuple[EqualRuns, ...], problem: Problem
-    ) -> None:
-        self.kv_runs = mask.kv_runs
-        self.traced, self.tensors, self.numbers = found
-        self.versions = [t._version for t in self.tensors]
-        self.addresses = [t.data_ptr() for t in self.tensors]
+    def __init__(self, mask: BlockMask, reads: _Reads, problem: Problem) -> None:
+        bound, runs = problem.mask, problem.equal_runs
+        self.kv_runs, self.reads = mask.kv_runs, reads
+        self.versions = [t._version for t in reads.tensors]
+        self.addresses = [t.data_ptr() for t in reads.tensors]
         self.bound, self.runs = bound, runs
         self.captures = () if bound is None else bound.captures
         # The pointers to each part of a problem that is a part of the mask. Those of q_runs are made when asked for.
@@ -82,13 +78,14 @@ class KnownMask:
             self.kind = _Kind()
             remember(_kinds, kind, self.kind)
 
-    def holds(self, mask: BlockMask, found: _Values) -> bool:
-        """Return whether the mask and what its mod reads now are as they were."""
-        traced, tensors, numbers = found
-        if traced is not self.traced or numbers != self.numbers or mask.kv_runs is not self.kv_runs:
+    def holds(self, mask: BlockMask, default: tuple[object, ...]) -> bool:
+        """Return whether the mask, and what its mod reads, are as they were."""
+        guard, before, known, numbers = self.reads
+        found = guard(mask._mask_mod) if before == default and mask.kv_runs is self.kv_runs else None
+        if found is None or found[1] != numbers:
             return False
-        for now, before, version, address in zip(tensors, self.tensors, self.versions, self.addresses, strict=True):
-            if now is not before or now._version != version or now.data_ptr() != address:
+        for now, tensor, version, address in zip(found[0], known, self.versions, self.addresses, strict=True):
+            if now is not tensor or now._version != version or now.data_ptr() != address:
                 return False
         return True
 
@@ -109,10 +106,11 @@ class _Kind:
 _kinds: OrderedDict[tuple[object, ...], _Kind] = OrderedDict()
 
 
-class _Values(NamedTuple):
-    """What a mod reads now."""
+class _Reads(NamedTuple):
+    """What a mask_mod reads, and its guard, which finds it."""
 
-    traced: Traced | FrozenMod
+    guard: Guard
+    default: tuple[object, ...]  # the settings under which it was traced
     tensors: Sequence[Tensor]
     numbers: Sequence[int | float]
 
@@ -130,6 +128,7 @@ class _Found(NamedTuple):
 
     key: tuple[object, ...]
     tensors: tuple[Tensor, ...]  # query, key, value, the captures of score_mod and those of mask_mod
+    score: ModGraph | None
     masked: _Masked | None
 
 
@@ -183,7 +182,7 @@ CACHES.extend((_calls, _kinds))
 
 def repeated(*arguments: Any) -> Result | None:
     """Compute a call of a known kind, with the arguments of `Call`. Return None if its kind is not known."""
-    found = _kind_of(*arguments)
+    found = kind_of(*arguments)
     if found is None:
         return None
     call = _calls.get(found.key)
@@ -193,7 +192,7 @@ def repeated(*arguments: Any) -> Result | None:
     return call(found)
 
 
-def _kind_of(
+def kind_of(
     query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, scale: Any, enable_gqa: Any,
     kernel_options: Any, sink: Any, dropout_p: Any, max_scores: bool,
 ) -> _Found | None:  # fmt: skip
@@ -223,51 +222,51 @@ def _kind_of(
     except (AttributeError, RuntimeError, TypeError):  # a tensor without strides, an unknown option: the stages name it
         return None
     captures: tuple[Tensor, ...] = ()
+    graph = None
     if score_mod is not None:
         known = recall(score_mod, ("score", torch.float32, *default))
-        if known is None or known[0].picks is None:
+        if known is None:
             return None
-        traced, (tensors, numbers) = known
-        captures = tuple([tensors[i] for i in traced.picks or ()])
-        values = traced.numbers(tensors, numbers) if traced.numbers is not None else ()
-        if 0.0 in values:
-            values = tuple(map(repr, values))  # 0.0 == -0.0
+        (_, traced, _), read = known
+        captures, numbers = traced.values(*read)
+        graph = traced.graph_of(numbers)
+        values = tuple(map(repr, numbers)) if 0.0 in numbers else numbers  # 0.0 == -0.0
         place += (traced, values, *map(_layout, captures), *[t.requires_grad for t in captures])
     if block_mask is None or state is None:
-        return _Found(place, (query, key, value, *captures), None)
+        return _Found(place, (query, key, value, *captures), graph, None)
     sizes = block_mask.seq_lengths, block_mask.BLOCK_SIZE
-    reads = _reads(block_mask._mask_mod, default) if type(sizes[0]) is type(sizes[1]) is tuple else None
-    if reads is None or not state.holds(block_mask, reads):
+    if type(sizes[0]) is not tuple or type(sizes[1]) is not tuple or not state.holds(block_mask, default):
         return None
     place += (state.kind, *sizes)
-    return _Found(place, (query, key, value, *captures, *state.captures), (block_mask, state))
+    return _Found(place, (query, key, value, *captures, *state.captures), graph, (block_mask, state))
 
 
-def _reads(mod: Any, default: tuple[object, ...]) -> _Values | None:
-    """Return what a mask_mod reads, if its trace is known and computes its captured tensors from nothing."""
+def _guard_of(mod: Any, default: tuple[object, ...]) -> Guard | None:
+    """Return the guard of a mask_mod, if its trace is known and its captures are the user's own tensors."""
     if type(mod) is FrozenMod:
-        return _Values(mod, mod.captures, mod.numbers)
+        return lambda other: (mod.captures, mod.numbers) if other is mod else None
     known = recall(mod, ("mask", torch.float32, *default))
-    if known is None or known[0].picks is None:
-        return None
-    traced, (tensors, numbers) = known
-    return _Values(traced, tensors, numbers)
+    return None if known is None or known[0].traced.picks is None else known[0].guard
 
 
 def keep(arguments: Sequence[Any], problem: Problem) -> None:
     """Keep the call that was just computed as this problem, if later calls of its kind can repeat it."""
+    if not _is_quiet() or problem.batch_invariant or problem.sink is not None or problem.dropout is not None:
+        return
     mask = problem.block_mask
-    if problem.batch_invariant or problem.sink is not None or problem.dropout is not None or settings().debug:
+    if settings().debug or (mask is not None and not _keep_mask(mask, arguments[4], problem)):
         return
-    if mask is not None and not _keep_mask(mask, arguments[4], problem):
-        return
-    found, forward = _kind_of(*arguments), triton.known_forward(problem)
+    found, forward = kind_of(*arguments), triton.known_forward(problem)
     if found is None or forward is None or found.key in _calls:
         return
-    tensors, scored = tensors_of(problem), 0 if problem.score is None else len(problem.score.captures)
-    computed = zip(tensors[: 3 + scored], found.tensors, strict=False)
-    if len(tensors) != len(found.tensors) or any(a is not b for a, b in computed):
-        return  # an argument was cast, or a captured tensor was moved or replaced by a table
+    tensors, scored = tensors_of(problem), 0
+    if problem.score is not None:
+        scored = len(problem.score.captures)
+        # Captured tensors may have been replaced by tables, which other graphs read, or copied.
+        if problem.score.graph is not found.score:
+            return
+    if any(t.device != problem.query.device or t.is_neg() for t in found.tensors):
+        return
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     without = with_tensors(problem, [_NOTHING] * len(tensors)).with_fields(block_mask=None, mask=None, equal_runs=())
     shapes = (*[t.shape for t in tensors], torch.Size(forward.out[0]), torch.Size(forward.lse[0]))
@@ -281,13 +280,19 @@ def _keep_mask(mask: BlockMask, given: Any, problem: Problem) -> bool:
     """Keep what calls need of a mask. Return whether there is something to keep."""
     if mask is not given or (mask._record is not None and mask._record.mod is not mask._mask_mod):
         return False
-    reads = _reads(mask._mask_mod, (torch.get_default_dtype(), registrations()))
-    if reads is None or any(isinstance(n, float) and n == 0.0 for n in reads.numbers):  # 0.0 == -0.0
+    default = torch.get_default_dtype(), registrations()
+    if mask._known is not None and mask._known.holds(mask, default):
+        return True
+    guard = _guard_of(mask._mask_mod, default)
+    found = None if guard is None else guard(mask._mask_mod)
+    if guard is None or found is None:
         return False
-    if any(t.is_inference() or t.is_neg() or t.device != mask.device for t in reads.tensors):
+    tensors, numbers = found
+    if any(isinstance(n, float) and n == 0.0 for n in numbers):  # 0.0 == -0.0
         return False
-    if mask._known is None or not mask._known.holds(mask, reads):
-        mask._known = KnownMask(mask, reads, problem.mask, problem.equal_runs, problem)
+    if any(t.is_inference() or t.is_neg() or t.device != mask.device for t in tensors):
+        return False
+    mask._known = KnownMask(mask, _Reads(guard, default, tensors, numbers), problem)
     return True
 
 
@@ -308,30 +313,25 @@ class _RepeatedAttention(AttentionFunction):
     @uncompiled
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         call: RepeatedCall = ctx.call
+        refuse_batched(d_out, d_lse)
         needs, key = ctx.needs_input_grad, None
+        saved = unpack(
+            ctx, lambda: call.problem_of(ctx.masked), call.shapes
+        )  # once: a checkpoint does not allow it twice
         if d_out is not None and not torch.is_grad_enabled() and _is_quiet():
             key = needs, d_out.stride(), d_out.data_ptr() & 15, d_lse is None, allows_tf32(), is_deterministic()
             known = call.backwards.get(key)
-            saved = None if known is None else _saved(ctx)
-            if known is not None and saved is not None:
+            if known is not None:
                 return _gradients(known, saved, call.scored, ctx.masked, d_out, d_lse, needs)
-        ctx.engine, ctx.problem, ctx.shapes = triton, call.problem_of(ctx.masked), call.shapes
-        found = AttentionFunction.backward(ctx, d_out, d_lse)
+        problem = call.problem_of(ctx.masked)
+        found: tuple[Tensor | None, ...] = None, None, *gradients(triton, problem, needs[2:], d_out, d_lse, saved)
         if key is not None and d_out is not None:
-            *tensors, out, _ = ctx.saved_tensors
-            problem = with_tensors(ctx.problem, tensors)
-            known = triton.known_backward(problem, out, d_out, d_lse is not None, (*needs[2:5], False))
+            *tensors, out, _ = saved
+            wanted = (*needs[2:5], False)
+            known = triton.known_backward(with_tensors(problem, tensors), out, d_out, d_lse is not None, wanted)
             if known is not None:
                 call.backwards[key] = known
         return found
-
-
-def _saved(ctx: Any) -> tuple[Tensor, ...] | None:
-    """Return the saved tensors; None if one was changed in-place, for which the stages raise an error."""
-    try:
-        return ctx.saved_tensors
-    except RuntimeError:
-        return None
 
 
 def _gradients(

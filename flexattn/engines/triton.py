@@ -323,7 +323,7 @@ def _rows(tensor: Tensor, alike: bool) -> Tensor:
     With `alike` a tensor is also copied if its alignment or TMA support differs from its copy's. The choice of kernels
     then depends only on the head dim, not on strides.
     """
-    whole = tensor.stride(-1) == 1 or tensor.size(-1) == 1
+    whole = (tensor.stride(-1) == 1 or tensor.size(-1) == 1) and not tensor.is_neg()
     aligns = tensor.size(-1) * tensor.element_size() % 16 == 0
     if whole and (not alike or (is_aligned(tensor) == aligns and (has_descriptor(tensor) or not aligns))):
         return tensor

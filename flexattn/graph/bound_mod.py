@@ -34,9 +34,12 @@ class BoundMod:
         return None if self.source is None else (self.source[0], repr(self.source[1]))  # repr differs for 0.0 and -0.0
 
     def on(self, device: torch.device) -> BoundMod:
-        """Return the mod with its CPU scalars and literals moved to `device`. Other captures are not moved."""
+        """Return the mod with its CPU scalars and literals moved to `device`. Other captures are not moved.
+
+        Captures that torch negates when it reads them (`z.conj().imag`) are copied, because kernels read memory.
+        """
         for capture in self.captures:
-            if capture.device != device:
+            if capture.device != device or capture.is_neg():
                 break
         else:
             return self
@@ -52,6 +55,7 @@ class BoundMod:
 
 
 def _on(device: torch.device, capture: Tensor, literal: bool) -> Tensor:
+    capture = capture.resolve_neg()
     if capture.device.type != "cpu" or (capture.dim() and not literal):
         return capture
     if not literal or capture.numel() == 0:

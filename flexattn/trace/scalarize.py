@@ -64,6 +64,21 @@ class Traced:
     tensor_names: tuple[str, ...]  # the user's names, for messages
     _graphs: dict[tuple[int | float, ...], ModGraph] = field(default_factory=dict)  # by the values of numbers
 
+    def values(
+        self, tensors: Sequence[Tensor], numbers: Sequence[int | float]
+    ) -> tuple[tuple[Tensor, ...], tuple[int | float, ...]]:
+        """Return the captures and the numbers of the graph, computed from those that the mod reads."""
+        if self.picks is not None:
+            captures = tuple([tensors[i] for i in self.picks])
+        else:
+            assert self.prologue is not None
+            captures = tuple(self.prologue(*tensors, *numbers))
+        return captures, () if self.numbers is None else self.numbers(tensors, numbers)
+
+    def graph_of(self, values: tuple[int | float, ...]) -> ModGraph:
+        """Return the graph for its numbers."""
+        return self.graph if not values else self._graphs.get(values) or self._narrowed(values)
+
     def _narrowed(self, numbers: tuple[int | float, ...]) -> ModGraph:
         """Return the graph for these numbers, cached because calls repeat the same few values."""
         if len(self._graphs) >= _MOST_NUMBERS:
@@ -76,14 +91,8 @@ class Traced:
 
         `guarded`: the mod is fully determined by this object, the tensors and the numbers.
         """
-        if self.picks is not None:
-            captures = tuple([tensors[i] for i in self.picks])
-        else:
-            assert self.prologue is not None
-            captures = tuple(self.prologue(*tensors, *numbers))
-        values, graph = (), self.graph
-        if self.numbers is not None and (values := self.numbers(tensors, numbers)):
-            graph = self._graphs.get(values) or self._narrowed(values)
+        captures, values = self.values(tensors, numbers)
+        graph = self.graph_of(values)
         if captures and graph.inputs is MASK_INPUTS:
             captures = tuple([c.detach() if c.requires_grad else c for c in captures])
         of_prologue = tuple([numbers[i] for i in self.prologue_numbers]) if self.prologue_numbers else ()

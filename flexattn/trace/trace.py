@@ -72,7 +72,7 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
     variant = variant_of(kind, score_dtype)
     known = recall(mod, variant)
     if known is not None:
-        traced, found = known
+        (_, traced, _), found = known
         count_hits(1)
         return traced.bind(*found, guarded=True)
     with _lock, torch.inference_mode(False), outside():
@@ -92,12 +92,12 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
 
 def recall(
     mod: Mod, variant: tuple[object, ...]
-) -> tuple[Traced, tuple[Sequence[Tensor], Sequence[int | float]]] | None:
+) -> tuple[memo.Known, tuple[Sequence[Tensor], Sequence[int | float]]] | None:
     """Return the trace of a mod whose guard passes, with the tensors and numbers that the mod reads now."""
     for known in memo.find(mod, variant):
         found = known.guard(mod)
         if found is not None:
-            return known.traced, found
+            return known, found
     return None
 
 
