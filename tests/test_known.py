@@ -33,8 +33,8 @@ BOUNDS = {
     "causal, forward": (31, 2, 1),
     "alibi + causal, forward": (37, 2, 1),
     "alibi + documents, forward": (38, 2, 1),
-    "plain, forward + backward": (56, 6, 4),
-    "causal, forward + backward": (62, 6, 4),
+    "plain, forward + backward": (58, 6, 4),
+    "causal, forward + backward": (64, 6, 4),
     "alibi + causal, forward + backward": (68, 6, 4),
     "alibi + documents, forward + backward": (70, 6, 4),
 }

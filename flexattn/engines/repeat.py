@@ -324,14 +324,14 @@ class _RepeatedAttention(AttentionFunction):
             if known is not None:
                 return _gradients(known, saved, call.scored, ctx.masked, d_out, d_lse, needs)
         problem = call.problem_of(ctx.masked)
-        found: tuple[Tensor | None, ...] = None, None, *gradients(triton, problem, needs[2:], d_out, d_lse, saved)
+        found: Sequence[Tensor | None] = gradients(triton, problem, needs[2:], d_out, d_lse, saved)
         if key is not None and d_out is not None:
             *tensors, out, _ = saved
             wanted = (*needs[2:5], False)
             known = triton.known_backward(with_tensors(problem, tensors), out, d_out, d_lse is not None, wanted)
             if known is not None:
                 call.backwards[key] = known
-        return found
+        return None, None, *found
 
 
 def _gradients(
