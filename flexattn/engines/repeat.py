@@ -315,9 +315,8 @@ class _RepeatedAttention(AttentionFunction):
         call: RepeatedCall = ctx.call
         refuse_batched(d_out, d_lse)
         needs, key = ctx.needs_input_grad, None
-        saved = unpack(
-            ctx, lambda: call.problem_of(ctx.masked), call.shapes
-        )  # once: a checkpoint does not allow it twice
+        # Once: a checkpoint does not allow it twice.
+        saved = unpack(ctx, lambda: call.problem_of(ctx.masked), call.shapes)
         if d_out is not None and not torch.is_grad_enabled() and _is_quiet():
             key = needs, d_out.stride(), d_out.data_ptr() & 15, d_lse is None, allows_tf32(), is_deterministic()
             known = call.backwards.get(key)
@@ -326,9 +325,8 @@ class _RepeatedAttention(AttentionFunction):
         problem = call.problem_of(ctx.masked)
         found: Sequence[Tensor | None] = gradients(triton, problem, needs[2:], d_out, d_lse, saved)
         if key is not None and d_out is not None:
-            *tensors, out, _ = saved
-            wanted = (*needs[2:5], False)
-            known = triton.known_backward(with_tensors(problem, tensors), out, d_out, d_lse is not None, wanted)
+            of_call, wanted = with_tensors(problem, saved[:-2]), (*needs[2:5], False)
+            known = triton.known_backward(of_call, saved[-2], d_out, d_lse is not None, wanted)
             if known is not None:
                 call.backwards[key] = known
         return None, None, *found
