@@ -250,10 +250,19 @@ def _is_ours(folder: Path) -> bool:
     if not _is_private(folder):
         return False
     try:
+        inode = folder.stat().st_ino
+        if (folder, inode) in _examined:
+            return True
         with os.scandir(folder) as entries:
-            return all(_is_ours_below(entry) for entry in entries)
+            ours = all(_is_ours_below(entry) for entry in entries)
     except OSError:
         return False
+    if ours:
+        _examined.add((folder, inode))
+    return ours
+
+
+_examined: set[tuple[Path, int]] = set()  # directories of this process; 500 launcher stubs take 6 ms per kernel
 
 
 def _is_ours_below(entry: os.DirEntry[str]) -> bool:
