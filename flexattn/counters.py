@@ -19,7 +19,7 @@ class Counters:
 
     traces: int  # runs of mods by the tracer
     guard_hits: int  # calls that used a cached trace
-    failed_guards: int  # traces of mods that had a trace, whose guards all failed: something that the mod reads differs
+    failed_guards: dict[str, int]  # traces of mods that had a trace, by the mod and what it reads that differs
     retraced: dict[str, int]  # traces of mods that are traced at each call, by the place of the mod and the reason
     kernels_compiled: int
     kernels_from_disk: int
@@ -60,14 +60,17 @@ def counters(reset: bool = False) -> Counters:
     """
     now: dict[str, Any] = {**trace.stats(), **build.stats()}
     since = {name: value - _before.get(name, 0) for name, value in now.items()}
-    retraced = {k: n - _before.get(k, 0) for k, n in trace.retraced().items() if n > _before.get(k, 0)}
+    failed, retraced = (
+        {k: n - _before.get(k, 0) for k, n in counts.items() if n > _before.get(k, 0)}
+        for counts in (trace.failed_guards(), trace.retraced())
+    )
     store = open_store(settings().cache_dir)
     size = 0 if store is None else sum(item.bytes for item in items(store))
     found = Counters(
-        since["traces"], since["hits"], since["failed_guards"], retraced, since["compiles"], since["disk_hits"], size,
+        since["traces"], since["hits"], failed, retraced, since["compiles"], since["disk_hits"], size,
         events.fallbacks(),
     )  # fmt: skip
     if reset:
-        _before.update({**now, **trace.retraced()})
+        _before.update({**now, **trace.failed_guards(), **trace.retraced()})
         events.forget_fallbacks()
     return found

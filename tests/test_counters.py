@@ -14,6 +14,9 @@ import flexattn
 from flexattn import counters, flex_attention
 from flexattn.errors import RetraceWarning
 from flexattn.process import events
+from flexattn.trace import memo
+from flexattn.trace.failed_guard import reason_of
+from flexattn.trace.trace import trace, variant_of
 
 X = torch.randn(1, 2, 32, 16)
 
@@ -31,10 +34,67 @@ def test_traces_and_guards():
 
     for _ in range(3):
         flex_attention(X, X, X, mod)
-    assert (counters().traces, counters().guard_hits, counters().failed_guards) == (1, 2, 0)
+    assert (counters().traces, counters().guard_hits, counters().failed_guards) == (1, 2, {})
     state["kind"] = "other"
     flex_attention(X, X, X, mod)
-    assert (counters().traces, counters().failed_guards) == (2, 1)
+    assert counters().traces == 2
+    ((reason, times),) = counters().failed_guards.items()
+    assert times == 1 and reason.startswith("score_mod mod (") and "state" in reason
+
+
+def shifted(gain, table, flag):
+    def mod(score, b, h, q_idx, kv_idx):
+        return score * gain + table[h] + LIMIT if flag else score
+
+    return mod
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scales, self.power = torch.nn.Parameter(torch.rand(2)), 2
+
+    def mod(self, score, b, h, q_idx, kv_idx):
+        return score * self.scales[h] if self.power > 1 else score
+
+
+LIMIT = 3
+
+
+@pytest.mark.parametrize(
+    ("others", "reason"),
+    [
+        ((2, torch.rand(4), True), "type(gain) is not float (gain is 2)"),
+        ((0.5, torch.rand(4, 4), True), "table.shape has 2 elements"),
+        ((0.5, torch.rand(4).half(), True), "not table.dtype is torch.float32 (table.dtype is torch.float16)"),
+        ((0.5, torch.rand(1), True), "not table.shape[0] > 1 (table.shape[0] is 1)"),
+        ((0.5, None, True), "not type(table) is Tensor (table is None)"),
+        ((0.5, torch.rand(4), False), "flag is not True (flag is False)"),
+    ],
+)
+def test_a_failed_guard_is_explained_in_the_users_names(others, reason):
+    mod = shifted(0.5, torch.rand(4), True)
+    trace(mod, "score")
+    (known, *_) = memo.find(mod, variant_of("score", torch.float32))
+    assert reason_of(known, shifted(*others)) == reason
+    assert reason_of(known, mod) == "none that can be named", "it passes"
+
+
+def test_a_failed_guard_of_a_module_or_a_global_is_explained(monkeypatch):
+    module = Scaled()
+    trace(module.mod, "score")
+    (known, *_) = memo.find(module.mod, variant_of("score", torch.float32))
+    module.scales.requires_grad_(False)
+    assert reason_of(known, module.mod) == (
+        "not self.scales.requires_grad is True (self.scales.requires_grad is False)"
+    )
+    del module.scales
+    assert reason_of(known, module.mod) == "self.scales does not exist"
+    mod = shifted(0.5, torch.rand(4), True)
+    trace(mod, "score")
+    (known, *_) = memo.find(mod, variant_of("score", torch.float32))
+    monkeypatch.setitem(globals(), "LIMIT", "three")
+    assert reason_of(known, mod) == "type(LIMIT) is not int (LIMIT is 'three')"
 
 
 def test_mods_that_are_traced_at_each_call():

@@ -29,6 +29,7 @@ from flexattn.process.forks import Lock
 from flexattn.torch_state.modes import undisturbed
 from flexattn.torch_state.transforms import outside
 from flexattn.trace import memo
+from flexattn.trace.failed_guard import reason_of
 from flexattn.trace.follow import Record, guard_of
 from flexattn.trace.follow.libraries import is_ours
 from flexattn.trace.interception import explain_operator
@@ -41,19 +42,33 @@ from flexattn.trace.scalarize import Kind, Recorded, Traced, scalarize
 Mod = Callable[..., Any]
 
 _lock = Lock()
-_stats = {"traces": 0, "hits": 0, "failed_guards": 0}
+_stats = {"traces": 0, "hits": 0}
+_failed_guards: dict[str, int] = {}  # mod and reason -> number of traces
+_MOST_REASONS = 1000
 _retraced: dict[tuple[str, str], int] = {}  # (location, reason) -> number of retraces
 _MOST_RETRACED = 1000
 
 
 def stats() -> dict[str, int]:
-    """Return how many calls traced, how many used a cached trace, and how many traced because all guards failed."""
+    """Return how many calls traced, and how many used a cached trace."""
     return dict(_stats)
 
 
 def retraced() -> dict[str, int]:
     """Return how often mods were traced at each call, by the place of the mod and the reason."""
     return {f"{location}: {reason}" if location else reason: n for (location, reason), n in _retraced.items()}
+
+
+def failed_guards() -> dict[str, int]:
+    """Return how often a mod with a trace was traced again, by the mod and what differed."""
+    return dict(_failed_guards)
+
+
+def _count_failed_guard(reason: str) -> None:
+    debug("trace", f"again, because a guard failed: {reason}")
+    if reason not in _failed_guards and len(_failed_guards) >= _MOST_REASONS:
+        reason = "other reasons"
+    _failed_guards[reason] = _failed_guards.get(reason, 0) + 1
 
 
 def variant_of(kind: Kind, score_dtype: torch.dtype) -> tuple[object, ...]:
@@ -76,9 +91,12 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
         count_hits(1)
         return traced.bind(*found, guarded=True)
     with _lock, torch.inference_mode(False), outside():
+        known_before = memo.find(mod, variant)
+        reason = reason_of(known_before[0], mod) if known_before else ""
         traced, record = _trace_anew(mod, kind, score_dtype)
         _stats["traces"] += 1
-        _stats["failed_guards"] += bool(memo.find(mod, variant))
+        if reason:
+            _count_failed_guard(f"{kind}_mod {traced.graph.name} ({traced.graph.location}): {reason}")
         if not record.reason:
             guard, source = guard_of(record, traced.conditions)
             memo.keep(mod, variant, memo.Known(guard, traced, source))
