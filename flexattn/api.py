@@ -11,7 +11,7 @@ flex_attention calls these stages. Indented stages are called by the stage above
     engine_of                   engines/choice.py    which engine computes the problem
     attention                   engines/autograd.py  the differentiable operation around the engine
         forward, backward       engines/triton.py    a pass whose launches are known runs them (runtime/known.py).
-                                                     Otherwise: arrays, and each kernel once through a Recorder
+                                                     Otherwise: arrays, and each kernel once through a LaunchLog
             KernelProblems      compile/schedule.py  the problem, in a variant for each group of kernels
             scheduled_backward  runtime/launch.py    the backward's kernels, cached for equal calls
                 backward_kernels    compile/schedule.py  chooses them, in order
@@ -28,10 +28,10 @@ flex_attention calls these stages. Indented stages are called by the stage above
                 Launch          runtime/launch.py    adds the addresses, and calls Kernel.launch (runtime/build.py)
     keep                        engines/repeat.py    keeps the call for `repeated`
 
-Inside torch.compile, Dynamo traces flex_attention itself up to traced_call (compiled/call.py). The mods and the call
-become one node of Dynamo's graph (compiled/higher_order.py), which AOTAutograd replaces by the operators
-flexattn::forward and flexattn::backward (compiled/attention.py, compiled/operators.py). An operator makes a Problem,
-and continues with engine_of. make_fx, torch.export and fake tensors record the same operators (compiled/recorded.py).
+Inside torch.compile, Dynamo traces flex_attention up to traced_call (torch_compile/call.py). The mods and the call
+become one node of Dynamo's graph (torch_compile/higher_order.py), which AOTAutograd replaces by the operators
+flexattn::forward and flexattn::backward (torch_compile/attention.py, operators.py). An operator makes a Problem and
+continues with engine_of. make_fx, torch.export and fake tensors record the same operators (torch_compile/recorded.py).
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ from torch.nn.attention import flex_attention as upstream
 from flexattn.block_mask import BlockMask
 from flexattn.call.call import Call, Mod
 from flexattn.call.pose import pose
-from flexattn.compiled.call import traced_call
-from flexattn.compiled.recorded import recorded_call
 from flexattn.engines import triton
 from flexattn.engines.autograd import attention
 from flexattn.engines.choice import engine_of
@@ -58,6 +56,8 @@ from flexattn.engines.repeat import keep, repeated
 from flexattn.errors import ArgumentError, DtypeError, OptionError, UnsupportedError, message
 from flexattn.explain import Explanation, explain_call, explain_mods, reject_sizes
 from flexattn.options import tile_options
+from flexattn.torch_compile.call import traced_call
+from flexattn.torch_compile.recorded import recorded_call
 from flexattn.torch_state.modes import undisturbed
 from flexattn.torch_state.subclasses import has_no_values
 from flexattn.torch_state.uncompiled import uncompiled
@@ -219,7 +219,7 @@ def _compute(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     return repeated(*arguments) or _through_all_stages(*arguments)
 
 
-@undisturbed("flex_attention", recorded=_record)
+@undisturbed("flex_attention", when_recording=_record)
 def _through_all_stages(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     if isinstance(arguments[0], Tensor) and has_no_values(arguments[0]):
         return _record(*arguments)

@@ -16,9 +16,9 @@ from flexattn.compile.render import render
 from flexattn.engines import triton
 from flexattn.engines.choice import engine_of, gpu_engine_of
 from flexattn.errors import ArgumentError, message
-from flexattn.graph.bound import bound as bounds_of
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.facts import ModFacts, analyze
+from flexattn.graph.interval_bounds import bound as bounds_of
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.machine.target import Target, named, target_of
 from flexattn.mask_build.create import create_block_mask

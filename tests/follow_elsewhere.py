@@ -46,9 +46,9 @@ def main() -> int:
     install()
     from follow_corpus import CASES
 
-    from flexattn.trace.follow import IS_KNOWN_VERSION, Follower, Record, guard_of
+    from flexattn.trace.follow import IS_KNOWN_VERSION, Follower, ReadLog, guard_of
 
-    class Literal(Record):
+    class Literal(ReadLog):
         """Numbers stay literals: there are no symbols."""
 
         def _lift(self, text: str, value: Any, original: Any, name: str) -> Any:

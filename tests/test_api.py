@@ -19,7 +19,7 @@ from torch.nn.attention import flex_attention as upstream
 import flexattn
 from flexattn import AuxOutput, AuxRequest, api, create_block_mask, explain, flex_attention, reference
 from flexattn.block_mask import BuildCounts
-from flexattn.graph.bound import bound
+from flexattn.graph.interval_bounds import bound
 from flexattn.mods import document_causal
 from flexattn.process import config
 

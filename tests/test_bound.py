@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mod_grammar import CAPTURES, COMPARE, NUMBERS, booleans, build, classify_boxes, floats, integers, on_grid
 
-from flexattn.graph.bound import BOX_INPUTS, FULL, bound
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.boxes import Bounds
+from flexattn.graph.interval_bounds import BOX_INPUTS, FULL, bound
 from flexattn.graph.nodes import SCORE_INPUTS
 from flexattn.graph.operators import OPS
 from flexattn.graph.ranges import INDEX_LIMIT, nonnegative, ranges

@@ -499,9 +499,9 @@ def test_a_mod_that_branches_on_a_value():
 
 
 def test_a_version_of_torch_without_the_private_names(monkeypatch):
-    from flexattn.compiled import higher_order
+    from flexattn.torch_compile import higher_order
 
-    monkeypatch.setattr(higher_order, "VEHICLE", None)
+    monkeypatch.setattr(higher_order, "HOP", None)
     x = [t.detach() for t in qkv(0)]
     found = breaks(lambda q, k, v: flex_attention(q.sin(), k, v, mods.alibi(H)).cos(), *x)
     assert found and all("lacks a private name" in reason for reason in found)

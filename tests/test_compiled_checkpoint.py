@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import flexattn
 from flexattn import mods
-from flexattn.compiled import operators
-from flexattn.compiled.spec import Spec
+from flexattn.torch_compile import operators
+from flexattn.torch_compile.spec import Spec
 from flexattn.trace.trace import trace
 
 B, H, T, D = 1, 2, 96, 16
@@ -111,7 +111,7 @@ def test_opcheck(name, layout):
 PROGRAM = """
 import sys, torch, flexattn
 from torch._dynamo.utils import counters
-from flexattn.compiled import higher_order
+from flexattn.torch_compile import higher_order
 sign = int(sys.argv[1])
 resolved = []
 original = higher_order.bound_mod

@@ -17,11 +17,11 @@ from flexattn.compile.lower import Dialect, lower, lower_score
 from flexattn.compile.mod_plan import CaptureLayout, ModPlan
 from flexattn.compile.render import render
 from flexattn.errors import CompileError
-from flexattn.graph.bound import EMPTY
-from flexattn.graph.bound import bound as bounding
 from flexattn.graph.builder import Builder, Expr
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.facts import analyze
+from flexattn.graph.interval_bounds import EMPTY
+from flexattn.graph.interval_bounds import bound as bounding
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import SCORE_INPUTS, Capture
 from flexattn.trace.trace import trace

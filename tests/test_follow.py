@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flexattn.errors import ModError, RetraceWarning
 from flexattn.trace import memo
-from flexattn.trace.follow import Follower, Record, guard_of
+from flexattn.trace.follow import Follower, ReadLog, guard_of
 from flexattn.trace.recording import Inputs, Setting
 from flexattn.trace.trace import trace, variant_of
 
@@ -32,7 +32,7 @@ def test_python_is_run_as_by_python(case: tuple[Callable[..., Any], Any]) -> Non
     wanted = function(argument)
     inputs = Inputs(Setting(torch.device("cpu")), "score", "test")
     inputs.number = lambda value, position, name: _symbol(inputs, value, position)
-    record = inputs.record = Record(function, inputs)
+    record = inputs.record = ReadLog(function, inputs)
     found = Follower(record).call(record.start(), (argument,))
     assert repr(found) == repr(wanted)
     if not record.reason:

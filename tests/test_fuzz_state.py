@@ -11,7 +11,7 @@ from fuzz import state
 from fuzz.__main__ import parse
 from fuzz.state_programs import FRAGMENTS, program
 
-from flexattn.trace.follow.record import Record
+from flexattn.trace.follow.record import ReadLog
 
 
 def test_programs_agree_with_python() -> None:
@@ -57,14 +57,14 @@ def first_failure(numbers: range) -> int | None:
 @pytest.fixture
 def without_lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Return what makes guards that lack the lines of a pattern."""
-    line = Record._line
+    line = ReadLog._line
 
     def leave_out(pattern: str) -> None:
-        def kept(self: Record, text: str) -> None:
+        def kept(self: ReadLog, text: str) -> None:
             if not (text.startswith("if ") and re.search(pattern, text)):
                 line(self, text)
 
-        monkeypatch.setattr(Record, "_line", kept)
+        monkeypatch.setattr(ReadLog, "_line", kept)
 
     yield leave_out
 

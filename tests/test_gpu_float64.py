@@ -97,8 +97,8 @@ def results(engine: Any, problem: Problem, d_out: Tensor, d_lse: Tensor) -> list
     out, lse, largest = engine.forward(problem)
     assert largest is not None
     needs = (True, True, True, problem.sink is not None)
-    *of_inputs, of_captures, of_sink = engine.backward(problem, out, lse, d_out, d_lse, needs)
-    gradients = [x for x in (*of_inputs, *of_captures, of_sink) if x is not None]
+    *of_inputs, capture_gradients, of_sink = engine.backward(problem, out, lse, d_out, d_lse, needs)
+    gradients = [x for x in (*of_inputs, *capture_gradients, of_sink) if x is not None]
     return [out, lse, largest, *gradients, *tangents(problem, problem)]
 
 

@@ -11,7 +11,7 @@ import torch
 from flexattn.machine import triton_versions
 from flexattn.machine.triton_versions import FlatLaunch
 from flexattn.runtime.known import KnownKernels, Step
-from flexattn.runtime.launch import Described
+from flexattn.runtime.launch import DescriptorLayout
 
 pytest.importorskip("triton")
 
@@ -38,7 +38,7 @@ class Recording:
 
 
 def kernels_of(kernel: Any) -> KnownKernels:
-    form = Described(torch.float32, (100, 64), (64, 1))
+    form = DescriptorLayout(torch.float32, (100, 64), (64, 1))
     described = ((1, 0, form, (64, 64)), (3, 1, form, (32, 64)))
     return KnownKernels((Step(kernel, 7, ("a", None, 5, None, None, "z"), ((4, 2),), described),), ())
 
@@ -80,7 +80,7 @@ def test_a_profiler_of_kernels_sees_whole_descriptors(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("D", [1, 64, 130])
 def test_a_dim_of_one_element_has_a_stride_that_tma_takes(D: int) -> None:
     window = torch.empty(2, 1, 50, 144, dtype=torch.float16)[:1, :, :40, :D]  # rows on the grid of 16 bytes
-    form = Described.of(window)
+    form = DescriptorLayout.of(window)
     assert form.shape == (1, 1, 40, D) and form.strides[2:] == (144, 1)
     assert all(stride % 8 == 0 and stride >= D for stride in form.strides[:2])
     found = form.descriptor(window.data_ptr(), (1, 1, 64, 16))
@@ -100,7 +100,7 @@ def test_a_flat_launch_passes_what_triton_passes(monkeypatch: pytest.MonkeyPatch
     signature = {"a": "*fp32", "x": tile, "n": "i32", "y": tile, "m": "i32"}
     inner = driver.wrap_handle_tensordesc(lambda *arguments: arguments, signature, [{"of": 7}, {"of": 8}])
     x = torch.empty(64, 64)
-    one = Described.of(x).descriptor(x.data_ptr(), (64, 64))
+    one = DescriptorLayout.of(x).descriptor(x.data_ptr(), (64, 64))
     raw, expanded = triton_versions.descriptor_launcher(inner)
     flat = [1, *expanded(0, one), 2, *expanded(1, one), 3]
     assert made == [7, 8]

@@ -239,7 +239,7 @@ def keys_and_outcomes(call: Call, keys: Mapping[str, Key]) -> Iterator[tuple[str
 
     def schedule(problems: Any, tensors: Any) -> tuple[KernelSpec, ...]:
         kernels = backward_kernels(problems, tensors, SM90)
-        found.append(((DELTA, problems.of_captures, tensors, tensors), kernels))
+        found.append(((DELTA, problems.capture_gradients, tensors, tensors), kernels))
         return kernels
 
     problem = call.problem()

@@ -19,11 +19,11 @@ PACKAGE = Path(flexattn.__file__).parent
 # Reading order: a module imports only from those before it. A folder is one layer.
 ORDER = (
     "errors", "options", "reference", "mods", "process", "torch_state", "machine", "graph", "trace", "block_mask",
-    "call", "compile", "runtime", "mask_build", "engines", "compiled", "tuning", "explain", "profile", "counters",
+    "call", "compile", "runtime", "mask_build", "engines", "torch_compile", "tuning", "explain", "profile", "counters",
     "api", "integrations", "__init__", "__main__",
 )  # fmt: skip
 # This module imports Dynamo, which takes a second.
-LAZY = {f"flexattn.compiled.higher_order.{name}" for name in ("REVISION", "VEHICLE")}
+LAZY = {f"flexattn.torch_compile.higher_order.{name}" for name in ("REVISION", "HOP")}
 LEAVES = ("mods", "reference")
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "manager", "misc"}
 HEAVY = ("sympy", "triton", "torch._dynamo", "torch.fx.experimental.symbolic_shapes")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexattn import create_block_mask, flex_attention, mods
 from flexattn.errors import FlexAttentionError, ModError
-from flexattn.graph.bound import bound
+from flexattn.graph.interval_bounds import bound
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.trace.trace import trace
 

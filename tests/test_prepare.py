@@ -8,8 +8,8 @@ from mask_cases import MASKS, assert_same_lists, make_mask
 
 from flexattn import create_block_mask, flex_attention, mods
 from flexattn.block_mask import BlockMask
-from flexattn.compiled import operators
 from flexattn.errors import MaskError, MutationError, UnsupportedError
+from flexattn.torch_compile import operators
 
 T = 192
 IDS = torch.arange(T) // 50

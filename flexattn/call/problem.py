@@ -15,7 +15,7 @@ from flexattn.graph.mod_graph import ModGraph
 from flexattn.options import option
 from flexattn.process.quick_init import quick_init
 
-# Which of query, key, value and the sink require a gradient. Of captured tensors, the sites of score_grad say it.
+# Which of query, key, value and the sink require a gradient. `score_grad.sites` shows which captured tensors do.
 Needs = tuple[bool, bool, bool, bool]
 # Of query, key, value, each tensor that score_mod captures, and the sink; None if not needed.
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...], Tensor | None]

@@ -10,7 +10,7 @@ WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
 
 
 @dataclass(frozen=True)
-class Part:
+class HeadDimPart:
     """A slice of a head dim for one matrix product: `width` is a power of two, `used` of its columns exist."""
 
     index: int
@@ -30,11 +30,11 @@ def pieces_of(D: int) -> int:
 
 
 @lru_cache(1024)
-def split_head_dim(dim: int) -> tuple[Part, ...]:
+def split_head_dim(dim: int) -> tuple[HeadDimPart, ...]:
     """Split a head dim into powers of two: 192 = 128 + 64, 96 = 64 + 32; one padded part if two are not smaller."""
     padded = max(16, 1 << (dim - 1).bit_length())
     large = padded // 2
     rest = max(16, 1 << (dim - large - 1).bit_length()) if dim > large else 0
     if large >= 16 and rest and large + rest < padded:
-        return (Part(0, 0, large, large), Part(1, large, rest, dim - large))
-    return (Part(0, 0, padded, dim),)
+        return (HeadDimPart(0, 0, large, large), HeadDimPart(1, large, rest, dim - large))
+    return (HeadDimPart(0, 0, padded, dim),)

@@ -51,7 +51,7 @@ DQ_TILES: dict[tuple[int, int], Tile] = {
     (128, 128): Tile(128, 64, 4, 3),
 }
 
-Refusal = Callable[[KernelPlan, Problem], str | None]  # why a plan has no Hopper form, None if it may have one
+RejectionRule = Callable[[KernelPlan, Problem], str | None]  # why a plan has no Hopper form, None if it may have one
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class HopperForm:
 
     spec: KernelSpec
     tiles: dict[tuple[int, int], Tile]
-    refusals: tuple[Refusal, ...]
+    refusals: tuple[RejectionRule, ...]
 
 
 def _refusal_of_mods(plan: KernelPlan, problem: Problem) -> str | None:
@@ -103,7 +103,7 @@ def _refusal_of_tables(plan: KernelPlan, problem: Problem) -> str | None:
 _DQ = HopperForm(HOPPER_DQ, DQ_TILES, (_refusal_of_captures, _refusal_of_tables))
 FORMS: dict[KernelSpec, HopperForm] = {
     FORWARD: HopperForm(HOPPER_FORWARD, TILES, (_refusal_of_scale, _refusal_of_tables)),
-    # The last three are always rejected: they run only if captured tensors require gradients.
+    # CAPTURES, SIZES and BATCH_CAPTURES are always rejected: they run only if captured tensors require gradients.
     **dict.fromkeys((DQ, CAPTURES, SIZES, BATCH_CAPTURES), _DQ),
     DKDV: HopperForm(HOPPER_DKDV, BACKWARD_TILES, (_refusal_of_tables,)),
 }

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from flexattn.compile.head_dims import Part, split_head_dim
+from flexattn.compile.head_dims import HeadDimPart, split_head_dim
 from flexattn.compile.kernel_plan import KernelPlan
-from flexattn.compile.operands import Described
+from flexattn.compile.operands import DescriptorOperand
 
 ROWS = 64  # queries per consumer warpgroup in the forward, keys per consumer warpgroup in the backward
 
 
-def forward_descriptors(plan: KernelPlan) -> tuple[Described, ...]:
+def forward_descriptors(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
     t, (D, Dv) = plan.tile, plan.widths
     parts = split_head_dim(D)
     queries_and_keys = [(x, rows, p) for x, rows in (("q", ROWS), ("k", t.BLOCK_N)) for p in parts]
@@ -22,19 +22,19 @@ def forward_descriptors(plan: KernelPlan) -> tuple[Described, ...]:
     )
 
 
-def dq_descriptors(plan: KernelPlan) -> tuple[Described, ...]:
+def dq_descriptors(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
     t, (D, Dv) = plan.tile, plan.widths
     tiles = {"q": (ROWS, D), "do": (ROWS, Dv), "k": (t.BLOCK_N, D), "v": (t.BLOCK_N, Dv), "dq": (ROWS, D)}
     return tuple(_tile(plan, f"{name}_desc", name, *tile) for name, tile in tiles.items())
 
 
-def key_descriptors(plan: KernelPlan) -> tuple[Described, ...]:
+def key_descriptors(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
     """Return the descriptors of hopper_backward and hopper_dkdv."""
     tiles = (_tile(plan, f"{name}_desc", name, rows, width) for name, rows, width in _of_keys(plan))
     return (*tiles, *_of_rows(plan))
 
 
-def wide_descriptors(plan: KernelPlan) -> tuple[Described, ...]:
+def wide_descriptors(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
     """Return the descriptors of hopper_backward_wide, in parts of at most 128 columns."""
     tiles = (
         _tile(plan, f"{name}_desc_{p.index}", name, rows, p.width)
@@ -44,9 +44,9 @@ def wide_descriptors(plan: KernelPlan) -> tuple[Described, ...]:
     return (*tiles, *_of_rows(plan))
 
 
-def columns(width: int) -> tuple[Part, ...]:
+def columns(width: int) -> tuple[HeadDimPart, ...]:
     """Split a width into parts of at most 128 columns."""
-    return tuple(Part(i, 128 * i, n, n) for i in range(-(-width // 128)) if (n := min(128, width - 128 * i)))
+    return tuple(HeadDimPart(i, 128 * i, n, n) for i in range(-(-width // 128)) if (n := min(128, width - 128 * i)))
 
 
 def _of_keys(plan: KernelPlan) -> tuple[tuple[str, int, int], ...]:
@@ -60,20 +60,20 @@ def _of_keys(plan: KernelPlan) -> tuple[tuple[str, int, int], ...]:
     )
 
 
-def _of_rows(plan: KernelPlan) -> tuple[Described, ...]:
+def _of_rows(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
     """Return the descriptors of float32 arrays with a row per query: lse, delta and the accumulator of dq."""
     rows = plan.tile.BLOCK_M
     numbers = (_array("shift_desc", "shift_ptr", (rows,)), _array("delta_desc", "delta_ptr", (rows,)))
     return (*numbers, _array("dq_desc", "dq_sum_ptr", (rows, 32))) if plan.adds_dq else numbers
 
 
-def _tile(plan: KernelPlan, argument: str, tensor: str, rows: int, width: int) -> Described:
+def _tile(plan: KernelPlan, argument: str, tensor: str, rows: int, width: int) -> DescriptorOperand:
     block = (1, 1, rows, width)
-    return Described(argument, tensor, block, layout=_shared_layout(block, plan.dtype))
+    return DescriptorOperand(argument, tensor, block, layout=_shared_layout(block, plan.dtype))
 
 
-def _array(argument: str, array: str, block: tuple[int, ...]) -> Described:
-    return Described(argument, array, block, torch.float32, _shared_layout(block, torch.float32))
+def _array(argument: str, array: str, block: tuple[int, ...]) -> DescriptorOperand:
+    return DescriptorOperand(argument, array, block, torch.float32, _shared_layout(block, torch.float32))
 
 
 def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> str:

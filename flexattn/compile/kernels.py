@@ -19,7 +19,7 @@ from flexattn.compile.operands import (
     Array,
     CaptureSumArguments,
     Counter,
-    Described,
+    DescriptorOperand,
     Descriptors,
     MaskLists,
     ModArguments,
@@ -103,20 +103,20 @@ def _has_no_tma(plan: KernelPlan) -> bool:
     return not plan.tma
 
 
-def _streamed(tensors: tuple[str, str], rows: int, plan: KernelPlan, name: str) -> tuple[Described, ...]:
+def _streamed(tensors: tuple[str, str], rows: int, plan: KernelPlan, name: str) -> tuple[DescriptorOperand, ...]:
     dims = (split_head_dim(plan.D), split_head_dim(plan.Dv))
     return tuple(
-        Described(f"{tensor}_desc{name}_{p.index}", tensor, (1, 1, rows, p.width))
+        DescriptorOperand(f"{tensor}_desc{name}_{p.index}", tensor, (1, 1, rows, p.width))
         for tensor, parts in zip(tensors, dims, strict=True)
         for p in parts
     )
 
 
-def _key_streams(plan: KernelPlan) -> tuple[Described, ...]:
+def _key_streams(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
     return _streamed(("k", "v"), plan.tile.BLOCK_N, plan, "") if plan.tma else ()
 
 
-def _query_streams(plan: KernelPlan) -> tuple[Described, ...]:
+def _query_streams(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
     if not plan.tma:
         return ()
     whole = _streamed(("q", "do"), plan.tile.BLOCK_M, plan, "")

@@ -2,9 +2,9 @@
 
 A lowered score_mod is `score_mod(score, sm_scale, b, h, q_idx, kv_idx, live, <captures>, <numbers>)`, where score is
 q k^T, unscaled. A gradient has `grad` first. A mask_mod has no score and no scale. Hopper kernels add `near, offset`
-before `live`. Others may add `early`, loads that were issued before, after it. b and h are scalars, q_idx is
-`[BLOCK_M, 1]` and kv_idx is `[1, BLOCK_N]` (or transposed). An operation that depends only on rows therefore computes
-BLOCK_M values, and one that depends on neither computes a scalar.
+before `live`. Triton kernels may add `early` after it: values loaded before the score was computed. b and h are
+scalars, q_idx is `[BLOCK_M, 1]` and kv_idx is `[1, BLOCK_N]` (or transposed). An operation that depends only on rows
+therefore computes BLOCK_M values, and one that depends on neither computes a scalar.
 
 `live` is None, or a bool block: whether each (q, kv) pair may be read and written. It masks loads that vary with both
 rows and columns, so nothing is read for pairs that the lengths, the block lists or the mask exclude. Other loads are

@@ -13,8 +13,8 @@ import torch
 
 from flexattn.compile.lower import Dialect, Writer, literal
 from flexattn.compile.mod_plan import TRITON_DTYPE, TRITON_POINTER, ModPlan
-from flexattn.graph.bound import bound
 from flexattn.graph.builder import Builder, Expr, rewrite
+from flexattn.graph.interval_bounds import bound
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Input, Load, Node, NumberRef, RangeLoad
 

@@ -153,7 +153,7 @@ class CaptureSumArguments:
 
 
 @dataclass(frozen=True)
-class Described:
+class DescriptorOperand:
     """A TMA descriptor: its argument name, the tensor or array that it describes, and the shape of a tile."""
 
     argument: str
@@ -172,7 +172,7 @@ class Described:
 class Descriptors:
     """TMA descriptors. They depend on the plan's tile and head dims."""
 
-    of: Callable[[KernelPlan], tuple[Described, ...]]
+    of: Callable[[KernelPlan], tuple[DescriptorOperand, ...]]
 
     def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
         return tuple(a for descriptor in self.of(plan) for a in descriptor.arguments(plan))

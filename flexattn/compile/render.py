@@ -6,7 +6,7 @@ import textwrap
 from functools import lru_cache
 
 from flexattn.compile.constants import constants_of
-from flexattn.compile.head_dims import Part, split_head_dim
+from flexattn.compile.head_dims import HeadDimPart, split_head_dim
 from flexattn.compile.hopper_roles import hopper_names
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.kernel_source import KernelSource
@@ -158,7 +158,7 @@ def _streamed(plan: KernelPlan) -> str:
     return "q_idx" if plan.transposed else "kv_idx"
 
 
-def _each(pattern: str, parts: tuple[Part, ...]) -> str:
+def _each(pattern: str, parts: tuple[HeadDimPart, ...]) -> str:
     """Return the pattern for each part of a head dim, comma-separated, with % replaced by the part's index."""
     return ", ".join(pattern.replace("%", str(p.index)) for p in parts)
 

@@ -39,7 +39,7 @@ class KernelProblems:
 
     owns_queries: Problem
     owns_keys: Problem
-    of_captures: Problem  # keeps the gradients of captured tensors; `owns_queries` itself if the batch is not summed
+    capture_gradients: Problem  # `owns_queries` itself if the batch is not summed
 
     @staticmethod
     def of(problem: Problem) -> KernelProblems:
@@ -49,12 +49,12 @@ class KernelProblems:
         by_query, by_key = (_with_runs(problem, by_key) for by_key in (False, True))
         if not sums_over_batch(problem):
             return KernelProblems(by_query, by_key, by_query)
-        return KernelProblems(_without_captures(by_query), _without_captures(by_key), by_query)
+        return KernelProblems(_without_capture_gradients(by_query), _without_capture_gradients(by_key), by_query)
 
     def seen_by(self, spec: KernelSpec) -> Problem:
         """Return the variant for a kernel."""
         if spec.captures in ("adds over batch", "sizes"):
-            return self.of_captures
+            return self.capture_gradients
         return self.owns_keys if spec.owns_keys else self.owns_queries
 
 
@@ -64,7 +64,7 @@ def _with_runs(problem: Problem, by_key: bool) -> Problem:
     return replace(problem, mask=with_runs(problem.mask, problem.equal_runs, by_key), equal_runs=())
 
 
-def _without_captures(problem: Problem) -> Problem:
+def _without_capture_gradients(problem: Problem) -> Problem:
     assert problem.score_grad is not None
     return replace(problem, score_grad=without_sites(problem.score_grad))
 
@@ -85,7 +85,7 @@ def backward_kernels(problems: KernelProblems, tensors: Tensors, target: Target)
     integers and have no known bound.
     """
     possible = tuple(spec for spec in PAIR if tensors.keys() >= set(spec.tensors))
-    captures = problems.of_captures
+    captures = problems.capture_gradients
     if captures.score_grad is not None and captures.score_grad.sites:
         sizes = (SIZES,) if sums_integers(captures) and not has_known_bounds(captures) else ()
         if captures is not problems.owns_queries:  # summed over the batch, by a kernel of its own
@@ -105,8 +105,9 @@ def _fused_or_pair(
 def plan_best_form(
     spec: KernelSpec, problem: Problem, target: Target, tensors: Tensors, arrays: Tensors = NO_ARRAYS
 ) -> tuple[KernelPlan, str | None]:
-    """Plan one kernel, as a Hopper kernel if possible. Also return the reason if not, else None.
+    """Plan one kernel, as a Hopper kernel if possible. Also return the reason if not.
 
+    The reason is None for a Hopper kernel, and for kernels that have no Hopper form.
     The plan of a Hopper kernel has another spec than `spec`. `problem` is the kernel's variant
     (`KernelProblems.seen_by`). Raises UnsupportedError if BACKEND is "HOPPER" and no Hopper kernel can compute it.
     """

@@ -203,21 +203,32 @@ class _AttentionGradient(Function):
         d_out, d_lse, _, _, *tensors = ctx.saved_tensors
         problem = with_tensors(ctx.problem, tensors)
         needs = ctx.needs_input_grad[7:]
-        moved, gradients = _second(problem, _along(problem, directions), needs, d_out, d_lse)
-        return None, None, None, moved[0], None if d_lse is None else moved[1].to(d_lse.dtype), None, None, *gradients
+        tangent_out_lse, gradients = _second(problem, _along(problem, directions), needs, d_out, d_lse)
+        return (
+            None,
+            None,
+            None,
+            tangent_out_lse[0],
+            None if d_lse is None else tangent_out_lse[1].to(d_lse.dtype),
+            None,
+            None,
+            *gradients,
+        )
 
     @staticmethod
     @tangent_rule
     def jvp(ctx: Any, saved: Sequence[Tensor], *args: Tensor | None) -> Sequence[Tensor | None]:
-        _, _, _, moved_d_out, moved_d_lse, _, _, *directions = args
+        _, _, _, tangent_d_out, tangent_d_lse, _, _, *directions = args
         d_out, d_lse, out, lse, *tensors = saved
         problem = with_tensors(ctx.problem, tensors)
         _, found = _second(problem, _along(problem, directions), ctx.needs, d_out, d_lse)
-        if moved_d_out is None and moved_d_lse is None:
+        if tangent_d_out is None and tangent_d_lse is None:
             return found
-        if moved_d_out is None:
-            moved_d_out = torch.zeros_like(d_out)
-        linear = _AttentionGradient.apply(ctx.engine, problem, ctx.needs, moved_d_out, moved_d_lse, out, lse, *tensors)
+        if tangent_d_out is None:
+            tangent_d_out = torch.zeros_like(d_out)
+        linear = _AttentionGradient.apply(
+            ctx.engine, problem, ctx.needs, tangent_d_out, tangent_d_lse, out, lse, *tensors
+        )
         return tuple(b if a is None else a if b is None else a + b for a, b in zip(found, linear, strict=True))
 
     @staticmethod
@@ -232,14 +243,14 @@ def _second(
     """Return the tangents of out and lse, and the gradients of <tangents, (d_out, d_lse)> for the needed tensors."""
     tensors = tensors_of(problem)
 
-    def moved(*chosen: Tensor) -> tuple[Tensor, Tensor]:
+    def tangent_out_lse(*chosen: Tensor) -> tuple[Tensor, Tensor]:
         given = iter(chosen)
         every = [next(given) if need else x for x, need in zip(tensors, needs, strict=True)]
         return tangents(with_tensors(problem, every), directions)
 
     if not any(needs):
-        return moved(), (None,) * len(needs)
-    found = vjp(moved, *(x for x, need in zip(tensors, needs, strict=True) if need))
+        return tangent_out_lse(), (None,) * len(needs)
+    found = vjp(tangent_out_lse, *(x for x, need in zip(tensors, needs, strict=True) if need))
     lse = found[0][1]
     gradients = iter(found[1]((d_out, torch.zeros_like(lse) if d_lse is None else d_lse.to(lse.dtype))))
     return found[0], tuple(next(gradients) if need else None for need in needs)

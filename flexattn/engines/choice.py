@@ -18,7 +18,7 @@ from flexattn.process.events import fallback
 
 
 def engine_of(problem: Problem) -> Engine:
-    """Return the engine for a problem, by its device or by kernel_options["BACKEND"]."""
+    """Return the engine for a problem, by emptiness, device, dtype and kernel_options["BACKEND"]."""
     query, backend = problem.query, option(problem.options, "BACKEND") or "AUTO"
     if query.numel() == 0 or problem.key.shape[2] == 0:
         return empty
@@ -26,8 +26,8 @@ def engine_of(problem: Problem) -> Engine:
         engine = gpu_engine_of(problem)
         if engine is gpu_float64:
             fallback("engine", "float64 on a GPU is computed block by block in torch operations")
-        return engine if engine is gpu_float64 else _triton(query.device, str(backend))
-    return _triton(query.device, str(backend)) if backend in ("TRITON", "HOPPER") else cpu
+        return engine if engine is gpu_float64 else _checked_triton(query.device, str(backend))
+    return _checked_triton(query.device, str(backend)) if backend in ("TRITON", "HOPPER") else cpu
 
 
 def lse_dtype_of(query: Tensor, options: Options) -> torch.dtype:
@@ -47,7 +47,7 @@ def gpu_engine_of(problem: Problem) -> Engine:
     return gpu_float64
 
 
-def _triton(device: torch.device, backend: str) -> Engine:
+def _checked_triton(device: torch.device, backend: str) -> Engine:
     if backend == "CPU":
         mend = "Leave BACKEND out, or move the tensors to the CPU."
         raise OptionError(message("kernel_options", f"BACKEND='CPU' with tensors on {device}", "AUTO or TRITON", mend))

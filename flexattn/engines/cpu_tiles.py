@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexattn.block_mask import Runs
 from flexattn.call.problem import Problem
-from flexattn.graph.bound import FULL, PARTIAL
+from flexattn.graph.interval_bounds import FULL, PARTIAL
 
 # Elements of a tile of scores, and of a tile of keys or values: 2 and 8 MiB in float32. On two cores with 1 MiB of L2
 # each, tiles of 0.25M to 1M scores were within 2% of each other; smaller ones cost up to 10% more.

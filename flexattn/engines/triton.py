@@ -26,11 +26,11 @@ from flexattn.machine.target import Target
 from flexattn.options import option
 from flexattn.process.events import fallback
 from flexattn.runtime import build
-from flexattn.runtime.known import COUNTER, KnownKernels, Pointer, Recorder, known_key, pointers_of
+from flexattn.runtime.known import COUNTER, KnownKernels, LaunchLog, Pointer, known_key, pointers_of
 from flexattn.runtime.launch import CACHES, remember, scheduled_backward
 
-# Runs one kernel, as launch.run_kernel does. Tuning and profile pass functions that also record the calls. Calls with
-# one are not looked up among the known ones.
+# Runs one kernel, as LaunchLog does. Tuning and profile pass functions that also record the calls. If one is
+# given, a cached KnownForward or KnownBackward is not used.
 Run = Callable[[KernelSpec, Problem, Tensors, Tensors], None]
 _FORWARD_OUTPUTS = tuple((f.wanted, f.outputs) for f in FORWARD.features if f.outputs is not None)
 
@@ -49,7 +49,7 @@ class KnownForward:
     kernels: KnownKernels
 
     @staticmethod
-    def of(problem: Problem, recorded: Recorder, out: Tensor) -> KnownForward:
+    def of(problem: Problem, recorded: LaunchLog, out: Tensor) -> KnownForward:
         """Return the forward that was recorded."""
         kernels = KnownKernels.of(recorded.launches, ("q", "k", "v", "o", "lse_ptr", "max_ptr", COUNTER), problem)
         shape = tuple(out.shape)
@@ -71,6 +71,12 @@ class KnownForward:
         return out, lse, largest
 
 
+# The tensors of a backward in the order of its pointers.
+_BACKWARD = (
+    "q", "k", "v", "o", "do", "dq", "dk", "dv", "lse_ptr", "dlse_ptr", "delta_ptr", "shift_ptr", "dq_sum_ptr",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class KnownBackward:
     """A backward whose launches are known. Arrays that are not returned are parts of one allocation of float32."""
@@ -83,7 +89,7 @@ class KnownBackward:
     kernels: KnownKernels
 
     @staticmethod
-    def of(problem: Problem, recorded: Recorder, arrays: Iterable[str]) -> KnownBackward:
+    def of(problem: Problem, recorded: LaunchLog, arrays: Iterable[str]) -> KnownBackward:
         """Return the backward that was recorded, with these arrays."""
         learned = _learned(problem)
         sums = [] if problem.score is None else [capture_sum_name(problem.score.graph, i, "grad") for i in learned]
@@ -113,7 +119,7 @@ class KnownBackward:
         memory = empty((rows * (2 + self.dq_columns),), (1,), torch.float32)
         sums = [torch.zeros(captures[i].shape, dtype=torch.float32, device=device) for i in self.learned]
         pointers = pointers_of((query, key, value, out, d_out, dq, dk, dv, lse, dlse, *sums), on_gpu)
-        pointers[10:10] = _parts_of(memory, rows, on_gpu)
+        pointers[10:10] = _row_pointers(memory, rows, on_gpu)  # before the sums, as in _BACKWARD
         self.kernels.run([*pointers, *parts], device)
         captured: list[Tensor | None] = [None] * self.captures
         for i, gradient in zip(self.learned, sums, strict=True):
@@ -135,7 +141,7 @@ def empty_of(device: torch.device) -> Callable[[Sequence[int], Sequence[int], to
 _empty_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # type: ignore[attr-defined]
 
 
-def _parts_of(memory: Tensor, rows: int, on_gpu: bool) -> list[Pointer]:
+def _row_pointers(memory: Tensor, rows: int, on_gpu: bool) -> list[Pointer]:
     """Return pointers to delta, shift and the sums of dq."""
     if on_gpu:
         address = memory.data_ptr()
@@ -143,9 +149,6 @@ def _parts_of(memory: Tensor, rows: int, on_gpu: bool) -> list[Pointer]:
     return [memory[:rows], memory[rows : 2 * rows], memory[2 * rows :]]
 
 
-_BACKWARD = (
-    "q", "k", "v", "o", "do", "dq", "dk", "dv", "lse_ptr", "dlse_ptr", "delta_ptr", "shift_ptr", "dq_sum_ptr",
-)  # fmt: skip
 _forwards: OrderedDict[tuple[object, ...], KnownForward] = OrderedDict()
 _backwards: OrderedDict[tuple[object, ...], KnownBackward] = OrderedDict()
 CACHES.extend((_forwards, _backwards))
@@ -160,7 +163,7 @@ def forward(problem: Problem, run: Run | None = None) -> tuple[Tensor, Tensor, T
     known = _forwards.get(key)
     if known is not None:
         return known(problem.query, problem.key, problem.value, known.kernels.pointers(problem))
-    recorded = Recorder(trained=problem)
+    recorded = LaunchLog(backward_of=problem)
     found = _forward(problem, recorded)
     if not option(problem.options, "PROFILE"):
         remember(_forwards, key, KnownForward.of(problem, recorded, found[0]))
@@ -168,7 +171,7 @@ def forward(problem: Problem, run: Run | None = None) -> tuple[Tensor, Tensor, T
 
 
 def known_forward(problem: Problem) -> KnownForward | None:
-    """Return the forward of a problem if it is known, and computes it without copies of its tensors."""
+    """Return the cached forward, or None if there is none or if a tensor must be copied first."""
     if _with_rows(problem) is not problem:
         return None
     return _forwards.get(
@@ -205,7 +208,7 @@ def backward(
         parts = known.kernels.pointers(problem)
         (dq, dk, dv, captured, _), memory = known(q, k, v, captures, parts, out, lse, d_out, d_lse, needs)
         return dq, dk, dv, captured, _sink_gradient(problem, lse, memory[: known.rows], needs)
-    recorded = Recorder()
+    recorded = LaunchLog()
     found, arrays = _backward(problem, out, lse, d_out, d_lse, needs, recorded)
     if not sums_integers(problem):
         remember(_backwards, key, KnownBackward.of(problem, recorded, arrays))
@@ -213,7 +216,7 @@ def backward(
 
 
 def known_backward(problem: Problem, out: Tensor, d_out: Tensor, has_d_lse: bool, needs: Needs) -> KnownBackward | None:
-    """Return the backward of a problem if it is known, and computes it without copies of its tensors."""
+    """Return the cached backward, or None if there is none or if a tensor must be copied first."""
     if _with_rows(problem) is not problem or _rows(d_out, problem.batch_invariant) is not d_out:
         return None
     return _backwards.get(_backward_key(problem, out, d_out, has_d_lse, needs))

@@ -48,7 +48,7 @@ def watched(problem: Problem, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def range_name(problem: Problem, direction: str) -> str:
-    """Return the name of a direction of a problem in profiles: flexattn.forward(score_mod=alibi, mask_mod=causal)."""
+    """Return the name of a pass of a problem in profiles: flexattn.forward(score_mod=alibi, mask_mod=causal)."""
     mods = {"score_mod": problem.score, "mask_mod": problem.mask}
     named = ", ".join(f"{kind}={mod.graph.name}" for kind, mod in mods.items() if mod is not None)
     return f"flexattn.{direction}({named})"

@@ -1,4 +1,4 @@
-"""bound_mod: BoundMod, a graph with the tensors and numbers of a call. Bounds over boxes are in bound.py."""
+"""bound_mod: BoundMod, a graph with the tensors and numbers of a call. Bounds over boxes are in interval_bounds.py."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ The meaning of a pair (low, high):
   widened by more than the error of any supported device.
 - Booleans are (surely true, maybe true).
 
-`bound.py` writes the pairs for boxes of the inputs as a graph. `ranges.py` folds the pairs for all calls to constants.
+`interval_bounds.py` writes the pairs for boxes of the inputs as a graph. `ranges.py` folds the pairs for all calls
+to constants.
 """
 
 from __future__ import annotations

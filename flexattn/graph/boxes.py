@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexattn.graph.bound import BOX_INPUTS, EMPTY, FULL, UNKNOWN
+from flexattn.graph.interval_bounds import BOX_INPUTS, EMPTY, FULL, UNKNOWN
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const, Input, Load, NumberRef, Operation, RangeLoad
 from flexattn.graph.operators import OPS

@@ -1,6 +1,6 @@
 """facts: ModGraph -> ModFacts, what can be proved about a mod before it runs. A fact that is not stated may still hold.
 
-ModFacts collects the results of the analyses in this package (`linear.py`, `row_bounds.py`, `bound.py`) for printing.
+ModFacts collects the results of `linear.py`, `row_bounds.py` and `interval_bounds.py` for printing.
 sympy is used only for printing: it sorts and expands sums, so equal expressions have equal text.
 """
 

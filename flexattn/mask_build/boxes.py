@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flexattn.errors import ArgumentError, message
-from flexattn.graph.bound import FULL, PARTIAL, UNKNOWN, bound
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.boxes import Bounds
+from flexattn.graph.interval_bounds import FULL, PARTIAL, UNKNOWN, bound
 from flexattn.process.progress import Progress
 
 _FANOUT = 4  # a box is split into 4 x 4

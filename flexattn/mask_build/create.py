@@ -15,9 +15,9 @@ from torch import Tensor
 
 from flexattn.block_mask import BlockMask, BuildCounts, BuiltMask, RunLists, Runs, run_lists
 from flexattn.errors import ArgumentError, DeviceError, ModError, UnsupportedError, message
-from flexattn.graph.bound import EMPTY, FULL, PARTIAL
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.boxes import DTYPES
+from flexattn.graph.interval_bounds import EMPTY, FULL, PARTIAL
 from flexattn.graph.ranges import INDEX_LIMIT
 from flexattn.machine.target import target_of
 from flexattn.mask_build import cache as mask_cache

@@ -1,7 +1,11 @@
 """known: a forward or backward whose launches are known from an equal one.
 
 Nothing is planned for it. Its kernels get their pointers from one list: the tensors that the engine names, then those
-of the problem's parts. On a GPU a pointer is an address, which saves a driver call; elsewhere it is a tensor.
+of the problem (block lists, captures, sink, seed; see `arguments.PARTS`). On a GPU a pointer is an address, which saves
+a driver call; elsewhere it is a tensor.
+
+Caches, outermost first: `repeat._calls` (a whole call), `triton._forwards` and `_backwards` (one pass),
+`launch._launches` (one kernel).
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from flexattn.compile.kernel_plan import KernelSpec
 from flexattn.machine.triton_versions import FlatLaunch, launches_are_watched
 from flexattn.runtime import build
 from flexattn.runtime.build import Kernel
-from flexattn.runtime.launch import Described, Launch, Source, launch_key, launch_of
+from flexattn.runtime.launch import DescriptorLayout, FillerSource, Launch, launch_key, launch_of
 
 COUNTER = "counter_ptr"  # the name of the counter from which programs take tiles
 Pointer = Tensor | int
@@ -28,7 +32,7 @@ Pointer = Tensor | int
 def known_key(
     spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: tuple[str, ...], needs: tuple[bool, ...]
 ) -> tuple[object, ...]:
-    """Return the key of a direction, whose first kernel is `spec`: everything that its launches depend on.
+    """Return the key of a pass, whose first kernel is `spec`: everything that its launches depend on.
 
     Of `tensors` only those are needed that the caller provides. The layout of the others follows from these.
     """
@@ -44,19 +48,19 @@ def pointers_of(tensors: Iterable[Tensor], on_gpu: bool) -> list[Pointer]:
     return [t.data_ptr() for t in tensors] if on_gpu else [t.detach() for t in tensors]
 
 
-class Recorder:
-    """Runs kernels as `run_kernel` does, and keeps their launches with the tensors that they describe."""
+class LaunchLog:
+    """Runs kernels, and keeps their launches with the layouts of the tensors that they describe."""
 
-    def __init__(self, trained: Problem | None = None) -> None:
-        self.trained = trained  # see run_kernel
-        self.launches: list[tuple[Launch, dict[str, Described]]] = []
+    def __init__(self, backward_of: Problem | None = None) -> None:
+        self.backward_of = backward_of  # see launch_of
+        self.launches: list[tuple[Launch, dict[str, DescriptorLayout]]] = []
 
     def __call__(self, spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -> None:
-        launch = launch_of(spec, problem, tensors, arrays, self.trained)
+        launch = launch_of(spec, problem, tensors, arrays, self.backward_of)
         everything = {**tensors, **arrays}
         launch(problem, everything)
         named = {s.name for s in launch.sources if isinstance(s, DescriptorOf)}
-        self.launches.append((launch, {name: Described.of(everything[name]) for name in named}))
+        self.launches.append((launch, {name: DescriptorLayout.of(everything[name]) for name in named}))
 
     @property
     def counts(self) -> bool:
@@ -66,13 +70,15 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Step:
-    """The launch of one kernel. `slots` are (position of an argument, index of its pointer)."""
+    """The launch of one kernel. `slots` are (position of an argument, index of its pointer), also in `described`."""
 
     kernel: Kernel
     programs: int
     arguments: tuple[Any, ...]
     slots: tuple[tuple[int, int], ...]
-    described: tuple[tuple[int, int, Described, tuple[int, ...]], ...]  # with the tensor's form and the tile's shape
+    described: tuple[
+        tuple[int, int, DescriptorLayout, tuple[int, ...]], ...
+    ]  # with the tensor's form and the tile's shape
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ class FlatStep:
 
 @dataclass(frozen=True)
 class KnownKernels:
-    """The kernels of one direction, in order. `parts` are those of the problem that they read."""
+    """The kernels of one pass, in order. `parts` are those of the problem that they read."""
 
     steps: tuple[Step, ...]
     parts: tuple[Part, ...]
@@ -96,14 +102,14 @@ class KnownKernels:
 
     @staticmethod
     def of(
-        launches: Sequence[tuple[Launch, dict[str, Described]]], names: Sequence[str], problem: Problem
+        launches: Sequence[tuple[Launch, dict[str, DescriptorLayout]]], names: Sequence[str], problem: Problem
     ) -> KnownKernels:
         """Return the kernels of recorded launches of a problem, whose engine's tensors have these names."""
         index: dict[str | tuple[Part, int], int] = {name: i for i, name in enumerate(names)}
         used: dict[Part, None] = {
             s.part: None for launch, _ in launches for s in launch.sources if isinstance(s, FromProblem)
         }
-        for part in used:
+        for part in used:  # equal for each variant of a problem: `_mask` appends the bounds of runs
             for i in range(len(PARTS[part](problem))):
                 index[part, i] = len(index)
         steps = tuple(_step(launch, forms, index) for launch, forms in launches if launch.programs)
@@ -147,9 +153,9 @@ class KnownKernels:
             step.kernel.launch(step.programs, tuple(arguments))
 
 
-def _step(launch: Launch, forms: dict[str, Described], index: dict[str | tuple[Part, int], int]) -> Step:
+def _step(launch: Launch, forms: dict[str, DescriptorLayout], index: dict[str | tuple[Part, int], int]) -> Step:
     slots: list[tuple[int, int]] = []
-    described: list[tuple[int, int, Described, tuple[int, ...]]] = []
+    described: list[tuple[int, int, DescriptorLayout, tuple[int, ...]]] = []
     for (position, _), source in zip(launch.fillers, launch.sources, strict=True):
         i = index[_place(source, launch.shares_tiles)]
         if isinstance(source, DescriptorOf):
@@ -159,7 +165,7 @@ def _step(launch: Launch, forms: dict[str, Described], index: dict[str | tuple[P
     return Step(launch.kernel, launch.programs, launch.arguments, tuple(slots), tuple(described))
 
 
-def _place(source: Source, counted: bool) -> str | tuple[Part, int]:
+def _place(source: FillerSource, counted: bool) -> str | tuple[Part, int]:
     match source:
         case FromTensors(name) | DescriptorOf(name):
             return name
@@ -191,7 +197,9 @@ def _flat(step: Step, pointers: Sequence[Pointer]) -> FlatStep:
     return FlatStep(flat.call, step.programs, arguments, slots, tuple(described))
 
 
-def _expander(flat: FlatLaunch, n: int, form: Described, block: tuple[int, ...]) -> Callable[[Pointer], list[Any]]:
+def _expander(
+    flat: FlatLaunch, n: int, form: DescriptorLayout, block: tuple[int, ...]
+) -> Callable[[Pointer], list[Any]]:
     """Return a function that gives the arguments for the n-th descriptor, encoded once for each address."""
     known: dict[int, list[Any]] = {}
 

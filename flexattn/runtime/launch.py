@@ -46,7 +46,7 @@ _HOPPER = 90  # architecture
 
 V = TypeVar("V")
 Filler = Callable[[Problem, Tensors], Any]  # returns an argument that differs between launches
-Source = FromTensors | FromProblem | DescriptorOf | TileCounter
+FillerSource = FromTensors | FromProblem | DescriptorOf | TileCounter
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Launch:
     programs: int
     arguments: tuple[Any, ...]
     fillers: tuple[tuple[int, Filler], ...]
-    sources: tuple[Source, ...] = ()  # of the arguments that fillers provide, in the same order
+    sources: tuple[FillerSource, ...] = ()  # of the arguments that fillers provide, in the same order
     shares_tiles: bool = False  # programs take several tiles each, from a counter
 
     def __call__(self, problem: Problem, tensors: Tensors) -> None:
@@ -78,21 +78,21 @@ _launches: OrderedDict[tuple[object, ...], Launch] = OrderedDict()
 
 
 def run_kernel(
-    spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors, trained: Problem | None = None
+    spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors, backward_of: Problem | None = None
 ) -> None:
     """Run a kernel on its variant of a problem (`KernelProblems.seen_by`).
 
     `tensors` are the spec's tensors, [B, H, rows, D] with a last stride of 1. `arrays` are contiguous and passed only
-    by address (lse_ptr, ...). `trained`: the problem of a forward that a backward may follow. The first time, the
+    by address (lse_ptr, ...). `backward_of`: the problem of a forward that a backward may follow. The first time, the
     backward's kernels are compiled in other processes at the same time.
     """
-    launch_of(spec, problem, tensors, arrays, trained)(problem, {**tensors, **arrays})
+    launch_of(spec, problem, tensors, arrays, backward_of)(problem, {**tensors, **arrays})
 
 
 def launch_of(
-    spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors, trained: Problem | None = None
+    spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors, backward_of: Problem | None = None
 ) -> Launch:
-    """Return the launch of a kernel, cached by key. For `trained` see run_kernel."""
+    """Return the launch of a kernel, cached by key. For `backward_of` see run_kernel."""
     key = launch_key(spec, problem, tensors, arrays)
     launch = _launches.get(key)
     if launch is None:
@@ -100,8 +100,8 @@ def launch_of(
         plan, reason = plan_best_form(spec, problem, target, tensors, arrays)
         if reason is not None and target.arch == _HOPPER:
             fallback(f"{spec.name} without its Hopper kernel", reason)
-        if trained is not None and wants_backward(trained):
-            load_ahead(expected_backward(trained, tensors, target))
+        if backward_of is not None and wants_backward(backward_of):
+            load_ahead(expected_backward(backward_of, tensors, target))
         launch = prepare(plan, problem, tensors)
         remember(_launches, key, launch)
     return launch
@@ -153,7 +153,7 @@ def prepare(wanted: KernelPlan, problem: Problem, tensors: Tensors) -> Launch:
     programs = min(tiles, processors(problem.query.device)) if plan.spec.persistent else tiles
     arguments: list[Any] = []
     fillers: list[tuple[int, Filler]] = []
-    sources: list[Source] = []
+    sources: list[FillerSource] = []
     for position, argument in enumerate(plan.spec.arguments(plan)):
         value = None
         if isinstance(argument.source, FromShapes):
@@ -185,10 +185,10 @@ _backwards: OrderedDict[tuple[object, ...], tuple[KernelSpec, ...]] = OrderedDic
 def scheduled_backward(problems: KernelProblems, tensors: Tensors) -> tuple[KernelSpec, ...]:
     """Return the kernels that run after DELTA, in order, cached by key."""
     # The names of `tensors` say which gradients are requested, so they are part of the key, like those of arrays.
-    key = launch_key(DELTA, problems.of_captures, tensors, tensors)
+    key = launch_key(DELTA, problems.capture_gradients, tensors, tensors)
     kernels = _backwards.get(key)
     if kernels is None:
-        kernels = backward_kernels(problems, tensors, target_of(problems.of_captures.query.device))
+        kernels = backward_kernels(problems, tensors, target_of(problems.capture_gradients.query.device))
         remember(_backwards, key, kernels)
     return kernels
 
@@ -204,7 +204,7 @@ def _filler(argument: Argument, shared: bool) -> Filler:
         case FromProblem() as source:
             return lambda problem, tensors: source.tensor(problem).detach()
         case DescriptorOf(name, block):
-            return lambda problem, tensors: Described.of(tensors[name]).descriptor(tensors[name], block)
+            return lambda problem, tensors: DescriptorLayout.of(tensors[name]).descriptor(tensors[name], block)
         case TileCounter():
             return _counter if shared else _no_counter
     raise AssertionError(argument)
@@ -220,7 +220,7 @@ def _no_counter(problem: Problem, tensors: Tensors) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Described:
+class DescriptorLayout:
     """What a tensor descriptor says of a tensor besides its address."""
 
     dtype: torch.dtype
@@ -228,11 +228,11 @@ class Described:
     strides: tuple[int, ...]
 
     @staticmethod
-    def of(tensor: Tensor) -> Described:
+    def of(tensor: Tensor) -> DescriptorLayout:
         """A dim of size 1 may have any stride in torch, but TMA requires multiples of 16 bytes."""
         step = -(-tensor.size(-1) * tensor.element_size() // 16) * 16 // tensor.element_size()
         strides = [s if n > 1 else step for n, s in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
-        return Described(tensor.dtype, tuple(tensor.shape), (*strides, 1))
+        return DescriptorLayout(tensor.dtype, tuple(tensor.shape), (*strides, 1))
 
     def descriptor(self, base: Tensor | int, tile: tuple[int, ...]) -> Any:
         """Return Triton's descriptor of a tensor, or of what is at an address. Raises if TMA cannot address it."""

@@ -1,4 +1,4 @@
-"""torch modes around a call: a default device does not affect the call, and modes that only record it are rejected."""
+"""torch modes around a call: a default device does not affect it, and a mode that records a graph is recognized."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _RECORDING = frozenset(
 )
 
 
-def undisturbed(name: str, recorded: Callable[P, R] | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def undisturbed(name: str, when_recording: Callable[P, R] | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a function create tensors on the CPU if it names no device, whatever the default device is.
 
-    Inside a mode that records a graph, or whose tensors have no values, `recorded` is called instead. Without one, it
-    raises UnsupportedError with this name.
+    Inside a mode that records a graph, or whose tensors have no values, `when_recording` is called instead. Without
+    one, UnsupportedError with this name is raised.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -38,8 +38,8 @@ def undisturbed(name: str, recorded: Callable[P, R] | None = None) -> Callable[[
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
             if not _function_modes() and not _dispatch_modes():
                 return function(*args, **kwargs)
-            if recorded is not None and is_recording():
-                return recorded(*args, **kwargs)
+            if when_recording is not None and is_recording():
+                return when_recording(*args, **kwargs)
             with _own_device(name):
                 return function(*args, **kwargs)
 

@@ -86,7 +86,10 @@ def _failing(test: ast.expr, scope: dict[str, Any]) -> ast.expr:
 
 def _short(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{value.dtype} {list(value.shape)} on {value.device}"
+        try:
+            return f"{value.dtype} {list(value.shape)} on {value.device}"
+        except RuntimeError:  # a nested tensor, or an uninitialized one
+            return f"a {type(value).__name__}"
     text = value.__name__ if isinstance(value, type) else repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 

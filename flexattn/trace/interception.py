@@ -74,7 +74,7 @@ class Interception(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._is_paused:
             return func(*args, **(kwargs or {}))
-        args, kwargs = self.known(args), self.known(kwargs or {})
+        args, kwargs = self.as_fake(args), self.as_fake(kwargs or {})
         for number in (*args, *kwargs.values()):
             if type(number) is int and not -(2**63) <= number < 2**63:
                 raise ModError(f"{self.name} at {user_line()} {BEYOND_INT64.format(number=number)}")
@@ -94,7 +94,7 @@ class Interception(TorchFunctionMode):
         self.note_line()
         return result
 
-    def known(self, value: Any) -> Any:
+    def as_fake(self, value: Any) -> Any:
         """Replace real tensors by their fake tensors."""
         if isinstance(value, Tensor):
             if id(value) not in self.replacement:
@@ -103,9 +103,9 @@ class Interception(TorchFunctionMode):
                 self.adopt(value)
             return self.replacement[id(value)][1]
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-            return type(value)([self.known(v) for v in value])
+            return type(value)([self.as_fake(v) for v in value])
         if isinstance(value, dict):
-            return {k: self.known(v) for k, v in value.items()}
+            return {k: self.as_fake(v) for k, v in value.items()}
         return value
 
     def _is_traced(self, value: Tensor) -> bool:

@@ -1,4 +1,6 @@
-"""Recording: one run of a mod under make_fx on fake 0-d tensors. It returns an FX graph and the record of its reads.
+"""Recording: one run of a mod on 0-d tensors. It returns an FX graph and the log of its reads.
+
+A ScalarTape records a mod that uses scalars only (scalar_tape.py). Otherwise make_fx records it on fake tensors.
 
 `follow` runs the mod. Each captured tensor becomes a fake tensor with symbolic sizes when the mod reads it, and each
 captured number a symbolic number, so the graph is valid for other values and sizes.
@@ -24,10 +26,10 @@ from flexattn.process.forks import temporary
 from flexattn.torch_state.modes import users_device
 from flexattn.torch_state.subclasses import check_plain, has_no_values
 from flexattn.torch_state.symbols import example
-from flexattn.trace.follow import IS_KNOWN_VERSION, Follower, Record, Refusal, Unfollowable, symbolic
+from flexattn.trace.follow import IS_KNOWN_VERSION, Follower, ReadLog, Refusal, Unfollowable, symbolic
 from flexattn.trace.interception import Interception, explain_failure, refused_functions
 from flexattn.trace.scalar_tape import NotScalar, ScalarTape
-from flexattn.trace.scalarize import Kind, Recorded, python_text
+from flexattn.trace.scalarize import Kind, RecordedGraph, python_text
 
 Mod = Callable[..., Any]
 Decompositions = dict[Any, Callable[..., Any]]
@@ -41,7 +43,7 @@ class Setting:
 
     device: torch.device  # of the captured tensors
     layouts: bool = False  # whether the mod reads strides; the trace is then valid only for the strides of its tensors
-    natively: bool = False  # whether Python runs the mod; then nothing is recorded
+    natively: bool = False  # whether Python runs the mod: operators are recorded, reads are not, so there is no guard
     scalar: bool = False  # whether it computes with scalars alone; then a ScalarTape records it
     symbolic: bool = False  # whether captured tensors may be those of a graph or of a computation of shapes
 
@@ -72,7 +74,7 @@ class Inputs:
         self.environment: Any = fakes[0]  # of symbolic numbers and sizes
         self.fakes: AbstractContextManager[object] = fakes[1]
         self.interception = Interception(name, self._adopt, self._ask_for_layouts, self.tape)
-        self.record: Record | None = None
+        self.record: ReadLog | None = None
         self.sources: dict[str, str] = {}  # symbol -> Python text over t (tensors) and n (numbers)
         self.symbol_names: dict[str, str] = {}
         self.tensors: list[fx.Node] = []
@@ -158,7 +160,7 @@ class Inputs:
         """Call a scripted function. Its operators are recorded; torch's own reads during the call are not."""
         if self.tape is not None:  # TorchScript reads sizes and devices that the tape does not see
             raise NotScalar
-        args, kwargs = self.interception.known(args), self.interception.known(kwargs)
+        args, kwargs = self.interception.as_fake(args), self.interception.as_fake(kwargs)
         with self.interception.paused():
             found = function(*args, **kwargs)
         self.interception.note_line()
@@ -208,16 +210,16 @@ class Inputs:
 
 def record_run(
     mod: Mod, kind: Kind, name: str, score_dtype: torch.dtype, decompositions: Decompositions, scalar: bool = False,
-    symbolic: bool = False,
-) -> tuple[Recorded, Record]:  # fmt: skip
+    allow_symbolic: bool = False,
+) -> tuple[RecordedGraph, ReadLog]:  # fmt: skip
     """Run `mod` in `follow`, repeatedly if the setting turns out to be wrong.
 
     Args:
         scalar: record it on a ScalarTape, or raise NotScalar.
-        symbolic: captured tensors may be those of a graph or of a computation of shapes.
+        allow_symbolic: captured tensors may be those of a graph or of a computation of shapes.
     """
     scalar = scalar and IS_KNOWN_VERSION
-    setting = Setting(torch.device("cpu"), natively=not IS_KNOWN_VERSION, scalar=scalar, symbolic=symbolic)
+    setting = Setting(torch.device("cpu"), natively=not IS_KNOWN_VERSION, scalar=scalar, symbolic=allow_symbolic)
     reason = "this version of Python is not known"
     while True:
         try:
@@ -249,9 +251,9 @@ def _show(mod: Mod, kind: Kind, name: str, score_dtype: torch.dtype, setting: Se
 
 def _run(
     mod: Mod, kind: Kind, name: str, score_dtype: torch.dtype, decompositions: Decompositions, setting: Setting
-) -> tuple[Recorded, Record]:
+) -> tuple[RecordedGraph, ReadLog]:
     inputs = Inputs(setting, kind, name)
-    record = inputs.record = Record(mod, inputs)
+    record = inputs.record = ReadLog(mod, inputs)
     follower = Follower(record)
     follower.passed_on = (*follower.passed_on, Restart, NotScalar)
     call = mod if setting.natively else follower.mod
@@ -261,7 +263,7 @@ def _run(
 def record_body(
     body: Callable[..., Any], kind: Kind, name: str, score_dtype: torch.dtype, decompositions: Decompositions,
     leaves: Sequence[Leaf],
-) -> Recorded:  # fmt: skip
+) -> RecordedGraph:  # fmt: skip
     """Run `body(*scalars, *leaves)`, a mod whose captured tensors and numbers are arguments. It reads nothing else.
 
     Leaves of tensors are `t[i]` and leaves of numbers are `n[i]` in the sources of symbols, each in their order.
@@ -285,7 +287,7 @@ def record_body(
 def _recorded(
     inputs: Inputs, kind: Kind, score_dtype: torch.dtype, decompositions: Decompositions,
     call: Callable[[list[Tensor]], Any],
-) -> Recorded:  # fmt: skip
+) -> RecordedGraph:  # fmt: skip
     """Record one call of a mod on scalars."""
     setting, name = inputs.setting, inputs.name
     results: list[Any] = []
@@ -293,7 +295,7 @@ def _recorded(
 
     def run(scalars: list[Tensor]) -> list[Any]:
         with inputs.interception, _module_methods_as(methods), users_device():
-            result = inputs.interception.known(call(scalars))
+            result = inputs.interception.as_fake(call(scalars))
         results.append(result)
         return [result] if isinstance(result, Tensor) else []
 
@@ -314,7 +316,7 @@ def _recorded(
             raise NotScalar from error
         raise explain_failure(error, kind, name) from error
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    return Recorded(
+    return RecordedGraph(
         graph=graph,
         result=_result_node(graph, results[-1]),
         inputs=dict(zip(placeholders, SCORE_INPUTS if kind == "score" else MASK_INPUTS, strict=False)),

@@ -35,7 +35,7 @@ _NUMBERS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}  # th
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedGraph:
     """The result of a run: the FX graph, its inputs, its return value, and the source of every symbol."""
 
     graph: fx.Graph
@@ -102,7 +102,7 @@ class Traced:
         )  # fmt: skip
 
 
-def scalarize(recorded: Recorded, kind: Kind, name: str, score_dtype: torch.dtype, location: str) -> Traced:
+def scalarize(recorded: RecordedGraph, kind: Kind, name: str, score_dtype: torch.dtype, location: str) -> Traced:
     """Split the FX graph into a prologue and scalar expressions."""
     called = mod_in_messages(kind, name)
     _refuse_mutation_and_randomness(recorded, called)
@@ -172,7 +172,7 @@ _COMPLEX_SCORE = "Return its real part or its absolute value."
 class _Leaves:
     """The leaves of the graph under construction: inputs, loads from captures, and numbers."""
 
-    def __init__(self, recorded: Recorded, score_dtype: torch.dtype) -> None:
+    def __init__(self, recorded: RecordedGraph, score_dtype: torch.dtype) -> None:
         self.recorded = recorded
         self.builder = Builder()
         self.captures: list[Capture] = []
@@ -186,13 +186,13 @@ class _Leaves:
             )
             for node, name in recorded.inputs.items()
         }
-        self._moving, self._captured = _dependence(recorded)
+        self._depends_on_inputs, self._captured = _dependence(recorded)
 
     def load(self, node: fx.Node, index: Index) -> Expr | None:
         """Return an input or a load, or None for a node that must be computed from its operands."""
         if node in self._inputs:
             return self._inputs[node]
-        if node in self._moving or (node not in self._captured and _is_constant(node)):
+        if node in self._depends_on_inputs or (node not in self._captured and _is_constant(node)):
             return None
         value = node.meta["val"]
         if node not in self.roots:
@@ -238,7 +238,7 @@ def _is_constant(node: fx.Node) -> bool:
     return has_row(node)
 
 
-def _dependence(recorded: Recorded) -> tuple[set[fx.Node], dict[fx.Node, str]]:
+def _dependence(recorded: RecordedGraph) -> tuple[set[fx.Node], dict[fx.Node, str]]:
     """Return the nodes that depend on the mod's inputs, and names for other nodes that read a captured tensor."""
     moving = set(recorded.inputs)
     captured = dict(recorded.names)
@@ -255,7 +255,7 @@ def _dependence(recorded: Recorded) -> tuple[set[fx.Node], dict[fx.Node, str]]:
     return moving, captured
 
 
-def _refuse_mutation_and_randomness(recorded: Recorded, name: str) -> None:
+def _refuse_mutation_and_randomness(recorded: RecordedGraph, name: str) -> None:
     given = {*recorded.inputs, *recorded.tensors}
     aliases = set(given)
     for node in recorded.graph.nodes:
@@ -279,7 +279,7 @@ def _refuse_mutation_and_randomness(recorded: Recorded, name: str) -> None:
             )
 
 
-def _refuse_unknown_values(recorded: Recorded, name: str) -> None:
+def _refuse_unknown_values(recorded: RecordedGraph, name: str) -> None:
     """Raise for numbers and sizes that depend on tensor values (nonzero, unique, a tensor as a number)."""
     for node in recorded.graph.nodes:
         found = node.meta.get("val")
@@ -321,7 +321,7 @@ def python_text(expression: Any, sources: dict[str, str]) -> str:
     return Printer().doprint(expression)
 
 
-def _conditions(recorded: Recorded) -> tuple[str, ...]:
+def _conditions(recorded: RecordedGraph) -> tuple[str, ...]:
     return tuple(dict.fromkeys(python_text(g.expr, recorded.sources) for g in recorded.environment.guards))
 
 
@@ -332,7 +332,7 @@ def _compiled(text: str) -> Callable[..., Any]:
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
-def _prologue(recorded: Recorded, roots: list[fx.Node]) -> fx.GraphModule:
+def _prologue(recorded: RecordedGraph, roots: list[fx.Node]) -> fx.GraphModule:
     """Return a function of all leaves that computes the captures of the graph."""
     graph = fx.Graph()
     copies = {n: graph.placeholder(n.name) for n in (*recorded.tensors, *recorded.numbers)}

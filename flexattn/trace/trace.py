@@ -1,6 +1,6 @@
 """Trace: a score_mod or mask_mod in Python -> BoundMod. Its ModGraph is cached.
 
-A mod runs on 0-d fake tensors under make_fx (`recording`). The FX graph is then split (`scalarize`). Operations on
+A mod runs once on 0-d tensors (`recording`). The FX graph is then split (`scalarize`). Operations on
 captured tensors alone form a *prologue* that torch runs at each call, under autograd. The rest becomes scalar
 expressions.
 
@@ -30,14 +30,14 @@ from flexattn.torch_state.modes import undisturbed
 from flexattn.torch_state.transforms import outside
 from flexattn.trace import memo
 from flexattn.trace.failed_guard import reason_of
-from flexattn.trace.follow import Record, guard_of
+from flexattn.trace.follow import ReadLog, guard_of
 from flexattn.trace.follow.libraries import is_ours
 from flexattn.trace.interception import explain_operator
 from flexattn.trace.operator_calls import Refused, UnknownOperator
 from flexattn.trace.recording import Decompositions, Leaf, record_body, record_run
 from flexattn.trace.registered import meaning_of, registrations
 from flexattn.trace.scalar_tape import NotScalar
-from flexattn.trace.scalarize import Kind, Recorded, Traced, scalarize
+from flexattn.trace.scalarize import Kind, RecordedGraph, Traced, scalarize
 
 Mod = Callable[..., Any]
 
@@ -124,7 +124,7 @@ def count_hits(count: int) -> None:
     _stats["hits"] += count
 
 
-def _warn(kind: Kind, traced: Traced, record: Record) -> None:
+def _warn(kind: Kind, traced: Traced, record: ReadLog) -> None:
     """Warn once about a mod that is traced at each call. If it may only initialize something, skip its first call."""
     place = (traced.graph.location, record.reason)
     count = _retraced.get(place, 0) + 1
@@ -148,7 +148,7 @@ def _frames_of_ours() -> int:
     return count
 
 
-def trace_symbolic(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> tuple[Traced, Record]:
+def trace_symbolic(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> tuple[Traced, ReadLog]:
     """Trace a mod whose captured tensors may be those of a graph, or may have no values. Nothing is cached.
 
     Modes that record a graph must not be active. The trace is then bound to the tensors and numbers of the record.
@@ -158,19 +158,19 @@ def trace_symbolic(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> tuple[Trac
 
 
 @undisturbed("flexattn")
-def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype, symbolic: bool = False) -> tuple[Traced, Record]:
+def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype, symbolic: bool = False) -> tuple[Traced, ReadLog]:
     name = mod_name(mod, kind)
     called = mod_in_messages(kind, name)
     _check_call(mod, kind, name)
-    reads: list[Record] = []
+    reads: list[ReadLog] = []
 
-    def record(decompositions: Decompositions, scalar: bool) -> Recorded:
+    def run_mod(decompositions: Decompositions, scalar: bool) -> RecordedGraph:
         scalar = scalar and not symbolic
         recorded, read = record_run(mod, kind, called, score_dtype, decompositions, scalar, symbolic)
         reads.append(read)
         return recorded
 
-    return _scalarized(record, kind, name, score_dtype, location_of(mod)), reads[-1]
+    return _scalarized(run_mod, kind, name, score_dtype, location_of(mod)), reads[-1]
 
 
 def trace_body(
@@ -189,11 +189,15 @@ def trace_body(
 
 
 def _scalarized(
-    record: Callable[[Decompositions, bool], Recorded], kind: Kind, name: str, score_dtype: torch.dtype, location: str
+    run_mod: Callable[[Decompositions, bool], RecordedGraph],
+    kind: Kind,
+    name: str,
+    score_dtype: torch.dtype,
+    location: str,
 ) -> Traced:
     """Record, adding decompositions until every operator has a row in `aten.TABLES`.
 
-    `record(decompositions, scalar)`: with `scalar`, on a ScalarTape if the mod is scalar.
+    `run_mod(decompositions, scalar)`: with `scalar`, on a ScalarTape if the mod is scalar.
     """
     called = mod_in_messages(kind, name)
     decompositions: Decompositions = {}
@@ -201,7 +205,7 @@ def _scalarized(
     scalar = True
     while True:
         try:
-            return scalarize(record(decompositions, scalar), kind, name, score_dtype, location)
+            return scalarize(run_mod(decompositions, scalar), kind, name, score_dtype, location)
         except NotScalar:
             scalar = False
         except UnknownOperator as unknown:

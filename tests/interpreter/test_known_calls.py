@@ -12,10 +12,10 @@ from quick import slow_unless
 from torch import Tensor
 
 from flexattn import api, create_block_mask, flex_attention, mods
-from flexattn.compiled import operators, repeated
 from flexattn.engines import repeat, triton
 from flexattn.errors import MutationError
 from flexattn.runtime import launch
+from flexattn.torch_compile import operators, repeated
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of masked places

@@ -15,5 +15,5 @@ from flexattn.trace.follow.lifted import LIFTED as LIFTED
 from flexattn.trace.follow.lifted import literal as literal
 from flexattn.trace.follow.lifted import symbolic as symbolic
 from flexattn.trace.follow.record import Guard as Guard
-from flexattn.trace.follow.record import Record as Record
+from flexattn.trace.follow.record import ReadLog as ReadLog
 from flexattn.trace.follow.record import guard_of as guard_of

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flexattn.trace.follow.libraries import HEAP_TYPE, is_library
 from flexattn.trace.follow.lifted import LIFTED, from_symbol, literal
-from flexattn.trace.follow.record import Record
+from flexattn.trace.follow.record import ReadLog
 
 MISSING: Any = object()
 
@@ -56,7 +56,7 @@ class Refusal(Exception):
 class Attributes:
     """Reads attributes. `call` is implemented by a later layer."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: ReadLog) -> None:
         self.record = record
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:

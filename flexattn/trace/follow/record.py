@@ -1,4 +1,4 @@
-"""Record: the locations that a mod read while it ran, as the lines of a guard that reads them again.
+"""record: ReadLog, the locations that a mod read while it ran, as the lines of a guard that reads them again.
 
 Each location is a variable of the guard, computed from that of its owner: `v2 = v1.__closure__[0].cell_contents`. The
 object at a location is checked by type, value or identity. Values of tensors and numbers may change: the guard returns
@@ -66,7 +66,7 @@ class Symbols(Protocol):
 
 
 @dataclass
-class Record:
+class ReadLog:
     """What has been read so far. `root` is the mod itself, the argument of the guard."""
 
     root: Any
@@ -375,7 +375,7 @@ def _is_permanent(value: Any) -> bool:
 Guard = Callable[[Any], tuple[tuple[Tensor, ...], tuple[int | float, ...]] | None]
 
 
-def guard_of(record: Record, conditions: Sequence[str]) -> tuple[Guard, str]:
+def guard_of(record: ReadLog, conditions: Sequence[str]) -> tuple[Guard, str]:
     """Return the guard of a finished record and its source; `conditions` are over t (tensors) and n (numbers)."""
     results = [f"t = ({''.join(v + ', ' for v in record.tensor_variables)})"]
     results.append(f"n = ({''.join(v + ', ' for v in record.number_variables)})")

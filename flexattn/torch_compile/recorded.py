@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from flexattn.block_mask import BlockMask
 from flexattn.call.call import Call, Mod
 from flexattn.call.pose import autocast
-from flexattn.compiled.apart import prepared
-from flexattn.compiled.attention import attend
-from flexattn.compiled.given import Given, check_given, operands_of, option_texts
-from flexattn.compiled.subgraph import bind
 from flexattn.errors import DtypeError, UnsupportedError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.narrow import specialized
+from flexattn.torch_compile.attention import attend
+from flexattn.torch_compile.call_arguments import CallArguments, check_given, operands_of, option_texts
+from flexattn.torch_compile.graph_break import prepared
+from flexattn.torch_compile.subgraph import bind
 from flexattn.torch_state.modes import is_recording, outside_of_modes
 from flexattn.torch_state.subclasses import has_no_values
 from flexattn.trace.interception import Interception
@@ -46,10 +46,10 @@ def recorded_call(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     if call.dropout_p != 0.0:
         seed = torch.ops.aten.random.default(torch.empty(1, dtype=torch.int64, device=query.device))
     sink, number = (call.sink, None) if isinstance(call.sink, Tensor) else (None, call.sink)
-    prepared = None if mask is None else mask._prepared
-    given = Given(
-        query, key, value, () if prepared is None else tuple(map(_in_the_mode, prepared.tensors)),
-        () if mask is None else (*mask.seq_lengths, mask.B, mask.H), None if prepared is None else prepared.text,
+    ready = None if mask is None else mask._prepared
+    given = CallArguments(
+        query, key, value, () if ready is None else tuple(map(_in_the_mode, ready.tensors)),
+        () if mask is None else (*mask.seq_lengths, mask.B, mask.H), None if ready is None else ready.text,
         call.scale, call.enable_gqa, option_texts(call.kernel_options), sink, number, call.dropout_p, seed,
         call.max_scores,
     )  # fmt: skip

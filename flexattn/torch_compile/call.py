@@ -1,6 +1,6 @@
 """call: flex_attention as torch.compile traces it.
 
-Only attributes of the mask are read, and each mod is called once, on 0-d tensors that nothing computes.
+Only attributes of the mask are read, and each mod is called once, on 0-d placeholder tensors.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from flexattn.block_mask import BlockMask
 from flexattn.call.pose import autocast
-from flexattn.compiled.apart import apart, prepared
-from flexattn.compiled.given import option_texts
-from flexattn.compiled.join import JOIN
+from flexattn.torch_compile.call_arguments import option_texts
+from flexattn.torch_compile.call_marker import CALL_MARKER
+from flexattn.torch_compile.graph_break import call_with_graph_break, prepared
 
 
 def traced_call(
@@ -23,10 +23,10 @@ def traced_call(
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Return out, lse and the row maxima, which are empty if not requested."""
     # It imports Dynamo, which takes a second. Dynamo itself runs this import while it traces the call.
-    from flexattn.compiled.higher_order import REVISION, VEHICLE
+    from flexattn.torch_compile.higher_order import HOP, REVISION
 
-    if VEHICLE is None:
-        return apart(
+    if HOP is None:
+        return call_with_graph_break(
             query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, dropout_p, max_scores
         )
     query, key, value = autocast(query, key, value)  # type: ignore[assignment]
@@ -50,13 +50,13 @@ def traced_call(
         result = score if score_mod is None else score_mod(score, *places)
         keep = None if block_mask is None else block_mask._mask_mod(*places)
         is_tensor = isinstance(sink, Tensor)
-        return tuple(JOIN(
+        return tuple(CALL_MARKER(  # in the order of _FIELDS in call_marker.py
             _as_tensor(result, score), _as_tensor(keep, score), [score, *places], REVISION,
             query, key, value, lists, sizes, form, scale, enable_gqa, options, sink if is_tensor else None,
             None if is_tensor else sink, dropout_p, seed, max_scores,
         ))  # fmt: skip
 
-    out, lse, *largest = VEHICLE(body, query, key, value, score, *places)
+    out, lse, *largest = HOP(body, query, key, value, score, *places)
     return out, lse, largest[0] if max_scores else None
 
 

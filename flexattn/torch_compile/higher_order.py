@@ -1,8 +1,8 @@
 """higher_order: the higher-order operator by which Dynamo traces the mods of a call.
 
 Dynamo traces `body`, lifts what the mods capture to inputs of its graph, and guards it. What runs Dynamo's graph
-(AOTAutograd, export, the eager backend) calls `Vehicle.__call__`. It cuts the mods out of the graph, traces them as
-`flexattn.trace` does, and calls the operators of operators.py. Later stages of the compiler see these operators only.
+(AOTAutograd, export, the eager backend) calls `FlexAttentionHOP.__call__`. It cuts the mods out of the graph, traces
+them as `flexattn.trace` does, and calls the operators of operators.py. Later stages see these operators only.
 
 BaseHOPVariable and create_wrapped_node are private to torch, and the same in 2.11 and 2.13. This module imports Dynamo,
 so only a call that Dynamo traces imports it.
@@ -19,12 +19,12 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
-from flexattn.compiled.apart import of_body
-from flexattn.compiled.attention import attend
-from flexattn.compiled.given import operands_of
-from flexattn.compiled.join import JOIN, Joined, make_constant
-from flexattn.compiled.spec import revision
-from flexattn.compiled.subgraph import Source, bound_mod, is_item
+from flexattn.torch_compile.attention import attend
+from flexattn.torch_compile.call_arguments import operands_of
+from flexattn.torch_compile.call_marker import CALL_MARKER, MarkedCall, make_constant
+from flexattn.torch_compile.graph_break import of_body
+from flexattn.torch_compile.spec import revision
+from flexattn.torch_compile.subgraph import ModInGraph, bind_mod, is_item
 from flexattn.trace.interception import gather
 
 try:
@@ -38,8 +38,8 @@ _NAME = "flexattn"
 REVISION = revision()
 
 
-class Vehicle(HigherOrderOperator):
-    """The operator. `body(query, key, value, *scalars)` ends in a call of flexattn::join."""
+class FlexAttentionHOP(HigherOrderOperator):
+    """The operator. `body(query, key, value, *scalars)` ends in a call of flexattn::call_marker."""
 
     def __init__(self) -> None:
         super().__init__(_NAME)
@@ -50,12 +50,12 @@ class Vehicle(HigherOrderOperator):
             return tuple(x for x in of_body(subgraph, *operands[:3]) if x is not None)
         placeholders = [n for n in subgraph.graph.nodes if n.op == "placeholder"]
         values = dict(zip(placeholders, operands, strict=True))
-        (node,) = (n for n in subgraph.graph.nodes if n.target is JOIN)
-        joined = Joined(node, values)
+        (node,) = (n for n in subgraph.graph.nodes if n.target is CALL_MARKER)
+        joined = MarkedCall(node, values)
         given = joined.given
         wide = torch.float64 if given.query.dtype == torch.float64 else torch.float32
         score, mask = (
-            None if result is None else bound_mod(Source(subgraph, result, scalars, values), kind, wide)
+            None if result is None else bind_mod(ModInGraph(subgraph, result, scalars, values), kind, wide)
             for kind, result, scalars in joined.mods
         )
         return tuple(x for x in attend(operands_of(given, score, mask)) if x is not None)
@@ -68,7 +68,7 @@ class Gathers(TorchFunctionMode):
         return gather(*args) if func is Tensor.__getitem__ else func(*args, **(kwargs or {}))
 
 
-class VehicleVariable(BaseHOPVariable):  # type: ignore[misc]
+class FlexAttentionHOPVariable(BaseHOPVariable):  # type: ignore[misc]
     """How Dynamo traces a call of the operator."""
 
     supports_aliasing = True  # query, key and value are often views of one tensor
@@ -108,6 +108,6 @@ def _without_floats(graph: fx.Graph, operands: Sequence[fx.Proxy]) -> list[Any]:
 
 
 # None: each call is a graph break.
-VEHICLE = None if _hop_name_to_variable_class is None else Vehicle()
+HOP = None if _hop_name_to_variable_class is None else FlexAttentionHOP()
 if _hop_name_to_variable_class is not None:
-    _hop_name_to_variable_class[_NAME] = VehicleVariable
+    _hop_name_to_variable_class[_NAME] = FlexAttentionHOPVariable

@@ -1,4 +1,4 @@
-"""apart: calls that torch.compile does not trace. Each is a graph break, and computes as an uncompiled call does."""
+"""graph_break: calls that torch.compile does not trace. Each computes as an uncompiled call does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _apart(*arguments: Any) -> Results:
     return attention(engine_of(problem), problem)
 
 
-apart = uncompiled(
+call_with_graph_break = uncompiled(
     _apart,
     "this version of torch lacks a private name that flexattn needs inside of torch.compile, so each call of "
     "flex_attention is one graph break. Remove fullgraph=True, or use a version of torch that flexattn is tested with",
@@ -41,7 +41,7 @@ def of_body(body: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor)
     """Compute the call whose body Dynamo could not trace, because one of its mods breaks the graph."""
     given = inspect.getclosurevars(body).nonlocals
     options = dict(text.split("=", 1) for text in given["options"])
-    return apart(
+    return call_with_graph_break(
         query, key, value, given["score_mod"], given["block_mask"], given["scale"], given["enable_gqa"],
         {name: ast.literal_eval(value) for name, value in options.items()}, given["sink"], given["dropout_p"],
         given["max_scores"],

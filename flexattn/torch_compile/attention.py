@@ -1,4 +1,4 @@
-"""attention: the differentiable operation around the operators. Tracers of graphs see through it, to the operators."""
+"""attention: the differentiable operation around the operators. In a traced graph only the operators appear."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from flexattn.compiled.operators import OPS
 from flexattn.errors import UnsupportedError, message
+from flexattn.torch_compile.operators import OPS
 
 Symbolic = Any  # an int or a float, or a symbol for one
 

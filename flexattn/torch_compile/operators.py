@@ -27,14 +27,14 @@ from flexattn.call.pose import complete
 from flexattn.call.problem import Problem
 from flexattn.call.sinks import constant_sink
 from flexattn.call.validate import check_scale
-from flexattn.compiled.lists import equal_runs_of, mask_of_lists
-from flexattn.compiled.repeated import Arguments, find, keep, key_of, layout
-from flexattn.compiled.spec import loads
 from flexattn.engines import triton
 from flexattn.engines.choice import engine_of, lse_dtype_of
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.narrow import narrowed
+from flexattn.torch_compile.lists import equal_runs_of, mask_of_lists
+from flexattn.torch_compile.repeated import Arguments, find, keep, key_of, layout
+from flexattn.torch_compile.spec import loads
 
 NAMESPACE = "flexattn"
 OPS = torch.ops.flexattn
@@ -80,7 +80,7 @@ def backward(
     captures: list[Tensor], lists: list[Tensor], sink: Tensor | None, seed: Tensor | None, ints: list[int],
     floats: list[Tensor], scale: float | None, spec: str, needs: list[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """Return the gradients of query, key, value, captures and sink, of those that `needs` names."""
+    """Return the gradients requested in `needs`, for query, key, value, captures and sink."""
     arguments = Arguments(query, key, value, captures, lists, sink, seed, ints, floats, scale, spec)
     kind = key_of(arguments, d_lse is None, *needs, layout(d_out), layout(out))
     known = None if kind is None else find(arguments, kind)
@@ -122,7 +122,7 @@ def backward(
 def _of_given(given: list[Tensor], score: BoundMod | None, computed: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return the gradients of the given captures from those of the captures that kernels read.
 
-    `complete` may have replaced a capture by a copy, or by a table of what its elements are read for.
+    `complete` may have replaced a capture by a copy, or by a table by distance (graph/tables_by_distance.py).
     """
     found: list[Tensor | None] = [None] * len(given)
     roots, gradients = [], []

@@ -22,7 +22,7 @@ from flexattn.trace.trace import trace_body
 
 
 @dataclass(frozen=True)
-class Source:
+class ModInGraph:
     """A mod as part of a graph: the node of its result, its arguments, and the values of the graph's inputs."""
 
     module: fx.GraphModule
@@ -31,7 +31,7 @@ class Source:
     values: dict[fx.Node, Any]  # placeholder -> tensor or symbolic integer
 
 
-def bound_mod(source: Source, kind: Kind, score_dtype: torch.dtype) -> BoundMod:
+def bind_mod(source: ModInGraph, kind: Kind, score_dtype: torch.dtype) -> BoundMod:
     """Cut a mod out of a graph, trace it, and bind it to the values of the graph's inputs.
 
     Numbers of the result may be symbols, or float64 tensors on the CPU, and its graph is not narrowed for them.
@@ -77,7 +77,7 @@ def _source(node: fx.Node) -> fx.Node:
     return source
 
 
-def _cut(source: Source) -> tuple[Callable[..., Any], list[fx.Node]]:
+def _cut(source: ModInGraph) -> tuple[Callable[..., Any], list[fx.Node]]:
     """Return the mod as a function of its scalars and of the nodes that the rest of the graph passes to it."""
     needed, todo = set(), [source.result]
     while todo:

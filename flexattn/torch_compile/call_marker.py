@@ -1,4 +1,4 @@
-"""join: flexattn::join, the last operation of the body that Dynamo traces. It is never executed.
+"""call_marker: flexattn::call_marker, the last operation of the body that Dynamo traces. It is never executed.
 
 It ties the results of the mods to the arguments of the call, and tells Dynamo the shapes of the results.
 """
@@ -11,34 +11,34 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from flexattn.compiled.given import Given, check_given
+from flexattn.torch_compile.call_arguments import CallArguments, check_given
 from flexattn.trace.scalarize import Kind
 
 _LIBRARY = torch.library.Library("flexattn", "FRAGMENT")
 _FIELDS = {
     "score": "Tensor?", "keep": "Tensor?", "scalars": "Tensor[]", "version": "str",
-    # The fields of Given
+    # The fields of CallArguments
     "query": "Tensor", "key": "Tensor", "value": "Tensor", "lists": "Tensor[]", "sizes": "SymInt[]", "form": "str?",
     "scale": "Scalar?", "enable_gqa": "bool", "options": "str[]", "sink": "Tensor?", "sink_number": "float?",
     "dropout_p": "float", "seed": "Tensor?", "max_scores": "bool",
 }  # fmt: skip
-_LIBRARY.define(f"join({', '.join(f'{kind} {name}' for name, kind in _FIELDS.items())}) -> Tensor[]")
-JOIN = torch.ops.flexattn.join
-_OWN = 4  # fields that are not those of Given
+_LIBRARY.define(f"call_marker({', '.join(f'{kind} {name}' for name, kind in _FIELDS.items())}) -> Tensor[]")
+CALL_MARKER = torch.ops.flexattn.call_marker
+_OWN = 4  # fields that are not those of CallArguments
 
 
 @dataclass(frozen=True)
-class Joined:
-    """A join in a graph of torch.compile. `values` are those of the graph's inputs."""
+class MarkedCall:
+    """A call_marker in a graph of torch.compile. `values` are those of the graph's inputs."""
 
     node: fx.Node
     values: dict[fx.Node, Any]  # placeholder -> tensor or symbolic integer
 
     @property
-    def given(self) -> Given:
+    def given(self) -> CallArguments:
         """The arguments of the call, with the values of the graph's inputs."""
         values: Any = fx.map_arg(self.node.args[_OWN:], self._value)
-        return Given(*values)
+        return CallArguments(*values)
 
     @property
     def mods(self) -> tuple[tuple[Kind, fx.Node | None, list[fx.Node]], ...]:
@@ -55,8 +55,8 @@ class Joined:
 
 
 def make_constant(graph: fx.Graph) -> None:
-    """Replace symbolic floats among the arguments of a join that are constants of a graph. They become guarded."""
-    (node,) = (n for n in graph.nodes if n.target is JOIN)
+    """Replace symbolic floats among the arguments of a call_marker by guarded constants of a graph."""
+    (node,) = (n for n in graph.nodes if n.target is CALL_MARKER)
     names = list(_FIELDS)
     for name in ("dropout_p", "sink_number"):
         given = node.args[names.index(name)]
@@ -65,7 +65,7 @@ def make_constant(graph: fx.Graph) -> None:
 
 
 def _fake(*args: Any) -> list[Tensor]:
-    given = Given(*args[_OWN:])
+    given = CallArguments(*args[_OWN:])
     check_given(given)
     query, value = given.query, given.value
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -73,6 +73,6 @@ def _fake(*args: Any) -> list[Tensor]:
     return [*found, query.new_empty(query.shape[:3], dtype=torch.float32)] if given.max_scores else found
 
 
-torch.library.register_fake("flexattn::join", _fake, lib=_LIBRARY)
+torch.library.register_fake("flexattn::call_marker", _fake, lib=_LIBRARY)
 # Never called. It lets the results require gradients while Dynamo traces.
-torch.library.register_autograd("flexattn::join", lambda ctx, *_: None, lib=_LIBRARY)
+torch.library.register_autograd("flexattn::call_marker", lambda ctx, *_: None, lib=_LIBRARY)

@@ -1,4 +1,4 @@
-"""given: the arguments of a call in a graph -> Operands of the operators. Tensors may be fake, and sizes symbols."""
+"""call_arguments: a call in a graph -> Operands of the operators. Tensors may be fake, sizes symbols."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from flexattn.block_mask.prepared import MaskForm
 from flexattn.call.dropout import drop_below
 from flexattn.call.sinks import check_sink
 from flexattn.call.validate import DEVICES, check_forms, check_mask_reads, check_mask_sizes
-from flexattn.compiled.attention import Operands
-from flexattn.compiled.spec import Spec
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.nodes import Const
 from flexattn.options import Options, validate_options
+from flexattn.torch_compile.attention import Operands
+from flexattn.torch_compile.spec import Spec
 
 
 @dataclass(frozen=True)
-class Given:
+class CallArguments:
     """The arguments of a call, without its mods. `lists`, `sizes` and `form` are those of its mask."""
 
     query: Tensor
@@ -41,7 +41,7 @@ class Given:
     max_scores: bool
 
 
-def check_given(given: Given) -> None:
+def check_given(given: CallArguments) -> None:
     """Check what does not depend on the mods."""
     query, key, value = given.query, given.key, given.value
     check_forms(query, key, value, given.enable_gqa, DEVICES | {"meta"})
@@ -56,7 +56,7 @@ def check_given(given: Given) -> None:
         check_mask_sizes((M, N, B, H), given.lists[0].device, both, query, key, gradient)
 
 
-def operands_of(given: Given, score: BoundMod | None, mask: BoundMod | None) -> Operands:
+def operands_of(given: CallArguments, score: BoundMod | None, mask: BoundMod | None) -> Operands:
     """Return the operands of flexattn::forward for a call and its mods. A mod that does nothing becomes None."""
     query = given.query
     if score is not None and score.graph.is_input(score.graph.output, "score"):
@@ -88,7 +88,7 @@ def option_texts(kernel_options: Any) -> list[str]:
     return [] if kernel_options is None else [f"{name}={value!r}" for name, value in kernel_options.items()]
 
 
-def _options(given: Given) -> Options:
+def _options(given: CallArguments) -> Options:
     pairs = (text.split("=", 1) for text in given.options)
     return validate_options({name: ast.literal_eval(value) for name, value in pairs})
 

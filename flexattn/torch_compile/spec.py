@@ -21,7 +21,7 @@ FORMAT = 1  # changes whenever the arguments of the operators or the meaning of 
 
 
 def revision() -> str:
-    """Return a digest of this package. A graph cached by torch is valid for the code that made it alone."""
+    """Return a digest of this package. A graph cached by torch is valid only for the code that made it."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())
