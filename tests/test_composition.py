@@ -276,6 +276,19 @@ def test_profiles_name_the_mods() -> None:
     }
 
 
+def test_profiles_of_compiled_calls_name_the_mods() -> None:
+    def sloped(score, b, h, q_idx, kv_idx):
+        return score - 0.5 * (q_idx - kv_idx).abs()
+
+    x = inputs()
+    call = torch.compile(lambda x: flex_attention(x, x, x, sloped, MASK), backend="aot_eager")
+    call(x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        call(x).sum().backward()
+    names = {event.key for event in profile.key_averages() if event.key.startswith("flexattn.")}
+    assert names == {f"flexattn.{p}(score_mod=sloped, mask_mod=causal)" for p in ("forward", "backward")}
+
+
 def test_a_call_that_nobody_watches_is_not_wrapped(monkeypatch) -> None:
     monkeypatch.setattr(watched, "range_name", lambda *_: pytest.fail("named without a profiler"))
     monkeypatch.setattr(watched, "flops", lambda *_: pytest.fail("counted without a counter"))

@@ -28,7 +28,9 @@ from flexattn.call.problem import Problem
 from flexattn.call.sinks import constant_sink
 from flexattn.call.validate import check_scale
 from flexattn.engines import triton
+from flexattn.engines.autograd import without_autocast
 from flexattn.engines.choice import engine_of, lse_dtype_of
+from flexattn.engines.watched import is_watched
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.narrow import narrowed
@@ -61,14 +63,14 @@ def forward(
 ) -> list[Tensor]:  # fmt: skip
     """Return out, lse in the dtype of `lse_dtype_of` and, if requested, the row maxima."""
     given = Arguments(query, key, value, captures, lists, sink, seed, ints, floats, scale, spec)
-    kind = key_of(given)
+    kind = None if is_watched() else key_of(given)
     known = None if kind is None else find(given, kind)
     if known is not None:
         out, lse, largest = known[0].run(query, key, value, known[1])
         return [out, lse] if largest is None else [out, lse, largest]
     problem = _problem(*given, gradient=False)
     engine = engine_of(problem)
-    out, lse, largest = engine.forward(problem)
+    out, lse, largest = without_autocast(problem, engine.forward, problem)
     if kind is not None and engine is triton:
         keep(given, kind, problem, triton.known_forward(problem))
     found = [_laid_out(out, query), lse.to(lse_dtype_of(query, problem.options))]
@@ -82,7 +84,7 @@ def backward(
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients requested in `needs`, for query, key, value, captures and sink."""
     arguments = Arguments(query, key, value, captures, lists, sink, seed, ints, floats, scale, spec)
-    kind = key_of(arguments, d_lse is None, *needs, layout(d_out), layout(out))
+    kind = None if is_watched() else key_of(arguments, d_lse is None, *needs, layout(d_out), layout(out))
     known = None if kind is None else find(arguments, kind)
     if known is not None:
         wanted = needs[0], needs[1], needs[2], False
@@ -97,9 +99,8 @@ def backward(
     of_sink = sink is not None and needs[-1]
     engine = engine_of(problem)
     with torch.no_grad():
-        dq, dk, dv, computed, d_sink = engine.backward(
-            problem, out, lse, d_out, d_lse, (needs[0], needs[1], needs[2], of_sink)
-        )
+        inputs = problem, out, lse, d_out, d_lse, (needs[0], needs[1], needs[2], of_sink)
+        dq, dk, dv, computed, d_sink = without_autocast(problem, engine.backward, *inputs)
     found = [dq, dk, dv, *_of_given(given, problem.score, computed)]
     has_all = all((gradient is not None) == need for gradient, need in zip(found, needs, strict=False))
     if kind is not None and engine is triton and has_all:
