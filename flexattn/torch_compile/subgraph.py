@@ -104,7 +104,8 @@ _FRAME = re.compile(r'File "(.*)", line (\d+), in (\S+)')
 def _place(result: fx.Node, kind: Kind) -> tuple[str, str]:
     """Return the name of the user's function, and file:line of its result, from the stack that Dynamo recorded."""
     frames = _FRAME.findall(result.stack_trace or "")
-    called = [i for i, (file, _, name) in enumerate(frames) if file.endswith("torch_compile/call.py") and name == "body"]
+    of_body = "torch_compile/call.py", "body"
+    called = [i for i, (file, _, name) in enumerate(frames) if file.endswith(of_body[0]) and name == of_body[1]]
     if not called or called[-1] + 1 == len(frames):
         return f"{kind}_mod", ""
     file, line, name = frames[called[-1] + 1]
