@@ -19,7 +19,8 @@ Options = tuple[tuple[str, object], ...]  # validated, sorted by name: hashable
 class FlexKernelOptions(TypedDict, total=False):
     """PyTorch's FlexKernelOptions, options that PyTorch accepts but does not list, `EXACT` and `BATCH_INVARIANT`."""
 
-    # The engine. AUTO chooses by device and call. HOPPER requests the Hopper kernels, or an error with the reason.
+    # The engine. AUTO chooses by device and call. HOPPER requests the Hopper kernels, TRITON_DECODE the kernels for short
+    # queries (a forward), or an error with the reason.
     BACKEND: Literal["AUTO", "TRITON", "HOPPER", "CPU", "FLASH", "TRITON_DECODE"]
     # The bits of a row's results depend only on that row and on what it attends to: docs/numerics.md.
     BATCH_INVARIANT: bool
@@ -35,13 +36,13 @@ class FlexKernelOptions(TypedDict, total=False):
     BLOCK_M2: int  # dQ tile, queries
     BLOCK_N2: int  # dQ tile, keys
     USE_TMA: bool  # False: do not load tiles through TMA
+    FORCE_USE_FLEX_ATTENTION: bool  # do not use the kernels for short queries
+    SPLIT_KV: int  # into how many splits the kernels for short queries divide the keys
     # PyTorch's options that follow are accepted and have no effect. They describe PyTorch's own kernels.
     PRESCALE_QK: bool  # scale q instead of the scores
     ROWS_GUARANTEED_SAFE: bool  # each row has a key
     BLOCKS_ARE_CONTIGUOUS: bool  # masks are stored as runs of blocks anyway
     WRITE_DQ: bool  # the plan chooses where captured gradients are summed
-    FORCE_USE_FLEX_ATTENTION: bool  # there is no other kernel for short queries
-    SPLIT_KV: int
     PARTITION_SIZE: int
     SKIP_MASK_SCORE: bool
     num_consumer_groups: int
@@ -153,9 +154,9 @@ def _size(argument: str, plain: str, value: int) -> int:
 
 def _check_backend(given: dict[str, object]) -> None:
     backend = given.get("BACKEND", "AUTO")
-    if backend in ("FLASH", "TRITON_DECODE"):
-        found = f"BACKEND={backend!r}"
-        raise UnsupportedError(message("kernel_options", found, "AUTO, TRITON, HOPPER or CPU", _MEND_BACKEND))
+    if backend == "FLASH":
+        expected = "AUTO, TRITON, TRITON_DECODE, HOPPER or CPU"
+        raise UnsupportedError(message("kernel_options", f"BACKEND={backend!r}", expected, _MEND_BACKEND))
     if backend != "AUTO" and given.get("FORCE_USE_FLEX_ATTENTION"):
         found = f"FORCE_USE_FLEX_ATTENTION together with BACKEND={backend!r}"
         raise OptionError(message("kernel_options", found, "one of the two", _MEND_BACKEND))

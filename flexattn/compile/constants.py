@@ -59,7 +59,11 @@ def _of_keys(plan: KernelPlan) -> bool:
 
 
 def _of_dq_rows(plan: KernelPlan) -> bool:
-    return plan.spec.fixed_tile is not None
+    return not plan.spec.products and "dq" in plan.spec.tensors
+
+
+def _of_splits(plan: KernelPlan) -> bool:
+    return plan.spec.splits_keys or (plan.is_forward and not plan.spec.products)
 
 
 def _has_sums(plan: KernelPlan) -> bool:
@@ -139,6 +143,7 @@ CONSTANTS = (
     Constant("TRANSPOSED", _has_dropout, lambda plan: plan.transposed),
     Constant("KEYS_TOGETHER", _has_dropout, _keys_together),
     Constant("SETTLES", _has_dropout, _settles),
+    Constant("DV", _of_splits, lambda plan: plan.Dv),
     Constant("D", _of_dq_rows, lambda plan: plan.D),
     Constant("PIECES", _of_dq_rows, lambda plan: pieces_of(plan.D)),
     Constant("STEP", _of_dq_rows, _column_step),

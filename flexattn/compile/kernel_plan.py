@@ -84,6 +84,8 @@ class KernelSpec:
     captures: Literal["", "adds", "adds over batch", "sizes"] = ""
     gluon: bool = False  # a warp-specialized Gluon kernel
     fills_padding: bool = False  # its programs also own the padding after the last row
+    # Programs own queries of all heads that share a key head, and one split of the keys. merge_splits follows.
+    splits_keys: bool = False
     persistent: bool = False  # at most one program per SM, which processes several tiles
     tile_options: tuple[str, str] | None = None  # kernel_options for BLOCK_M and BLOCK_N
     tiled_as: str = ""  # the kernel whose rows of the tile table it uses; "": its own

@@ -141,6 +141,34 @@ FORWARD = KernelSpec(
     tile_options=("BLOCK_M", "BLOCK_N"),
 )  # fmt: skip
 
+# [B, Hq, M, splits, Dv] and [B, Hq, M, splits]: the results of the splits, and their lse in the exp2 domain.
+_PARTS = (Array("part_ptr", "*fp32", divisible=True), Array("part_lse_ptr", "*fp32"))
+FORWARD_SPLIT = KernelSpec(
+    "forward_split",
+    phase="fwd",
+    tensors=("q", "k", "v"),
+    operands=(
+        Pointers(("q", "k", "v")), *_PARTS, Strides(("q", "k", "v")),
+        Scalars(("M", "N", "heads_q", "heads_kv", "group_size", "row_tiles", "splits")), ScoreScale(),
+        When(lambda plan: plan.score is None, (Scalars(("q_sign",)),)), MaskLists(), ModArguments(),
+    ),
+    shared_bytes=product_bytes,
+    splits_keys=True,
+    tile_options=("BLOCK_M", "BLOCK_N"),
+)  # fmt: skip
+MERGE_SPLITS = KernelSpec(
+    "merge_splits",
+    phase="fwd",
+    tensors=("o",),
+    operands=(
+        *_PARTS, Pointers(("o",)), _LSE, SINK, Strides(("o",)), Scalars(("M", "heads_q", "splits")),
+    ),
+    shared_bytes=lambda plan: 0,
+    products=False,
+    dims=("v", "v"),
+    fixed_tile=Tile(1, 16, 4, 1),
+)  # fmt: skip
+
 DELTA = KernelSpec(
     "backward_delta",
     phase="bwd",
@@ -283,9 +311,10 @@ DQ_ROWS = KernelSpec(
 KERNELS: dict[str, KernelSpec] = {
     spec.name: spec
     for spec in (
-        FORWARD, DELTA, DQ, CAPTURES, SIZES, BATCH_CAPTURES, DKDV, HOPPER_FORWARD, HOPPER_DQ, HOPPER_DKDV,
+        FORWARD, FORWARD_SPLIT, MERGE_SPLITS, DELTA, DQ, CAPTURES, SIZES, BATCH_CAPTURES, DKDV, HOPPER_FORWARD, HOPPER_DQ, HOPPER_DKDV,
         HOPPER_BACKWARD, HOPPER_BACKWARD_WIDE, DQ_ROWS,
     )
 }  # fmt: skip
 
+SPLIT = (FORWARD_SPLIT, MERGE_SPLITS)  # the alternative to FORWARD for short queries
 PAIR, FUSED = (DQ, DKDV), (HOPPER_BACKWARD, DQ_ROWS)  # the two alternatives after DELTA

@@ -13,6 +13,7 @@ from flexattn.compile.arguments import NO_ARRAYS, Tensors
 from flexattn.compile.capture_sums import sums_integers
 from flexattn.compile.kernel_plan import KernelPlan, KernelSpec, Phase
 from flexattn.compile.mod_plan import CaptureLayout, ModPlan
+from flexattn.compile.scalars import SPLIT_ROWS
 from flexattn.compile.scatter import without_sites
 from flexattn.compile.shared_memory import fit
 from flexattn.compile.tile_choice import choose
@@ -94,6 +95,8 @@ def tile_key(plan: KernelPlan) -> TileKey:
 
 def tile_origin(plan: KernelPlan) -> str:
     """Return a description of where the tile of a plan comes from."""
+    if plan.spec.splits_keys:
+        return "by the number of rows"
     if plan.is_hopper or plan.spec.fixed_tile:
         return "measured on sm_90"
     choice = choose(tile_key(plan), plan.target, tuned=not plan.batch_invariant)
@@ -116,6 +119,8 @@ def _tile(
     """Return `tile` or the tile from the tables, changed by kernel_options and limited to what Triton compiles."""
     if spec.fixed_tile is not None:
         return spec.fixed_tile
+    if spec.splits_keys and tile is None:
+        tile = _split_tile(problem, D, Dv)
     if tile is None:
         score = None if problem.score is None else problem.score.graph
         precision, masked = _precision(problem, target), problem.block_mask is not None
@@ -133,6 +138,14 @@ def _tile(
         # Triton 3.6 cannot pipeline a load whose address depends on a dot product.
         tile = replace(tile, num_stages=1)
     return tile
+
+
+def _split_tile(problem: Problem, D: int, Dv: int) -> Tile:
+    """Return the tile of forward_split: as few rows as hold the queries of a group, at most SPLIT_ROWS."""
+    rows = problem.query.size(2) * (problem.query.size(1) // problem.key.size(1))
+    BLOCK_M = min(SPLIT_ROWS, max(16, 1 << (rows - 1).bit_length()))
+    BLOCK_N = 64 if max(D, Dv) * problem.query.element_size() <= 256 else 32
+    return Tile(BLOCK_M, BLOCK_N, 4, 3)
 
 
 def _with_options(tile: Tile, names: tuple[str, str], phase: Phase, problem: Problem) -> Tile:

@@ -10,8 +10,8 @@ from flexattn.call.dropout import Dropout
 from flexattn.call.problem import Problem
 from flexattn.compile.head_dims import pieces_of
 from flexattn.compile.kernel_plan import KernelPlan
-from flexattn.machine.target import l2_bytes
-from flexattn.options import LARGEST_TILE
+from flexattn.machine.target import l2_bytes, processors
+from flexattn.options import LARGEST_TILE, option
 
 LOG2E = math.log2(math.e)
 
@@ -48,9 +48,32 @@ def _heads(plan: KernelPlan, problem: Problem) -> int:
 def tiles_of(plan: KernelPlan, problem: Problem) -> int:
     """Return the number of tiles assigned to programs, over all heads."""
     rows = (problem.key if plan.transposed else problem.query).size(2)
+    if plan.spec.splits_keys:
+        return problem.query.size(0) * problem.key.size(1) * _row_tiles(plan, problem) * splits_of(problem)
     if plan.spec.fills_padding:
         return padded(rows) // plan.tile.BLOCK_M * _heads(plan, problem)
     return -(-rows // plan.outer[0]) * plan.tiles_per_block * _heads(plan, problem)
+
+
+def _row_tiles(plan: KernelPlan, problem: Problem) -> int:
+    """Return the tiles of the rows that share a key head: queries times heads of the group."""
+    return -(-problem.query.size(2) * _group_size(plan, problem) // plan.tile.BLOCK_M)
+
+
+def splits_of(problem: Problem) -> int:
+    """Return into how many splits forward_split divides the keys, so that all multiprocessors have programs."""
+    given = option(problem.options, "SPLIT_KV", "fwd")
+    if isinstance(given, int) and given > 0:
+        return given
+    (B, Hq, M, _), (_, Hkv, N, _) = problem.query.shape, problem.key.shape
+    programs = B * Hkv * -(-M * (Hq // Hkv) // SPLIT_ROWS)
+    wanted = -(-SPLIT_PROGRAMS * processors(problem.query.device) // programs)
+    return max(1, min(wanted, N // SPLIT_KEYS, MOST_SPLITS))
+
+
+SPLIT_ROWS = 64  # largest tile of rows of forward_split
+SPLIT_KEYS = 256  # fewest keys of a split
+SPLIT_PROGRAMS, MOST_SPLITS = 4, 256  # programs per multiprocessor, splits
 
 
 def _heads_per_group(plan: KernelPlan, problem: Problem) -> int:
@@ -94,6 +117,8 @@ def _dropout(problem: Problem) -> Dropout:
 # Triton type and value of each scalar argument.
 SCALARS: dict[str, tuple[str, Callable[[KernelPlan, Problem], int | float]]] = {
     "tiles": ("i32", tiles_of),
+    "splits": ("i32", lambda plan, problem: splits_of(problem)),
+    "row_tiles": ("i32", _row_tiles),
     "M": ("i32", lambda plan, problem: problem.query.size(2)),
     "M_padded": ("i32", lambda plan, problem: padded(problem.query.size(2))),
     "N": ("i32", lambda plan, problem: problem.key.size(2)),

@@ -15,12 +15,15 @@ from flexattn.compile.kernels import (
     DELTA,
     DKDV,
     DQ_ROWS,
+    FORWARD,
     FUSED,
     HOPPER_BACKWARD,
     PAIR,
     SIZES,
+    SPLIT,
 )
 from flexattn.compile.plan import plan_kernel
+from flexattn.compile.scalars import splits_of
 from flexattn.compile.scatter import same_in_all_batches, without_sites
 from flexattn.compile.tiles import Tile
 from flexattn.errors import UnsupportedError, message
@@ -76,6 +79,42 @@ def sums_over_batch(problem: Problem) -> bool:
         return False  # the common case, checked in each forward and backward
     one_mask = mask is None or (mask.B == 1 and problem.mask is not None and not problem.mask.graph.reads("b"))
     return one_mask and same_in_all_batches(graph)
+
+
+LONGEST_SPLIT = 128  # queries
+
+
+def forward_kernels(problem: Problem) -> tuple[KernelSpec, ...]:
+    """Return the kernels of the forward, in order: SPLIT for short queries, else FORWARD.
+
+    Raises UnsupportedError if BACKEND is "TRITON_DECODE" and the call cannot be split.
+    """
+    reason = _refusal_of_split(problem)
+    if option(problem.options, "BACKEND", "fwd") == "TRITON_DECODE":
+        if reason is not None:
+            found = f"BACKEND='TRITON_DECODE' with {reason}"
+            mend = "Leave BACKEND out."
+            raise UnsupportedError(message("kernel_options", found, "a call that can split its keys", mend))
+        return SPLIT
+    automatic = (option(problem.options, "BACKEND", "fwd") or "AUTO") == "AUTO"
+    forced = option(problem.options, "FORCE_USE_FLEX_ATTENTION", "fwd") is True
+    return SPLIT if automatic and not forced and reason is None and splits_of(problem) > 1 else (FORWARD,)
+
+
+def _refusal_of_split(problem: Problem) -> str | None:
+    """Return why the keys of a call cannot be split; None if they can."""
+    (_, Hq, M, _), Hkv, mask = problem.query.shape, problem.key.shape[1], problem.block_mask
+    if M > LONGEST_SPLIT:
+        return f"{M} queries, more than {LONGEST_SPLIT}"
+    if problem.batch_invariant or problem.max_scores or problem.dropout is not None:
+        return "BATCH_INVARIANT, max_scores or dropout"
+    if option(problem.options, "PROFILE") is True:
+        return "PROFILE"
+    if mask is not None and mask.BLOCK_SIZE[0] < M:
+        return f"{M} queries in several blocks of {mask.BLOCK_SIZE[0]}"
+    if mask is not None and mask.H > 1 and Hq != Hkv:
+        return "a mask by head and heads that share keys"
+    return None
 
 
 def backward_kernels(problems: KernelProblems, tensors: Tensors, target: Target) -> tuple[KernelSpec, ...]:

@@ -16,6 +16,8 @@ from flexattn.machine.triton_versions import is_interpreting
 from flexattn.options import Options, option
 from flexattn.process.events import fallback
 
+ON_TRITON = frozenset(("TRITON", "HOPPER", "TRITON_DECODE"))  # values of BACKEND
+
 
 def engine_of(problem: Problem) -> Engine:
     """Return the engine for a problem, by emptiness, device, dtype and kernel_options["BACKEND"]."""
@@ -27,12 +29,12 @@ def engine_of(problem: Problem) -> Engine:
         if engine is gpu_float64:
             fallback("engine", "float64 on a GPU is computed block by block in torch operations")
         return engine if engine is gpu_float64 else _checked_triton(query.device, str(backend))
-    return _checked_triton(query.device, str(backend)) if backend in ("TRITON", "HOPPER") else cpu
+    return _checked_triton(query.device, str(backend)) if backend in ON_TRITON else cpu
 
 
 def lse_dtype_of(query: Tensor, options: Options) -> torch.dtype:
     """Return the dtype of the lse that the engine returns. The CPU engine keeps more bits of it, for its backward."""
-    on_cpu = query.device.type == "cpu" and (option(options, "BACKEND") or "AUTO") not in ("TRITON", "HOPPER")
+    on_cpu = query.device.type == "cpu" and (option(options, "BACKEND") or "AUTO") not in ON_TRITON
     wide = query.dtype == torch.float64 or (on_cpu and query.dtype == torch.float32)
     return torch.float64 if wide else torch.float32
 

@@ -17,11 +17,11 @@ from flexattn.compile.arguments import Tensors
 from flexattn.compile.capture_sums import CaptureSums, largest_of_rows, sums_integers
 from flexattn.compile.head_dims import pieces_of
 from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
-from flexattn.compile.kernels import DELTA, DQ_ROWS, FORWARD, SIZES
+from flexattn.compile.kernels import DELTA, DQ_ROWS, FORWARD, SIZES, SPLIT
 from flexattn.compile.plan import has_descriptor, is_aligned
-from flexattn.compile.scalars import padded
+from flexattn.compile.scalars import padded, splits_of
 from flexattn.compile.scatter import capture_sum_name, scatter_captures
-from flexattn.compile.schedule import KernelProblems, backward_kernels, plan_best_form
+from flexattn.compile.schedule import KernelProblems, backward_kernels, forward_kernels, plan_best_form
 from flexattn.machine.target import Target
 from flexattn.options import option
 from flexattn.process.events import fallback
@@ -35,6 +35,8 @@ Run = Callable[[KernelSpec, Problem, Tensors, Tensors], None]
 _FORWARD_OUTPUTS = tuple((f.wanted, f.outputs) for f in FORWARD.features if f.outputs is not None)
 
 
+# The tensors of a forward in the order of its pointers.
+_FORWARD = ("q", "k", "v", "o", "lse_ptr", "max_ptr", COUNTER, "part_ptr", "part_lse_ptr")
 Sizes = tuple[tuple[int, ...], tuple[int, ...]]  # the shape of a tensor and its strides
 
 
@@ -45,16 +47,18 @@ class KnownForward:
     out: Sizes
     lse: Sizes
     returns_largest: bool  # of each row of scores
+    splits: tuple[int, int]  # elements of the results of splits and of their lse, 0 without splits
     counts: bool  # tiles are taken from a counter
     kernels: KnownKernels
 
     @staticmethod
-    def of(problem: Problem, recorded: LaunchLog, out: Tensor) -> KnownForward:
-        """Return the forward that was recorded."""
-        kernels = KnownKernels.of(recorded.launches, ("q", "k", "v", "o", "lse_ptr", "max_ptr", COUNTER), problem)
+    def of(problem: Problem, recorded: LaunchLog, out: Tensor, arrays: Tensors) -> KnownForward:
+        """Return the forward that was recorded, with these arrays."""
+        kernels = KnownKernels.of(recorded.launches, _FORWARD, problem)
         shape = tuple(out.shape)
         rows = shape[:3], (shape[1] * shape[2], shape[2], 1)
-        return KnownForward((shape, out.stride()), rows, problem.max_scores, recorded.counts, kernels)
+        splits = arrays["part_ptr"].numel() if "part_ptr" in arrays else 0, len(arrays.get("part_lse_ptr", ()))
+        return KnownForward((shape, out.stride()), rows, problem.max_scores, splits, recorded.counts, kernels)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, parts: Iterable[Pointer]
@@ -67,8 +71,22 @@ class KnownForward:
         # A new counter for each launch: a CUDA graph captures the zeroing, and concurrent launches must not share one.
         counter = lse.new_zeros(1, dtype=torch.int32) if self.counts else lse
         tensors = (query, key, value, out, lse, lse if largest is None else largest, counter)
-        self.kernels.run([*pointers_of(tensors, query.is_cuda), *parts], device)
+        pointers = pointers_of(tensors, query.is_cuda)
+        if self.splits[0]:
+            memory = empty((sum(self.splits),), (1,), torch.float32)
+            pointers += _split_pointers(memory, self.splits[0], query.is_cuda)
+        else:
+            pointers += pointers[4:5] * 2  # no kernel reads them
+        self.kernels.run([*pointers, *parts], device)
         return out, lse, largest
+
+
+def _split_pointers(memory: Tensor, elements: int, on_gpu: bool) -> list[Pointer]:
+    """Return pointers to the results of splits, and to their lse."""
+    if on_gpu:
+        address = memory.data_ptr()
+        return [address, address + 4 * elements]
+    return [memory[:elements], memory[elements:]]
 
 
 # The tensors of a backward in the order of its pointers.
@@ -158,15 +176,15 @@ def forward(problem: Problem, run: Run | None = None) -> tuple[Tensor, Tensor, T
     """Return out [B, Hq, M, Dv], lse [B, Hq, M] and, if requested, the largest score of each row [B, Hq, M]."""
     problem = _with_rows(problem)
     if run is not None:
-        return _forward(problem, run)
+        return _forward(problem, run)[0]
     key = known_key(FORWARD, problem, {"q": problem.query, "k": problem.key, "v": problem.value}, (), ())
     known = _forwards.get(key)
     if known is not None:
         return known(problem.query, problem.key, problem.value, known.kernels.pointers(problem))
     recorded = LaunchLog(backward_of=problem)
-    found = _forward(problem, recorded)
+    found, arrays = _forward(problem, recorded)
     if not option(problem.options, "PROFILE"):
-        remember(_forwards, key, KnownForward.of(problem, recorded, found[0]))
+        remember(_forwards, key, KnownForward.of(problem, recorded, found[0], arrays))
     return found
 
 
@@ -179,7 +197,8 @@ def known_forward(problem: Problem) -> KnownForward | None:
     )
 
 
-def _forward(problem: Problem, run: Run) -> tuple[Tensor, Tensor, Tensor | None]:
+def _forward(problem: Problem, run: Run) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensors]:
+    """Return the results, and the arrays that kernels wrote besides them."""
     q, v = problem.query, problem.value
     out = _like_strides(q, v.size(-1))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -189,8 +208,20 @@ def _forward(problem: Problem, run: Run) -> tuple[Tensor, Tensor, Tensor | None]
             arrays |= outputs(problem)
     seen = KernelProblems.of(problem).seen_by(FORWARD)
     tensors = {"q": q, "k": problem.key, "v": v, "o": out}
-    run(FORWARD, seen, tensors, arrays)
-    return out, lse, arrays.get("max_ptr")
+    kernels = forward_kernels(problem)
+    if kernels == SPLIT:
+        arrays |= _split_arrays(problem)
+    for spec in kernels:
+        run(spec, seen, {name: tensors[name] for name in spec.tensors}, arrays)
+    return (out, lse, arrays.get("max_ptr")), arrays
+
+
+def _split_arrays(problem: Problem) -> dict[str, Tensor]:
+    """Return the arrays for the results of splits and their lse, as parts of one allocation."""
+    rows, splits, Dv = problem.query.shape[:3].numel(), splits_of(problem), problem.value.size(3)
+    memory = problem.query.new_empty(rows * splits * (Dv + 1), dtype=torch.float32)
+    part, part_lse = memory.split_with_sizes((rows * splits * Dv, rows * splits))
+    return {"part_ptr": part, "part_lse_ptr": part_lse}
 
 
 def backward(
@@ -294,7 +325,7 @@ def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | Non
     out = _like_strides(q, v.size(-1))
     tensors = {"q": q, "k": k, "v": v, "o": out, "do": out, "dq": q, "dk": k, "dv": v}
     problems = KernelProblems.of(problem)
-    kernels = (FORWARD, DELTA, *backward_kernels(problems, tensors, target))
+    kernels = (*forward_kernels(problem), DELTA, *backward_kernels(problems, tensors, target))
     arrays = {"dq_sum_ptr": out} if DQ_ROWS in kernels else {}
     return tuple(
         plan_best_form(spec, problems.seen_by(spec), target, {name: tensors[name] for name in spec.tensors}, arrays)
