@@ -19,8 +19,8 @@ Options = tuple[tuple[str, object], ...]  # validated, sorted by name: hashable
 class FlexKernelOptions(TypedDict, total=False):
     """PyTorch's FlexKernelOptions, options that PyTorch accepts but does not list, `EXACT` and `BATCH_INVARIANT`."""
 
-    # The engine. AUTO chooses by device and call. HOPPER requests the Hopper kernels, TRITON_DECODE the kernels for short
-    # queries (a forward), or an error with the reason.
+    # The engine. AUTO chooses by device and call. HOPPER requests the Hopper kernels, TRITON_DECODE the kernels for
+    # short queries, or an error with the reason.
     BACKEND: Literal["AUTO", "TRITON", "HOPPER", "CPU", "FLASH", "TRITON_DECODE"]
     # The bits of a row's results depend only on that row and on what it attends to: docs/numerics.md.
     BATCH_INVARIANT: bool

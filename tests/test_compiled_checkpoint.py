@@ -114,8 +114,8 @@ from torch._dynamo.utils import counters
 from flexattn.torch_compile import higher_order
 sign = int(sys.argv[1])
 resolved = []
-original = higher_order.bound_mod
-higher_order.bound_mod = lambda *args: (resolved.append(1), original(*args))[1]
+original = higher_order.bind_mod
+higher_order.bind_mod = lambda *args: (resolved.append(1), original(*args))[1]
 plus = lambda s, b, h, i, j: s + t[h]
 minus = lambda s, b, h, i, j: s - t[h]
 t = torch.tensor([1.0, 2.0])

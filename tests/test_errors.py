@@ -305,9 +305,12 @@ OPTIONS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]
     ),
     "flash": (
         options(BACKEND="FLASH"), (NotImplementedError,),
-        "found BACKEND='FLASH', expected AUTO, TRITON, HOPPER or CPU.",
+        "found BACKEND='FLASH', expected AUTO, TRITON, TRITON_DECODE, HOPPER or CPU.",
     ),
-    "decode": (options(BACKEND="TRITON_DECODE"), (NotImplementedError,), "found BACKEND='TRITON_DECODE'"),
+    "decode": (
+        options(BACKEND="TRITON_DECODE"), (ValueError,),
+        "found BACKEND='TRITON_DECODE' with tensors on the CPU, expected AUTO or CPU.",
+    ),
     "backend and force": (
         options(BACKEND="TRITON", FORCE_USE_FLEX_ATTENTION=True), (RuntimeError,),
         "found FORCE_USE_FLEX_ATTENTION together with BACKEND='TRITON', expected one of the two.",

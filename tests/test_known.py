@@ -35,8 +35,8 @@ BOUNDS = {
     "alibi + documents, forward": (38, 2, 1),
     "plain, forward + backward": (58, 6, 4),
     "causal, forward + backward": (64, 6, 4),
-    "alibi + causal, forward + backward": (68, 6, 4),
-    "alibi + documents, forward + backward": (70, 6, 4),
+    "alibi + causal, forward + backward": (70, 6, 4),
+    "alibi + documents, forward + backward": (73, 6, 4),
 }
 
 

@@ -154,6 +154,7 @@ EXACT = Call(dtype=torch.float32, score="bias", mask="causal")
 DROPPED = Call(dropout=0.1, score="bias")
 PAIRS = Call(score="pairs")
 GATE = Call(score="gate", deterministic=True)
+SHORT = Call(M=1, N=2048, stored=(3, 8, 2048, 128))
 WIDE = Call(D=256, Dv=256, stored=(3, 8, 512, 256))
 
 
@@ -185,7 +186,7 @@ def variants(call: Call) -> Iterator[Call]:
             yield other
 
 
-BASES = (PLAIN, TABLE, EXACT, DROPPED, PAIRS, GATE, WIDE)
+BASES = (PLAIN, TABLE, EXACT, DROPPED, PAIRS, GATE, SHORT, WIDE)
 CALLS = [
     *dict.fromkeys(itertools.chain.from_iterable(map(variants, BASES))),
     CAPTURED,
@@ -283,7 +284,7 @@ def on_sm90() -> Iterator[None]:
             launch, load=lambda plan: LoadedKernel(fit(plan), None, None),
             target_of=lambda device: SM90, processors=lambda device: 100,
         ),
-        patch.object(scalars, "l2_bytes", lambda device: 40 << 20),
+        patch.multiple(scalars, l2_bytes=lambda device: 40 << 20, processors=lambda device: 100),
     ):  # fmt: skip
         yield
 

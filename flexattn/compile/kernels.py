@@ -1,8 +1,9 @@
 """kernels: the table of kernels. An operand adds its arguments to the template, the signature and the launch.
 
-The forward is FORWARD or HOPPER_FORWARD. The backward starts with DELTA, followed by HOPPER_BACKWARD (or its WIDE form)
-and DQ_ROWS, or by DQ and DKDV, which have Hopper forms too. DQ also computes the gradients of captured tensors.
-CAPTURES computes them without dQ, BATCH_CAPTURES sums them over the batch first, SIZES bounds them for integer sums.
+The forward is FORWARD or HOPPER_FORWARD; for short queries it is FORWARD_SPLIT and MERGE_SPLITS. The backward starts
+with DELTA, followed by HOPPER_BACKWARD (or its WIDE form) and DQ_ROWS, or by DQ and DKDV, which have Hopper forms too.
+DQ also computes the gradients of captured tensors. CAPTURES computes them without dQ, BATCH_CAPTURES sums them over the
+batch first, SIZES bounds them for integer sums.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ _PARTS = (Array("part_ptr", "*fp32", divisible=True), Array("part_lse_ptr", "*fp
 FORWARD_SPLIT = KernelSpec(
     "forward_split",
     phase="fwd",
-    tensors=("q", "k", "v"),
+    tensors=("q", "k", "v", "o"),
     operands=(
         Pointers(("q", "k", "v")), *_PARTS, Strides(("q", "k", "v")),
         Scalars(("M", "N", "heads_q", "heads_kv", "group_size", "row_tiles", "splits")), ScoreScale(),
@@ -311,8 +312,8 @@ DQ_ROWS = KernelSpec(
 KERNELS: dict[str, KernelSpec] = {
     spec.name: spec
     for spec in (
-        FORWARD, FORWARD_SPLIT, MERGE_SPLITS, DELTA, DQ, CAPTURES, SIZES, BATCH_CAPTURES, DKDV, HOPPER_FORWARD, HOPPER_DQ, HOPPER_DKDV,
-        HOPPER_BACKWARD, HOPPER_BACKWARD_WIDE, DQ_ROWS,
+        FORWARD, FORWARD_SPLIT, MERGE_SPLITS, DELTA, DQ, CAPTURES, SIZES, BATCH_CAPTURES, DKDV, HOPPER_FORWARD,
+        HOPPER_DQ, HOPPER_DKDV, HOPPER_BACKWARD, HOPPER_BACKWARD_WIDE, DQ_ROWS,
     )
 }  # fmt: skip
 

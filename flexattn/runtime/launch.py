@@ -100,7 +100,7 @@ def launch_of(
         plan, reason = plan_best_form(spec, problem, target, tensors, arrays)
         if reason is not None and target.arch == _HOPPER:
             fallback(f"{spec.name} without its Hopper kernel", reason)
-        if backward_of is not None and wants_backward(backward_of):
+        if backward_of is not None and spec.products and wants_backward(backward_of):
             load_ahead(expected_backward(backward_of, tensors, target))
         launch = prepare(plan, problem, tensors)
         remember(_launches, key, launch)
