@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from flexattn.errors import UnsupportedError
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.nodes import Const
+from flexattn.trace import recording
 from flexattn.trace.trace import trace
 
 
@@ -160,3 +162,18 @@ def sliding(b, h, q_idx, kv_idx, window: int):
     t4 = t0 & t3          # bool
     return t4""",
     )
+
+
+def test_a_watched_run_starts_again_with_another_setting():
+    """Tools that watch a mod (profilers, debuggers) see one more run, which must not raise."""
+    table, runs = torch.rand(4), []
+
+    def mod(score, b, h, q_idx, kv_idx):
+        runs.append(1)
+        return score + table[h] * table.stride(0)
+
+    setting = recording.Setting(torch.device("cpu"))
+    with pytest.raises(recording.Restart):
+        recording._run(mod, "score", "mod", torch.float32, {}, dataclasses.replace(setting, natively=True))
+    recording._show(mod, "score", "mod", torch.float32, setting)
+    assert len(runs) == 3

@@ -245,8 +245,16 @@ def _is_watched() -> bool:
 
 def _show(mod: Mod, kind: Kind, name: str, score_dtype: torch.dtype, setting: Setting) -> None:
     """Run the mod once more in Python, for tools that watch it: breakpoints are hit and lines are counted."""
-    with contextlib.suppress(Exception):
-        _run(mod, kind, name, score_dtype, {}, replace(setting, natively=True, scalar=False))
+    setting = replace(setting, natively=True, scalar=False)
+    while True:
+        try:
+            _run(mod, kind, name, score_dtype, {}, setting)
+        except Restart as restart:  # captured tensors are on a GPU
+            setting = restart.setting
+        except Exception:
+            return
+        else:
+            return
 
 
 def _run(
