@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flexattn
@@ -56,21 +55,14 @@ WORKS = {
 WINDOW = 4096
 
 
-def shifted(mod: Callable[..., Tensor], offset: int) -> Callable[..., Tensor]:
-    """Return a mod that sees queries `offset` positions later: at the end of the cache."""
-    if mod.__code__.co_argcount == 5:
-        return lambda score, b, h, q_idx, kv_idx: mod(score, b, h, q_idx + offset, kv_idx)
-    return lambda b, h, q_idx, kv_idx: mod(b, h, q_idx + offset, kv_idx)
-
-
 def mods_of(work: Work) -> tuple[Any, Any]:
     """Return score_mod and mask_mod of a workload."""
     last = work.N - work.M
     return {
         "plain": (None, None),
-        "alibi": (shifted(mods.alibi(work.Hq), last), None),
+        "alibi": (mods.shifted(mods.alibi(work.Hq), last), None),
         "softcap": (mods.softcap(30.0), None),
-        "window": (None, shifted(mods.sliding_window(WINDOW), last)),
+        "window": (None, mods.shifted(mods.sliding_window(WINDOW), last)),
     }[work.mod]
 
 
@@ -112,7 +104,7 @@ def runs_of(work: Work, options: dict[str, object], device: torch.device) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
-    parser.add_argument("--works", default=",".join(WORKS), help="names joined by ; or ,")
+    parser.add_argument("--works", default=";".join(WORKS), help="names, joined by ;")
     parser.add_argument("--peers", default="flexattn,torch_flex,sdpa_cudnn,sdpa_flash,fa3")
     parser.add_argument("--options", default="", help="kernel_options of flexattn: NAME=integer, comma-separated")
     parser.add_argument("--rounds", type=int, default=9)
@@ -120,7 +112,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda")
     given: dict[str, object] = {n: int(x) for n, x in (pair.split("=") for pair in options.options.split(",") if pair)}
-    names = [name for name in WORKS if options.works == ",".join(WORKS) or name in options.works.split(";")]
+    names = options.works.split(";")
     rows, records = [], []
     for name in names:
         work = WORKS[name]

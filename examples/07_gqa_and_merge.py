@@ -3,18 +3,12 @@
 import torch
 from torch import Tensor
 
-from flexattn import AuxRequest, create_block_mask, flex_attention
+from flexattn import AuxRequest, create_block_mask, flex_attention, merge_attention
 from flexattn.mods import causal
 from flexattn.reference import attention
 
 B, HQ, HKV, D = 2, 8, 2, 64  # four query heads share each key head; keys and values are never expanded
 CACHED, NEW = 300, 100
-
-
-def merge(outs: list[Tensor], lses: list[Tensor]) -> Tensor:
-    """Combine attention over disjoint sets of keys, each weighted by its share of the softmax denominator."""
-    weights = torch.softmax(torch.stack(lses), dim=0)  # [parts, B, HQ, M]
-    return (weights[..., None] * torch.stack(outs)).sum(0)
 
 
 def shifted_causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -33,11 +27,10 @@ def main() -> None:
     new, new_aux = flex_attention(
         q, k[:, :, CACHED:], v[:, :, CACHED:], block_mask=mask, enable_gqa=True, return_aux=lse
     )
-    out = merge([cached, new], [cached_aux.lse, new_aux.lse])
+    out, total = merge_attention([cached, new], [cached_aux.lse, new_aux.lse])
 
     expected, expected_lse = attention(q, k, v, mask_mod=shifted_causal)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-4)
-    total = torch.logaddexp(cached_aux.lse, new_aux.lse)  # [B, HQ, M]
     torch.testing.assert_close(total.double(), expected_lse, atol=1e-5, rtol=1e-4)
     print("cache and new tokens merged: out and lse match attention over all keys at once")
 

@@ -21,6 +21,7 @@ from flexattn.errors import FlexAttentionError as FlexAttentionError
 from flexattn.explain import Explanation as Explanation
 from flexattn.mask_build.create import create_block_mask as create_block_mask
 from flexattn.mask_build.create import create_mask as create_mask
+from flexattn.merge import merge_attention as merge_attention
 from flexattn.mods import and_masks as and_masks
 from flexattn.mods import noop_mask as noop_mask
 from flexattn.mods import or_masks as or_masks
@@ -49,6 +50,7 @@ __all__ = [
     "dropout_mask",
     "explain",
     "flex_attention",
+    "merge_attention",
     "mods",
     "noop_mask",
     "or_masks",

@@ -18,9 +18,9 @@ import flexattn
 PACKAGE = Path(flexattn.__file__).parent
 # Reading order: a module imports only from those before it. A folder is one layer.
 ORDER = (
-    "errors", "options", "reference", "mods", "process", "torch_state", "machine", "graph", "trace", "block_mask",
-    "call", "compile", "runtime", "mask_build", "engines", "torch_compile", "tuning", "explain", "profile", "counters",
-    "api", "integrations", "__init__", "__main__",
+    "errors", "options", "merge", "reference", "mods", "process", "torch_state", "machine", "graph", "trace",
+    "block_mask", "call", "compile", "runtime", "mask_build", "engines", "torch_compile", "tuning", "explain",
+    "profile", "counters", "api", "integrations", "__init__", "__main__",
 )  # fmt: skip
 # This module imports Dynamo, which takes a second.
 LAZY = {f"flexattn.torch_compile.higher_order.{name}" for name in ("REVISION", "HOP")}
@@ -108,7 +108,8 @@ def test_public_names() -> None:
     assert flexattn.__all__ == [
         "AuxOutput", "AuxRequest", "BlockMask", "Counters", "Explanation", "FlexAttentionError", "FlexKernelOptions",
         "Profile", "Tuning", "and_masks", "counters", "create_block_mask", "create_mask", "dropout_mask", "explain",
-        "flex_attention", "mods", "noop_mask", "or_masks", "profile", "reference", "register_operator", "tune",
+        "flex_attention", "merge_attention", "mods", "noop_mask", "or_masks", "profile", "reference",
+            "register_operator", "tune",
     ]  # fmt: skip
     assert all(hasattr(flexattn, name) for name in flexattn.__all__)
     assert dir(flexattn) == sorted([*flexattn.__all__, "__version__"])
