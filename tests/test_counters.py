@@ -154,3 +154,27 @@ def test_the_example():
     (example,) = doctest.DocTestFinder().find(counters, "counters", globs={"flexattn": flexattn})
     results = doctest.DocTestRunner().run(example)
     assert results.failed == 0 and results.attempted >= 5
+
+
+class Guarded:
+    """An object whose repr fails."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __repr__(self):
+        raise AttributeError("not initialized")
+
+
+def test_the_reason_runs_no_code_of_the_user():
+    config = Guarded("plain")
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score * 2 if config.kind == "plain" else score
+
+    trace(mod, "score")
+    (known, *_) = memo.find(mod, variant_of("score", torch.float32))
+    config = Guarded(Guarded("nested"))
+    assert "config.kind" in reason_of(known, mod)
+    config = None
+    assert "config" in reason_of(known, mod)

@@ -6,11 +6,13 @@ import ast
 import re
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flexattn.trace.memo import Known
 
 _LONGEST = 60  # characters of a value
+_PRINTED = frozenset((int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout))
 
 
 def reason_of(known: Known, mod: Any) -> str:
@@ -90,7 +92,10 @@ def _short(value: Any) -> str:
             return f"{value.dtype} {list(value.shape)} on {value.device}"
         except RuntimeError:  # a nested tensor, or an uninitialized one
             return f"a {type(value).__name__}"
-    text = value.__name__ if isinstance(value, type) else repr(value)
+    if isinstance(value, type):
+        return value.__name__
+    # The repr of another object runs the user's code.
+    text = repr(value) if type(value) in _PRINTED else f"a {type(value).__name__}"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
