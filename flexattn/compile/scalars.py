@@ -63,6 +63,7 @@ def _row_tiles(plan: KernelPlan, problem: Problem) -> int:
 
 SPLIT_ROWS = 64  # largest tile of rows of forward_split
 _SPLIT_KEYS, _MOST_SPLITS = 256, 256  # fewest keys of a split, most splits
+_LONG = 1024  # keys
 
 
 def splits_of(problem: Problem) -> int:
@@ -74,6 +75,16 @@ def splits_of(problem: Problem) -> int:
     rows = M * (Hq // Hkv)
     resident = (3 if rows <= SPLIT_ROWS // 2 else 2) * processors(problem.query.device)
     return _splits(B * Hkv * -(-rows // SPLIT_ROWS), resident, max(1, min(N // _SPLIT_KEYS, _MOST_SPLITS)))
+
+
+def pays_to_split(problem: Problem) -> bool:
+    """Whether forward_split is expected to be faster than the forward.
+
+    The cache must be long, and be read once, or the forward must have too few programs for all multiprocessors.
+    """
+    (B, Hq, M, _), (_, Hkv, N, _) = problem.query.shape, problem.key.shape
+    reads_once = M * (Hq // Hkv) <= SPLIT_ROWS
+    return N >= _LONG and (reads_once or B * Hq < processors(problem.query.device))
 
 
 @lru_cache(1024)

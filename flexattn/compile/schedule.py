@@ -23,6 +23,7 @@ from flexattn.compile.kernels import (
     SPLIT,
 )
 from flexattn.compile.plan import plan_kernel
+from flexattn.compile.scalars import pays_to_split
 from flexattn.compile.scatter import same_in_all_batches, without_sites
 from flexattn.compile.tiles import Tile
 from flexattn.errors import UnsupportedError, message
@@ -80,7 +81,7 @@ def sums_over_batch(problem: Problem) -> bool:
     return one_mask and same_in_all_batches(graph)
 
 
-LONGEST_SPLIT, SHORTEST_SPLIT = 128, 1024  # queries; keys, unless BACKEND requests the kernels
+LONGEST_SPLIT = 128  # queries
 
 
 def forward_kernels(problem: Problem) -> tuple[KernelSpec, ...]:
@@ -97,8 +98,7 @@ def forward_kernels(problem: Problem) -> tuple[KernelSpec, ...]:
         return SPLIT
     automatic = (option(problem.options, "BACKEND", "fwd") or "AUTO") == "AUTO"
     forced = option(problem.options, "FORCE_USE_FLEX_ATTENTION", "fwd") is True
-    pays = problem.key.shape[2] >= SHORTEST_SPLIT
-    return SPLIT if automatic and not forced and reason is None and pays else (FORWARD,)
+    return SPLIT if automatic and not forced and reason is None and pays_to_split(problem) else (FORWARD,)
 
 
 def _refusal_of_split(problem: Problem) -> str | None:

@@ -184,6 +184,7 @@ def test_kernels_that_explain_shows() -> None:
     assert "forward_split" not in kernels(long, FORCE_USE_FLEX_ATTENTION=True)
     assert "forward_split" not in kernels(long, BATCH_INVARIANT=True)
     assert "forward_split" not in kernels(replace(long, M=129))
+    assert "forward_split" in kernels(replace(long, M=32)) and "forward_split" not in kernels(replace(long, M=33))
     assert "forward_split" not in kernels(replace(long, N=512))
 
 
