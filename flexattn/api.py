@@ -9,6 +9,8 @@ flex_attention calls these stages. Indented stages are called by the stage above
         trace                   trace/trace.py       score_mod, mask_mod -> BoundMod
         differentiate           graph/differentiate.py   ModGraph -> ModGraph of gradients
     engine_of                   engines/choice.py    which engine computes the problem
+    dense_form                  call/dense_form.py   Problem -> Problem without seqused_k, q_offsets, ..., for engines
+                                                     that compute in torch operations
     attention                   engines/autograd.py  the differentiable operation around the engine
         forward, backward       engines/triton.py    a pass whose launches are known runs them (runtime/known.py).
                                                      Otherwise: arrays, and each kernel once through a LaunchLog
@@ -48,10 +50,12 @@ from torch.nn.attention import flex_attention as upstream
 
 from flexattn.block_mask import BlockMask
 from flexattn.call.call import Call, Mod
+from flexattn.call.dense_form import dense_form
+from flexattn.call.layout import KVLayout, LayoutArguments
 from flexattn.call.pose import pose
-from flexattn.engines import triton
+from flexattn.engines import cpu, triton
 from flexattn.engines.autograd import attention
-from flexattn.engines.choice import engine_of
+from flexattn.engines.choice import engine_of, engine_reads_layout
 from flexattn.engines.repeat import keep, repeated
 from flexattn.errors import ArgumentError, DtypeError, OptionError, UnsupportedError, message
 from flexattn.explain import Explanation, explain_call, explain_mods, reject_sizes
@@ -94,6 +98,11 @@ def flex_attention(
     return_aux: None = None,
     sink: Tensor | float | None = None,
     dropout_p: float = 0.0,
+    seqused_k: Tensor | None = None,
+    q_offsets: Tensor | None = None,
+    kv_positions: Tensor | None = None,
+    block_table: Tensor | None = None,
+    kv_layout: KVLayout = "NHD",
 ) -> Tensor: ...
 
 
@@ -112,6 +121,11 @@ def flex_attention(
     return_aux: None = None,
     sink: Tensor | float | None = None,
     dropout_p: float = 0.0,
+    seqused_k: Tensor | None = None,
+    q_offsets: Tensor | None = None,
+    kv_positions: Tensor | None = None,
+    block_table: Tensor | None = None,
+    kv_layout: KVLayout = "NHD",
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -130,6 +144,11 @@ def flex_attention(
     return_aux: AuxRequest | upstream.AuxRequest,
     sink: Tensor | float | None = None,
     dropout_p: float = 0.0,
+    seqused_k: Tensor | None = None,
+    q_offsets: Tensor | None = None,
+    kv_positions: Tensor | None = None,
+    block_table: Tensor | None = None,
+    kv_layout: KVLayout = "NHD",
 ) -> tuple[Tensor, AuxOutput]: ...
 
 
@@ -148,6 +167,11 @@ def flex_attention(
     return_aux: AuxRequest | upstream.AuxRequest | None = None,
     sink: Tensor | float | None = None,
     dropout_p: float = 0.0,
+    seqused_k: Tensor | None = None,
+    q_offsets: Tensor | None = None,
+    kv_positions: Tensor | None = None,
+    block_table: Tensor | None = None,
+    kv_layout: KVLayout = "NHD",
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
 
 
@@ -165,6 +189,11 @@ def flex_attention(
     return_aux: AuxRequest | upstream.AuxRequest | None = None,
     sink: Tensor | float | None = None,
     dropout_p: float = 0.0,
+    seqused_k: Tensor | None = None,
+    q_offsets: Tensor | None = None,
+    kv_positions: Tensor | None = None,
+    block_table: Tensor | None = None,
+    kv_layout: KVLayout = "NHD",
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Compute attention with scores modified by `score_mod` and masked by `block_mask`.
 
@@ -184,6 +213,18 @@ def flex_attention(
         dropout_p: fraction of the weights that is dropped, from 0 to 1 in steps of 1 / 65536. Kept weights are divided
             by 1 - dropout_p. lse is computed before dropout. The seed is one number from the device's generator, and
             `dropout_mask` returns the same mask for the same generator state.
+        seqused_k: [B] int32, number of keys of each sequence. Keys from there on are not read. None: all N.
+        q_offsets: [B] int32, position of the first query of each sequence. Mods see q_idx from there on, and block_mask
+            is read from that row on. It then covers all positions: [capacity, N]. None: 0.
+        kv_positions: [B or 1, N] int32, position of the token in each slot of key, as in a ring buffer; negative for an
+            empty slot. Mods see it as kv_idx. Only the mask_mod of block_mask is used.
+        block_table: [B, pages] int32, the pages of each sequence in order. key is then [pages, page_size, Hkv, D] and
+            value [pages, page_size, Hkv, Dv], with a page_size that is a power of two from 16 on. N is the number of
+            tokens that the columns hold.
+        kv_layout: dims of pages, "NHD", or "HND" for [pages, Hkv, page_size, D].
+
+        The tensors of the last five may change in place between calls, also in a CUDA graph. Wrong values raise on the
+        CPU; on a GPU, where that would wait, the sequence's output is NaN.
 
     Returns:
         The output [B, Hq, M, Dv] in the dtype of query. A row whose keys are all masked is 0, and its lse is -inf or
@@ -202,9 +243,19 @@ def flex_attention(
         compute = traced_call  # Dynamo continues to trace there
     else:
         compute = _compute
+    layout = None
+    if (
+        seqused_k is not None
+        or q_offsets is not None
+        or kv_positions is not None
+        or block_table is not None
+        or kv_layout != "NHD"
+    ):
+        layout = LayoutArguments(seqused_k, q_offsets, kv_positions, block_table, kv_layout)
     out, lse, max_scores = compute(
-        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, dropout_p, request.max_scores
-    )
+        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, dropout_p,
+        request.max_scores, layout,
+    )  # fmt: skip
     if return_aux is not None:
         return out, AuxOutput(lse if request.lse else None, max_scores if request.max_scores else None)
     return (out, lse) if return_lse else out
@@ -225,6 +276,8 @@ def _through_all_stages(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]
         return _record(*arguments)
     problem = pose(Call(*arguments))
     engine = engine_of(problem)
+    if not engine_reads_layout(engine, problem):
+        problem = dense_form(problem, clean=engine is not cpu)  # Problem -> Problem without a layout
     result = attention(engine, problem)
     if engine is triton:
         keep(arguments, problem)
@@ -245,6 +298,11 @@ def explain(
     *,
     sink: Tensor | float | None = None,
     dropout_p: float = 0.0,
+    seqused_k: Tensor | None = None,
+    q_offsets: Tensor | None = None,
+    kv_positions: Tensor | None = None,
+    block_table: Tensor | None = None,
+    kv_layout: KVLayout = "NHD",
     mask_mod: Mod | None = None,
     B: int | None = None,
     H: int | None = None,
@@ -262,6 +320,7 @@ def explain(
     Args:
         query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink: as in flex_attention.
         dropout_p: as in flex_attention. Nothing is drawn from the generator.
+        seqused_k, q_offsets, kv_positions, block_table, kv_layout: as in flex_attention.
         mask_mod: `(b, h, q_idx, kv_idx) -> bool`, only without tensors.
         B, H, Q_LEN, KV_LEN, BLOCK_SIZE: as in create_block_mask, to build the mask of mask_mod on the default device.
             Without Q_LEN and KV_LEN no mask is built.
@@ -286,7 +345,11 @@ def explain(
         mend = "Pass block_mask=create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) instead."
         raise ArgumentError(message("mask_mod", "one with other arguments", "only score_mod and mask_mod", mend))
     reject_sizes(sizes, "a mask_mod without tensors", "Leave it out: the tensors and block_mask define it.")
-    call = Call(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, dropout_p)
+    layout = LayoutArguments(seqused_k, q_offsets, kv_positions, block_table, kv_layout)
+    call = Call(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, dropout_p,
+        layout=None if layout.is_empty else layout,
+    )  # fmt: skip
     return explain_call(call, target)
 
 

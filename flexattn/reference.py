@@ -47,7 +47,7 @@ def attention(
     if sink is not None:  # a key with value 0 that every row attends to
         sink = torch.as_tensor(sink, dtype=wide, device=score.device)
         score = torch.cat([score, sink[..., None, None].expand(*score.shape[:3], 1)], -1)
-        value = torch.cat([value, torch.zeros_like(value[..., :1, :])], -2)
+        value = torch.nn.functional.pad(value, (0, 0, 0, 1))
     if value.shape[-2] == 0:
         return query.new_zeros((*score.shape[:3], value.shape[-1])), score.new_full(score.shape[:3], -math.inf)
     largest = score.detach().amax(-1, keepdim=True)

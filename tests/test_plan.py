@@ -117,7 +117,8 @@ def test_every_field_is_in_the_key():
         "tile": (forward, replace(forward.tile, num_stages=1)),
         "aligned": (dkdv, False), "tma": (forward, False), "wide_rows": (replace(forward, tma=False), True),
         "score": (forward, replace(mod, numbers=("i64",))), "grad": (dq, None), "mask": (forward, None),
-        "blocks": (forward, (64, 64)), "full_overhangs": (forward, True), "float_index": (forward, False),
+        "blocks": (forward, (64, 64)), "full_overhangs": (forward, True),
+        "page_size": (replace(forward, tma=False), 16), "float_index": (forward, False),
         "precision": (forward, "tf32"), "exact": (forward, True), "features": (forward, ("sink",)),
         "integer_sums": (dq, True), "batch_invariant": (dq, True),
     }  # fmt: skip

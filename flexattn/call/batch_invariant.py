@@ -32,18 +32,18 @@ from flexattn.torch_state.transforms import outside
 
 def as_batch_invariant(problem: Problem) -> Problem:
     """Return the problem with one ascending list of partial blocks per row of blocks, and the same mask."""
-    M, N = problem.query.size(2), problem.key.size(2)
+    M, N = problem.query.size(2), problem.N
     if problem.query.numel() == 0 or N == 0:
         return problem
     mask = problem.block_mask
     if mask is None:
-        return replace(problem, block_mask=_everything(M, N, problem.query.device))
+        return replace(problem, block_mask=everything(M, N, problem.query.device))
     known = _known.get(mask)
     if known is None or known.kv_runs is not mask.kv_runs or known.q_runs is not mask.q_runs:
         known = _known[mask] = _OneClass(mask.kv_runs, mask.q_runs, _of_whole_tiles(mask))
     bound = problem.mask
-    if not mask.is_built and (len(mask.kv_runs.full.runs) or _grows(mask)):
-        bound = _as_listed(bound, mask)
+    if problem.layout is None and not mask.is_built and (len(mask.kv_runs.full.runs) or _grows(mask)):
+        bound = as_listed(bound, mask)
     return replace(problem, block_mask=known.mask, mask=bound)
 
 
@@ -58,7 +58,7 @@ _known: weakref.WeakKeyDictionary[BlockMask, _OneClass] = weakref.WeakKeyDiction
 
 
 @lru_cache(64)
-def _everything(M: int, N: int, device: torch.device) -> BlockMask:
+def everything(M: int, N: int, device: torch.device) -> BlockMask:
     """Return a mask in which all pairs attend."""
     rows, columns = -(-M // LARGEST_TILE), -(-N // LARGEST_TILE)
     with _kept():
@@ -95,13 +95,13 @@ def _of_whole_tiles(mask: BlockMask) -> BlockMask:
         return _mask_of(_merged(mask.kv_runs), later, heads, mask.seq_lengths, mask.BLOCK_SIZE)
     size = math.lcm(block_m, LARGEST_TILE), math.lcm(block_n, LARGEST_TILE)
     with _kept():
-        partial, full = _dense(mask)
+        partial, full = dense_blocks(mask)
         live = _joined(_joined(partial | full, size[1] // block_n).mT, size[0] // block_m).mT
         lists = [run_lists_of(x, torch.zeros_like(x)) for x in (live, live.mT)]
     return _mask_of(lists[0], None if q_runs is None else lists[1], heads, mask.seq_lengths, size)
 
 
-def _dense(mask: BlockMask) -> tuple[Tensor, Tensor]:
+def dense_blocks(mask: BlockMask) -> tuple[Tensor, Tensor]:
     """Return the partial and the full blocks, bool [B, H, query blocks, key blocks]."""
     rows, columns = (-(-n // size) for n, size in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True))
     lists = mask.kv_runs
@@ -130,9 +130,9 @@ def _merged(lists: RunLists) -> RunLists:
         return RunLists(Runs(row_ptr, runs[place.argsort()]), nothing, lists.order)
 
 
-def _as_listed(bound: BoundMod | None, mask: BlockMask) -> BoundMod:
+def as_listed(bound: BoundMod | None, mask: BlockMask) -> BoundMod:
     """Return the mask_mod that user-provided lists and their mod define together. The lists take precedence."""
-    partial, full = _dense(mask)
+    partial, full = dense_blocks(mask)
     graph = _listed(None if bound is None else bound.graph, mask.BLOCK_SIZE, (mask.B > 1, mask.H > 1))
     captures, numbers = ((), ()) if bound is None else (bound.captures, bound.numbers)
     return BoundMod(graph, (*captures, partial, full), numbers)

@@ -9,9 +9,11 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
 from flexattn.block_mask import BlockMask, from_torch
-from flexattn.call.batch_invariant import as_batch_invariant
+from flexattn.call.batch_invariant import as_batch_invariant, as_listed, everything
 from flexattn.call.call import Call, Mod
 from flexattn.call.dropout import check_dropout
+from flexattn.call.layout import Layout, check_layout, check_pages, paged
+from flexattn.call.positions import at_positions, mask_at_positions
 from flexattn.call.problem import Problem
 from flexattn.call.sinks import check_sink
 from flexattn.call.validate import (
@@ -43,10 +45,10 @@ def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
         seeded: whether dropout draws its seed from torch's generator; False if nothing will be computed.
         on_gpu: treat the tensors as on a GPU, even if they are not.
     """
-    query, key, value = check_tensors(*autocast(call.query, call.key, call.value), call.enable_gqa)
+    query, key, value, layout = _tensors(call)
     options = validate_options(call.kernel_options)
     scale = check_scale(call.scale, query.shape[3])
-    score = _score(call.score_mod, query)  # Python -> BoundMod
+    score = _score(call.score_mod, query, layout)  # Python -> BoundMod
     captures = () if score is None else score.captures
     sink = check_sink(call.sink, query)
     learnable = (query, key, value, *captures) if sink is None else (query, key, value, *captures, sink)
@@ -55,15 +57,37 @@ def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
     blocks = _blocks(call.block_mask)  # PyTorch's BlockMask -> BlockMask
     mask = None
     if blocks is not None:
-        check_block_mask(blocks, query, key, backward=gradient)
+        check_block_mask(blocks, query, key, gradient, layout)
         by_hand = blocks is call.block_mask and not blocks.is_built
         mask = _mask(blocks, query, by_hand)  # Python -> BoundMod
+        if by_hand and layout is not None:
+            mask = as_listed(mask, blocks)
     runs = () if mask is None or blocks is None else blocks.equal_runs()
+    if layout is not None:
+        mask, runs = mask_at_positions(mask, runs, layout)
+        if layout.kv_positions is not None:  # blocks of positions are not blocks of slots
+            blocks = everything(query.shape[2], key.shape[2], query.device)
+        layout = layout.read_by_engines(query, None if blocks is None else blocks.seq_lengths)
     dropout = check_dropout(call.dropout_p, query.device, seeded)  # last: a call that is rejected draws nothing
     problem = Problem(
-        query, key, value, scale, score, mask, blocks, None, runs, options, sink, dropout, call.max_scores
-    )
+        query, key, value, scale, score, mask, blocks, None, runs, options, sink, dropout, call.max_scores,
+        layout,
+    )  # fmt: skip
     return complete(problem, gradient, on_gpu)
+
+
+def _tensors(call: Call) -> tuple[Tensor, Tensor, Tensor, Layout | None]:
+    """Return query, key and value, checked, and the layout of the call."""
+    query, key, value = autocast(call.query, call.key, call.value)
+    if call.layout is None:
+        return *check_tensors(query, key, value, call.enable_gqa), None
+    key, value = paged(key, value, call.layout)
+    if call.layout.block_table is None:
+        query, key, value = check_tensors(query, key, value, call.enable_gqa)
+    else:  # one page stands for the keys of a sequence
+        query, *_ = check_tensors(query, key[:1], value[:1], call.enable_gqa)
+        check_pages(key, value)
+    return query, key, value, check_layout(call.layout, query, key)
 
 
 _learns = attrgetter("requires_grad")
@@ -74,7 +98,7 @@ def complete(problem: Problem, gradient: bool, on_gpu: bool = False) -> Problem:
     score, query, invariant = problem.score, problem.query, problem.batch_invariant
     if score is not None:
         if not invariant:  # the size limit of a table by distance depends on the lengths
-            score = read_tables_by_distance(score, query.shape[2], problem.key.shape[2])  # BoundMod -> BoundMod
+            score = read_tables_by_distance(score, query.shape[2], problem.N)  # BoundMod -> BoundMod
             if on_gpu or not query.is_cpu:
                 score = places_last(score)  # BoundMod -> BoundMod
         score_grad = _differentiated(score) if gradient else None  # ModGraph -> ModGraph
@@ -104,14 +128,15 @@ def _cast(x: object, dtype: torch.dtype) -> object:
     return x.to(dtype) if isinstance(x, Tensor) and x.dtype in DTYPES and x.dtype != torch.float64 else x
 
 
-def _score(score_mod: Mod | None, query: Tensor) -> BoundMod | None:
+def _score(score_mod: Mod | None, query: Tensor, layout: Layout | None) -> BoundMod | None:
     """Trace score_mod for scores of this query. Return None if it returns its score unchanged."""
     if score_mod is None:
         return None
     bound = trace(score_mod, "score", torch.float64 if query.dtype == torch.float64 else torch.float32)
     if bound.graph.is_input(bound.graph.output, "score"):
         return None
-    return place_captures(bound, query.device, "score_mod")
+    bound = place_captures(bound, query.device, "score_mod")
+    return bound if layout is None else at_positions(bound, layout)
 
 
 def _mask(blocks: BlockMask, query: Tensor, by_hand: bool) -> BoundMod | None:

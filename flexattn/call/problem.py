@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flexattn.block_mask import BlockMask
 from flexattn.call.dropout import Dropout
+from flexattn.call.layout import Layout
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import EqualRuns
 from flexattn.graph.mod_graph import ModGraph
@@ -30,8 +31,8 @@ class Problem:
     """
 
     query: Tensor  # [B, Hq, M, D]
-    key: Tensor  # [B or 1, Hkv, N, D]
-    value: Tensor  # [B or 1, Hkv, N, Dv]
+    key: Tensor  # [B or 1, Hkv, N, D]; with a block_table [pages, Hkv, page_size, D]
+    value: Tensor  # [B or 1, Hkv, N, Dv]; with a block_table [pages, Hkv, page_size, Dv]
     scale: float
     score: BoundMod | None = None
     mask: BoundMod | None = None
@@ -43,12 +44,23 @@ class Problem:
     sink: Tensor | None = None  # [B or 1, Hq or 1] float32 (float64), log of an additional term of each softmax sum
     dropout: Dropout | None = None
     max_scores: bool = False  # whether the forward returns the largest score of each row
+    # Which keys each sequence uses, their pages, and the row of the mask of its first query. The mods read positions.
+    layout: Layout | None = None
 
     def with_fields(self, **changes: Any) -> Problem:
         """Return a copy with other fields, as dataclasses.replace does in 0.6 instead of 3.4 us."""
         made = object.__new__(Problem)
         made.__dict__.update(self.__dict__, **changes)
         return made
+
+    @property
+    def N(self) -> int:
+        """The length of key; with a layout, the most keys of a sequence."""
+        return self.key.size(2) if self.layout is None else self.layout.capacity
+
+    @property
+    def is_paged(self) -> bool:
+        return self.layout is not None and self.layout.page_size > 0
 
     @property
     def batch_invariant(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexattn.block_mask import BlockMask
 from flexattn.call.arguments import as_float
+from flexattn.call.layout import Layout, check_mask_layout
 from flexattn.errors import ArgumentError, DeviceError, DtypeError, MaskError, UnsupportedError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.nodes import short_dtype
@@ -122,9 +123,15 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     return number
 
 
-def check_block_mask(block_mask: BlockMask, query: Tensor, key: Tensor, backward: bool) -> None:
+def check_block_mask(
+    block_mask: BlockMask, query: Tensor, key: Tensor, backward: bool, layout: Layout | None = None
+) -> None:
     """Check that the mask was made for these inputs, and that it supports a backward if one may follow."""
-    sizes = (*block_mask.seq_lengths, block_mask.B, block_mask.H)
+    lengths = block_mask.seq_lengths
+    if layout is not None:
+        check_mask_layout(block_mask, layout, query.shape[2])
+        lengths = (query.shape[2], key.shape[2])
+    sizes = (*lengths, block_mask.B, block_mask.H)
     check_mask_sizes(sizes, block_mask.device, block_mask.q_runs is not None, query, key, backward)
 
 

@@ -29,7 +29,7 @@ class FromTensors:
     name: str
 
 
-Part = Literal["kv_runs", "q_runs", "score", "mask", "sink", "seed"]
+Part = Literal["kv_runs", "q_runs", "score", "mask", "sink", "seed", "seqused_k", "q_offsets", "block_table"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,10 @@ def _seed(problem: Problem) -> tuple[Tensor, ...]:
     return (problem.dropout.seed,)
 
 
+def _of_layout(name: str) -> Callable[[Problem], tuple[Tensor, ...]]:
+    return lambda problem: (getattr(problem.layout, name),)
+
+
 # The tensors that kernels read besides query, key and value. They are the same in each variant of a problem.
 PARTS: dict[Part, Callable[[Problem], tuple[Tensor, ...]]] = {
     "kv_runs": lambda problem: _block_mask(problem).kv_runs.tensors,
@@ -85,6 +89,9 @@ PARTS: dict[Part, Callable[[Problem], tuple[Tensor, ...]]] = {
     "mask": _mask,
     "sink": _sink,
     "seed": _seed,
+    "seqused_k": _of_layout("seqused_k"),
+    "q_offsets": _of_layout("q_offsets"),
+    "block_table": _of_layout("block_table"),
 }
 
 

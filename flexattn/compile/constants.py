@@ -66,6 +66,10 @@ def _of_splits(plan: KernelPlan) -> bool:
     return plan.spec.splits_keys or (plan.is_forward and not plan.spec.products)
 
 
+def _has_pages(plan: KernelPlan) -> bool:
+    return plan.page_size > 0
+
+
 def _has_sums(plan: KernelPlan) -> bool:
     return bool(plan.sums)
 
@@ -134,7 +138,9 @@ CONSTANTS = (
     Constant("SCORES_IN_EXP2", _of_forward, lambda plan: plan.score is not None and not plan.exact),
     Constant("PRODUCTS_FIRST", _of_gradients, lambda plan: plan.tile.PRODUCTS_FIRST),
     Constant("PARTIAL_M", _of_keys, lambda plan: plan.tile.partial_m),
-    Constant("CUTS_BLOCKS", _of_keys, lambda plan: plan.cuts_blocks),
+    Constant("CUTS_BLOCKS", _of_keys, lambda plan: plan.cuts_blocks or "q_offsets" in plan.features),
+    Constant("PAGE_SIZE", _has_pages, lambda plan: plan.page_size),
+    Constant("PAGES_BY_TILE", _has_pages, lambda plan: plan.pages_by_tile),  # all keys of a tile are in one page
     Constant("DTYPE", _has_sums, lambda plan: f"tl.{TRITON_DTYPE[plan.dtype]}"),
     # Whether score_scatter takes `live`. Otherwise the contributions of all other positions are already 0.
     Constant("SUMS_ASK_LIVE", _has_sums, lambda plan: plan.grad is not None and needs_live(plan.grad)),

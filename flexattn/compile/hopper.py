@@ -135,7 +135,7 @@ def _in_form(form: HopperForm, plan: KernelPlan, problem: Problem, tensors: Tens
 def _refusal(plan: KernelPlan, problem: Problem, tensors: Tensors) -> str | None:
     """Return why no Gluon kernel can compute a plan; None if one may."""
     phase = plan.spec.phase
-    target, lengths = plan.target, (problem.query.size(2), problem.key.size(2))
+    target, lengths = plan.target, (problem.query.size(2), problem.N)
     asked = [
         n for n in (*_TILE_OPTIONS[phase], "num_warps", "num_stages") if option(problem.options, n, phase) is not None
     ]

@@ -127,6 +127,7 @@ class KernelPlan:
     mask: ModPlan | None = None
     blocks: tuple[int, int] | None = None  # BLOCK_SIZE of the mask, None without one
     full_overhangs: bool = False  # a full block may extend past the lengths
+    page_size: int = 0  # keys in a page, 0 without a block_table
     float_index: bool = True  # lengths are below 2**22: index differences are exact in float32
     precision: str = "ieee"  # of float32 products: ieee, tf32 or tf32x3
     exact: bool = False
@@ -154,6 +155,16 @@ class KernelPlan:
     def transposed(self) -> bool:
         """Whether a program owns keys and loops over queries."""
         return self.spec.owns_keys
+
+    @property
+    def cuts_runs(self) -> bool:
+        """Whether the last tile of a run of full blocks may be partial."""
+        return self.cuts_blocks or self.full_overhangs or "seqused_k" in self.features or "q_offsets" in self.features
+
+    @property
+    def pages_by_tile(self) -> bool:
+        """Whether all keys of a tile are in one page."""
+        return bool(self.page_size) and self.page_size % self.tile.BLOCK_N == 0 and not self.cuts_blocks
 
     @property
     def has_dropout(self) -> bool:

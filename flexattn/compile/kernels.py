@@ -31,6 +31,7 @@ from flexattn.compile.operands import (
     Strides,
     When,
 )
+from flexattn.compile.scalars import moves_rows
 from flexattn.compile.shared_memory import (
     batch_capture_bytes,
     delta_bytes,
@@ -82,6 +83,27 @@ DLSE = Feature(
     wanted=lambda problem, arrays: "dlse_ptr" in arrays,
     operands=(Array("dlse_ptr", "*fp32"),),  # [B, Hq, M]
 )
+
+SEQUSED_K = Feature(
+    "seqused_k",
+    wanted=lambda problem, arrays: problem.layout is not None and problem.layout.seqused_k is not None,
+    operands=(OfProblem("seqused_k_ptr", "*i32", "seqused_k"),),
+    text="    lengths  of sequences, from seqused_k",
+)
+# Without block lists, only mods read q_offsets.
+Q_OFFSETS = Feature(
+    "q_offsets",
+    wanted=lambda problem, arrays: moves_rows(problem),
+    operands=(OfProblem("q_offsets_ptr", "*i32", "q_offsets"), Scalars(("mask_rows",))),
+    text="    rows     of the mask from q_offsets on",
+)
+PAGES = Feature(
+    "pages",
+    wanted=lambda problem, arrays: problem.is_paged,
+    operands=(OfProblem("block_table_ptr", "*i32", "block_table"), Scalars(("stride_table", "num_pages"))),
+    text="    pages    of keys, from block_table",
+)
+_SEQUENCES = (SEQUSED_K, Q_OFFSETS)
 
 # DELTA sets the sums of dq to zero, [B * Hq * M_padded, 32 * pieces], because a launch takes more time on the host.
 ZEROED = Feature(
@@ -135,7 +157,8 @@ FORWARD = KernelSpec(
         Descriptors(_key_streams), Pointers(("q",)), *_KEYS, Pointers(("o",)), _LSE, MAX_SCORES, PROFILE, SINK,
         Strides(("q",)), *_KEY_STRIDES, Strides(("o",)),
         Scalars(("M", "N", "heads", "heads_q", "group_size", "heads_per_group")), ScoreScale(),
-        When(lambda plan: plan.score is None, (Scalars(("q_sign",)),)), DROPOUT, MaskLists(), ModArguments(),
+        When(lambda plan: plan.score is None, (Scalars(("q_sign",)),)), DROPOUT, *_SEQUENCES, PAGES, MaskLists(),
+        ModArguments(),
     ),
     shared_bytes=product_bytes,
     streams=("k", "v"),
@@ -151,7 +174,8 @@ FORWARD_SPLIT = KernelSpec(
     operands=(
         Pointers(("q", "k", "v")), *_PARTS, Strides(("q", "k", "v")),
         Scalars(("M", "N", "heads_q", "heads_kv", "group_size", "row_tiles", "splits")), ScoreScale(),
-        When(lambda plan: plan.score is None, (Scalars(("q_sign",)),)), MaskLists(), ModArguments(),
+        When(lambda plan: plan.score is None, (Scalars(("q_sign",)),)), *_SEQUENCES, PAGES,
+        When(lambda plan: plan.blocks is not None, (Scalars(("mask_blocks",)),)), MaskLists(), ModArguments(),
     ),
     shared_bytes=product_bytes,
     splits_keys=True,
@@ -192,7 +216,7 @@ def _dq_operands(writes_dq: bool) -> tuple[Operand, ...]:
         *((Pointers(("dq",)),) if writes_dq else ()), _SHIFT, _DELTA,
         Strides(("q",)), *_KEY_STRIDES, Strides(("do",)), *own, DROPOUT,
         Scalars(("M", "M_padded", "N", "heads", "heads_q", "group_size", "heads_per_group")), ScoreScale(),
-        MaskLists(), ModArguments(), CaptureSumArguments(),
+        *_SEQUENCES, MaskLists(), ModArguments(), CaptureSumArguments(),
     )  # fmt: skip
 
 
@@ -238,7 +262,8 @@ DKDV = KernelSpec(
         Descriptors(_query_streams), When(_has_no_tma, (Pointers(("q", "do")),)), Pointers(("k", "v", "dk", "dv")),
         _SHIFT, _DELTA, When(_has_no_tma, (Strides(("q", "do")),)), Strides(("k", "v", "dk", "dv")),
         Scalars(("M", "M_padded", "N", "heads", "heads_q", "heads_kv", "group_size", "batch_repeats")),
-        Scalars(("heads_per_group",)), ScoreScale(), Scalars(("dk_scale",)), DROPOUT, MaskLists(), ModArguments(),
+        Scalars(("heads_per_group",)), ScoreScale(), Scalars(("dk_scale",)), DROPOUT, *_SEQUENCES, MaskLists(),
+        ModArguments(),
     ),
     shared_bytes=product_bytes,
     owns_keys=True,

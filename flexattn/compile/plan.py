@@ -62,7 +62,7 @@ def _with_products(plan: KernelPlan, problem: Problem, tensors: Tensors) -> Kern
     plan = replace(
         plan, wide_rows=any(t.stride(2) >= 1 << 23 for t in tensors.values()), score=score, grad=grad,
         mask=_mod_plan(problem.mask, "mask", problem), blocks=None if mask is None else mask.BLOCK_SIZE,
-        float_index=max(problem.query.size(2), problem.key.size(2)) <= FLOAT_INDEX_LIMIT,
+        float_index=max(problem.query.size(2), problem.N) <= FLOAT_INDEX_LIMIT,
         precision=_precision(problem, plan.target),
         integer_sums=spec.captures in ("adds", "adds over batch") and sums_integers(problem),
     )  # fmt: skip
@@ -71,8 +71,12 @@ def _with_products(plan: KernelPlan, problem: Problem, tensors: Tensors) -> Kern
         # A descriptor load cannot mask rows. Past the end of the tensor it loads zeros, but past the end of a block
         # it loads rows that are in no list and may be NaN.
         plan = replace(plan, tma=not plan.cuts_blocks and all(has_descriptor(tensors[n]) for n in spec.streams))
-    plan = replace(plan, full_overhangs=mask is not None and mask.full_overhangs)
+    plan = replace(plan, full_overhangs=mask is not None and mask.full_overhangs, page_size=_page_size(problem))
     return fit(plan)  # descriptor loads need more shared memory
+
+
+def _page_size(problem: Problem) -> int:
+    return 0 if problem.layout is None else problem.layout.page_size
 
 
 def _may_stream(plan: KernelPlan, problem: Problem) -> bool:
@@ -81,6 +85,8 @@ def _may_stream(plan: KernelPlan, problem: Problem) -> bool:
     Batch-invariant kernels do not use TMA, because its use depends on strides and on the block size.
     """
     wanted = option(problem.options, "USE_TMA", plan.spec.phase)
+    if problem.layout is not None:  # a descriptor cannot end at a length on the device
+        return False
     capable = plan.target.backend == "cuda" and int(plan.target.arch) >= 90 and not plan.batch_invariant
     return capable and plan.aligned and bool(plan.spec.streams) and wanted is not False
 
@@ -209,7 +215,7 @@ def _mod_plan(mod: BoundMod | None, role: str, problem: Problem) -> ModPlan | No
     if not loads:
         return plan
     # A tile may extend past the last row or column by less than its own size.
-    B, H, M, N = *problem.query.shape[:3], problem.key.size(2)
+    B, H, M, N = *problem.query.shape[:3], problem.N
     whole = problem.block_mask is None or not any(size % LARGEST_TILE for size in problem.block_mask.BLOCK_SIZE)
     tiled = [n if whole and n % LARGEST_TILE == 0 else n + LARGEST_TILE - 1 for n in (M, N)]
     valid, touched = (index_ranges(mod.graph, mod.numbers, (B, H, *lengths)) for lengths in ((M, N), tiled))

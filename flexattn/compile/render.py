@@ -55,6 +55,8 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "has_dropout": plan.has_dropout, "has_sink": "sink" in plan.features, "has_dlse": "dlse" in plan.features,
         "has_zeroed": "zeroed" in plan.features,
         "features": plan.features,  # names of all optional parts
+        "has_layout": bool({"seqused_k", "q_offsets"} & set(plan.features)),  # numbers of a sequence are loaded
+        "paged": bool(plan.page_size),
         "max_scores": "max_scores" in plan.features,  # the forward stores the maximum of each row too
         "scales_gradient": plan.scales_gradient,  # score_grad is called
         "early_score": bool(plan.score and early_loads(plan.score)),  # score_loads is called before the product
@@ -62,7 +64,7 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "loads_by_batch": bool(plan.score and loads_by(plan.score.graph, "b")),  # score_loads depends on b
         # How tiles are loaded.
         "tma": plan.tma,  # through tensor descriptors
-        "full_tail": plan.cuts_blocks or plan.full_overhangs,  # the last tile of a full run may be partial
+        "full_tail": plan.cuts_runs,  # the last tile of a full run may be partial
         "qk_parts": split_head_dim(plan.D), "v_parts": split_head_dim(plan.Dv),  # of the head dims
         # Names of arguments.
         "parameters": _parameters(plan),  # of the kernel
@@ -178,4 +180,6 @@ def _stream_arguments(plan: KernelPlan) -> tuple[str, ...]:
     if plan.tma:
         names = tuple(a.name for a in plan.spec.arguments(plan) if a.is_descriptor and "partial" not in a.name)
         return names if plan.transposed else (*names, "b_kv", "h_kv")
-    return f"{first}_base", f"{second}_base", f"stride_{first}{rows}", f"stride_{second}{rows}"
+    strides = f"stride_{first}{rows}", f"stride_{second}{rows}"
+    pages = ("pages", "stride_kb", "stride_vb", "num_pages") if plan.page_size else ()
+    return f"{first}_base", f"{second}_base", *strides, *pages

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from functools import lru_cache
 
+from torch import Tensor
+
 from flexattn.block_mask import BlockMask
 from flexattn.call.dropout import Dropout
 from flexattn.call.problem import Problem
@@ -20,6 +22,19 @@ LOG2E = math.log2(math.e)
 def mask_of(problem: Problem) -> BlockMask:
     assert problem.block_mask is not None
     return problem.block_mask
+
+
+def moves_rows(problem: Problem) -> bool:
+    """Whether the row of the mask of a query is not its row in the tensor."""
+    return problem.layout is not None and problem.layout.q_offsets is not None
+
+
+def _touched(problem: Problem) -> int:
+    """Return the most rows of mask blocks that the queries of a sequence may be in."""
+    if problem.block_mask is None:
+        return 1
+    M, rows = problem.query.size(2), problem.block_mask.BLOCK_SIZE[0]
+    return (M + rows - 2) // rows + 1 if moves_rows(problem) else -(-M // rows)
 
 
 def padded(rows: int) -> int:
@@ -50,7 +65,10 @@ def tiles_of(plan: KernelPlan, problem: Problem) -> int:
     """Return the number of tiles assigned to programs, over all heads."""
     rows = (problem.key if plan.transposed else problem.query).size(2)
     if plan.spec.splits_keys:
-        return problem.query.size(0) * problem.key.size(1) * _row_tiles(plan, problem) * splits_of(problem)
+        tiles = problem.query.size(0) * problem.key.size(1) * _row_tiles(plan, problem) * splits_of(problem)
+        return tiles * _touched(problem)
+    if "q_offsets" in plan.features and not plan.transposed:
+        return _touched(problem) * plan.tiles_per_block * _heads(plan, problem)
     if plan.spec.fills_padding:
         return padded(rows) // plan.tile.BLOCK_M * _heads(plan, problem)
     return -(-rows // plan.outer[0]) * plan.tiles_per_block * _heads(plan, problem)
@@ -71,7 +89,7 @@ def splits_of(problem: Problem) -> int:
     given = option(problem.options, "SPLIT_KV", "fwd")
     if isinstance(given, int) and given > 0:
         return given
-    (B, Hq, M, _), (_, Hkv, N, _) = problem.query.shape, problem.key.shape
+    (B, Hq, M, _), Hkv, N = problem.query.shape, problem.key.size(1), problem.N
     rows = M * (Hq // Hkv)
     resident = (3 if rows <= SPLIT_ROWS // 2 else 2) * processors(problem.query.device)
     return _splits(B * Hkv * -(-rows // SPLIT_ROWS), resident, max(1, min(N // _SPLIT_KEYS, _MOST_SPLITS)))
@@ -82,7 +100,7 @@ def pays_to_split(problem: Problem) -> bool:
 
     The cache must be long, and be read once, or the forward must have too few programs for all multiprocessors.
     """
-    (B, Hq, M, _), (_, Hkv, N, _) = problem.query.shape, problem.key.shape
+    (B, Hq, M, _), Hkv, N = problem.query.shape, problem.key.size(1), problem.N
     reads_once = M * (Hq // Hkv) <= SPLIT_ROWS
     return N >= _LONG and (reads_once or B * Hq < processors(problem.query.device))
 
@@ -101,8 +119,8 @@ def _splits(programs: int, resident: int, most: int) -> int:
 
 
 def _heads_per_group(plan: KernelPlan, problem: Problem) -> int:
-    q, k, v = problem.query, problem.key, problem.value
-    rows = q.size(2) * _group_size(plan, problem) if plan.transposed else k.size(2)
+    q, v = problem.query, problem.value
+    rows = q.size(2) * _group_size(plan, problem) if plan.transposed else problem.N
     head_bytes = rows * (q.size(3) + v.size(3)) * q.element_size()
     return heads_per_group(head_bytes, l2_bytes(q.device), _heads(plan, problem))
 
@@ -119,8 +137,8 @@ def _qk_scale(plan: KernelPlan, problem: Problem) -> float:
 
 def _blocks(plan: KernelPlan, problem: Problem) -> int:
     """Return the number of block lists per head."""
-    rows = (problem.key if plan.transposed else problem.query).size(2)
-    return -(-rows // mask_of(problem).BLOCK_SIZE[plan.transposed])
+    mask = mask_of(problem)
+    return -(-mask.seq_lengths[plan.transposed] // mask.BLOCK_SIZE[plan.transposed])
 
 
 def _mask_stride_b(plan: KernelPlan, problem: Problem) -> int:
@@ -131,6 +149,11 @@ def _mask_stride_b(plan: KernelPlan, problem: Problem) -> int:
 def _sink_stride(problem: Problem, d: int) -> int:
     assert problem.sink is not None
     return problem.sink.stride(d) if problem.sink.size(d) > 1 else 0
+
+
+def _block_table(problem: Problem) -> Tensor:
+    assert problem.layout is not None and problem.layout.block_table is not None
+    return problem.layout.block_table
 
 
 def _dropout(problem: Problem) -> Dropout:
@@ -145,7 +168,7 @@ SCALARS: dict[str, tuple[str, Callable[[KernelPlan, Problem], int | float]]] = {
     "row_tiles": ("i32", _row_tiles),
     "M": ("i32", lambda plan, problem: problem.query.size(2)),
     "M_padded": ("i32", lambda plan, problem: padded(problem.query.size(2))),
-    "N": ("i32", lambda plan, problem: problem.key.size(2)),
+    "N": ("i32", lambda plan, problem: problem.N),
     "dq_pieces": ("i32", lambda plan, problem: pieces_of(problem.query.size(3))),
     "B": ("i32", lambda plan, problem: problem.query.size(0)),
     "heads": ("i32", _heads),
@@ -164,6 +187,10 @@ SCALARS: dict[str, tuple[str, Callable[[KernelPlan, Problem], int | float]]] = {
     "stride_mask_h": ("i32", lambda plan, problem: _blocks(plan, problem) if mask_of(problem).H > 1 else 0),
     "stride_sink_b": ("i64", lambda plan, problem: _sink_stride(problem, 0)),
     "stride_sink_h": ("i64", lambda plan, problem: _sink_stride(problem, 1)),
+    "mask_rows": ("i32", lambda plan, problem: mask_of(problem).seq_lengths[0]),
+    "mask_blocks": ("i32", lambda plan, problem: _touched(problem)),
+    "stride_table": ("i32", lambda plan, problem: _block_table(problem).stride(0)),
+    "num_pages": ("i32", lambda plan, problem: problem.key.size(0)),
     "drop_below": ("i32", lambda plan, problem: _dropout(problem).drop_below),
     "keep_scale": ("fp32", lambda plan, problem: _dropout(problem).keep_scale),
 }

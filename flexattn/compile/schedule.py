@@ -77,6 +77,8 @@ def sums_over_batch(problem: Problem) -> bool:
     graph, mask = problem.score_grad, problem.block_mask
     if graph is None or not graph.sites or problem.query.size(0) == 1 or problem.dropout is not None:
         return False  # the common case, checked in each forward and backward
+    if problem.layout is not None:  # sequences differ in length and position
+        return False
     one_mask = mask is None or (mask.B == 1 and problem.mask is not None and not problem.mask.graph.reads("b"))
     return one_mask and same_in_all_batches(graph)
 
@@ -110,8 +112,6 @@ def _refusal_of_split(problem: Problem) -> str | None:
         return "BATCH_INVARIANT, max_scores or dropout"
     if option(problem.options, "PROFILE") is True:
         return "PROFILE"
-    if mask is not None and mask.BLOCK_SIZE[0] < M:
-        return f"{M} queries in several blocks of {mask.BLOCK_SIZE[0]}"
     if mask is not None and mask.H > 1 and Hq != Hkv:
         return "a mask by head and heads that share keys"
     return None

@@ -280,20 +280,25 @@ def _gradients(
 
 
 def tensors_of(problem: Problem) -> tuple[Tensor, ...]:
-    """Return query, key, value, the captures of score_mod and those of mask_mod, and the sink."""
+    """Return query, key, value, the captures of score_mod and those of mask_mod, the layout's tensors, and the sink."""
     score = () if problem.score is None else problem.score.captures
     mask = () if problem.mask is None else problem.mask.captures
+    layout = () if problem.layout is None else problem.layout.tensors
     sink = () if problem.sink is None else (problem.sink,)
-    return problem.query, problem.key, problem.value, *score, *mask, *sink
+    return problem.query, problem.key, problem.value, *score, *mask, *layout, *sink
 
 
 def with_tensors(problem: Problem, tensors: Sequence[Tensor]) -> Problem:
     """Return the problem with other tensors, in the order of `tensors_of`."""
     query, key, value, *rest = tensors
     sink = None if problem.sink is None else rest.pop()
+    layout = problem.layout
+    if layout is not None:
+        split = len(rest) - len(layout.tensors)
+        rest, layout = rest[:split], layout.with_tensors(rest[split:])
     split = 0 if problem.score is None else len(problem.score.captures)
     score, mask = _with_captures(problem.score, rest[:split]), _with_captures(problem.mask, rest[split:])
-    return problem.with_fields(query=query, key=key, value=value, score=score, mask=mask, sink=sink)
+    return problem.with_fields(query=query, key=key, value=value, score=score, mask=mask, sink=sink, layout=layout)
 
 
 def _with_captures(bound: BoundMod | None, captures: Sequence[Tensor]) -> BoundMod | None:
@@ -330,4 +335,6 @@ def _names(problem: Problem) -> tuple[str, ...]:
     """Return the names of the tensors saved for the backward, in order."""
     mods = [m for m in (problem.score, problem.mask) if m is not None]
     sink = () if problem.sink is None else ("sink",)
-    return "query", "key", "value", *(c.name for m in mods for c in m.graph.captures), *sink, "out", "lse"
+    captures = [c.name for m in mods for c in m.graph.captures]
+    layout = () if problem.layout is None else problem.layout.names
+    return "query", "key", "value", *captures, *layout, *sink, "out", "lse"

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from flexattn.call.problem import Problem
 from flexattn.engines import cpu, empty, gpu_float64, triton
-from flexattn.engines.autograd import Engine
+from flexattn.engines.autograd import Engine, wants_gradient
 from flexattn.errors import OptionError, message
 from flexattn.machine.triton_versions import is_interpreting
 from flexattn.options import Options, option
 from flexattn.process.events import fallback
+from flexattn.torch_state.transforms import is_transforming
 
 ON_TRITON = frozenset(("TRITON", "HOPPER", "TRITON_DECODE"))  # values of BACKEND
 
@@ -22,7 +23,7 @@ ON_TRITON = frozenset(("TRITON", "HOPPER", "TRITON_DECODE"))  # values of BACKEN
 def engine_of(problem: Problem) -> Engine:
     """Return the engine for a problem, by emptiness, device, dtype and kernel_options["BACKEND"]."""
     query, backend = problem.query, option(problem.options, "BACKEND") or "AUTO"
-    if query.numel() == 0 or problem.key.shape[2] == 0:
+    if query.numel() == 0 or problem.N == 0:
         return empty
     if query.device.type == "cuda":
         engine = gpu_engine_of(problem)
@@ -30,6 +31,25 @@ def engine_of(problem: Problem) -> Engine:
             fallback("engine", "float64 on a GPU is computed block by block in torch operations")
         return engine if engine is gpu_float64 else _checked_triton(query.device, str(backend))
     return _checked_triton(query.device, str(backend)) if backend in ON_TRITON else cpu
+
+
+def engine_reads_layout(engine: Engine, problem: Problem) -> bool:
+    """Whether an engine computes the problem's layout, as opposed to its dense form (call/dense_form.py).
+
+    Triton kernels do, except for what has only a formula in torch operations: function transforms, and gradients of
+    pages.
+    """
+    if problem.layout is None:
+        return True
+    if engine is not triton or is_transforming():
+        return False
+    if not wants_gradient(problem):
+        return True
+    mask = problem.block_mask
+    if mask is not None and mask.seq_lengths[1] != problem.N:  # its lists of query blocks have more rows than key
+        return False
+    shared = problem.key.size(0) == 1 < problem.query.size(0)  # dK/dV would need a length per batch
+    return not problem.is_paged and not (shared and problem.layout.seqused_k is not None)
 
 
 def lse_dtype_of(query: Tensor, options: Options) -> torch.dtype:

@@ -194,10 +194,10 @@ def repeated(*arguments: Any) -> Result | None:
 
 def kind_of(
     query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, scale: Any, enable_gqa: Any,
-    kernel_options: Any, sink: Any, dropout_p: Any, max_scores: bool,
+    kernel_options: Any, sink: Any, dropout_p: Any, max_scores: bool, layout: Any = None,
 ) -> _Found | None:  # fmt: skip
     """Return the kind of a call; None if it may depend on more than is compared here."""
-    if sink is not None or dropout_p or not _is_quiet():
+    if sink is not None or dropout_p or layout is not None or not _is_quiet():
         return None
     state = None
     if block_mask is not None:
@@ -252,6 +252,8 @@ def _guard_of(mod: Any, default: tuple[object, ...]) -> Guard | None:
 def keep(arguments: Sequence[Any], problem: Problem) -> None:
     """Keep the call that was just computed as this problem, if later calls of its kind can repeat it."""
     if not _is_quiet() or problem.batch_invariant or problem.sink is not None or problem.dropout is not None:
+        return
+    if problem.layout is not None:
         return
     mask = problem.block_mask
     if settings().debug or (mask is not None and not _keep_mask(mask, arguments[4], problem)):

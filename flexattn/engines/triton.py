@@ -325,7 +325,9 @@ def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | Non
     out = _like_strides(q, v.size(-1))
     tensors = {"q": q, "k": k, "v": v, "o": out, "do": out, "dq": q, "dk": k, "dv": v}
     problems = KernelProblems.of(problem)
-    kernels = (*forward_kernels(problem), DELTA, *backward_kernels(problems, tensors, target))
+    kernels = forward_kernels(problem)
+    if not problem.is_paged:
+        kernels = (*kernels, DELTA, *backward_kernels(problems, tensors, target))
     arrays = {"dq_sum_ptr": out} if DQ_ROWS in kernels else {}
     return tuple(
         plan_best_form(spec, problems.seen_by(spec), target, {name: tensors[name] for name in spec.tensors}, arrays)

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from flexattn.block_mask import BlockMask
+from flexattn.call.layout import Layout
 from flexattn.call.problem import Problem
 from flexattn.compile.arguments import (
     Argument,
@@ -129,9 +131,16 @@ def launch_key(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Ite
         None if problem.dropout is None else problem.dropout.drop_below,
         is_deterministic(),
         None if mask is None else (mask.B, mask.H, mask.BLOCK_SIZE, mask.full_overhangs),
+        None if problem.layout is None else _layout_key(problem.layout, mask),
         *[(t.stride(), t.data_ptr() & 15) for t in tensors.values()],
         *_mod_key(problem.score), *_mod_key(problem.mask),
     )  # fmt: skip
+
+
+def _layout_key(layout: Layout, mask: BlockMask | None) -> tuple[object, ...]:
+    table = layout.block_table
+    pages = None if table is None else (table.shape, table.stride())
+    return (layout.names, layout.page_size, pages, None if mask is None else mask.seq_lengths)
 
 
 def _mod_key(mod: BoundMod | None) -> tuple[object, ...]:

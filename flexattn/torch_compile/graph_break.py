@@ -12,9 +12,10 @@ from torch.nn.attention import flex_attention as upstream
 
 from flexattn.block_mask import BlockMask, from_torch
 from flexattn.call.call import Call
+from flexattn.call.dense_form import dense_form
 from flexattn.call.pose import pose
 from flexattn.engines.autograd import attention
-from flexattn.engines.choice import engine_of
+from flexattn.engines.choice import engine_of, engine_reads_layout
 from flexattn.errors import DtypeError, message
 from flexattn.process.events import fallback
 from flexattn.torch_state.modes import undisturbed
@@ -27,13 +28,25 @@ Results = tuple[Tensor, Tensor, Tensor | None]
 def _apart(*arguments: Any) -> Results:
     fallback("torch.compile", "a call breaks the graph: a mod that Dynamo cannot trace, or a version of torch")
     problem = pose(Call(*arguments))
-    return attention(engine_of(problem), problem)
+    engine = engine_of(problem)
+    return attention(engine, problem if engine_reads_layout(engine, problem) else dense_form(problem))
 
 
 call_with_graph_break = uncompiled(
     _apart,
     "this version of torch lacks a private name that flexattn needs inside of torch.compile, so each call of "
     "flex_attention is one graph break. Remove fullgraph=True, or use a version of torch that flexattn is tested with",
+)
+
+
+def _with_layout(*arguments: Any) -> Results:
+    return _apart(*arguments)
+
+
+layout_with_graph_break = uncompiled(
+    _with_layout,
+    "a call of flex_attention with seqused_k, q_offsets, kv_positions or block_table is one graph break. Remove "
+    "fullgraph=True",
 )
 
 

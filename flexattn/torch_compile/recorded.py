@@ -34,6 +34,10 @@ def recorded_call(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     if any(type(mode) is Interception for mode in _get_current_function_mode_stack()):
         mend = "Call it before, and let the mod capture its result."
         raise UnsupportedError(message("flex_attention", "a call inside of a mod", "a call outside of mods", mend))
+    if call.layout is not None:
+        mend = "Call it outside of make_fx, torch.export and fake tensors."
+        found = "a layout (seqused_k, q_offsets, kv_positions, block_table)"
+        raise UnsupportedError(message("flex_attention", found, "none in recorded graphs", mend))
     query, key, value = autocast(call.query, call.key, call.value)
     if not isinstance(query, Tensor) or not isinstance(key, Tensor) or not isinstance(value, Tensor):
         raise DtypeError(message("query, key, value", "other objects", "tensors", "Pass tensors."))

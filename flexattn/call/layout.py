@@ -1,0 +1,208 @@
+"""layout: where the keys of each sequence are stored, and at which positions its queries are.
+
+By default sequence b has all N keys of its batch entry, and its queries are at positions 0 to M - 1. A Layout replaces
+these constants by int32 tensors on the device, so a cache grows without a new mask, a compilation or a host wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from flexattn.block_mask import BlockMask
+from flexattn.errors import ArgumentError, DeviceError, DtypeError, MaskError, message
+from flexattn.graph.nodes import short_dtype
+from flexattn.graph.ranges import INDEX_LIMIT
+from flexattn.process.quick_init import quick_init
+from flexattn.torch_state.subclasses import check_plain
+from flexattn.torch_state.transforms import outside
+
+KVLayout = Literal["NHD", "HND"]
+SMALLEST_PAGE = 16  # tokens
+
+
+class LayoutArguments(NamedTuple):
+    """The arguments of flex_attention that describe sequences, unchecked."""
+
+    seqused_k: Tensor | None = None
+    q_offsets: Tensor | None = None
+    kv_positions: Tensor | None = None
+    block_table: Tensor | None = None
+    kv_layout: KVLayout = "NHD"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the call does not use them."""
+        return all(x is None for x in self[:4]) and self.kv_layout == "NHD"
+
+
+@quick_init
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The checked layout of a call. Tensors are contiguous int32; None means the default."""
+
+    seqused_k: Tensor | None = None  # [B], number of keys of each sequence
+    q_offsets: Tensor | None = None  # [B], position of the first query of each sequence
+    kv_positions: Tensor | None = None  # [B or 1, N], position of the token in each slot, negative for an empty slot
+    block_table: Tensor | None = None  # [B, pages], the page with keys i * page_size to (i + 1) * page_size - 1
+    page_size: int = 0  # 0 without a block_table
+    capacity: int = 0  # the most keys of a sequence
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tensors that are given."""
+        return tuple(name for name in _TENSORS if getattr(self, name) is not None)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in self.names)
+
+    def read_by_engines(self, query: Tensor, lengths: tuple[int, int] | None) -> Layout | None:
+        """Return what engines read besides the mods, which are already at positions; None for nothing.
+
+        `lengths` are those of the mask: N is at most its second. If it has more rows than query, the rows need an
+        offset.
+        """
+        offsets = self.q_offsets if lengths is not None and self.kv_positions is None else None
+        if offsets is None and lengths is not None and lengths[0] != query.size(2):
+            offsets = _zeros(query.size(0), query.device)
+        if offsets is None and self.seqused_k is None and self.block_table is None:
+            return None
+        most = self.capacity if lengths is None else min(self.capacity, lengths[1])
+        return Layout(self.seqused_k, offsets, None, self.block_table, self.page_size, most)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Layout:
+        """Return the layout with other tensors, in the order of `tensors`."""
+        return replace(self, **dict(zip(self.names, tensors, strict=True)))
+
+
+@lru_cache(64)
+def _zeros(count: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False), outside():
+        return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+_TENSORS = ("seqused_k", "q_offsets", "kv_positions", "block_table")
+
+
+def paged(key: object, value: object, given: LayoutArguments) -> tuple[Any, Any]:
+    """Return key and value as [pages, Hkv, page_size, D], if there is a block_table."""
+    if given.block_table is None:
+        if given.kv_layout != "NHD":
+            mend = "Leave it out: without pages, keys are [B, Hkv, N, D]."
+            raise ArgumentError(message("kv_layout", repr(given.kv_layout), "a block_table with it", mend))
+        return key, value
+    if given.kv_layout not in get_args(KVLayout):
+        mend = "NHD is [pages, page_size, Hkv, D], HND is [pages, Hkv, page_size, D]."
+        raise ArgumentError(message("kv_layout", repr(given.kv_layout), "'NHD' or 'HND'", mend))
+    if not isinstance(key, Tensor) or not isinstance(value, Tensor):
+        name, x = ("value", value) if isinstance(key, Tensor) else ("key", key)
+        raise DtypeError(message(name, f"a {type(x).__name__}", "a torch.Tensor", "Pass a tensor of pages."))
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            found = f"shape {list(tensor.shape)}"
+            raise ArgumentError(message(name, found, "4 dimensions, pages first", "See kv_layout."))
+    return (key, value) if given.kv_layout == "HND" else (key.transpose(1, 2), value.transpose(1, 2))
+
+
+def check_pages(key: Tensor, value: Tensor) -> None:
+    """Check that key and value have the same number of pages."""
+    if key.size(0) != value.size(0):
+        mend = "One page holds the keys and the values of the same tokens."
+        raise ArgumentError(message("value", f"{value.size(0)} pages", f"those of key, {key.size(0)}", mend))
+
+
+def check_layout(given: LayoutArguments, query: Tensor, key: Tensor) -> Layout:
+    """Check the arguments. `key` is [B or 1, Hkv, N, D] or, with a block_table, [pages, Hkv, page_size, D]."""
+    B, M = query.size(0), query.size(2)
+    table, page_size, N = given.block_table, 0, key.size(2)
+    if table is not None:
+        table, page_size = _integers("block_table", table, query, 2), key.size(2)
+        if page_size < SMALLEST_PAGE or page_size & (page_size - 1):
+            mend = "Choose pages of 16, 32, 64, ... tokens, and check kv_layout."
+            raise ArgumentError(message("key", f"pages of {page_size}", "a power of two from 16 on", mend))
+        if table.size(0) != B:
+            mend = "Give one row of pages for each sequence."
+            raise ArgumentError(message("block_table", f"{table.size(0)} rows", f"the batch of query, {B}", mend))
+        N = table.size(1) * page_size
+        if N > INDEX_LIMIT:
+            mend = "Pass the columns that are used."
+            raise ArgumentError(message("block_table", f"{N} tokens per sequence", f"at most {INDEX_LIMIT}", mend))
+    used = offsets = positions = None
+    if given.seqused_k is not None:
+        used = _integers("seqused_k", given.seqused_k, query, 1)
+        _check_rows("seqused_k", used, (B,), "one length per sequence")
+        _check_values("seqused_k", used, 0, N, "the capacity of block_table" if page_size else "the length of key")
+    if given.q_offsets is not None:
+        offsets = _integers("q_offsets", given.q_offsets, query, 1)
+        _check_rows("q_offsets", offsets, (B,), "one offset per sequence")
+        _check_values("q_offsets", offsets, 0, INDEX_LIMIT - M, "the largest position")
+    if given.kv_positions is not None:
+        if table is not None:
+            mend = "Pass one of them: pages hold their tokens in order."
+            raise ArgumentError(message("kv_positions", "a tensor", "None with a block_table", mend))
+        positions = _integers("kv_positions", given.kv_positions, query, 2)
+        if tuple(positions.shape) not in ((B, N), (1, N)):
+            mend = "Give the position of the token in each slot of key."
+            found = f"shape {list(positions.shape)}"
+            raise ArgumentError(message("kv_positions", found, f"[{B}, {N}] or [1, {N}]", mend))
+        _check_values("kv_positions", positions, -(2**31), INDEX_LIMIT, "the largest position")
+    if table is not None and table.is_cpu:
+        read = table if used is None else table[torch.arange(table.size(1)) * page_size < used[:, None]]
+        _check_values("block_table", read, 0, key.size(0) - 1, "the last page of key")
+    return Layout(used, offsets, positions, table, page_size, N)
+
+
+def check_mask_layout(mask: BlockMask, layout: Layout, M: int) -> None:
+    """Check that a mask covers the positions of queries and keys: it was built for the capacity of the cache."""
+    (rows, columns), N = mask.seq_lengths, layout.capacity
+    if layout.kv_positions is not None:
+        return  # only its mask_mod is used
+    least = N if layout.page_size == 0 else N - layout.page_size + 1  # the last page need not be filled
+    if columns < least or rows < M:
+        mend = f"Build it once for all positions: create_block_mask(mask_mod, B, H, {max(M, N)}, {N})."
+        found, expected = f"lengths {mask.seq_lengths}", f"at least ({M}, {least}), to cover queries and keys"
+        raise MaskError(message("block_mask", found, expected, mend))
+    if layout.q_offsets is not None:
+        what = f"the rows of block_mask, {rows}, less the {M} of query"
+        _check_values("q_offsets", layout.q_offsets, 0, rows - M, what)
+
+
+def _integers(name: str, x: Tensor, query: Tensor, dims: int) -> Tensor:
+    """Return a contiguous int32 tensor on the device of the query."""
+    if not isinstance(x, Tensor):
+        mend = f"Pass torch.tensor({name}, dtype=torch.int32, device=query.device)."
+        raise DtypeError(message(name, f"a {type(x).__name__}", "a torch.Tensor", mend))
+    check_plain(name, x)
+    if x.dtype != torch.int32:
+        mend = f"Convert it once, outside of the loop: {name}.int()."
+        raise DtypeError(message(name, short_dtype(x.dtype), "i32", mend))
+    if x.device != query.device:
+        mend = f"Move it: {name}.to(query.device)."
+        raise DeviceError(message(name, f"device {x.device}", f"that of query, {query.device}", mend))
+    if x.dim() != dims:
+        raise ArgumentError(
+            message(name, f"shape {list(x.shape)}", f"{dims} dimension{'s' * (dims > 1)}", "Reshape it.")
+        )
+    return x.contiguous()
+
+
+def _check_rows(name: str, x: Tensor, shape: tuple[int, ...], what: str) -> None:
+    if tuple(x.shape) != shape:
+        raise ArgumentError(message(name, f"shape {list(x.shape)}", f"{list(shape)}", f"Give {what}."))
+
+
+def _check_values(name: str, x: Tensor, low: int, high: int, what: str) -> None:
+    """Check values on the CPU. On a GPU this would wait: there kernels return NaN for a sequence with a wrong value."""
+    if not x.is_cpu or x.numel() == 0:
+        return
+    least, most = (int(v) for v in torch.aminmax(x))
+    if least < low or most > high:
+        mend = f"Pass values up to {what}." if most > high else f"Pass values from {low} on."
+        found = f"an entry {most if most > high else least}"
+        raise ArgumentError(message(name, found, f"entries from {low} to {high}", mend))

@@ -1,0 +1,96 @@
+"""Kernels with lengths, offsets and pages on the device, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from oracle import assert_close_to_oracle
+from sequence_cases import CASES, SequenceCase
+
+from flexattn.call import layout
+
+pytest.importorskip("triton")
+# numpy's, of masked places and of sequences whose results are NaN
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
+CALLS = [(name, backend) for name in CASES for backend in ("TRITON", "TRITON_DECODE")]
+CALLS = [(n, b) for n, b in CALLS if b == "TRITON" or (CASES[n].M <= 128 and not CASES[n].max_scores)]
+
+
+@pytest.mark.parametrize(("name", "backend"), CALLS)
+def test_equals_one_dense_computation_per_sequence(name: str, backend: str) -> None:
+    case = CASES[name]
+    q, k, v = case.tensors()
+    found = case.run(q, k, v, BACKEND=backend)
+    for of, x, dense, exact in zip(
+        ("out", "lse"), found, case.expected(q, k, v, None), case.expected(q, k, v), strict=False
+    ):
+        assert_close_to_oracle(of, x, dense, exact)
+
+
+GRADIENTS = (
+    "many queries", "window", "lengths, mask", "by batch", "across rows of blocks", "without offsets",
+    "without lengths", "pages, many queries",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients(name: str) -> None:
+    case = replace(CASES[name], Hq=2, Hkv=1)
+    if case.offsets is None:  # with one key dq is 0, and its rounding error is all there is
+        case = replace(case, M=min(case.M, 200), N=200, used=(17, 70, 199))
+    tensors = [x.requires_grad_() for x in case.tensors()]
+    d_out = torch.randn(3, case.Hq, case.M, case.Dv, generator=torch.Generator().manual_seed(3))
+    found = torch.autograd.grad(case.run(*tensors, BACKEND="TRITON")[0], tensors, d_out)
+    dense = torch.autograd.grad(case.expected(*tensors, None)[0], tensors, d_out)
+    exact = torch.autograd.grad(case.expected(*tensors)[0], tensors, d_out.double())
+    for of, x, y, z in zip(("dq", "dk", "dv"), found, dense, exact, strict=True):
+        assert_close_to_oracle(of, x, y, z, "grad")
+
+
+@pytest.mark.parametrize("backend", ["TRITON", "TRITON_DECODE"])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("one query, causal", {"used": (1, 301, 300)}),
+        ("one query, causal", {"used": (1, -1, 300)}),
+        ("one query, causal", {"offsets": (0, -1, 299)}),
+        ("across rows of blocks", {"offsets": (0, 2**20, 63)}),
+    ],
+)
+def test_a_sequence_with_a_wrong_number_is_nan(
+    name: str, changes: dict[str, object], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = CASES[name]
+    q, k, v = right.tensors()
+    wrong = replace(right, **changes)  # type: ignore[arg-type]
+    mask = right.mask()
+    monkeypatch.setattr(SequenceCase, "mask", lambda self: mask)
+    monkeypatch.setattr(layout, "_check_values", lambda *_: None)  # as on a GPU, where this would wait
+    out, lse, _ = wrong.run(q, k, v, BACKEND=backend)
+    expected = right.expected(q, k, v)[0]
+    assert out[1].isnan().all()
+    assert lse[1].isnan().all()
+    for b in (0, 2):
+        if (wrong.length(b), wrong.offset(b)) == (right.length(b), right.offset(b)):
+            torch.testing.assert_close(out[b].double(), expected[b], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("page", [-1, 10**6])
+def test_pages_that_do_not_exist_give_nan(page_size: int, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(CASES["pages"], page_size=page_size)
+    q, k, v = case.tensors()
+    given = SequenceCase.arguments
+
+    def with_page(self: SequenceCase, *tensors: torch.Tensor) -> object:
+        key, value, found = given(self, *tensors)
+        found["block_table"][1, 0] = page
+        return key, value, found
+
+    monkeypatch.setattr(SequenceCase, "arguments", with_page)
+    monkeypatch.setattr(layout, "_check_values", lambda *_: None)
+    out, _, _ = case.run(q, k, v, BACKEND="TRITON_DECODE")
+    assert out[1].isnan().all()
+    assert not out[0].isnan().any()
