@@ -203,8 +203,8 @@ def process(rank: int, world: int, store: str) -> None:
             work(rank, world)
     finally:
         dist.destroy_process_group()
-    # The interpreter is not finalized: a gloo thread that releases a tensor in that moment needs the GIL, which
-    # ends the process with "terminate called without an active exception" (seen once in about 100 runs, on a loaded machine).
+    # The interpreter is not finalized. A gloo thread that releases a tensor in that moment needs the GIL, and ends the
+    # process with "terminate called without an active exception": once in about 100 runs, on a loaded machine.
     os._exit(0)
 
 
