@@ -51,6 +51,7 @@ from torch.nn.attention import flex_attention as upstream
 from flexattn.block_mask import BlockMask
 from flexattn.call.call import Call, Mod
 from flexattn.call.dense_form import dense_form
+from flexattn.call.jagged import from_jagged, to_jagged
 from flexattn.call.layout import KVLayout, LayoutArguments
 from flexattn.call.pose import pose
 from flexattn.engines import cpu, triton
@@ -198,7 +199,8 @@ def flex_attention(
     """Compute attention with scores modified by `score_mod` and masked by `block_mask`.
 
     Args:
-        query: [B, Hq, M, D], float16, bfloat16, float32 or float64.
+        query: [B, Hq, M, D], float16, bfloat16, float32 or float64. Or a nested tensor of layout torch.jagged, with key
+            and value; then b is the sequence, q_idx and kv_idx are positions in it, and results are nested.
         key: [B or 1, Hkv, N, D], same dtype and device as query.
         value: [B or 1, Hkv, N, Dv].
         score_mod: `(score, b, h, q_idx, kv_idx) -> score`, plain Python on scalars. It may read any tensor.
@@ -239,7 +241,9 @@ def flex_attention(
         torch.Size([1, 2, 64, 32])
     """
     request = _request(return_lse, return_aux)
-    if torch.compiler.is_dynamo_compiling():
+    if getattr(query, "is_nested", False):
+        compute = _jagged
+    elif torch.compiler.is_dynamo_compiling():
         compute = traced_call  # Dynamo continues to trace there
     else:
         compute = _compute
@@ -268,6 +272,25 @@ def _record(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
 @uncompiled
 def _compute(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     return repeated(*arguments) or _through_all_stages(*arguments)
+
+
+@uncompiled
+def attend(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return out, lse and row maxima of a call that is not looked up among earlier ones."""
+    return _through_all_stages(*vars(call).values())
+
+
+def _jagged(query: Any, key: Any, value: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute a call with nested tensors, as packed sequences."""
+    score_mod, block_mask, *rest, layout = arguments
+    if layout is not None:
+        mend = "Leave out seqused_k, q_offsets, kv_positions and block_table."
+        raise ArgumentError(message("query", "a nested tensor", "a dense one with other layouts", mend))
+    q, k, v, sequences = from_jagged(query, key, value, block_mask)
+    results = attend(Call(q, k, v, score_mod, None, *rest, layout=sequences))
+    out, lse, largest = (None if x is None else to_jagged(x, query) for x in results)
+    assert out is not None and lse is not None
+    return out, lse, largest
 
 
 @undisturbed("flex_attention", when_recording=_record)

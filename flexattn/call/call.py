@@ -10,6 +10,7 @@ from torch.nn.attention import flex_attention as upstream
 
 from flexattn.block_mask import BlockMask
 from flexattn.call.layout import LayoutArguments
+from flexattn.call.packed import PackedArguments
 from flexattn.process.quick_init import quick_init
 
 Mod = Callable[..., object]
@@ -31,4 +32,4 @@ class Call:
     sink: Tensor | float | None = None
     dropout_p: float = 0.0
     max_scores: bool = False
-    layout: LayoutArguments | None = None
+    layout: LayoutArguments | PackedArguments | None = None

@@ -24,6 +24,7 @@ from flexattn.torch_state.transforms import outside
 
 KVLayout = Literal["NHD", "HND"]
 SMALLEST_PAGE = 16  # tokens
+FARTHEST = INDEX_LIMIT // 2  # offset; sums of it and indices stay below 2**31
 
 
 class LayoutArguments(NamedTuple):
@@ -119,10 +120,10 @@ def check_pages(key: Tensor, value: Tensor) -> None:
 
 def check_layout(given: LayoutArguments, query: Tensor, key: Tensor) -> Layout:
     """Check the arguments. `key` is [B or 1, Hkv, N, D] or, with a block_table, [pages, Hkv, page_size, D]."""
-    B, M = query.size(0), query.size(2)
+    B = query.size(0)
     table, page_size, N = given.block_table, 0, key.size(2)
     if table is not None:
-        table, page_size = _integers("block_table", table, query, 2), key.size(2)
+        table, page_size = check_integers("block_table", table, query, 2), key.size(2)
         if page_size < SMALLEST_PAGE or page_size & (page_size - 1):
             mend = "Choose pages of 16, 32, 64, ... tokens, and check kv_layout."
             raise ArgumentError(message("key", f"pages of {page_size}", "a power of two from 16 on", mend))
@@ -135,18 +136,18 @@ def check_layout(given: LayoutArguments, query: Tensor, key: Tensor) -> Layout:
             raise ArgumentError(message("block_table", f"{N} tokens per sequence", f"at most {INDEX_LIMIT}", mend))
     used = offsets = positions = None
     if given.seqused_k is not None:
-        used = _integers("seqused_k", given.seqused_k, query, 1)
+        used = check_integers("seqused_k", given.seqused_k, query, 1)
         _check_rows("seqused_k", used, (B,), "one length per sequence")
         _check_values("seqused_k", used, 0, N, "the capacity of block_table" if page_size else "the length of key")
     if given.q_offsets is not None:
-        offsets = _integers("q_offsets", given.q_offsets, query, 1)
+        offsets = check_integers("q_offsets", given.q_offsets, query, 1)
         _check_rows("q_offsets", offsets, (B,), "one offset per sequence")
-        _check_values("q_offsets", offsets, 0, INDEX_LIMIT - M, "the largest position")
+        _check_values("q_offsets", offsets, 0, FARTHEST, "the largest position")
     if given.kv_positions is not None:
         if table is not None:
             mend = "Pass one of them: pages hold their tokens in order."
             raise ArgumentError(message("kv_positions", "a tensor", "None with a block_table", mend))
-        positions = _integers("kv_positions", given.kv_positions, query, 2)
+        positions = check_integers("kv_positions", given.kv_positions, query, 2)
         if tuple(positions.shape) not in ((B, N), (1, N)):
             mend = "Give the position of the token in each slot of key."
             found = f"shape {list(positions.shape)}"
@@ -173,7 +174,7 @@ def check_mask_layout(mask: BlockMask, layout: Layout, M: int) -> None:
         _check_values("q_offsets", layout.q_offsets, 0, rows - M, what)
 
 
-def _integers(name: str, x: Tensor, query: Tensor, dims: int) -> Tensor:
+def check_integers(name: str, x: Tensor, query: Tensor, dims: int) -> Tensor:
     """Return a contiguous int32 tensor on the device of the query."""
     if not isinstance(x, Tensor):
         mend = f"Pass torch.tensor({name}, dtype=torch.int32, device=query.device)."

@@ -13,6 +13,7 @@ from flexattn.call.batch_invariant import as_batch_invariant, as_listed, everyth
 from flexattn.call.call import Call, Mod
 from flexattn.call.dropout import check_dropout
 from flexattn.call.layout import Layout, check_layout, check_pages, paged
+from flexattn.call.packed import Packed, PackedArguments, packed_mask, packed_score
 from flexattn.call.positions import at_positions, mask_at_positions
 from flexattn.call.problem import Problem
 from flexattn.call.sinks import check_sink
@@ -45,10 +46,14 @@ def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
         seeded: whether dropout draws its seed from torch's generator; False if nothing will be computed.
         on_gpu: treat the tensors as on a GPU, even if they are not.
     """
-    query, key, value, layout = _tensors(call)
+    query, key, value, layout, packed = _tensors(call)
     options = validate_options(call.kernel_options)
     scale = check_scale(call.scale, query.shape[3])
-    score = _score(call.score_mod, query, layout)  # Python -> BoundMod
+    score = _score(call.score_mod, query)  # Python -> BoundMod
+    if score is not None and layout is not None:
+        score = at_positions(score, layout)  # BoundMod -> BoundMod
+    elif score is not None and packed is not None:
+        score = packed_score(score, packed.packing)  # BoundMod -> BoundMod
     captures = () if score is None else score.captures
     sink = check_sink(call.sink, query)
     learnable = (query, key, value, *captures) if sink is None else (query, key, value, *captures, sink)
@@ -63,6 +68,9 @@ def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
         if by_hand and layout is not None:
             mask = as_listed(mask, blocks)
     runs = () if mask is None or blocks is None else blocks.equal_runs()
+    if packed is not None:
+        mask = _packed_mask(call.layout, packed, query)
+        blocks = packed.blocks_of(mask, (query.shape[2], key.shape[2]), query.shape[1], gradient)
     if layout is not None:
         mask, runs = mask_at_positions(mask, runs, layout)
         if layout.kv_positions is not None:  # blocks of positions are not blocks of slots
@@ -76,18 +84,30 @@ def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
     return complete(problem, gradient, on_gpu)
 
 
-def _tensors(call: Call) -> tuple[Tensor, Tensor, Tensor, Layout | None]:
-    """Return query, key and value, checked, and the layout of the call."""
+def _tensors(call: Call) -> tuple[Tensor, Tensor, Tensor, Layout | None, Packed | None]:
+    """Return query, key and value, checked, and the layout of the call or its packed sequences."""
     query, key, value = autocast(call.query, call.key, call.value)
-    if call.layout is None:
-        return *check_tensors(query, key, value, call.enable_gqa), None
-    key, value = paged(key, value, call.layout)
-    if call.layout.block_table is None:
+    given = call.layout
+    if given is None:
+        return *check_tensors(query, key, value, call.enable_gqa), None, None
+    if isinstance(given, PackedArguments):
+        query, key, value = check_tensors(query, key, value, call.enable_gqa)
+        packed = Packed.of(given, query, key)
+        return query, *packed.tensors_of(key, value), None, packed
+    key, value = paged(key, value, given)
+    if given.block_table is None:
         query, key, value = check_tensors(query, key, value, call.enable_gqa)
     else:  # one page stands for the keys of a sequence
         query, *_ = check_tensors(query, key[:1], value[:1], call.enable_gqa)
         check_pages(key, value)
-    return query, key, value, check_layout(call.layout, query, key)
+    return query, key, value, check_layout(given, query, key), None
+
+
+def _packed_mask(given: object, packed: Packed, query: Tensor) -> BoundMod:
+    """Return the mask of packed sequences."""
+    assert isinstance(given, PackedArguments)
+    bound = None if given.mask_mod is None else place_captures(trace(given.mask_mod, "mask"), query.device, "mask_mod")
+    return packed_mask(bound, packed.packing, packed.window)
 
 
 _learns = attrgetter("requires_grad")
@@ -128,15 +148,14 @@ def _cast(x: object, dtype: torch.dtype) -> object:
     return x.to(dtype) if isinstance(x, Tensor) and x.dtype in DTYPES and x.dtype != torch.float64 else x
 
 
-def _score(score_mod: Mod | None, query: Tensor, layout: Layout | None) -> BoundMod | None:
+def _score(score_mod: Mod | None, query: Tensor) -> BoundMod | None:
     """Trace score_mod for scores of this query. Return None if it returns its score unchanged."""
     if score_mod is None:
         return None
     bound = trace(score_mod, "score", torch.float64 if query.dtype == torch.float64 else torch.float32)
     if bound.graph.is_input(bound.graph.output, "score"):
         return None
-    bound = place_captures(bound, query.device, "score_mod")
-    return bound if layout is None else at_positions(bound, layout)
+    return place_captures(bound, query.device, "score_mod")
 
 
 def _mask(blocks: BlockMask, query: Tensor, by_hand: bool) -> BoundMod | None:

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from flexattn.call.layout import Layout
+from flexattn.call.layout import FARTHEST, Layout
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.builder import Builder, Expr, rewrite
 from flexattn.graph.equal_runs import EqualRuns
@@ -38,7 +38,9 @@ def _at_positions(graph: ModGraph, offsets: bool, slots: bool | None) -> ModGrap
     def moved(builder: Builder, i: int, made: list[Expr]) -> Expr | None:
         if offsets and graph.is_input(i, "q_idx"):
             b = builder.input("b", torch.int32)
-            return builder.input("q_idx", torch.int32) + builder.load(first, torch.int32, [b])
+            # With limits it is known that sums do not wrap around.
+            offset = builder.load(first, torch.int32, [b]).apply("maximum", 0).apply("minimum", FARTHEST)
+            return builder.input("q_idx", torch.int32) + offset
         if slots is not None and graph.is_input(i, "kv_idx"):
             return _slot(builder, first + offsets, slots).apply("maximum", 0)
         return None

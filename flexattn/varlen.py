@@ -1,0 +1,254 @@
+"""varlen: attention over sequences of different lengths, packed end to end or in jagged nested tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.api import AuxRequest, attend, flex_attention
+from flexattn.block_mask import BlockMask
+from flexattn.call.batch_invariant import everything
+from flexattn.call.call import Call, Mod
+from flexattn.call.layout import KVLayout
+from flexattn.call.packed import PackedArguments, check_packed, check_window, packing_of
+from flexattn.errors import ArgumentError, DtypeError, message
+
+
+def varlen_attn(
+    query: Tensor,  # [T_q, Hq, D]
+    key: Tensor,  # [T_k, Hkv, D]
+    value: Tensor,  # [T_k, Hkv, Dv]
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
+    sink: Tensor | float | None = None,
+    dropout_p: float = 0.0,
+    kernel_options: Mapping[str, object] | None = None,
+    kv_layout: KVLayout = "NHD",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute attention within each of several sequences that are packed end to end, without padding.
+
+    A superset of torch.nn.attention.varlen.varlen_attn, with the same names and defaults.
+
+    Args:
+        query: [T_q, Hq, D], float16, bfloat16, float32 or float64.
+        key: [T_k, Hkv, D]; with cu_seq_k None [sequences, N, Hkv, D]; with block_table pages, see `kv_layout`.
+        value: [T_k, Hkv, Dv], or as key.
+        cu_seq_q: int32 [sequences + 1], the row of query at which each sequence begins, and the end of the last.
+        cu_seq_k: the same for key. None: each sequence has its own row of key, or its pages.
+        max_q, max_k: lengths of the longest sequences, or more.
+        return_aux: torch's AuxRequest or flexattn's. With lse=True the result is (out, lse), lse [Hq, T_q] float32.
+        scale: factor of the scores before score_mod, 1 / sqrt(D) if None.
+        window_size: (left, right), how many keys before and after its own a query attends to, -1 for all. The last
+            query and the last key of a sequence are aligned. (-1, 0) is causal.
+        enable_gqa: let groups of Hq // Hkv query heads share a key head.
+        seqused_k: int32 [sequences], number of keys of each sequence that are used; None: all.
+        block_table: int32 [sequences, pages], as in flex_attention. Requires seqused_k.
+        num_splits: 1: bits of a row do not depend on other sequences, as with kernel_options={"BATCH_INVARIANT": True}.
+            This pads the sequences. Other numbers are the splits of the keys where these are split (SPLIT_KV).
+        score_mod, mask_mod: with b the sequence, and q_idx and kv_idx positions in the sequence, from 0 on.
+        sink, dropout_p, kernel_options: as in flex_attention.
+        kv_layout: as in flex_attention.
+
+    Returns:
+        [T_q, Hq, Dv]. Rows without keys are 0, and so are rows after the last sequence. All derivatives that
+        flex_attention has.
+
+    Raises ArgumentError for wrong lengths: on the CPU. On a GPU, a device-side assertion names cu_seq_q or cu_seq_k.
+
+    Example:
+        >>> import torch
+        >>> query = key = value = torch.randn(7, 2, 16)  # sequences of 4 and 3 tokens
+        >>> cu_seq = torch.tensor([0, 4, 7], dtype=torch.int32)
+        >>> varlen_attn(query, key, value, cu_seq, cu_seq, 4, 4, window_size=(-1, 0)).shape
+        torch.Size([7, 2, 16])
+    """
+    given = _Given(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, enable_gqa, seqused_k, block_table,
+        score_mod, mask_mod, sink, dropout_p, _options(kernel_options, num_splits), kv_layout,
+    )  # fmt: skip
+    _check_ranks(given)
+    invariant = given.kernel_options.get("BATCH_INVARIANT") is True
+    if given.cu_seq_k is None or given.block_table is not None or invariant:
+        out, lse = _padded(given)
+    else:
+        out, lse = _packed(given)
+    return (out, lse) if return_aux is not None and return_aux.lse else out
+
+
+def varlen_attn_out(out: Tensor, query: Tensor, *args: Any, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """Write the result of `varlen_attn` into `out`, [T_q, Hq, Dv], and return what varlen_attn returns.
+
+    The result is computed first and copied, so this saves no memory. It has no gradient.
+
+    Example:
+        >>> import torch
+        >>> query = torch.randn(7, 2, 16)
+        >>> cu_seq = torch.tensor([0, 4, 7], dtype=torch.int32)
+        >>> out = torch.empty_like(query)
+        >>> varlen_attn_out(out, query, query, query, cu_seq, cu_seq, 4, 4) is out
+        True
+    """
+    with torch.no_grad():
+        found = varlen_attn(query, *args, **options)
+    result, lse = found if isinstance(found, tuple) else (found, None)
+    if not isinstance(out, Tensor) or out.shape != result.shape or out.dtype != result.dtype:
+        what = f"{out.dtype} {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+        mend = "Pass torch.empty of this shape and dtype."
+        raise ArgumentError(message("out", what, f"{result.dtype} {list(result.shape)}", mend))
+    out.copy_(result)
+    return out if lse is None else (out, lse)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The arguments of varlen_attn."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cu_seq_q: Tensor
+    cu_seq_k: Tensor | None
+    max_q: int
+    max_k: int
+    scale: float | None
+    window_size: tuple[int, int]
+    enable_gqa: bool
+    seqused_k: Tensor | None
+    block_table: Tensor | None
+    score_mod: Mod | None
+    mask_mod: Mod | None
+    sink: Tensor | float | None
+    dropout_p: float
+    kernel_options: dict[str, object]
+    kv_layout: KVLayout
+
+
+def _options(kernel_options: Mapping[str, object] | None, num_splits: int | None) -> dict[str, object]:
+    """Return kernel_options with num_splits as one of them."""
+    options = dict(kernel_options or {})
+    if num_splits is None:
+        return options
+    if not isinstance(num_splits, int) or isinstance(num_splits, bool) or num_splits < 0:
+        raise ArgumentError(message("num_splits", repr(num_splits), "an int from 0 on, or None", "0 is None."))
+    if num_splits == 1:
+        return {"BATCH_INVARIANT": True, **options}
+    return {"SPLIT_KV": num_splits, **options} if num_splits else options
+
+
+def _check_ranks(given: _Given) -> None:
+    pages = given.block_table is not None
+    dims = 3 if given.cu_seq_k is not None and not pages else 4
+    what = "[T_k, Hkv, D]" if dims == 3 else "pages of 4 dims" if pages else "[sequences, N, Hkv, D]"
+    for name, x, rank, expected in (
+        ("query", given.query, 3, "[T_q, Hq, D]"), ("key", given.key, dims, what), ("value", given.value, dims, what),
+    ):  # fmt: skip
+        if not isinstance(x, Tensor):
+            raise DtypeError(message(name, f"a {type(x).__name__}", "a torch.Tensor", "Pass a tensor."))
+        if x.dim() != rank:
+            raise ArgumentError(message(name, f"shape {list(x.shape)}", expected, "Reshape it."))
+    if pages and given.seqused_k is None:
+        mend = "Pass the number of tokens of each sequence: its last page may not be full."
+        raise ArgumentError(message("seqused_k", "None", "a tensor with block_table", mend))
+
+
+def _packed(given: _Given) -> tuple[Tensor, Tensor]:
+    """Compute the sequences as one row of a batch, with a mask that separates them."""
+    query, key, value = (x.transpose(0, 1)[None] for x in (given.query, given.key, given.value))
+    assert given.cu_seq_k is not None
+    sequences = PackedArguments(
+        given.cu_seq_q, given.cu_seq_k, given.max_q, given.max_k, given.window_size, given.mask_mod, None,
+        given.seqused_k,
+    )  # fmt: skip
+    call = Call(
+        query, key, value, given.score_mod, None, given.scale, given.enable_gqa, given.kernel_options, given.sink,
+        given.dropout_p, layout=sequences,
+    )  # fmt: skip
+    out, lse, _ = attend(call)
+    return out[0].transpose(0, 1), lse[0]
+
+
+def _padded(given: _Given) -> tuple[Tensor, Tensor]:
+    """Compute the sequences as rows of a batch, padded to max_q."""
+    query, cu = given.query, given.cu_seq_q
+    T_q, sequences = query.size(0), cu.size(0) - 1
+    one_row = query.transpose(0, 1)[None]
+    check_packed(PackedArguments(cu, cu, given.max_q, given.max_q), one_row, one_row)
+    check_window(given.window_size)
+    key, value, used = _keys_by_sequence(given)
+    packing = packing_of(cu, cu, None, T_q)
+    sequence, position = packing.sequence.long(), packing.position.long()
+    whole = T_q == sequences * given.max_q  # then each sequence has max_q rows
+    if whole:
+        padded = query.unflatten(0, (sequences, given.max_q))
+    else:
+        rows = (cu[:-1, None] + torch.arange(given.max_q, device=cu.device)).clamp(max=max(0, T_q - 1))
+        padded = query[rows.long()]  # [sequences, max_q, Hq, D]
+    N = key.size(2) if given.block_table is None else 0
+    if given.block_table is not None:
+        N = given.block_table.size(1) * key.size(1 if given.kv_layout == "NHD" else 2)
+    found = flex_attention(
+        padded.transpose(1, 2), key, value, given.score_mod, _mask_of(given, used, N), given.scale, given.enable_gqa,
+        kernel_options=given.kernel_options, return_aux=AuxRequest(lse=True), sink=given.sink,
+        dropout_p=given.dropout_p, seqused_k=used, block_table=given.block_table, kv_layout=given.kv_layout,
+    )  # fmt: skip
+    out, lse = found[0].transpose(1, 2), found[1].lse.transpose(1, 2)  # [sequences, max_q, Hq, Dv], [..., Hq]
+    if whole:
+        return out.flatten(0, 1), lse.flatten(0, 1).mT
+    exists = torch.arange(T_q, device=cu.device) < cu[-1]
+    out = torch.where(exists[:, None, None], out[sequence, position], 0.0)
+    return out, torch.where(exists[:, None], lse[sequence, position], -torch.inf).mT
+
+
+def _keys_by_sequence(given: _Given) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return key and value with a row per sequence (or as pages), and the used lengths."""
+    if given.block_table is not None:
+        return given.key, given.value, given.seqused_k
+    if given.cu_seq_k is None:
+        return given.key.transpose(1, 2), given.value.transpose(1, 2), given.seqused_k
+    cu = given.cu_seq_k
+    check_packed(
+        PackedArguments(cu, cu, given.max_k, given.max_k, seqused_k=given.seqused_k),
+        given.key.transpose(0, 1)[None], given.key.transpose(0, 1)[None],
+    )  # fmt: skip
+    rows = (cu[:-1, None] + torch.arange(given.max_k, device=cu.device)).clamp(max=max(0, given.key.size(0) - 1))
+    key, value = (x[rows.long()].transpose(1, 2) for x in (given.key, given.value))
+    return key, value, cu.diff() if given.seqused_k is None else given.seqused_k
+
+
+def _mask_of(given: _Given, used: Tensor | None, N: int) -> BlockMask | None:
+    """Return the mask of the window and mask_mod, with one list of all keys."""
+    left, right = given.window_size
+    mask_mod = given.mask_mod
+    if mask_mod is None and left < 0 and right < 0:
+        return None
+    lengths = given.cu_seq_q.diff()
+    diagonal = (N - lengths if used is None else used - lengths).int()
+
+    def inside(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        keep = kv_idx >= 0
+        if left >= 0:
+            keep = keep & (kv_idx >= q_idx + diagonal[b] - left)
+        if right >= 0:
+            keep = keep & (kv_idx <= q_idx + diagonal[b] + right)
+        return keep if mask_mod is None else keep & mask_mod(b, h, q_idx, kv_idx)
+
+    listed = everything(given.max_q, N, given.query.device)
+    return BlockMask.from_runs(
+        listed.kv_runs, listed.q_runs, 1, 1, listed.seq_lengths, listed.BLOCK_SIZE, inside, full_overhangs=False
+    )
