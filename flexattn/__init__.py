@@ -30,6 +30,8 @@ from flexattn.profile import Profile as Profile
 from flexattn.profile import profile as profile
 from flexattn.trace.registered import register_operator as register_operator
 from flexattn.tuning.report import Tuning as Tuning
+from flexattn.varlen import varlen_attn as varlen_attn
+from flexattn.varlen import varlen_attn_out as varlen_attn_out
 
 __version__ = "0.1.0"
 
@@ -58,6 +60,8 @@ __all__ = [
     "reference",
     "register_operator",
     "tune",
+    "varlen_attn",
+    "varlen_attn_out",
 ]
 
 __dir__ = [*__all__, "__version__"].copy

@@ -207,6 +207,7 @@ def _padded(given: _Given) -> tuple[Tensor, Tensor]:
         kernel_options=given.kernel_options, return_aux=AuxRequest(lse=True), sink=given.sink,
         dropout_p=given.dropout_p, seqused_k=used, block_table=given.block_table, kv_layout=given.kv_layout,
     )  # fmt: skip
+    assert found[1].lse is not None
     out, lse = found[0].transpose(1, 2), found[1].lse.transpose(1, 2)  # [sequences, max_q, Hq, Dv], [..., Hq]
     if whole:
         return out.flatten(0, 1), lse.flatten(0, 1).mT
@@ -234,7 +235,7 @@ def _keys_by_sequence(given: _Given) -> tuple[Tensor, Tensor, Tensor | None]:
 def _mask_of(given: _Given, used: Tensor | None, N: int) -> BlockMask | None:
     """Return the mask of the window and mask_mod, with one list of all keys."""
     left, right = given.window_size
-    mask_mod = given.mask_mod
+    mask_mod: Any = given.mask_mod
     if mask_mod is None and left < 0 and right < 0:
         return None
     lengths = given.cu_seq_q.diff()

@@ -24,6 +24,7 @@ from flexattn import create_block_mask, mods
 from flexattn.block_mask import BlockMask
 from flexattn.call import call as arguments_of
 from flexattn.call.dropout import Dropout
+from flexattn.call.layout import Layout, LayoutArguments
 from flexattn.call.pose import pose
 from flexattn.call.problem import Problem
 from flexattn.compile import scalars
@@ -90,6 +91,12 @@ class Call:
     v_learns: bool = False
     tf32: bool = False
     deterministic: bool = False
+    used: bool = False  # seqused_k
+    offsets: bool = False  # q_offsets
+    page: int = 0  # tokens of a page
+    pages: int = 16  # of each sequence
+    rows: int = 0  # queries that the mask is built for, if more than M
+    capacity: int = 0  # keys that the mask is built for, if more than N
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         B, H, rows, width = self.stored
@@ -123,7 +130,8 @@ class Call:
         }[self.mask]
         if mod is None:
             return None
-        sizes = (self.mask_batches, self.mask_heads, self.M, self.N)
+        N = max(self.pages * self.page if self.page else self.N, self.capacity)
+        sizes = (self.mask_batches, self.mask_heads, max(self.M, self.rows), N)
         mask = create_block_mask(
             mod, *sizes, device="cpu", BLOCK_SIZE=self.block, separate_full_blocks=self.separate
         )  # fmt: skip
@@ -135,16 +143,25 @@ class Call:
 
     def arguments(self) -> arguments_of.Call:
         q = self.tensor("q", self.B, self.Hq, self.M, self.D)
-        k = self.tensor("k", self.Bkv, self.Hkv, self.N, self.D)
-        v = self.tensor("v", self.Bkv, self.Hkv, self.N, self.Dv)
+        batches, N = (self.Bkv, self.N) if not self.page else (3, self.page)
+        k = self.tensor("k", batches, self.Hkv, N, self.D)
+        v = self.tensor("v", batches, self.Hkv, N, self.Dv)
         rows = torch.zeros(self.B, self.Hq * self.sink_step)[:, :: self.sink_step]
         sinks = {"none": None, "number": 0.5, "heads": rows[0], "rows": rows}
         scale = -0.0 if self.negative_zero else self.scale
         return arguments_of.Call(
             q.requires_grad_(self.learns), k.requires_grad_(self.k_learns), v.requires_grad_(self.v_learns),
             self.score_mod(), self.block_mask(), scale, True, dict(self.options), sinks[self.sink], self.dropout,
-            self.max_scores,
+            self.max_scores, self.layout(),
         )  # fmt: skip
+
+    def layout(self) -> LayoutArguments | None:
+        zeros = torch.zeros(self.B, dtype=torch.int32)
+        table = torch.zeros(self.B, self.pages, dtype=torch.int32) if self.page else None
+        given = LayoutArguments(
+            zeros if self.used else None, zeros if self.offsets else None, None, table, "HND" if self.page else "NHD"
+        )  # fmt: skip
+        return None if given.is_empty else given
 
 
 PLAIN = Call()
@@ -155,6 +172,7 @@ DROPPED = Call(dropout=0.1, score="bias")
 PAIRS = Call(score="pairs")
 GATE = Call(score="gate", deterministic=True)
 SHORT = Call(M=1, N=2048, stored=(3, 8, 2048, 128))
+CACHE = Call(M=1, offsets=True, rows=512, mask="causal")
 WIDE = Call(D=256, Dv=256, stored=(3, 8, 512, 256))
 
 
@@ -176,7 +194,10 @@ def variants(call: Call) -> Iterator[Call]:
         {"sink": "number"}, {"sink_step": 2}, {"dropout": 0.5}, {"dropout": 0.0}, {"max_scores": True}, {"d_lse": True},
         {"needs": (True, False, False)}, {"needs": (False, True, True)}, {"table": (4, 400)}, {"table": (4, 256)},
         {"table_stored": (4, 2048)}, {"table_stored": (4, 1023)}, {"table_first": 1}, {"table_learns": False},
-        {"tf32": True}, {"deterministic": True},
+        {"tf32": True}, {"deterministic": True}, {"used": True}, {"offsets": True},
+        {"used": True, "offsets": True}, {"page": 16}, {"page": 32}, {"page": 32, "pages": 8},
+        {"page": 32, "used": True}, {"capacity": 512, "used": True},
+        *({"rows": rows, "mask": "causal"} for rows in (512, 1024) if call.offsets),
         *({"first": ((name, 1),)} for name in ("q", "k", "v")),
         *({"widths": ((name, width),)} for name in ("q", "k", "v") for width in (129, 160)),
     ]  # fmt: skip
@@ -186,7 +207,7 @@ def variants(call: Call) -> Iterator[Call]:
             yield other
 
 
-BASES = (PLAIN, TABLE, EXACT, DROPPED, PAIRS, GATE, SHORT, WIDE)
+BASES = (PLAIN, TABLE, EXACT, DROPPED, PAIRS, GATE, SHORT, CACHE, WIDE)
 CALLS = [
     *dict.fromkeys(itertools.chain.from_iterable(map(variants, BASES))),
     CAPTURED,
@@ -248,7 +269,8 @@ def keys_and_outcomes(call: Call, keys: Mapping[str, Key]) -> Iterator[tuple[str
         out, lse, _ = triton.forward(problem, keep)
         d_lse, d_out = torch.zeros_like(lse) if call.d_lse else None, torch.zeros_like(out)
         forward, needs = len(found), (*call.needs, False)
-        triton.backward(problem, out, lse, d_out, d_lse, needs, keep)
+        if not problem.is_paged:  # its gradients are computed in dense form
+            triton.backward(problem, out, lse, d_out, d_lse, needs, keep)
         for arguments, meant in found:
             for name, key in keys.items():
                 yield name, key(*arguments), meant
@@ -259,6 +281,8 @@ def keys_and_outcomes(call: Call, keys: Mapping[str, Key]) -> Iterator[tuple[str
             arrays = () if d_lse is None else ("dlse_ptr",)
             parts: dict[str, Any] = {"arrays": arrays, "needs": needs, **left_out}
             yield name, known_key(FORWARD, problem, given, (), ()), launches[:forward]
+            if problem.is_paged:
+                continue
             yield name, known_key(DELTA, problem, {**given, "o": out, "do": d_out}, **parts), launches[forward:]
 
 
@@ -304,7 +328,7 @@ NOT_NEEDED = {
 
 def mutants() -> dict[str, Key]:
     """Return functions that make the key without one of its elements, by the text of the element."""
-    functions = (launch.launch_key, launch._mod_key)
+    functions = (launch.launch_key, launch._layout_key, launch._mod_key)
     found: dict[str, Key] = {}
     for function in functions:
         number = sum(len(node.elts) for node in tuples(tree_of(function)))
@@ -379,7 +403,7 @@ def kinds() -> list[tuple[tuple[object, ...], object]]:
                 kind = repeat.kind_of(*vars(arguments).values()) if kept else None
             if kind is None or problem.batch_invariant:
                 zero = call.scale == 0.0 or call.negative_zero
-                assert call.sink != "none" or call.dropout or zero or problem.batch_invariant, call
+                assert call.sink != "none" or call.dropout or zero or problem.batch_invariant or arguments.layout, call
                 continue
             launches = keys_and_outcomes(call, {"launch_key": launch.launch_key})
             meant = tuple(value for name, _, value in launches if name == "launch_key")
@@ -424,6 +448,8 @@ def described(value: object) -> object:
             return value.graph, value.numbers
         case BlockMask():
             return value.shape, value.BLOCK_SIZE
+        case Layout():
+            return value.names, value.page_size, value.capacity
         case Dropout():
             return value.drop_below
     return value

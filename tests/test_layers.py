@@ -20,7 +20,7 @@ PACKAGE = Path(flexattn.__file__).parent
 ORDER = (
     "errors", "options", "merge", "reference", "mods", "process", "torch_state", "machine", "graph", "trace",
     "block_mask", "call", "compile", "runtime", "mask_build", "engines", "torch_compile", "tuning", "explain",
-    "profile", "counters", "api", "integrations", "__init__", "__main__",
+    "profile", "counters", "api", "varlen", "integrations", "__init__", "__main__",
 )  # fmt: skip
 # This module imports Dynamo, which takes a second.
 LAZY = {f"flexattn.torch_compile.higher_order.{name}" for name in ("REVISION", "HOP")}
