@@ -14,8 +14,9 @@ from flexattn.block_mask import BlockMask
 from flexattn.call.batch_invariant import everything
 from flexattn.call.call import Call, Mod
 from flexattn.call.layout import KVLayout
-from flexattn.call.packed import PackedArguments, check_packed, check_window, packing_of
+from flexattn.call.packed import PackedArguments, check_packed, packing_of
 from flexattn.errors import ArgumentError, DtypeError, message
+from flexattn.mods import and_masks, band, shifted
 
 
 def varlen_attn(
@@ -67,7 +68,7 @@ def varlen_attn(
 
     Returns:
         [T_q, Hq, Dv]. Rows without keys are 0, and so are rows after the last sequence. All derivatives that
-        flex_attention has.
+        flex_attention has. For gradients on a GPU, the rows of query after the last sequence must be finite.
 
     Raises ArgumentError for wrong lengths: on the CPU. On a GPU, a device-side assertion names cu_seq_q or cu_seq_k.
 
@@ -170,40 +171,47 @@ def _check_ranks(given: _Given) -> None:
 def _packed(given: _Given) -> tuple[Tensor, Tensor]:
     """Compute the sequences as one row of a batch, with a mask that separates them."""
     query, key, value = (x.transpose(0, 1)[None] for x in (given.query, given.key, given.value))
-    assert given.cu_seq_k is not None
-    sequences = PackedArguments(
-        given.cu_seq_q, given.cu_seq_k, given.max_q, given.max_k, given.window_size, given.mask_mod, None,
-        given.seqused_k,
-    )  # fmt: skip
     call = Call(
         query, key, value, given.score_mod, None, given.scale, given.enable_gqa, given.kernel_options, given.sink,
-        given.dropout_p, layout=sequences,
+        given.dropout_p, layout=_sequences(given),
     )  # fmt: skip
     out, lse, _ = attend(call)
     return out[0].transpose(0, 1), lse[0]
 
 
+def _sequences(given: _Given) -> PackedArguments:
+    assert given.cu_seq_k is not None
+    return PackedArguments(
+        given.cu_seq_q, given.cu_seq_k, given.max_q, given.max_k, given.window_size, given.mask_mod, None,
+        given.seqused_k,
+    )  # fmt: skip
+
+
 def _padded(given: _Given) -> tuple[Tensor, Tensor]:
     """Compute the sequences as rows of a batch, padded to max_q."""
     query, cu = given.query, given.cu_seq_q
-    T_q, sequences = query.size(0), cu.size(0) - 1
     one_row = query.transpose(0, 1)[None]
-    check_packed(PackedArguments(cu, cu, given.max_q, given.max_q), one_row, one_row)
-    check_window(given.window_size)
+    if given.cu_seq_k is None or given.block_table is not None:
+        check_packed(PackedArguments(cu, cu, given.max_q, given.max_q, given.window_size), one_row, one_row)
+    else:
+        check_packed(_sequences(given), one_row, given.key.transpose(0, 1)[None])
+    T_q, sequences = query.size(0), cu.size(0) - 1
+    M = min(given.max_q, T_q)
     key, value, used = _keys_by_sequence(given)
     packing = packing_of(cu, cu, None, T_q)
     sequence, position = packing.sequence.long(), packing.position.long()
-    whole = T_q == sequences * given.max_q  # then each sequence has max_q rows
+    whole = T_q == sequences * M  # then each sequence has M rows
     if whole:
-        padded = query.unflatten(0, (sequences, given.max_q))
+        padded = query.unflatten(0, (sequences, M))
     else:
-        rows = (cu[:-1, None] + torch.arange(given.max_q, device=cu.device)).clamp(max=max(0, T_q - 1))
-        padded = query[rows.long()]  # [sequences, max_q, Hq, D]
+        rows = cu[:-1, None] + torch.arange(M, device=cu.device)
+        own = rows < cu[1:, None]  # the others are 0: a NaN of another sequence would reach the gradient of a key
+        padded = torch.where(own[..., None, None], query[rows.clamp(max=T_q - 1).long()], 0.0)
     N = key.size(2) if given.block_table is None else 0
     if given.block_table is not None:
         N = given.block_table.size(1) * key.size(1 if given.kv_layout == "NHD" else 2)
     found = flex_attention(
-        padded.transpose(1, 2), key, value, given.score_mod, _mask_of(given, used, N), given.scale, given.enable_gqa,
+        padded.transpose(1, 2), key, value, given.score_mod, _mask_of(given, used, M, N), given.scale, given.enable_gqa,
         kernel_options=given.kernel_options, return_aux=AuxRequest(lse=True), sink=given.sink,
         dropout_p=given.dropout_p, seqused_k=used, block_table=given.block_table, kv_layout=given.kv_layout,
     )  # fmt: skip
@@ -223,33 +231,29 @@ def _keys_by_sequence(given: _Given) -> tuple[Tensor, Tensor, Tensor | None]:
     if given.cu_seq_k is None:
         return given.key.transpose(1, 2), given.value.transpose(1, 2), given.seqused_k
     cu = given.cu_seq_k
-    check_packed(
-        PackedArguments(cu, cu, given.max_k, given.max_k, seqused_k=given.seqused_k),
-        given.key.transpose(0, 1)[None], given.key.transpose(0, 1)[None],
-    )  # fmt: skip
-    rows = (cu[:-1, None] + torch.arange(given.max_k, device=cu.device)).clamp(max=max(0, given.key.size(0) - 1))
+    T_k = given.key.size(0)
+    rows = (cu[:-1, None] + torch.arange(min(given.max_k, T_k), device=cu.device)).clamp(max=T_k - 1)
     key, value = (x[rows.long()].transpose(1, 2) for x in (given.key, given.value))
     return key, value, cu.diff() if given.seqused_k is None else given.seqused_k
 
 
-def _mask_of(given: _Given, used: Tensor | None, N: int) -> BlockMask | None:
+def _mask_of(given: _Given, used: Tensor | None, M: int, N: int) -> BlockMask | None:
     """Return the mask of the window and mask_mod, with one list of all keys."""
-    left, right = given.window_size
-    mask_mod: Any = given.mask_mod
-    if mask_mod is None and left < 0 and right < 0:
+    window = None if given.window_size == (-1, -1) else band(*given.window_size)
+    if window is not None:
+        lengths = given.cu_seq_q.diff()
+        window = shifted(window, (N - lengths if used is None else used - lengths).int())
+    asked: list[Any] = [mod for mod in (window, given.mask_mod) if mod is not None]
+    if not asked:
         return None
-    lengths = given.cu_seq_q.diff()
-    diagonal = (N - lengths if used is None else used - lengths).int()
-
-    def inside(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        keep = kv_idx >= 0
-        if left >= 0:
-            keep = keep & (kv_idx >= q_idx + diagonal[b] - left)
-        if right >= 0:
-            keep = keep & (kv_idx <= q_idx + diagonal[b] + right)
-        return keep if mask_mod is None else keep & mask_mod(b, h, q_idx, kv_idx)
-
-    listed = everything(given.max_q, N, given.query.device)
+    listed = everything(M, N, given.query.device)
     return BlockMask.from_runs(
-        listed.kv_runs, listed.q_runs, 1, 1, listed.seq_lengths, listed.BLOCK_SIZE, inside, full_overhangs=False
+        listed.kv_runs,
+        listed.q_runs,
+        1,
+        1,
+        listed.seq_lengths,
+        listed.BLOCK_SIZE,
+        and_masks(*asked),
+        full_overhangs=False,
     )

@@ -109,7 +109,7 @@ def test_public_names() -> None:
         "AuxOutput", "AuxRequest", "BlockMask", "Counters", "Explanation", "FlexAttentionError", "FlexKernelOptions",
         "Profile", "Tuning", "and_masks", "counters", "create_block_mask", "create_mask", "dropout_mask", "explain",
         "flex_attention", "merge_attention", "mods", "noop_mask", "or_masks", "profile", "reference",
-            "register_operator", "tune",
+            "register_operator", "tune", "varlen_attn", "varlen_attn_out",
     ]  # fmt: skip
     assert all(hasattr(flexattn, name) for name in flexattn.__all__)
     assert dir(flexattn) == sorted([*flexattn.__all__, "__version__"])

@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[Make, str, str]] = {
     "UninitializedParameter": (lambda t: nn.UninitializedParameter(), r"UninitializedParameter", r"materialize"),
     "UninitializedBuffer": (lambda t: nn.parameter.UninitializedBuffer(), r"UninitializedBuffer", r"materialize"),
     "sparse": (Tensor.to_sparse, r"a tensor of layout torch\.sparse_coo", r"\.to_dense\(\)"),
-    "nested": (lambda t: torch.nested.nested_tensor([t]), r"a nested tensor", r"mods\.document"),
+    "nested": (lambda t: torch.nested.nested_tensor([t]), r"a nested tensor", r"mods\.document|layout=torch\.jagged"),
 }
 
 

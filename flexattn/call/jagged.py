@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import BlockMask
-from flexattn.call.packed import Memory, PackedArguments
+from flexattn.call.packed import Memory, PackedArguments, assert_once
 from flexattn.errors import ArgumentError, MaskError, UnsupportedError, message
 
 _MEND = "Make it with torch.nested.nested_tensor(..., layout=torch.jagged) as [B, lengths, H, D], and .transpose(1, 2)."
@@ -30,10 +30,7 @@ def from_jagged(query: Any, key: Any, value: Any, block_mask: Any) -> tuple[Tens
     if key.size(0) != query.size(0):
         mend = "Give each sequence its keys."
         raise ArgumentError(message("key", f"{key.size(0)} sequences", f"those of query, {query.size(0)}", mend))
-    same = value.offsets() is key.offsets() and value.lengths() is key.lengths()
-    if not same and tuple(value.values().shape[:2]) != tuple(key.values().shape[:2]):
-        mend = "Give both the same offsets."
-        raise ArgumentError(message("value", "other rows", "the rows of key", mend))
+    _check_same_sequences(key, value)
     rows = [x.values() for x in (query, key, value)]  # [H, rows, D], differentiable
     T_q, T_k = rows[0].size(1), rows[1].size(1)
     sequences = PackedArguments(
@@ -42,6 +39,22 @@ def from_jagged(query: Any, key: Any, value: Any, block_mask: Any) -> tuple[Tens
         None if key.lengths() is None else _int32(key.lengths()),
     )  # fmt: skip
     return rows[0][None], rows[1][None], rows[2][None], sequences
+
+
+def _check_same_sequences(key: Any, value: Any) -> None:
+    """Check that keys and values are those of the same tokens. On a GPU a kernel asserts what the host cannot see."""
+    mend = "Make one from the other: torch.nested.nested_tensor_from_jagged(values, key.offsets(), key.lengths())."
+    error = ArgumentError(message("value", "sequences of other lengths", "those of key", mend))
+    pairs = (key.offsets(), value.offsets()), (key.lengths(), value.lengths())
+    for ours, theirs in pairs:
+        if ours is theirs:
+            continue
+        if ours is None or theirs is None or ours.shape != theirs.shape:
+            raise error
+        if not ours.is_cpu:
+            assert_once("jagged: value must have the sequences of key", (ours, theirs), lambda x, y: (x == y).all())
+        elif not torch.equal(ours, theirs):
+            raise error
 
 
 def to_jagged(rows: Tensor, query: Any) -> Tensor:

@@ -9,6 +9,7 @@ wait, and a CUDA graph may contain it. No array has a size of queries x keys, ex
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -292,6 +293,8 @@ def _transposed(
     def hull(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         holds = (first[:, None] <= column) & (column < last[:, None])  # [H, columns, rows]
         count = holds.sum(-1)
+        if holds.size(-1) == 0:
+            return count, count, count
         start = holds.byte().argmax(-1)
         stop = holds.size(-1) - holds.flip(-1).byte().argmax(-1)
         return torch.where(count > 0, start, 0), torch.where(count > 0, stop, 0), count
@@ -388,13 +391,15 @@ def _check_ascending(name: str, cu: Tensor, rows: int) -> None:
             )
             mend = "Pass the cumulative sum of the lengths, with 0 in front."
             raise ArgumentError(message(name, found, f"ascending values from 0 to at most {rows}", mend))
-    elif not torch.cuda.is_current_stream_capturing():
-        _assertions.get((name, rows), (cu,), lambda: _assert_ascending(name, cu, rows))
+    else:
+        text = f"varlen_attn: {name} must ascend from 0 to at most {rows}"
+        assert_once(text, (cu,), lambda cu: (cu.diff() >= 0).all() & (cu[0] == 0) & (cu[-1] <= rows))
 
 
-def _assert_ascending(name: str, cu: Tensor, rows: int) -> None:
-    good = (cu.diff() >= 0).all() & (cu[0] == 0) & (cu[-1] <= rows)
-    torch.ops.aten._assert_async.msg(good, f"varlen_attn: {name} must ascend from 0 to at most {rows}")
+def assert_once(text: str, tensors: tuple[Tensor, ...], condition: Callable[..., Tensor]) -> None:
+    """Let a kernel assert condition(*tensors), once for these tensors at this version, but in no CUDA graph."""
+    if not torch.cuda.is_current_stream_capturing():
+        _assertions.get(text, tensors, lambda: torch.ops.aten._assert_async.msg(condition(*tensors), text))
 
 
 def _check_used(used: Tensor, cu: Tensor) -> None:

@@ -5,6 +5,7 @@ A mask is `mask_mod(b, h, q_idx, kv_idx) -> bool`, a score mod is `score_mod(sco
 """
 
 from flexattn.mods.alibi import alibi as alibi
+from flexattn.mods.band import band as band
 from flexattn.mods.block_diffusion import block_diffusion as block_diffusion
 from flexattn.mods.causal import causal as causal
 from flexattn.mods.causal import causal_lower_right as causal_lower_right

@@ -1,0 +1,317 @@
+"""varlen_attn and jagged tensors on the CPU: results, gradients, torch's arguments and errors."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_close_to_oracle
+from packed_cases import CASES, PackedCase, integers
+from sequence_cases import alibi, relative
+from torch import Tensor
+
+import flexattn
+from flexattn import (
+    AuxRequest,
+    BlockMask,
+    counters,
+    create_block_mask,
+    flex_attention,
+    mods,
+    varlen_attn,
+    varlen_attn_out,
+)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_splits": 1}], ids=["packed", "invariant"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_equals_one_dense_computation_per_sequence(case: PackedCase, options: dict[str, object]) -> None:
+    tensors = case.tensors()
+    dense, exact = case.expected(*tensors, dtype=None), case.expected(*tensors)
+    for name, found, x, y in zip(("out", "lse"), case.run(*tensors, **options), dense, exact, strict=True):
+        assert_close_to_oracle(name, found, x, y)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_splits": 1}], ids=["packed", "invariant"])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name: str, options: dict[str, object]) -> None:
+    case = replace(CASES[name], dtype=torch.float64)
+    tensors = case.tensors()
+    out, expected = case.run(*tensors, **options)[0], case.expected(*tensors)[0]
+    d_out = torch.randn(out.shape, dtype=out.dtype)
+    for x, y in zip(*(torch.autograd.grad(o, tensors, d_out) for o in (out, expected)), strict=True):
+        torch.testing.assert_close(x, y.to(x.dtype))
+
+
+def test_second_derivatives() -> None:
+    case = PackedCase((3, 4), (3, 5), window_size=(-1, 0), D=4, Dv=4, dtype=torch.float64)
+    assert torch.autograd.gradgradcheck(lambda *tensors: case.run(*tensors)[0], case.tensors())
+
+
+def test_the_arguments_of_torch() -> None:
+    torch_varlen = pytest.importorskip("torch.nn.attention.varlen")
+    ours = inspect.signature(varlen_attn).parameters
+    for name, parameter in inspect.signature(torch_varlen.varlen_attn).parameters.items():
+        assert name in ours
+        assert ours[name].default == parameter.default
+        assert ours[name].kind == parameter.kind
+
+
+CU = integers(0, 7, 20)
+X = torch.randn(20, 2, 8)
+PAGES = torch.randn(6, 16, 2, 8)
+TABLE = integers(3, 5, 0, 1).view(2, 2)
+
+
+def test_keys_of_a_dense_cache() -> None:
+    """cu_seq_k=None: each sequence has its own row of key."""
+    cache = torch.randn(2, 30, 2, 8)
+    used = integers(11, 30)
+    found = varlen_attn(X, cache, cache, CU, None, 13, 30, seqused_k=used, window_size=(-1, 0))
+    rows = torch.cat([cache[0, :11], cache[1]])
+    expected = varlen_attn(X, rows, rows, CU, integers(0, 11, 41), 13, 30, window_size=(-1, 0))
+    torch.testing.assert_close(found, expected)
+    found = varlen_attn(X, cache, cache, CU, None, 13, 30)
+    rows = cache.flatten(0, 1)
+    torch.testing.assert_close(found, varlen_attn(X, rows, rows, CU, integers(0, 30, 60), 13, 30))
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("cu_seq_k", [None, CU])  # torch ignores cu_seq_k if there are pages
+def test_pages(cu_seq_k: Tensor | None, heads_first: bool) -> None:
+    pages, options = (PAGES.transpose(1, 2), {"kv_layout": "HND"}) if heads_first else (PAGES, {})
+    found = varlen_attn(
+        X, pages, pages, CU, cu_seq_k, 13, 32, block_table=TABLE, seqused_k=integers(9, 30), window_size=(12, 0),
+        score_mod=alibi, mask_mod=lambda b, h, q_idx, kv_idx: kv_idx % 5 > b, **options,
+    )  # type: ignore[arg-type] # fmt: skip
+    rows = torch.cat([PAGES[3, :9], PAGES[0], PAGES[1, :14]])
+    expected = varlen_attn(
+        X, rows, rows, CU, integers(0, 9, 39), 13, 32, window_size=(12, 0), score_mod=alibi,
+        mask_mod=lambda b, h, q_idx, kv_idx: kv_idx % 5 > b,
+    )  # fmt: skip
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_row_does_not_depend_on_other_sequences_with_num_splits_1() -> None:
+    case = PackedCase((30, 50, 1), (30, 50, 70), window_size=(-1, 0))
+    q, k, v = case.tensors()
+    alone = PackedCase((50,), (50,), window_size=(-1, 0))
+    out, _ = case.run(q, k, v, num_splits=1)
+    one, _ = alone.run(q[30:80], k[30:80], v[30:80], num_splits=1)
+    assert torch.equal(out[30:80], one)
+
+
+def test_results_of_varlen_attn_out() -> None:
+    out = torch.empty_like(X)
+    expected = varlen_attn(X, X, X, CU, CU, 13, 13, return_aux=AuxRequest(lse=True))
+    found = varlen_attn_out(out, X, X, X, CU, CU, 13, 13, return_aux=AuxRequest(lse=True))
+    assert found[0] is out
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+    assert varlen_attn_out(out, X, X, X, CU, CU, 13, 13) is out
+
+
+@pytest.mark.parametrize("out", [None, X[:1], X.half()])
+def test_where_results_cannot_be_written(out: Any) -> None:
+    with pytest.raises(ValueError, match=r"out: found .*, expected torch\.float32"):
+        varlen_attn_out(out, X, X, X, CU, CU, 13, 13)
+
+
+@pytest.mark.parametrize("num_splits", [None, 1])
+def test_longest_lengths_may_be_larger_than_all_rows(num_splits: int | None) -> None:
+    expected = varlen_attn(X, X, X, CU, CU, 13, 13)
+    found = varlen_attn(X, X, X, CU, CU, 10**9, 10**9, num_splits=num_splits)
+    torch.testing.assert_close(found, expected)
+    nothing, no_rows = X[:0], integers(0, 0, 0)
+    for q, k, cu_q, cu_k in (
+        (nothing, X, no_rows, CU), (X, nothing, CU, no_rows), (nothing, nothing, no_rows, no_rows)
+    ):  # fmt: skip
+        found = varlen_attn(q, k, k, cu_q, cu_k, 20, 20, num_splits=num_splits, window_size=(3, 0))
+        assert torch.equal(found, torch.zeros_like(q))
+
+
+def test_no_array_of_queries_by_keys() -> None:
+    T = 1 << 17
+    q = torch.randn(T, 1, 8)
+    cu = torch.arange(0, T + 1, 64, dtype=torch.int32)
+    out = varlen_attn(q, q, q, cu, cu, 64, 64, window_size=(-1, 0))  # 16 GiB as booles
+    last = torch.nn.functional.scaled_dot_product_attention(
+        *(q[-64:].transpose(0, 1) for _ in range(3)), is_causal=True
+    )
+    torch.testing.assert_close(out[-64:, 0], last[0], rtol=1e-4, atol=1e-5)
+
+
+def test_lengths_are_read_again_if_they_changed() -> None:
+    cu = CU.clone()
+    first = varlen_attn(X, X, X, cu, cu, 20, 20)
+    cu[1] = 3
+    torch.testing.assert_close(
+        varlen_attn(X, X, X, cu, cu, 20, 20)[:3],
+        varlen_attn(X[:3], X[:3], X[:3], CU[:2].clamp(max=3), CU[:2].clamp(max=3), 3, 3),
+    )
+    cu[1] = 7
+    assert torch.equal(varlen_attn(X, X, X, cu, cu, 20, 20), first)
+
+
+def test_new_lengths_compile_nothing() -> None:
+    case = CASES["causal, bottom right"]
+    case.run(*case.tensors())
+    before = counters()
+    other = replace(case, q_lengths=(9, 40), k_lengths=(30, 90))
+    tensors = other.tensors()
+    found = other.run(*tensors)[0]
+    assert_close_to_oracle("out", found, other.expected(*tensors, dtype=None)[0], other.expected(*tensors)[0])
+    after = counters()
+    assert (after.traces, after.kernels_compiled) == (before.traces, before.kernels_compiled)
+
+
+ERRORS: dict[str, tuple[dict[str, object], type[Exception], str]] = {
+    "start": ({"cu_seq_q": integers(1, 7, 20)}, ValueError, "cu_seq_q: found values that start at 1"),
+    "end": ({"cu_seq_k": integers(0, 7, 21)}, ValueError, "cu_seq_k: found an end at 21.*at most 20"),
+    "descending": ({"cu_seq_q": integers(0, 9, 7)}, ValueError, "cu_seq_q: found descending values"),
+    "dtype": ({"cu_seq_q": CU.long()}, TypeError, "cu_seq_q: found i64, expected i32"),
+    "device": ({"cu_seq_k": CU.to("meta")}, RuntimeError, "cu_seq_k: found device meta"),
+    "rank": ({"cu_seq_q": CU[None]}, ValueError, "cu_seq_q: found shape"),
+    "number of sequences": ({"cu_seq_k": integers(0, 20)}, ValueError, "cu_seq_k: found 2 entries, expected 3"),
+    "no sequence": ({"cu_seq_q": integers(0), "cu_seq_k": integers(0)}, ValueError, "cu_seq_q: found 1 entries"),
+    "not a tensor": ({"cu_seq_q": [0, 7, 20]}, TypeError, "cu_seq_q: found a list"),
+    "max_q": ({"max_q": 12}, ValueError, "max_q: found 12, expected at least the length of the longest sequence, 13"),
+    "max_k": ({"max_k": 2.5}, ValueError, "max_k: found 2.5"),
+    "window": ({"window_size": (3,)}, ValueError, r"window_size: found \(3,\)"),
+    "negative window": ({"window_size": (-2, 0)}, ValueError, r"window_size: found \(-2, 0\)"),
+    "splits": ({"num_splits": -1}, ValueError, "num_splits: found -1"),
+    "used": ({"seqused_k": integers(7, 14)}, ValueError, "seqused_k: found an entry out of range"),
+    "number of used": ({"seqused_k": integers(7)}, ValueError, r"seqused_k: found shape \[1\], expected \[2\]"),
+    "rank of query": ({"query": X[None]}, ValueError, "query: found shape"),
+    "rank of key": ({"key": X[None]}, ValueError, "key: found shape"),
+    "heads": ({"key": X[:, :1], "value": X[:, :1]}, ValueError, "enable_gqa"),
+    "dense cache": ({"cu_seq_k": None}, ValueError, r"key: found shape.*\[sequences, N, Hkv, D\]"),
+    "pages without lengths": (
+        {"key": PAGES, "value": PAGES, "block_table": TABLE}, ValueError, "seqused_k: found None, expected a tensor"
+    ),
+    "table too short": (
+        {"key": PAGES, "value": PAGES, "block_table": TABLE, "seqused_k": integers(9, 33)}, ValueError,
+        "seqused_k: found an entry 33, expected entries from 0 to 32",
+    ),
+    "page": (
+        {"key": PAGES, "value": PAGES, "block_table": TABLE + 5, "seqused_k": integers(9, 30)}, ValueError,
+        "block_table: found an entry 8",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("num_splits", [None, 1])
+@pytest.mark.parametrize(("changes", "error", "text"), ERRORS.values(), ids=ERRORS)
+def test_errors_name_the_argument(
+    changes: dict[str, object], error: type[Exception], text: str, num_splits: int | None
+) -> None:
+    given = {"query": X, "key": X, "value": X, "cu_seq_q": CU, "cu_seq_k": CU, "max_q": 13, "max_k": 13}
+    with pytest.raises(error, match=text):
+        varlen_attn(**{"num_splits": num_splits, **given, **changes})  # type: ignore[arg-type]
+
+
+OFFSETS = torch.tensor([0, 30, 30, 95, 140])
+LENGTHS = torch.tensor([20, 0, 65, 31])
+
+
+def jagged(H: int, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return rows [140, H, 16], and a nested tensor [4, H, lengths, 16] of them."""
+    rows = torch.randn(140, H, 16, dtype=torch.float64, requires_grad=True)
+    return rows, torch.nested.nested_tensor_from_jagged(rows, OFFSETS, lengths).transpose(1, 2)
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["", "lengths"])
+def test_jagged(lengths: Tensor | None) -> None:
+    (a, q), (b, k), (c, v) = jagged(4, lengths), jagged(2, lengths), jagged(2, lengths)
+    mask = create_block_mask(mods.causal, None, None, 70, 70, device="cpu")
+    out, aux = flex_attention(
+        q, k, v, relative, mask, enable_gqa=True, return_aux=AuxRequest(lse=True, max_scores=True)
+    )  # fmt: skip
+    assert out.is_nested and out.shape[:2] == (4, 4) and aux.lse.is_nested and aux.max_scores.is_nested
+    used = OFFSETS.diff() if lengths is None else lengths
+    rows = torch.cat([torch.arange(s, s + n) for s, n in zip(OFFSETS[:-1], used, strict=True)])
+    case = PackedCase(tuple(used.tolist()), tuple(used.tolist()), mask_mod=mods.causal)
+    case = replace(case, table=False, dtype=torch.float64)
+    expected = Relative(**vars(case)).expected(a[rows], b[rows], c[rows])
+    found = out.transpose(1, 2).values()[rows], aux.lse.transpose(1, 2).values()[rows].T
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+    d_out = torch.randn_like(found[0])
+    tensors = [a, b, c]
+    for x, y in zip(*(torch.autograd.grad(o[0], tensors, d_out) for o in (found, expected)), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+class Relative(PackedCase):
+    """A case whose score_mod is `relative`."""
+
+    def expected(self, *tensors: Tensor, dtype: torch.dtype | None = torch.float64) -> tuple[Tensor, Tensor]:
+        return super().expected(*tensors, torch.empty(0), dtype=dtype)
+
+    def score_mod(self, table: Tensor) -> Any:
+        return relative
+
+
+def test_the_loss_of_a_jagged_batch() -> None:
+    rows, q = jagged(2)
+    out = flex_attention(q, q, q)
+    (out * out).sum().backward()
+    first = rows.grad
+    rows.grad = None
+    cu = OFFSETS.int()
+    varlen_attn(rows, rows, rows, cu, cu, 65, 65).square().sum().backward()
+    torch.testing.assert_close(rows.grad, first)
+
+
+def test_jagged_tensors_of_other_sequences() -> None:
+    """Cross attention: keys have other lengths than queries."""
+    _, q = jagged(2)
+    k = torch.nested.nested_tensor(
+        [torch.randn(n, 2, 16, dtype=torch.float64) for n in (5, 9, 0, 70)], layout=torch.jagged
+    ).transpose(1, 2)
+    out = flex_attention(q, k, k)
+    for x, y, z in zip(out.unbind(), q.unbind(), k.unbind(), strict=True):
+        expected, _ = flexattn.reference.attention(y[None], z[None], z[None])
+        torch.testing.assert_close(x, expected[0])
+
+
+def nested(*shapes: tuple[int, ...], layout: torch.layout = torch.jagged) -> Tensor:
+    return torch.nested.nested_tensor([torch.randn(shape) for shape in shapes], layout=layout)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)  # torch's, that this layout is old
+    STRIDED = nested((2, 3, 8), (2, 5, 8), layout=torch.strided)
+N = nested((3, 2, 8), (5, 2, 8)).transpose(1, 2)
+NO_BLOCKS = torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+JAGGED_ERRORS: dict[str, tuple[dict[str, object], type[Exception], str]] = {
+    "dense key": ({"key": torch.randn(2, 2, 8, 8)}, NotImplementedError, "key: found a dense tensor"),
+    "strided": (
+        {"query": STRIDED}, NotImplementedError,
+        "query: found a nested tensor of layout torch.strided",
+    ),
+    "not transposed": ({"query": nested((3, 2, 8), (5, 2, 8))}, ValueError, "query: found shape"),
+    "rank": ({"query": nested((3, 8), (5, 8))}, ValueError, "query: found shape"),
+    "other sequences": ({"key": nested((3, 2, 8)).transpose(1, 2)}, ValueError, "key: found 1 sequences"),
+    "other values": (
+        {"value": nested((4, 2, 8), (5, 2, 8)).transpose(1, 2)}, ValueError, "value: found sequences of other lengths"
+    ),
+    "same number of other values": (
+        {"value": nested((5, 2, 8), (3, 2, 8)).transpose(1, 2)}, ValueError, "value: found sequences of other lengths"
+    ),
+    "with lengths": ({"seqused_k": integers(3, 5)}, ValueError, "query: found a nested tensor, expected a dense one"),
+    "lists of blocks": (
+        {"block_mask": BlockMask.from_kv_blocks(NO_BLOCKS[..., 0], NO_BLOCKS, mask_mod=mods.causal)}, ValueError,
+        "block_mask: found other block lists",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), JAGGED_ERRORS.values(), ids=JAGGED_ERRORS)
+def test_errors_of_jagged_tensors(changes: dict[str, object], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        flex_attention(**{"query": N, "key": N, "value": N, **changes})  # type: ignore[arg-type]
