@@ -19,6 +19,7 @@ from flexattn.counters import Counters as Counters
 from flexattn.counters import counters as counters
 from flexattn.errors import FlexAttentionError as FlexAttentionError
 from flexattn.explain import Explanation as Explanation
+from flexattn.kv_cache import PagedKVCache as PagedKVCache
 from flexattn.mask_build.create import create_block_mask as create_block_mask
 from flexattn.mask_build.create import create_mask as create_mask
 from flexattn.merge import merge_attention as merge_attention
@@ -43,6 +44,7 @@ __all__ = [
     "Explanation",
     "FlexAttentionError",
     "FlexKernelOptions",
+    "PagedKVCache",
     "Profile",
     "Tuning",
     "and_masks",

@@ -46,6 +46,10 @@ class IndexRangeError(FlexAttentionError, IndexError, RuntimeError):
     """An index is out of range for the tensor or mask that it indexes."""
 
 
+class CacheFullError(FlexAttentionError, RuntimeError):
+    """A paged cache has too few pages, or a sequence too many tokens. The cache has not changed."""
+
+
 class CompileError(FlexAttentionError, RuntimeError):
     """A generated kernel could not be compiled or loaded on this device."""
 

@@ -19,11 +19,14 @@ PACKAGE = Path(flexattn.__file__).parent
 # Reading order: a module imports only from those before it. A folder is one layer.
 ORDER = (
     "errors", "options", "merge", "reference", "mods", "process", "torch_state", "machine", "graph", "trace",
-    "block_mask", "call", "compile", "runtime", "mask_build", "engines", "torch_compile", "tuning", "explain",
+    "block_mask", "call",
+    "kv_cache", "compile", "runtime", "mask_build", "engines", "torch_compile", "tuning", "explain",
     "profile", "counters", "api", "varlen", "integrations", "__init__", "__main__",
 )  # fmt: skip
-# This module imports Dynamo, which takes a second.
-LAZY = {f"flexattn.torch_compile.higher_order.{name}" for name in ("REVISION", "HOP")}
+# These modules import Dynamo, which takes a second, and Triton.
+LAZY = {"flexattn.kv_cache.append_kernel"} | {
+    f"flexattn.torch_compile.higher_order.{name}" for name in ("REVISION", "HOP")
+}
 LEAVES = ("mods", "reference")
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "manager", "misc"}
 HEAVY = ("sympy", "triton", "torch._dynamo", "torch.fx.experimental.symbolic_shapes")
@@ -107,6 +110,7 @@ def test_modules_import_each_other_without_cycles() -> None:
 def test_public_names() -> None:
     assert flexattn.__all__ == [
         "AuxOutput", "AuxRequest", "BlockMask", "Counters", "Explanation", "FlexAttentionError", "FlexKernelOptions",
+        "PagedKVCache",
         "Profile", "Tuning", "and_masks", "counters", "create_block_mask", "create_mask", "dropout_mask", "explain",
         "flex_attention", "merge_attention", "mods", "noop_mask", "or_masks", "profile", "reference",
             "register_operator", "tune", "varlen_attn", "varlen_attn_out",

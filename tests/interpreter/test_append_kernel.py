@@ -1,0 +1,86 @@
+"""The kernel that appends to a paged cache, in Triton's interpreter, next to torch operations."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from cache_cases import ModelledCache
+from torch import Tensor
+
+from flexattn import PagedKVCache
+from flexattn.kv_cache.append import FLOAT8
+
+pytest.importorskip("triton")
+append = importlib.import_module("flexattn.kv_cache.append")
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_layout": "HND"}], ids=["NHD", "HND"])
+def test_tokens(options: dict[str, Any]) -> None:
+    model = ModelledCache(**options)
+    model.append([40, 3, 0, 16])
+    model.append([2, 33], [3, 1])
+    model.fork(0, [2])
+    for _ in range(3):
+        model.append([1, 1, 1, 1])
+    model.erase([1], [20])
+    model.append([5, 7, 0, 1])
+    model.check()
+    assert not model.cache._pages.arrived.any()
+
+
+def both(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], tokens: dict[str, Any]) -> list[Tensor]:
+    """Return the pages and the rotated query by the kernel, and the same in torch operations."""
+    found: list[Tensor] = []
+    for interpreting in (True, False):
+        monkeypatch.setattr(append, "is_interpreting", lambda interpreting=interpreting: interpreting)
+        cache = PagedKVCache(2, 60, pages=8, heads=2, head_dim=12, value_head_dim=8, device="cpu", **options)
+        for x in (cache.key, cache.value):
+            x.zero_()
+        cache.append(tokens["key"], tokens["value"], lengths=[5, 19])
+        query = cache.append(**tokens)
+        found += [cache.key, cache.value, cache.seqused_k, cache.q_offsets, *([] if query is None else [query])]
+    return found
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("half", [6, 2])
+def test_rotary(interleaved: bool, half: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    angle = torch.arange(60)[:, None] * 100 ** (-torch.arange(half) / half)
+    tokens = {
+        "key": torch.randn(2, 19, 2, 12).transpose(1, 2), "value": torch.randn(2, 2, 19, 8),
+        "query": torch.randn(2, 4, 19, 12), "lengths": torch.tensor([19, 7], dtype=torch.int32),
+        "rotary_cos": angle.cos(), "rotary_sin": angle.sin(), "rotary_interleaved": interleaved,
+    }  # fmt: skip
+    found = both(monkeypatch, {"dtype": torch.float32}, tokens)
+    for x, y in zip(found[:5], found[5:], strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+
+
+def test_float8(monkeypatch: pytest.MonkeyPatch) -> None:
+    scale = torch.tensor([0.01, 0.03])
+    tokens = {"key": torch.randn(2, 2, 19, 12), "value": 9 * torch.randn(2, 2, 19, 8)}
+    found = both(monkeypatch, {"dtype": FLOAT8, "k_descale": scale, "v_descale": scale}, tokens)
+    for x, y in zip(found[:4], found[4:], strict=True):
+        # The interpreter rounds to float8 in another way than torch and GPUs do.
+        torch.testing.assert_close(x.float(), y.float(), rtol=2**-3, atol=2**-6)
+
+
+def test_replays_without_room_write_nothing() -> None:
+    """The kernel alone, as a CUDA graph runs it, without the host that takes pages."""
+    model = ModelledCache(2, 60, 8)
+    model.append([30, 10])
+    model.cache.reserve([2, 6])
+    pages = model.cache._pages
+    for _ in range(3):
+        x = torch.randn(2, 2, 1, 20)
+        key, value = x.split((8, 12), -1)
+        append.append(pages, append.Tokens(key, value, None, None, None, None, None, True))
+        model.tokens = [torch.cat((t, x[b].transpose(0, 1))) for b, t in enumerate(model.tokens)]
+    assert pages.lengths.tolist() == [-33, 13]
+    model.tokens[0] = model.tokens[0][:32]
+    with pytest.raises(RuntimeError, match=r"sequences: found \[0\] without room in a CUDA graph"):
+        model.cache.synchronize()
+    model.check()
