@@ -104,6 +104,8 @@ def flex_attention(
     kv_positions: Tensor | None = None,
     block_table: Tensor | None = None,
     kv_layout: KVLayout = "NHD",
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor: ...
 
 
@@ -127,6 +129,8 @@ def flex_attention(
     kv_positions: Tensor | None = None,
     block_table: Tensor | None = None,
     kv_layout: KVLayout = "NHD",
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -150,6 +154,8 @@ def flex_attention(
     kv_positions: Tensor | None = None,
     block_table: Tensor | None = None,
     kv_layout: KVLayout = "NHD",
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> tuple[Tensor, AuxOutput]: ...
 
 
@@ -173,6 +179,8 @@ def flex_attention(
     kv_positions: Tensor | None = None,
     block_table: Tensor | None = None,
     kv_layout: KVLayout = "NHD",
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
 
 
@@ -195,6 +203,8 @@ def flex_attention(
     kv_positions: Tensor | None = None,
     block_table: Tensor | None = None,
     kv_layout: KVLayout = "NHD",
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Compute attention with scores modified by `score_mod` and masked by `block_mask`.
 
@@ -224,8 +234,10 @@ def flex_attention(
             value [pages, page_size, Hkv, Dv], with a page_size that is a power of two from 16 on. N is the number of
             tokens that the columns hold.
         kv_layout: dims of pages, "NHD", or "HND" for [pages, Hkv, page_size, D].
+        k_descale, v_descale: float32 [Hkv], or [pages, Hkv] with a block_table. key and value are then float8_e4m3fn
+            and are multiplied by it.
 
-        The tensors of the last five may change in place between calls, also in a CUDA graph. Wrong values raise on the
+        The tensors of the last seven may change in place between calls, also in a CUDA graph. Wrong values raise on the
         CPU; on a GPU, where that would wait, the sequence's output is NaN.
 
     Returns:
@@ -254,8 +266,12 @@ def flex_attention(
         or kv_positions is not None
         or block_table is not None
         or kv_layout != "NHD"
+        or k_descale is not None
+        or v_descale is not None
     ):
-        layout = LayoutArguments(seqused_k, q_offsets, kv_positions, block_table, kv_layout)
+        layout = LayoutArguments(
+            seqused_k, q_offsets, kv_positions, block_table, kv_layout, k_descale, v_descale
+        )  # fmt: skip
     out, lse, max_scores = compute(
         query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, dropout_p,
         request.max_scores, layout,
@@ -326,6 +342,8 @@ def explain(
     kv_positions: Tensor | None = None,
     block_table: Tensor | None = None,
     kv_layout: KVLayout = "NHD",
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     mask_mod: Mod | None = None,
     B: int | None = None,
     H: int | None = None,
@@ -343,7 +361,7 @@ def explain(
     Args:
         query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink: as in flex_attention.
         dropout_p: as in flex_attention. Nothing is drawn from the generator.
-        seqused_k, q_offsets, kv_positions, block_table, kv_layout: as in flex_attention.
+        seqused_k, q_offsets, kv_positions, block_table, kv_layout, k_descale, v_descale: as in flex_attention.
         mask_mod: `(b, h, q_idx, kv_idx) -> bool`, only without tensors.
         B, H, Q_LEN, KV_LEN, BLOCK_SIZE: as in create_block_mask, to build the mask of mask_mod on the default device.
             Without Q_LEN and KV_LEN no mask is built.
@@ -368,7 +386,9 @@ def explain(
         mend = "Pass block_mask=create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) instead."
         raise ArgumentError(message("mask_mod", "one with other arguments", "only score_mod and mask_mod", mend))
     reject_sizes(sizes, "a mask_mod without tensors", "Leave it out: the tensors and block_mask define it.")
-    layout = LayoutArguments(seqused_k, q_offsets, kv_positions, block_table, kv_layout)
+    layout = LayoutArguments(
+            seqused_k, q_offsets, kv_positions, block_table, kv_layout, k_descale, v_descale
+        )  # fmt: skip
     call = Call(
         query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, dropout_p,
         layout=None if layout.is_empty else layout,

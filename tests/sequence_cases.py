@@ -12,6 +12,7 @@ from torch import Tensor
 from flexattn import AuxRequest, BlockMask, create_block_mask, flex_attention, mods, reference
 
 Mod = Callable[..., Tensor]
+FLOAT8 = torch.float8_e4m3fn
 BIAS = torch.linspace(-1, 1, 1200, dtype=torch.float64)
 
 
@@ -50,6 +51,7 @@ class SequenceCase:
     form: Literal["rows", "pages", "ring"] = "rows"
     page_size: int = 16
     heads_first: bool = False
+    float8: Literal["", "heads", "pages"] = ""  # descales by head, or by page and head
     sink: bool = False
     max_scores: bool = False
     dtype: torch.dtype = torch.float32
@@ -70,7 +72,32 @@ class SequenceCase:
         generator = torch.Generator().manual_seed(0)
         shapes = ((self.Hq, self.M, self.D), (self.Hkv, self.N, self.D), (self.Hkv, self.N, self.Dv))
         q, k, v = (torch.randn(self.B, *shape, generator=generator).to(self.dtype) for shape in shapes)
+        if self.float8:
+            k, v = ((9 * x).to(FLOAT8).to(self.dtype) * self._scale_of_tokens(i) for i, x in enumerate((k, v)))
         return q, k, v
+
+    def _scales(self, i: int) -> Tensor:
+        """Return the factors of key (0) or value (1), [pages or 1, Hkv]."""
+        pages = len(self._pool()) if self.float8 == "pages" else 1
+        return torch.rand(pages, self.Hkv, generator=torch.Generator().manual_seed(i)).add(0.1) / 9
+
+    def _scale_of_tokens(self, i: int) -> Tensor:
+        """Return the factor of each token, [B or 1, Hkv, N or 1, 1]."""
+        scales = self._scales(i).to(self.dtype)
+        if self.float8 == "heads":
+            return scales[:, :, None, None]
+        of_pages = scales[self._table()].repeat_interleave(self.page_size, 1)[:, : self.N]  # [B, N, Hkv]
+        return of_pages.transpose(1, 2)[..., None]
+
+    @property
+    def _columns(self) -> int:
+        return -(-self.N // self.page_size)
+
+    def _pool(self) -> Tensor:
+        return torch.randperm(self.B * self._columns + 3, generator=torch.Generator().manual_seed(1))
+
+    def _table(self) -> Tensor:
+        return self._pool()[: self.B * self._columns].view(self.B, self._columns)
 
     def mask(self) -> BlockMask | None:
         if self.mask_mod is None:
@@ -91,22 +118,25 @@ class SequenceCase:
         if self.used is not None and self.form != "ring":
             found["seqused_k"] = self._integers(self.used)
         nan = torch.nan
+        if self.float8:
+            k, v = (x / self._scale_of_tokens(i) for i, x in enumerate((k, v)))
+            scales = [self._scales(i).to(self.device) for i in range(2)]
+            found["k_descale"], found["v_descale"] = scales if self.float8 == "pages" else [x[0] for x in scales]
         unused = torch.stack([torch.arange(self.N) >= self.length(b) for b in range(self.B)])[:, None, :, None]
         k, v = (torch.where(unused, nan, x) for x in (k, v))
-        if self.form == "rows":
-            return k.to(self.device), v.to(self.device), found
         if self.form == "pages":
-            return *self._paged(k, v, found), found
-        return *self._in_ring(k, v, found), found
+            k, v = self._paged(k, v, found)
+        elif self.form == "ring":
+            k, v = self._in_ring(k, v, found)
+        dtype = FLOAT8 if self.float8 else self.dtype
+        return k.to(self.device, dtype), v.to(self.device, dtype), found
 
     def _integers(self, values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def _paged(self, k: Tensor, v: Tensor, found: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Scatter the tokens over a pool of pages in random order. Entries of the table that are not used are -1."""
-        size, columns = self.page_size, -(-self.N // self.page_size)
-        pool = torch.randperm(self.B * columns + 3, generator=torch.Generator().manual_seed(1))
-        table = pool[: self.B * columns].view(self.B, columns)
+        size, columns, pool, table = self.page_size, self._columns, self._pool(), self._table()
         pages = []
         for x in (k, v):
             padded = torch.nn.functional.pad(x, (0, 0, 0, columns * size - self.N), value=torch.nan)
@@ -114,7 +144,7 @@ class SequenceCase:
             stored = x.new_full((len(pool), *tokens.shape[2:]), torch.nan)
             stored[table.flatten()] = tokens.flatten(0, 1)
             stored = stored if self.heads_first else stored.transpose(1, 2).contiguous()
-            pages.append(stored.to(self.device))
+            pages.append(stored)
         lengths = torch.tensor([self.length(b) for b in range(self.B)])[:, None]
         table = torch.where(torch.arange(columns) * size < lengths, table, -1)
         found["block_table"] = table.int().to(self.device)
@@ -133,7 +163,7 @@ class SequenceCase:
                 for x, y in zip(stored, (k, v), strict=True):
                     x[b, :, p % size] = y[b, :, p]
         found["kv_positions"] = positions.int().to(self.device)
-        return stored[0].nan_to_num(0.0).to(self.device), stored[1].nan_to_num(0.0).to(self.device)
+        return stored[0].nan_to_num(0.0), stored[1].nan_to_num(0.0)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return out, lse and, if requested, the largest scores."""
@@ -192,6 +222,13 @@ CASES = {
     "by batch": SequenceCase(M=9, offsets=(3, 60, 200), used=(30, 90, 260), mask_mod=by_batch, by_batch=True),
     "sink, maxima": SequenceCase(M=4, offsets=(0, 9, 90), used=(4, 13, 0), sink=True, max_scores=True, mask_mod=causal),
     "wide heads": SequenceCase(D=40, Dv=24, Hq=6, Hkv=1, mask_mod=causal),
+    "float8": SequenceCase(float8="heads", mask_mod=causal, M=5, offsets=(0, 100, 200), used=(5, 105, 205)),
+    "float8, whole rows": SequenceCase(float8="heads", used=None, offsets=None, M=70, score_mod=softcap),
+    "float8 pages": SequenceCase(float8="pages", form="pages", score_mod=alibi, mask_mod=causal),
+    "float8 pages, by head": SequenceCase(float8="heads", form="pages", page_size=64, D=40, Dv=24),
+    "float8, large pages": SequenceCase(
+        M=90, float8="pages", form="pages", page_size=128, mask_mod=window, offsets=(0, 100, 200), used=(90, 190, 290)
+    ),
     "pages": SequenceCase(form="pages"),
     "pages, causal": SequenceCase(M=5, offsets=(0, 100, 200), used=(5, 105, 205), mask_mod=causal, form="pages"),
     "large pages": SequenceCase(M=3, offsets=(0, 98, 297), mask_mod=window, form="pages", page_size=128),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flexattn.block_mask import BlockMask, run_lists_of
 from flexattn.call.batch_invariant import dense_blocks, everything
+from flexattn.call.layout import Layout
 from flexattn.call.positions import used_keys
 from flexattn.call.problem import Problem
 from flexattn.mods.combine import noop_mask
@@ -25,6 +26,8 @@ def dense_form(problem: Problem, clean: bool = True) -> Problem:
     if layout is None:
         return problem
     M, N, mask = problem.query.size(2), problem.N, problem.mask
+    if layout.is_quantized:
+        problem = _dequantized(problem, layout)
     if layout.block_table is not None:
         table = layout.block_table.clamp(0, problem.key.size(0) - 1)
         key, value = (_gathered(x, table)[:, :, :N] for x in (problem.key, problem.value))
@@ -40,6 +43,17 @@ def dense_form(problem: Problem, clean: bool = True) -> Problem:
     if blocks is not None:
         blocks = _rows_at(blocks, layout.q_offsets, layout.seqused_k, M, N, problem.batch_invariant)
     return replace(problem, mask=mask, block_mask=blocks, layout=None)
+
+
+def _dequantized(problem: Problem, layout: Layout) -> Problem:
+    """Return the problem with key and value in the dtype of query."""
+    wide = torch.promote_types(problem.query.dtype, torch.float32)
+    key, value = (
+        (x.to(wide) * descale.to(wide)[..., None, None]).to(problem.query.dtype)
+        for x, descale in ((problem.key, layout.k_descale), (problem.value, layout.v_descale))
+        if descale is not None
+    )
+    return problem.with_fields(key=key, value=value)
 
 
 def _gathered(pages: Tensor, table: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import BlockMask
-from flexattn.errors import ArgumentError, DeviceError, DtypeError, MaskError, message
+from flexattn.errors import ArgumentError, DeviceError, DtypeError, MaskError, UnsupportedError, message
 from flexattn.graph.nodes import short_dtype
 from flexattn.graph.ranges import INDEX_LIMIT
 from flexattn.process.quick_init import quick_init
@@ -35,22 +35,26 @@ class LayoutArguments(NamedTuple):
     kv_positions: Tensor | None = None
     block_table: Tensor | None = None
     kv_layout: KVLayout = "NHD"
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether the call does not use them."""
-        return all(x is None for x in self[:4]) and self.kv_layout == "NHD"
+        return self.kv_layout == "NHD" and all(x is None for x in (*self[:4], *self[5:]))
 
 
 @quick_init
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The checked layout of a call. Tensors are contiguous int32; None means the default."""
+    """The checked layout of a call. Tensors are contiguous int32, descales float32; None means the default."""
 
     seqused_k: Tensor | None = None  # [B], number of keys of each sequence
     q_offsets: Tensor | None = None  # [B], position of the first query of each sequence
     kv_positions: Tensor | None = None  # [B or 1, N], position of the token in each slot, negative for an empty slot
     block_table: Tensor | None = None  # [B, pages], the page with keys i * page_size to (i + 1) * page_size - 1
+    k_descale: Tensor | None = None  # [Hkv] or [pages, Hkv], what float8 keys are multiplied by
+    v_descale: Tensor | None = None
     page_size: int = 0  # 0 without a block_table
     capacity: int = 0  # the most keys of a sequence
 
@@ -58,6 +62,11 @@ class Layout:
     def names(self) -> tuple[str, ...]:
         """The names of the tensors that are given."""
         return tuple(name for name in _TENSORS if getattr(self, name) is not None)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether key and value are float8."""
+        return self.k_descale is not None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -72,10 +81,10 @@ class Layout:
         offsets = self.q_offsets if lengths is not None and self.kv_positions is None else None
         if offsets is None and lengths is not None and lengths[0] != query.size(2):
             offsets = _zeros(query.size(0), query.device)
-        if offsets is None and self.seqused_k is None and self.block_table is None:
+        if offsets is None and self.seqused_k is None and self.block_table is None and not self.is_quantized:
             return None
         most = self.capacity if lengths is None else min(self.capacity, lengths[1])
-        return Layout(self.seqused_k, offsets, None, self.block_table, self.page_size, most)
+        return replace(self, q_offsets=offsets, kv_positions=None, capacity=most)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Layout:
         """Return the layout with other tensors, in the order of `tensors`."""
@@ -88,7 +97,9 @@ def _zeros(count: int, device: torch.device) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-_TENSORS = ("seqused_k", "q_offsets", "kv_positions", "block_table")
+_DESCALES = ("k_descale", "v_descale")
+_TENSORS = ("seqused_k", "q_offsets", "kv_positions", "block_table", *_DESCALES)
+FLOAT8 = torch.float8_e4m3fn
 
 
 def paged(key: object, value: object, given: LayoutArguments) -> tuple[Any, Any]:
@@ -156,7 +167,8 @@ def check_layout(given: LayoutArguments, query: Tensor, key: Tensor) -> Layout:
     if table is not None and table.is_cpu:
         read = table if used is None else table[torch.arange(table.size(1)) * page_size < used[:, None]]
         _check_values("block_table", read, 0, key.size(0) - 1, "the last page of key")
-    return Layout(used, offsets, positions, table, page_size, N)
+    k_descale, v_descale = (_check_descale(name, getattr(given, name), key, table is not None) for name in _DESCALES)
+    return Layout(used, offsets, positions, table, k_descale, v_descale, page_size, N)
 
 
 def check_mask_layout(mask: BlockMask, layout: Layout, M: int) -> None:
@@ -190,6 +202,32 @@ def check_integers(name: str, x: Tensor, query: Tensor, dims: int) -> Tensor:
         raise ArgumentError(
             message(name, f"shape {list(x.shape)}", f"{dims} dimension{'s' * (dims > 1)}", "Reshape it.")
         )
+    return x.contiguous()
+
+
+def _check_descale(name: str, x: object, key: Tensor, paged: bool) -> Tensor | None:
+    """Return a contiguous float32 tensor, [Hkv] or [pages, Hkv]."""
+    if key.dtype != FLOAT8:
+        if x is None:
+            return None
+        mend = "Leave it out: only float8 keys and values are multiplied by it."
+        raise ArgumentError(message(name, "a tensor", f"None with {short_dtype(key.dtype)} key", mend))
+    mend = "Pass the factor of each head: the largest absolute value / 448 if key was divided by that."
+    if not isinstance(x, Tensor):
+        raise DtypeError(message(name, f"a {type(x).__name__}", "a torch.Tensor with float8 key", mend))
+    check_plain(name, x)
+    if x.dtype != torch.float32:
+        raise DtypeError(message(name, short_dtype(x.dtype), "f32", f"Convert it: {name}.float()."))
+    if x.device != key.device:
+        raise DeviceError(
+            message(name, f"device {x.device}", f"that of key, {key.device}", f"Move it: {name}.to(...).")
+        )
+    pages, Hkv = key.shape[:2]
+    if tuple(x.shape) != (Hkv,) and not (paged and tuple(x.shape) == (pages, Hkv)):
+        expected = f"[{Hkv}]" + (f" or [{pages}, {Hkv}]" if paged else "")
+        raise ArgumentError(message(name, f"shape {list(x.shape)}", expected, mend))
+    if x.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(message(name, "a tensor that requires a gradient", "one that does not", "Detach it."))
     return x.contiguous()
 
 

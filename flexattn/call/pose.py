@@ -12,7 +12,7 @@ from flexattn.block_mask import BlockMask, from_torch
 from flexattn.call.batch_invariant import as_batch_invariant, as_listed, everything
 from flexattn.call.call import Call, Mod
 from flexattn.call.dropout import check_dropout
-from flexattn.call.layout import Layout, check_layout, check_pages, paged
+from flexattn.call.layout import FLOAT8, Layout, check_layout, check_pages, paged
 from flexattn.call.packed import Packed, PackedArguments, packed_mask, packed_score
 from flexattn.call.positions import at_positions, mask_at_positions
 from flexattn.call.problem import Problem
@@ -95,10 +95,11 @@ def _tensors(call: Call) -> tuple[Tensor, Tensor, Tensor, Layout | None, Packed 
         packed = Packed.of(given, query, key)
         return query, *packed.tensors_of(key, value), None, packed
     key, value = paged(key, value, given)
+    quantized = getattr(key, "dtype", None) == FLOAT8 and (given.k_descale, given.v_descale) != (None, None)
     if given.block_table is None:
-        query, key, value = check_tensors(query, key, value, call.enable_gqa)
+        query, key, value = check_tensors(query, key, value, call.enable_gqa, quantized)
     else:  # one page stands for the keys of a sequence
-        query, *_ = check_tensors(query, key[:1], value[:1], call.enable_gqa)
+        query, *_ = check_tensors(query, key[:1], value[:1], call.enable_gqa, quantized)
         check_pages(key, value)
     return query, key, value, check_layout(given, query, key), None
 

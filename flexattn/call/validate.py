@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexattn.block_mask import BlockMask
 from flexattn.call.arguments import as_float
-from flexattn.call.layout import Layout, check_mask_layout
+from flexattn.call.layout import FLOAT8, Layout, check_mask_layout
 from flexattn.errors import ArgumentError, DeviceError, DtypeError, MaskError, UnsupportedError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.nodes import short_dtype
@@ -23,23 +23,28 @@ DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 DEVICES = frozenset({"cpu", "cuda"})
 
 
-def check_tensors(query: object, key: object, value: object, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Check kinds, ranks, sizes, dtypes and devices of query, key and value; return them."""
+def check_tensors(
+    query: object, key: object, value: object, enable_gqa: bool, quantized: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Check kinds, ranks, sizes, dtypes and devices of query, key and value; return them. `quantized`: in float8."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         name, x = next(found for found in _named(query, key, value) if not isinstance(found[1], Tensor))
         raise DtypeError(message(name, f"a {type(x).__name__}", "a torch.Tensor", "Pass a tensor."))
     if not (is_plain(query) and is_plain(key) and is_plain(value)):
         for name, x in _named(query, key, value):
             check_plain(name, x)
-    check_forms(query, key, value, enable_gqa)
+    check_forms(query, key, value, enable_gqa, quantized=quantized)
     return query, key, value
 
 
-def check_forms(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, devices: Set[str] = DEVICES) -> None:
+def check_forms(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, devices: Set[str] = DEVICES, quantized: bool = False
+) -> None:  # fmt: skip
     """Check ranks, sizes, dtypes and devices. The tensors may be fake, and their sizes symbols."""
     if not query.dim() == key.dim() == value.dim() == 4:
         raise _rank(*next((name, x) for name, x in _named(query, key, value) if x.dim() != 4))
-    if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
+    stored = FLOAT8 if quantized else query.dtype
+    if query.dtype not in DTYPES or not stored == key.dtype == value.dtype:
         raise _dtypes(query, key, value)
     device = query.device
     if device != key.device or device != value.device:
@@ -64,7 +69,7 @@ def _dtypes(query: Tensor, key: Tensor, value: Tensor) -> Exception:
     names = [short_dtype(x.dtype) for x in (query, key, value)]
     found = "query {}, key {}, value {}".format(*names)
     if any(name.startswith("float8") for name in names):
-        mend = "Cast to bfloat16. float8 is not supported yet."
+        mend = "Cast to bfloat16, or pass key and value as float8_e4m3fn with k_descale and v_descale."
         return UnsupportedError(message("query, key, value", found, "one dtype of f16, bf16, f32, f64", mend))
     wanted = query.dtype if query.dtype in DTYPES else torch.bfloat16
     cast = ", ".join(

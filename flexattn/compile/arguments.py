@@ -29,7 +29,19 @@ class FromTensors:
     name: str
 
 
-Part = Literal["kv_runs", "q_runs", "score", "mask", "sink", "seed", "seqused_k", "q_offsets", "block_table"]
+Part = Literal[
+    "kv_runs",
+    "q_runs",
+    "score",
+    "mask",
+    "sink",
+    "seed",
+    "seqused_k",
+    "q_offsets",
+    "block_table",
+    "k_descale",
+    "v_descale",
+]
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,8 @@ PARTS: dict[Part, Callable[[Problem], tuple[Tensor, ...]]] = {
     "seqused_k": _of_layout("seqused_k"),
     "q_offsets": _of_layout("q_offsets"),
     "block_table": _of_layout("block_table"),
+    "k_descale": _of_layout("k_descale"),
+    "v_descale": _of_layout("v_descale"),
 }
 
 

@@ -103,6 +103,15 @@ PAGES = Feature(
     operands=(OfProblem("block_table_ptr", "*i32", "block_table"), Scalars(("stride_table", "num_pages"))),
     text="    pages    of keys, from block_table",
 )
+DESCALES = Feature(
+    "descales",
+    wanted=lambda problem, arrays: problem.layout is not None and problem.layout.is_quantized,
+    operands=(
+        OfProblem("k_descale_ptr", "*fp32", "k_descale"), OfProblem("v_descale_ptr", "*fp32", "v_descale"),
+        Scalars(("stride_k_descale", "stride_v_descale")),
+    ),
+    text="    float8   keys and values, multiplied by k_descale and v_descale",
+)  # fmt: skip
 _SEQUENCES = (SEQUSED_K, Q_OFFSETS)
 
 # DELTA sets the sums of dq to zero, [B * Hq * M_padded, 32 * pieces], because a launch takes more time on the host.
@@ -157,7 +166,8 @@ FORWARD = KernelSpec(
         Descriptors(_key_streams), Pointers(("q",)), *_KEYS, Pointers(("o",)), _LSE, MAX_SCORES, PROFILE, SINK,
         Strides(("q",)), *_KEY_STRIDES, Strides(("o",)),
         Scalars(("M", "N", "heads", "heads_q", "group_size", "heads_per_group")), ScoreScale(),
-        When(lambda plan: plan.score is None, (Scalars(("q_sign",)),)), DROPOUT, *_SEQUENCES, PAGES, MaskLists(),
+        When(lambda plan: plan.score is None, (Scalars(("q_sign",)),)), DROPOUT, *_SEQUENCES, PAGES, DESCALES,
+        MaskLists(),
         ModArguments(),
     ),
     shared_bytes=product_bytes,
@@ -174,7 +184,7 @@ FORWARD_SPLIT = KernelSpec(
     operands=(
         Pointers(("q", "k", "v")), *_PARTS, Strides(("q", "k", "v")),
         Scalars(("M", "N", "heads_q", "heads_kv", "group_size", "row_tiles", "splits")), ScoreScale(),
-        When(lambda plan: plan.score is None, (Scalars(("q_sign",)),)), *_SEQUENCES, PAGES,
+        When(lambda plan: plan.score is None, (Scalars(("q_sign",)),)), *_SEQUENCES, PAGES, DESCALES,
         When(lambda plan: plan.blocks is not None, (Scalars(("mask_blocks",)),)), MaskLists(), ModArguments(),
     ),
     shared_bytes=product_bytes,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flexattn.call.layout import FLOAT8
 from flexattn.compile.arguments import Argument, DescriptorOf, FromProblem, FromShapes, FromTensors, Part, TileCounter
 from flexattn.compile.kernel_plan import KernelPlan, Operand
 from flexattn.compile.mod_plan import TRITON_POINTER
@@ -23,8 +24,9 @@ class Pointers:
     names: tuple[str, ...]
 
     def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
-        dtype = TRITON_POINTER[plan.dtype]
-        return tuple(Argument(f"{name}_ptr", dtype, FromTensors(name), plan.aligned) for name in self.names)
+        keys = FLOAT8 if "descales" in plan.features else plan.dtype
+        types = {name: TRITON_POINTER[keys if name in ("k", "v") else plan.dtype] for name in self.names}
+        return tuple(Argument(f"{name}_ptr", types[name], FromTensors(name), plan.aligned) for name in self.names)
 
 
 @dataclass(frozen=True)

@@ -182,4 +182,5 @@ def _stream_arguments(plan: KernelPlan) -> tuple[str, ...]:
         return names if plan.transposed else (*names, "b_kv", "h_kv")
     strides = f"stride_{first}{rows}", f"stride_{second}{rows}"
     pages = ("pages", "stride_kb", "stride_vb", "num_pages") if plan.page_size else ()
-    return f"{first}_base", f"{second}_base", *strides, *pages
+    descales = ("k_descale", "stride_k_descale", "v_descale", "stride_v_descale")
+    return f"{first}_base", f"{second}_base", *strides, *pages, *(descales if "descales" in plan.features else ())

@@ -156,6 +156,12 @@ def _block_table(problem: Problem) -> Tensor:
     return problem.layout.block_table
 
 
+def _descale_stride(problem: Problem, name: str) -> int:
+    """Return the stride of a page, 0 if all pages have the same descale."""
+    descale = getattr(problem.layout, name)
+    return descale.stride(0) if descale.dim() == 2 else 0
+
+
 def _dropout(problem: Problem) -> Dropout:
     assert problem.dropout is not None
     return problem.dropout
@@ -191,6 +197,8 @@ SCALARS: dict[str, tuple[str, Callable[[KernelPlan, Problem], int | float]]] = {
     "mask_blocks": ("i32", lambda plan, problem: _touched(problem)),
     "stride_table": ("i32", lambda plan, problem: _block_table(problem).stride(0)),
     "num_pages": ("i32", lambda plan, problem: problem.key.size(0)),
+    "stride_k_descale": ("i32", lambda plan, problem: _descale_stride(problem, "k_descale")),
+    "stride_v_descale": ("i32", lambda plan, problem: _descale_stride(problem, "v_descale")),
     "drop_below": ("i32", lambda plan, problem: _dropout(problem).drop_below),
     "keep_scale": ("fp32", lambda plan, problem: _dropout(problem).keep_scale),
 }

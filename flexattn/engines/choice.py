@@ -37,7 +37,7 @@ def engine_reads_layout(engine: Engine, problem: Problem) -> bool:
     """Whether an engine computes the problem's layout, as opposed to its dense form (call/dense_form.py).
 
     Triton kernels do, except for what has only a formula in torch operations: function transforms, and gradients of
-    pages.
+    pages and of float8 keys.
     """
     if problem.layout is None:
         return True
@@ -45,6 +45,8 @@ def engine_reads_layout(engine: Engine, problem: Problem) -> bool:
         return False
     if not wants_gradient(problem):
         return True
+    if problem.layout.is_quantized:
+        return False
     mask = problem.block_mask
     if mask is not None and mask.seq_lengths[1] != problem.N:  # its lists of query blocks have more rows than key
         return False

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexattn.call.layout import FLOAT8 as FLOAT8
 from flexattn.machine.triton_versions import is_interpreting
 
 _TOKENS = 16  # of a program
-FLOAT8 = torch.float8_e4m3fn
 _LARGEST = 448.0  # of FLOAT8
 
 

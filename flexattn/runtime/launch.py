@@ -140,7 +140,8 @@ def launch_key(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Ite
 def _layout_key(layout: Layout, mask: BlockMask | None) -> tuple[object, ...]:
     table = layout.block_table
     pages = None if table is None else table.shape  # the size of a page is in the shape of key
-    return (layout.names, pages, None if mask is None else mask.seq_lengths)
+    descales = [x.dim() for x in (layout.k_descale, layout.v_descale) if x is not None]
+    return (layout.names, pages, *descales, None if mask is None else mask.seq_lengths)
 
 
 def _mod_key(mod: BoundMod | None) -> tuple[object, ...]:
