@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from oracle import assert_close_to_oracle
-from sequence_cases import CASES, SequenceCase
+from sequence_cases import CASES, FLOAT8, SequenceCase
 
 import flexattn
 from flexattn import create_block_mask, flex_attention, mods
@@ -38,12 +38,24 @@ def test_gradients(name: str) -> None:
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.parametrize("name", ["float8, whole rows", "float8 pages"])
+def test_gradient_of_query_with_float8_keys(name: str) -> None:
+    case = replace(CASES[name], dtype=torch.float64)
+    q, k, v = case.tensors()
+    q.requires_grad_()
+    d_out = torch.randn(3, case.Hq, case.M, case.Dv, dtype=torch.float64)
+    (found,) = torch.autograd.grad(case.run(q, k, v)[0], q, d_out)
+    (expected,) = torch.autograd.grad(case.expected(q, k, v)[0], q, d_out)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # descales are float32
+
+
 def integers(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
 q = torch.randn(2, 2, 3, 8)
 k = torch.randn(2, 2, 64, 8)
+K8, DESCALES = k.to(FLOAT8), {"k_descale": torch.ones(2), "v_descale": torch.ones(2)}
 PAGES = torch.randn(8, 16, 2, 8)
 TABLE = torch.arange(8, dtype=torch.int32).view(2, 4)
 ERRORS: dict[str, tuple[dict[str, object], type[Exception], str]] = {
@@ -58,6 +70,30 @@ ERRORS: dict[str, tuple[dict[str, object], type[Exception], str]] = {
     "rank of offsets": ({"q_offsets": integers(1, 2)[None]}, ValueError, "q_offsets: found shape"),
     "positions": ({"kv_positions": integers(*range(64))}, ValueError, "kv_positions: found shape"),
     "positions of other slots": ({"kv_positions": integers(*range(32))[None]}, ValueError, r"\[2, 64\] or \[1, 64\]"),
+    "descale of bf16": ({"k_descale": torch.ones(2)}, ValueError, "k_descale: found a tensor, expected None with f32"),
+    "float8": ({"key": K8, "value": K8}, NotImplementedError, "pass key and value as float8_e4m3fn with k_descale"),
+    "no v_descale": ({"key": K8, "value": K8, "k_descale": torch.ones(2)}, TypeError, "v_descale: found a NoneType"),
+    "float8 keys only": ({"key": K8, **DESCALES}, NotImplementedError, "query f32, key float8_e4m3fn, value f32"),
+    "other float8": (
+        {"key": k.to(torch.float8_e5m2), "value": k.to(torch.float8_e5m2), **DESCALES},
+        NotImplementedError,
+        "float8_e5m2",
+    ),
+    "shape of descales": (
+        {"key": K8, "value": K8, **DESCALES, "v_descale": torch.ones(2, 2)},
+        ValueError,
+        r"v_descale: found shape \[2, 2\], expected \[2\]",
+    ),
+    "dtype of descales": (
+        {"key": K8, "value": K8, **DESCALES, "v_descale": torch.ones(2).half()},
+        TypeError,
+        "v_descale: found f16",
+    ),
+    "descale that learns": (
+        {"key": K8, "value": K8, **DESCALES, "k_descale": torch.ones(2, requires_grad=True)},
+        NotImplementedError,
+        "k_descale: found a tensor that requires a gradient",
+    ),
     "layout without pages": ({"kv_layout": "HND"}, ValueError, "kv_layout: found 'HND', expected a block_table"),
 }
 PAGED_ERRORS: dict[str, tuple[dict[str, object], type[Exception], str]] = {
@@ -77,7 +113,7 @@ PAGED_ERRORS: dict[str, tuple[dict[str, object], type[Exception], str]] = {
 @pytest.mark.parametrize(("changes", "error", "text"), ERRORS.values(), ids=ERRORS)
 def test_errors_name_the_argument(changes: dict[str, object], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        flex_attention(q, k, k, **changes)  # type: ignore[arg-type]
+        flex_attention(q, **{"key": k, "value": k, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("changes", "error", "text"), PAGED_ERRORS.values(), ids=PAGED_ERRORS)

@@ -326,7 +326,7 @@ def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | Non
     tensors = {"q": q, "k": k, "v": v, "o": out, "do": out, "dq": q, "dk": k, "dv": v}
     problems = KernelProblems.of(problem)
     kernels = forward_kernels(problem)
-    if not problem.is_paged:
+    if problem.layout is None or not (problem.is_paged or problem.layout.is_quantized):
         kernels = (*kernels, DELTA, *backward_kernels(problems, tensors, target))
     arrays = {"dq_sum_ptr": out} if DQ_ROWS in kernels else {}
     return tuple(
