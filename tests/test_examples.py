@@ -14,17 +14,18 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "examples").glob("[01]*.py"))
+MODELS = ("11_paged_generation", "12_jagged_training")  # with a small model
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 
 
 def test_the_ladder_is_whole():
-    assert [p.name[:2] for p in SCRIPTS] == [f"{n:02}" for n in range(1, 11)]
+    assert [p.name[:2] for p in SCRIPTS] == [f"{n:02}" for n in range(1, 13)]
     assert [p.stem for p in NOTEBOOKS] == ["masks", "quickstart", "score_mods"]
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_script(path):
-    assert len(path.read_text().splitlines()) < 60
+    assert len(path.read_text().splitlines()) < (110 if path.stem in MODELS else 60)
     spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""The README's code runs as it stands."""
+"""The code of the README, and of pages of docs, runs as it stands."""
 
 from __future__ import annotations
 
@@ -22,6 +22,16 @@ def test_python_block(code, tmp_path, monkeypatch):
     path = tmp_path / "readme.py"
     path.write_text(code)
     exec(compile(code, path, "exec"), {"__name__": "readme"})
+
+
+@pytest.mark.parametrize("page", ["decoding", "varlen"])
+def test_page(page, tmp_path):
+    """The blocks of a page continue each other."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)
+    path = tmp_path / f"{page}.py"
+    path.write_text("\n".join(blocks))
+    assert blocks
+    exec(compile(path.read_text(), path, "exec"), {"__name__": page})
 
 
 @pytest.mark.slow
