@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import flexattn
-from benchmarks import attention, calls, first, masks, numerics, overhead, tables, tune
+from benchmarks import attention, calls, decode, first, masks, numerics, overhead, tables, tune, varlen
 from benchmarks.harness import Config, Result, geometric_mean, measure, table, write_json
 from benchmarks.peers import PEERS, Attend
 from benchmarks.works import CPU_WORKS, WORKS, Mods, Work, count_pairs, document_lengths, forward_flops
@@ -448,3 +448,41 @@ def test_numerics_keeps_going_after_an_error(
     monkeypatch.setattr(numerics, "sdpa", fail)
     assert numerics.main(["--device", "cpu", "--lengths", "32", "--head-dim", "16", "--works", "causal,alibi"]) == 1
     assert "error: ValueError: no" in capsys.readouterr().out
+
+
+# decode, varlen
+
+
+def test_decode(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "decode.json"
+    assert decode.main([*QUICK, "--rounds", "1", "--peers", "flexattn", "--json", str(path)]) == 0
+    results = json.loads(path.read_text())["results"]
+    assert [r["work"] for r in results] == list(decode.WORKS)
+    assert all(r["gigabytes_per_second"] > 0 and not r["note"] for r in results)
+    assert "pages of 128" in capsys.readouterr().out
+
+
+def test_bytes_of_a_step() -> None:
+    assert decode.Work(2, 100, Hkv=3, D=8, Dv=4).bytes == 2 * 2 * 100 * 3 * 12
+    ragged = decode.Work(2, 100, Hkv=3, D=8, Dv=4, form="ragged", dtype=decode.FLOAT8)
+    assert ragged.lengths == [1, 100] and ragged.bytes == 101 * 3 * 12
+    assert decode.Work(1, 10_000, M=2, mod="window").attended == decode.WINDOW + 1
+
+
+def test_varlen(tmp_path: Path) -> None:
+    path = tmp_path / "varlen.json"
+    peers = "flexattn,flexattn_new,flexattn_mask"
+    arguments = [*QUICK, "--rounds", "1", "--works", "64 x 256", "--peers", peers, "--json", str(path)]
+    assert varlen.main(arguments) == 0
+    results = json.loads(path.read_text())["results"]
+    assert {r["peer"] for r in results} == set(peers.split(",")) and len(results) == 6
+    assert not any(r["note"] for r in results)
+
+
+def test_peers_of_varlen_agree() -> None:
+    work = varlen.QUICK
+    q, k, v = (torch.randn(sum(work.lengths), H, work.D) for H in (work.Hq, work.Hkv, work.Hkv))
+    found = varlen.attends(work, CPU)
+    results = [found[name](q, k, v) for name in ("flexattn", "flexattn_new", "flexattn_mask")]
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other, rtol=1e-4, atol=1e-5)
