@@ -133,6 +133,34 @@ def other_queries(at: At) -> None:
         assert_same(part, (*rows, *part[4:]), OF_ROWS)
 
 
+def decoded_rows(at: At) -> None:
+    """Rows of a prefill, and the same rows as steps on a growing cache, contiguous and in pages."""
+    N, B, page = at.M, 2, 16
+    q, k, v = at.draw(B, 4, N, at.D, seed=0), at.draw(B, 2, N, at.D, seed=1), at.draw(B, 2, N, at.Dv, seed=2)
+    mask = create_block_mask(mods.sliding_window(N - 20), None, None, N, N, device=at.device)
+    score_mod, options = SCORES[at.score], dict(at.options)
+    whole = flex_attention(q, k, v, score_mod, mask, enable_gqa=True, kernel_options=options)
+    columns = -(-N // page)
+    table = torch.randperm(B * columns, generator=torch.Generator().manual_seed(3)).view(B, columns)
+    for places in ((0, N // 3), (N // 2 + 1, N - 1)):
+        offsets = torch.tensor(places, dtype=torch.int32, device=at.device)
+        later = (torch.arange(N, device=at.device) > offsets[:, None])[:, None, :, None]
+        keys = [torch.where(later, torch.nan, x) for x in (k, v)]
+        stored = []
+        for x in keys:
+            padded = torch.nn.functional.pad(x, (0, 0, 0, columns * page - N), value=torch.nan)
+            pages = padded.unflatten(2, (columns, page)).permute(0, 2, 3, 1, 4).flatten(0, 1)
+            stored.append(torch.empty_like(pages).index_copy_(0, table.flatten().to(at.device), pages))
+        rows = torch.stack([q[b, :, p : p + 1] for b, p in enumerate(places)])
+        expected = torch.stack([whole[b, :, p : p + 1] for b, p in enumerate(places)])
+        for cache, layout in ((keys, {}), (stored, {"block_table": table.int().to(at.device)})):
+            out = flex_attention(
+                rows, *cache, score_mod, mask, enable_gqa=True, kernel_options=options, seqused_k=offsets + 1,
+                q_offsets=offsets, **layout,
+            )  # fmt: skip
+            assert torch.equal(out, expected), f"other bits at {places}"
+
+
 def neighbours_that_attend_to_more(at: At) -> None:
     x = inputs(at)
     x = replace(x, everywhere=torch.zeros_like(x.everywhere))
@@ -219,6 +247,6 @@ def tensors_that_lie_otherwise(at: At) -> None:
 
 
 CHECKS = (
-    other_batch_entries, other_heads, other_queries, neighbours_that_attend_to_more, keys_to_come,
+    other_batch_entries, other_heads, other_queries, decoded_rows, neighbours_that_attend_to_more, keys_to_come,
     blocks_of_other_sizes, blocks_of_other_classes, blocks_that_overrule_the_mod, tensors_that_lie_otherwise,
 )  # fmt: skip

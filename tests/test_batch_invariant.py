@@ -35,7 +35,7 @@ PLACES = (
 @pytest.mark.parametrize("at", PLACES, ids=str)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__)
 def test_check(check: Callable[[At], None], at: At) -> None:
-    if check is invariance.other_queries and not blas_takes_rows_alike(torch.float32):
+    if check in (invariance.other_queries, invariance.decoded_rows) and not blas_takes_rows_alike(torch.float32):
         pytest.skip("the BLAS of this torch rounds rows by their place in a product")
     check(at)
 

@@ -17,7 +17,7 @@ AT = At(D=16, Dv=16, M=70, N=110, block=32, score="softcap", options=(INVARIANT,
 # Those that other loops, tiles or masks would break; the rest is checked on the CPU and on a card.
 CHECKED = (
     invariance.other_batch_entries, invariance.other_queries, invariance.neighbours_that_attend_to_more,
-    invariance.blocks_of_other_classes,
+    invariance.blocks_of_other_classes, invariance.decoded_rows,
 )  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def by_rows(a: numpy.ndarray, b: numpy.ndarray, dtype: object = None) -> numpy.n
 
 @pytest.mark.parametrize("check", CHECKED, ids=lambda f: f.__name__)
 def test_check(check: Callable[[At], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    if check is invariance.other_queries:
+    if check in (invariance.other_queries, invariance.decoded_rows):
         monkeypatch.setattr(numpy, "matmul", by_rows)
     check(AT)
 
