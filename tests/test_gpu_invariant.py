@@ -13,8 +13,8 @@ from invariance import (
     attend,
     blocks_of_other_classes,
     blocks_that_overrule_the_mod,
-    decoded_rows,
     build,
+    decoded_rows,
     inputs,
 )
 from test_gpu_hopper import pytestmark as on_hopper
