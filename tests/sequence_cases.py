@@ -73,7 +73,7 @@ class SequenceCase:
         shapes = ((self.Hq, self.M, self.D), (self.Hkv, self.N, self.D), (self.Hkv, self.N, self.Dv))
         q, k, v = (torch.randn(self.B, *shape, generator=generator).to(self.dtype) for shape in shapes)
         if self.float8:
-            k, v = ((9 * x).to(FLOAT8).to(self.dtype) * self._scale_of_tokens(i) for i, x in enumerate((k, v)))
+            k, v = ((9 * x).to(FLOAT8).to(self._wide) * self._scale_of_tokens(i) for i, x in enumerate((k, v)))
         return q, k, v
 
     def _scales(self, i: int) -> Tensor:
@@ -83,11 +83,15 @@ class SequenceCase:
 
     def _scale_of_tokens(self, i: int) -> Tensor:
         """Return the factor of each token, [B or 1, Hkv, N or 1, 1]."""
-        scales = self._scales(i).to(self.dtype)
+        scales = self._scales(i).to(self._wide)
         if self.float8 == "heads":
             return scales[:, :, None, None]
         of_pages = scales[self._table()].repeat_interleave(self.page_size, 1)[:, : self.N]  # [B, N, Hkv]
         return of_pages.transpose(1, 2)[..., None]
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
 
     @property
     def _columns(self) -> int:
