@@ -70,7 +70,7 @@ def attends(work: Work, device: torch.device) -> dict[str, Attend]:
         mask_mod = mods.document_causal(offsets=next(variants).add_(0))
         mask = flexattn.create_block_mask(mask_mod, None, None, len(q), len(q), device=device)
         out = flexattn.flex_attention(*_rows(q, k, v), None, mask, enable_gqa=gqa)
-        return out[0].transpose(0, 1)
+        return out.squeeze(0).transpose(0, 1)
 
     found: dict[str, Attend] = {"flexattn": partial(packed, cu=cu), "flexattn_new": new, "flexattn_mask": masked}
     for name, module, function in (

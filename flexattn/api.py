@@ -9,14 +9,15 @@ flex_attention calls these stages. Indented stages are called by the stage above
         trace                   trace/trace.py       score_mod, mask_mod -> BoundMod
         differentiate           graph/differentiate.py   ModGraph -> ModGraph of gradients
     engine_of                   engines/choice.py    which engine computes the problem
-    dense_form                  call/dense_form.py   Problem -> Problem without seqused_k, q_offsets, ..., for engines
-                                                     that compute in torch operations
+    form_for                    engines/choice.py    the problem itself if the engine computes its layout, else:
+        dense_form              call/dense_form.py   Problem -> Problem without seqused_k, q_offsets, ...
     attention                   engines/autograd.py  the differentiable operation around the engine
         forward, backward       engines/triton.py    a pass whose launches are known runs them (runtime/known.py).
                                                      Otherwise: arrays, and each kernel once through a LaunchLog
             KernelProblems      compile/schedule.py  the problem, in a variant for each group of kernels
             scheduled_backward  runtime/launch.py    the backward's kernels, cached for equal calls
                 backward_kernels    compile/schedule.py  chooses them, in order
+            forward_kernels     compile/schedule.py  FORWARD, or FORWARD_SPLIT and MERGE_SPLITS for short queries
             launch_of           runtime/launch.py    the cached Launch of an equal kernel. On a miss:
                 plan_best_form  compile/schedule.py  Problem -> KernelPlan, for the Hopper or the portable kernel
                     plan_kernel     compile/plan.py      the portable KernelPlan; each ModGraph -> ModPlan
@@ -32,8 +33,10 @@ flex_attention calls these stages. Indented stages are called by the stage above
 
 Inside torch.compile, Dynamo traces flex_attention up to traced_call (torch_compile/call.py). The mods and the call
 become one node of Dynamo's graph (torch_compile/higher_order.py), which AOTAutograd replaces by the operators
-flexattn::forward and flexattn::backward (torch_compile/attention.py, operators.py). An operator makes a Problem and
-continues with engine_of. make_fx, torch.export and fake tensors record the same operators (torch_compile/recorded.py).
+flexattn::forward and flexattn::backward (torch_compile/attention.py, operators.py). An operator launches the kernels of
+an equal earlier one (torch_compile/repeated.py). Otherwise it makes a Problem, chooses the engine with engine_of and
+calls engine.forward or engine.backward itself, without `attention`. make_fx, torch.export and fake tensors record the
+same operators (torch_compile/recorded.py).
 """
 
 from __future__ import annotations
@@ -50,13 +53,12 @@ from torch.nn.attention import flex_attention as upstream
 
 from flexattn.block_mask import BlockMask
 from flexattn.call.call import Call, Mod
-from flexattn.call.dense_form import dense_form
 from flexattn.call.jagged import from_jagged, to_jagged
 from flexattn.call.layout import KVLayout, LayoutArguments
 from flexattn.call.pose import pose
-from flexattn.engines import cpu, triton
+from flexattn.engines import triton
 from flexattn.engines.autograd import attention
-from flexattn.engines.choice import engine_of, engine_reads_layout
+from flexattn.engines.choice import engine_of, form_for
 from flexattn.engines.repeat import keep, repeated
 from flexattn.errors import ArgumentError, DtypeError, OptionError, UnsupportedError, message
 from flexattn.explain import Explanation, explain_call, explain_mods, reject_sizes
@@ -292,8 +294,8 @@ def _compute(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
 
 @uncompiled
 def attend(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return out, lse and row maxima of a call that is not looked up among earlier ones."""
-    return _through_all_stages(*vars(call).values())
+    """Return out, lse and row maxima."""
+    return _compute(*vars(call).values())
 
 
 def _jagged(query: Any, key: Any, value: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -315,8 +317,7 @@ def _through_all_stages(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]
         return _record(*arguments)
     problem = pose(Call(*arguments))
     engine = engine_of(problem)
-    if not engine_reads_layout(engine, problem):
-        problem = dense_form(problem, clean=engine is not cpu)  # Problem -> Problem without a layout
+    problem = form_for(engine, problem)
     result = attention(engine, problem)
     if engine is triton:
         keep(arguments, problem)

@@ -176,7 +176,7 @@ def _packed(given: _Given) -> tuple[Tensor, Tensor]:
         given.dropout_p, layout=_sequences(given),
     )  # fmt: skip
     out, lse, _ = attend(call)
-    return out[0].transpose(0, 1), lse[0]
+    return out.squeeze(0).transpose(0, 1), lse.squeeze(0)  # the backward of [0] would copy
 
 
 def _sequences(given: _Given) -> PackedArguments:

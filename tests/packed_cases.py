@@ -41,7 +41,7 @@ class PackedCase:
         T_q, T_k = sum(self.q_lengths) + self.after, sum(self.k_lengths)
         shapes = (T_q, self.Hq, self.D), (T_k, self.Hkv, self.D), (T_k, self.Hkv, self.Dv)
         q, k, v = (torch.randn(*shape, generator=generator).to(self.dtype) for shape in shapes)
-        table = torch.randn(self.Hq, 500, generator=generator)
+        table = torch.randn(self.Hq, 500, generator=generator).to(self.dtype)
         found = [x.to(self.device).requires_grad_() for x in (q, k, v, table)]
         return tuple(found if self.table else found[:3])
 

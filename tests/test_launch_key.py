@@ -95,13 +95,15 @@ class Call:
     offsets: bool = False  # q_offsets
     page: int = 0  # tokens of a page
     pages: int = 16  # of each sequence
+    float8: str = ""  # of key and value: descales by head or by page
     rows: int = 0  # queries that the mask is built for, if more than M
     capacity: int = 0  # keys that the mask is built for, if more than N
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         B, H, rows, width = self.stored
         strides = (H * rows * width, rows * width, dict(self.widths).get(name, width), 1)
-        storage = torch.zeros(B * H * rows * 2 * width, dtype=self.dtype)
+        dtype = torch.float8_e4m3fn if self.float8 and name != "q" else self.dtype
+        storage = torch.zeros(B * H * rows * 2 * width, dtype=dtype)
         return storage.as_strided(shape, strides, dict(self.first).get(name, 0))
 
     def score_mod(self) -> Any:
@@ -150,7 +152,8 @@ class Call:
         sinks = {"none": None, "number": 0.5, "heads": rows[0], "rows": rows}
         scale = -0.0 if self.negative_zero else self.scale
         return arguments_of.Call(
-            q.requires_grad_(self.learns), k.requires_grad_(self.k_learns), v.requires_grad_(self.v_learns),
+            q.requires_grad_(self.learns and not self.float8), k.requires_grad_(self.k_learns),
+            v.requires_grad_(self.v_learns),
             self.score_mod(), self.block_mask(), scale, True, dict(self.options), sinks[self.sink], self.dropout,
             self.max_scores, self.layout(),
         )  # fmt: skip
@@ -158,8 +161,11 @@ class Call:
     def layout(self) -> LayoutArguments | None:
         zeros = torch.zeros(self.B, dtype=torch.int32)
         table = torch.zeros(self.B, self.pages, dtype=torch.int32) if self.page else None
+        scales = torch.ones((self.Hkv,) if self.float8 == "heads" else (3, self.Hkv)) if self.float8 else None
         given = LayoutArguments(
-            zeros if self.used else None, zeros if self.offsets else None, None, table, "HND" if self.page else "NHD"
+            zeros if self.used else None, zeros if self.offsets else None, None, table,
+            "HND" if self.page else "NHD", scales,
+            scales,
         )  # fmt: skip
         return None if given.is_empty else given
 
@@ -196,7 +202,8 @@ def variants(call: Call) -> Iterator[Call]:
         {"table_stored": (4, 2048)}, {"table_stored": (4, 1023)}, {"table_first": 1}, {"table_learns": False},
         {"tf32": True}, {"deterministic": True}, {"used": True}, {"offsets": True},
         {"used": True, "offsets": True}, {"page": 16}, {"page": 32}, {"page": 32, "pages": 8},
-        {"page": 32, "used": True}, {"capacity": 512, "used": True},
+        {"page": 32, "used": True}, {"float8": "heads"}, {"float8": "heads", "page": 16},
+        {"float8": "pages", "page": 16}, {"capacity": 512, "used": True},
         *({"rows": rows, "mask": "causal"} for rows in (512, 1024) if call.offsets),
         *({"first": ((name, 1),)} for name in ("q", "k", "v")),
         *({"widths": ((name, width),)} for name in ("q", "k", "v") for width in (129, 160)),
@@ -269,7 +276,7 @@ def keys_and_outcomes(call: Call, keys: Mapping[str, Key]) -> Iterator[tuple[str
         out, lse, _ = triton.forward(problem, keep)
         d_lse, d_out = torch.zeros_like(lse) if call.d_lse else None, torch.zeros_like(out)
         forward, needs = len(found), (*call.needs, False)
-        if not problem.is_paged:  # its gradients are computed in dense form
+        if not (problem.is_paged or call.float8):  # their gradients are computed in dense form
             triton.backward(problem, out, lse, d_out, d_lse, needs, keep)
         for arguments, meant in found:
             for name, key in keys.items():
@@ -281,7 +288,7 @@ def keys_and_outcomes(call: Call, keys: Mapping[str, Key]) -> Iterator[tuple[str
             arrays = () if d_lse is None else ("dlse_ptr",)
             parts: dict[str, Any] = {"arrays": arrays, "needs": needs, **left_out}
             yield name, known_key(FORWARD, problem, given, (), ()), launches[:forward]
-            if problem.is_paged:
+            if problem.is_paged or call.float8:
                 continue
             yield name, known_key(DELTA, problem, {**given, "o": out, "do": d_out}, **parts), launches[forward:]
 
@@ -374,7 +381,7 @@ def test_equal_keys_mean_equal_known_calls(meanings: Meanings) -> None:
 
 # The first elements of the key of a repeated call, in order, and those that no call here needs.
 KIND = [ast.unparse(x) for x in next(
-    node.value.elts for node in ast.walk(tree_of(repeat.kind_of))
+    node.value.elts for node in ast.walk(tree_of(repeat.find_call))
     if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "place" and isinstance(node.value, ast.Tuple)
 )]  # fmt: skip
 ONE_HERE = {
@@ -399,8 +406,8 @@ def kinds() -> list[tuple[tuple[object, ...], object]]:
                 arguments = call.arguments()
                 problem = pose(arguments)
                 mask = problem.block_mask
-                kept = mask is None or repeat._keep_mask(mask, arguments.block_mask, problem)
-                kind = repeat.kind_of(*vars(arguments).values()) if kept else None
+                kept = mask is None or repeat._keep_mask(mask, tuple(vars(arguments).values()), problem)
+                kind = repeat.find_call(*vars(arguments).values()) if kept else None
             if kind is None or problem.batch_invariant:
                 zero = call.scale == 0.0 or call.negative_zero
                 assert call.sink != "none" or call.dropout or zero or problem.batch_invariant or arguments.layout, call

@@ -169,6 +169,12 @@ def test_new_lengths_compile_nothing() -> None:
     assert (after.traces, after.kernels_compiled) == (before.traces, before.kernels_compiled)
 
 
+def test_a_window_that_is_a_list() -> None:
+    for _ in range(2):
+        found = varlen_attn(X, X, X, CU, CU, 13, 13, window_size=[3, 0])  # type: ignore[arg-type]
+        assert torch.equal(found, varlen_attn(X, X, X, CU, CU, 13, 13, window_size=(3, 0)))
+
+
 ERRORS: dict[str, tuple[dict[str, object], type[Exception], str]] = {
     "start": ({"cu_seq_q": integers(1, 7, 20)}, ValueError, "cu_seq_q: found values that start at 1"),
     "end": ({"cu_seq_k": integers(0, 7, 21)}, ValueError, "cu_seq_k: found an end at 21.*at most 20"),
@@ -209,6 +215,7 @@ ERRORS: dict[str, tuple[dict[str, object], type[Exception], str]] = {
 def test_errors_name_the_argument(
     changes: dict[str, object], error: type[Exception], text: str, num_splits: int | None
 ) -> None:
+    varlen_attn(X, X, X, CU, CU, 13, 13)  # what is known of a call like it makes no difference
     given = {"query": X, "key": X, "value": X, "cu_seq_q": CU, "cu_seq_k": CU, "max_q": 13, "max_k": 13}
     with pytest.raises(error, match=text):
         varlen_attn(**{"num_splits": num_splits, **given, **changes})  # type: ignore[arg-type]

@@ -59,7 +59,7 @@ def _check_same_sequences(key: Any, value: Any) -> None:
 
 def to_jagged(rows: Tensor, query: Any) -> Tensor:
     """Return [1, H, rows, ...] as a nested tensor [B, H, lengths, ...] with the sequences of query."""
-    nested = torch.nested.nested_tensor_from_jagged(rows[0].transpose(0, 1), query.offsets(), query.lengths())
+    nested = torch.nested.nested_tensor_from_jagged(rows.squeeze(0).transpose(0, 1), query.offsets(), query.lengths())
     return nested.transpose(1, 2)
 
 
@@ -75,6 +75,8 @@ def _mask_mod(block_mask: Any) -> Any:
 
 def _int32(x: Tensor) -> Tensor:
     """Return the tensor as int32: the same object for the same tensor, so that its packing is found again."""
+    if x.dtype == torch.int32 and x.is_contiguous():
+        return x
     return _converted.get("int32", (x,), lambda: x.to(torch.int32).contiguous())
 
 

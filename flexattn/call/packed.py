@@ -305,29 +305,53 @@ def _transposed(
     return start, stop, torch.where(whole, full_start, stop), torch.where(whole, full_stop, stop)
 
 
+class _At(NamedTuple):
+    """A tensor that a result was computed from: a weak reference, its version and its address."""
+
+    seen: Seen
+    address: int
+
+    def holds(self, tensor: Tensor) -> bool:
+        return is_same(self.seen, tensor) and tensor.data_ptr() == self.address
+
+
 class Memory:
-    """The latest results for tensors, found by the tensors themselves at the same version."""
+    """The latest results for tensors, found by the tensors themselves at the same version.
+
+    Tensors of inference mode have no version, so nothing is kept for them. The results must not refer to the tensors.
+    """
 
     def __init__(self) -> None:
-        self.found: OrderedDict[object, tuple[tuple[Seen, ...], Any]] = OrderedDict()
+        self.found: OrderedDict[object, tuple[tuple[_At, ...], Any]] = OrderedDict()
         self.lock = Lock()
 
     def get(self, key: object, tensors: tuple[Tensor, ...], make: Any) -> Any:
         """Return make(), or the earlier result for this key and these tensors. CUDA graphs capture make()."""
         if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return make()
-        key = (key, *map(id, tensors))
+        known = self.known(key, tensors)
+        if known is not None:
+            return known[0]
+        made, key = make(), (key, *map(id, tensors))
+        if any(t.is_inference() for t in tensors):
+            return made
         with self.lock:
-            known = self.found.get(key)
-        if known is not None and all(map(is_same, known[0], tensors)):
-            return known[1]
-        made = make()
-        with self.lock:
-            self.found[key] = tuple(seen(t) for t in tensors), made
+            for other in [k for k, (at, _) in self.found.items() if any(x.seen[0]() is None for x in at)]:
+                del self.found[other]
+            self.found[key] = tuple(_At(seen(t), t.data_ptr()) for t in tensors), made
             self.found.move_to_end(key)
             while len(self.found) > _REMEMBERED:
                 self.found.popitem(last=False)
         return made
+
+    def known(self, key: object, tensors: tuple[Tensor, ...]) -> tuple[Any] | None:
+        """Return the earlier result in a tuple, or None."""
+        key = (key, *map(id, tensors))
+        with self.lock:
+            known = self.found.get(key)
+        if known is None or not all(x.holds(t) for x, t in zip(known[0], tensors, strict=True)):
+            return None
+        return (known[1],)
 
 
 packings, masks = Memory(), Memory()
@@ -437,6 +461,17 @@ class Packed:
         packing, rows = packings.get((T_q, T_k, used_q is None, used_k is None), tensors, make)
         return Packed(packing, tuple(given.window_size), rows)  # type: ignore[arg-type]
 
+    @staticmethod
+    def known(given: PackedArguments, T_q: int, T_k: int) -> Packed | None:
+        """Return the packing of a call without lengths, if it is known from an earlier call. Nothing is checked."""
+        window = given.window_size
+        if given.seqused_q is not None or given.seqused_k is not None:
+            return None
+        if type(window) is not tuple or [type(x) for x in window] != [int, int]:
+            return None
+        found = packings.known((T_q, T_k, True, True), (given.cu_seq_q, given.cu_seq_k))
+        return None if found is None else Packed(found[0][0], window, None)
+
     def tensors_of(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return key and value with 0 in rows that are not used. They may be NaN, and share tiles with used rows."""
         if self.used_rows is None:
@@ -448,6 +483,12 @@ class Packed:
         """Return the block lists of a packed mask, computed once for the same tensors."""
         key = (mask.graph, mask.numbers, lengths, H, both)
         return masks.get(key, mask.captures, lambda: mask_of_rows(mask, lengths, H, both))
+
+    @staticmethod
+    def known_blocks(mask: BoundMod, lengths: tuple[int, int], H: int, both: bool) -> BlockMask | None:
+        """Return the same, if they are known from an earlier call."""
+        found = masks.known((mask.graph, mask.numbers, lengths, H, both), mask.captures)
+        return None if found is None else found[0]
 
 
 @torch.no_grad()

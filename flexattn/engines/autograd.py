@@ -297,11 +297,11 @@ def with_tensors(problem: Problem, tensors: Sequence[Tensor]) -> Problem:
         split = len(rest) - len(layout.tensors)
         rest, layout = rest[:split], layout.with_tensors(rest[split:])
     split = 0 if problem.score is None else len(problem.score.captures)
-    score, mask = _with_captures(problem.score, rest[:split]), _with_captures(problem.mask, rest[split:])
+    score, mask = with_captures(problem.score, rest[:split]), with_captures(problem.mask, rest[split:])
     return problem.with_fields(query=query, key=key, value=value, score=score, mask=mask, sink=sink, layout=layout)
 
 
-def _with_captures(bound: BoundMod | None, captures: Sequence[Tensor]) -> BoundMod | None:
+def with_captures(bound: BoundMod | None, captures: Sequence[Tensor]) -> BoundMod | None:
     return None if bound is None else BoundMod(bound.graph, tuple(captures), bound.numbers)
 
 

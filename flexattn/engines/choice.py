@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexattn.call.dense_form import dense_form
 from flexattn.call.problem import Problem
 from flexattn.engines import cpu, empty, gpu_float64, triton
 from flexattn.engines.autograd import Engine, wants_gradient
@@ -33,8 +34,15 @@ def engine_of(problem: Problem) -> Engine:
     return _checked_triton(query.device, str(backend)) if backend in ON_TRITON else cpu
 
 
-def engine_reads_layout(engine: Engine, problem: Problem) -> bool:
-    """Whether an engine computes the problem's layout, as opposed to its dense form (call/dense_form.py).
+def form_for(engine: Engine, problem: Problem) -> Problem:
+    """Return the problem as an engine computes it: with its layout, or in dense form (call/dense_form.py)."""
+    if _reads_layout(engine, problem):
+        return problem
+    return dense_form(problem, clean=engine is not cpu)  # the CPU engine does not let NaN of unused keys through
+
+
+def _reads_layout(engine: Engine, problem: Problem) -> bool:
+    """Whether an engine computes the problem's layout.
 
     Triton kernels do, except for what has only a formula in torch operations: function transforms, and gradients of
     pages and of float8 keys.

@@ -1,6 +1,6 @@
 """repeat: a call of flex_attention of a known kind. It is not checked, posed or planned again.
 
-The first call of a kind goes through all stages (api.py). If its kernels depend only on what `kind_of` compares, it
+The first call of a kind goes through all stages (api.py). If its kernels depend only on what `find_call` compares, it
 leaves a RepeatedCall. A later call with an equal key makes its allocations and launches its kernels. The guards of its
 mods run at each call, so no value is stale.
 """
@@ -17,12 +17,14 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
 from flexattn.block_mask import BlockMask
+from flexattn.call.packed import Packed, PackedArguments, packed_mask, packed_score
 from flexattn.call.pose import autocast
 from flexattn.call.problem import Problem
 from flexattn.compile.arguments import PARTS, Part
 from flexattn.engines import triton
-from flexattn.engines.autograd import AttentionFunction, gradients, tensors_of, unpack, with_tensors
+from flexattn.engines.autograd import AttentionFunction, gradients, tensors_of, unpack, with_captures, with_tensors
 from flexattn.engines.triton import KnownBackward, KnownForward
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.frozen import FrozenMod
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.process.config import settings
@@ -56,11 +58,12 @@ class KnownMask:
 
     __slots__ = ("addresses", "bound", "captures", "kind", "kv_runs", "parts", "reads", "runs", "versions")
 
-    def __init__(self, mask: BlockMask, reads: _Reads, problem: Problem) -> None:
+    def __init__(self, mask: BlockMask, reads: _Reads | None, problem: Problem) -> None:
         bound, runs = problem.mask, problem.equal_runs
         self.kv_runs, self.reads = mask.kv_runs, reads
-        self.versions = [t._version for t in reads.tensors]
-        self.addresses = [t.data_ptr() for t in reads.tensors]
+        tensors = () if reads is None else reads.tensors
+        self.versions = [t._version for t in tensors]
+        self.addresses = [t.data_ptr() for t in tensors]
         self.bound, self.runs = bound, runs
         self.captures = () if bound is None else bound.captures
         # The pointers to each part of a problem that is a part of the mask. Those of q_runs are made when asked for.
@@ -70,16 +73,17 @@ class KnownMask:
             self.parts["mask"] = pointers_of(PARTS["mask"](problem), on_gpu)
         kind = (
             mask.B, mask.H, mask.full_overhangs, mask.is_built, mask.q_runs is None, mask.device,
-            None if bound is None else (bound.graph, bound.numbers, *map(_layout, bound.captures)),
+            None if bound is None else (bound.graph, bound.numbers, *map(_memory_form, bound.captures)),
             *[(r.capture, r.places.shape, r.places.stride(), r.places.data_ptr() & 15) for r in runs],
         )  # fmt: skip
         self.kind = _kinds.get(kind)
         if self.kind is None:
-            self.kind = _Kind()
+            self.kind = _MaskKind()
             remember(_kinds, kind, self.kind)
 
     def holds(self, mask: BlockMask, default: tuple[object, ...]) -> bool:
         """Return whether the mask, and what its mod reads, are as they were."""
+        assert self.reads is not None
         guard, before, known, numbers = self.reads
         found = guard(mask._mask_mod) if before == default and mask.kv_runs is self.kv_runs else None
         if found is None or found[1] != numbers:
@@ -99,11 +103,11 @@ class KnownMask:
         return found
 
 
-class _Kind:
+class _MaskKind:
     """Stands for all masks with which calls run the same kernels on the same layouts."""
 
 
-_kinds: OrderedDict[tuple[object, ...], _Kind] = OrderedDict()
+_kinds: OrderedDict[tuple[object, ...], _MaskKind] = OrderedDict()
 
 
 class _Reads(NamedTuple):
@@ -115,7 +119,7 @@ class _Reads(NamedTuple):
     numbers: Sequence[int | float]
 
 
-def _layout(t: Tensor) -> tuple[object, ...]:
+def _memory_form(t: Tensor) -> tuple[object, ...]:
     return t.shape, t.stride(), t.data_ptr() & 15, t.is_neg()
 
 
@@ -182,7 +186,7 @@ CACHES.extend((_calls, _kinds))
 
 def repeated(*arguments: Any) -> Result | None:
     """Compute a call of a known kind, with the arguments of `Call`. Return None if its kind is not known."""
-    found = kind_of(*arguments)
+    found = find_call(*arguments)
     if found is None:
         return None
     call = _calls.get(found.key)
@@ -192,14 +196,20 @@ def repeated(*arguments: Any) -> Result | None:
     return call(found)
 
 
-def kind_of(
+def find_call(
     query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, scale: Any, enable_gqa: Any,
     kernel_options: Any, sink: Any, dropout_p: Any, max_scores: bool, layout: Any = None,
 ) -> _Found | None:  # fmt: skip
     """Return the kind of a call; None if it may depend on more than is compared here."""
-    if sink is not None or dropout_p or layout is not None or not _is_quiet():
+    if sink is not None or dropout_p or not _is_quiet():
         return None
-    state = None
+    state = packed = None
+    if layout is not None:
+        if type(layout) is not PackedArguments:
+            return None
+        packed = Packed.known(layout, query.size(2), key.size(2))
+        if packed is None:
+            return None
     if block_mask is not None:
         state = getattr(block_mask, "_known", None)
         if state is None:
@@ -230,8 +240,22 @@ def kind_of(
         (_, traced, _), read = known
         captures, numbers = traced.values(*read)
         graph = traced.graph_of(numbers)
+        if packed is not None:
+            bound = packed_score(BoundMod(graph, tuple(captures), tuple(numbers)), packed.packing)
+            graph, captures = bound.graph, bound.captures
         values = tuple(map(repr, numbers)) if 0.0 in numbers else numbers  # 0.0 == -0.0
-        place += (traced, values, *map(_layout, captures), *[t.requires_grad for t in captures])
+        place += (traced, values, *map(_memory_form, captures), *[t.requires_grad for t in captures])
+    if packed is not None:
+        assert type(layout) is PackedArguments
+        found = _packed_blocks(packed, layout, (query, key, value, *captures), default)
+        if found is None:
+            return None
+        of_mask, block_mask = found
+        state = getattr(block_mask, "_known", None)
+        if state is None:
+            return None
+        place += ("packed", state.kind, block_mask.seq_lengths, max_scores)
+        return _Found(place, (query, key, value, *captures, *of_mask), graph, (block_mask, state))
     if block_mask is None or state is None:
         return _Found(place, (query, key, value, *captures), graph, None)
     sizes = block_mask.seq_lengths, block_mask.BLOCK_SIZE
@@ -239,6 +263,24 @@ def kind_of(
         return None
     place += (state.kind, *sizes)
     return _Found(place, (query, key, value, *captures, *state.captures), graph, (block_mask, state))
+
+
+def _packed_blocks(
+    packed: Packed, given: PackedArguments, tensors: Sequence[Tensor], default: tuple[object, ...]
+) -> tuple[tuple[Tensor, ...], BlockMask] | None:
+    """Return what the mask of a packed call captures and its block lists, if they are known from an earlier one."""
+    bound = None
+    if given.mask_mod is not None:
+        known = recall(given.mask_mod, ("mask", torch.float32, *default))
+        if known is None:
+            return None
+        captures, numbers = known[0].traced.values(*known[1])
+        bound = BoundMod(known[0].traced.graph_of(numbers), tuple(captures), tuple(numbers))
+    mask = packed_mask(bound, packed.packing, packed.window)
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    query, key = tensors[:2]
+    blocks = packed.known_blocks(mask, (query.size(2), key.size(2)), query.size(1), learns)
+    return None if blocks is None else (mask.captures, blocks)
 
 
 def _guard_of(mod: Any, default: tuple[object, ...]) -> Guard | None:
@@ -256,9 +298,9 @@ def keep(arguments: Sequence[Any], problem: Problem) -> None:
     if problem.layout is not None:
         return
     mask = problem.block_mask
-    if settings().debug or (mask is not None and not _keep_mask(mask, arguments[4], problem)):
+    if settings().debug or (mask is not None and not _keep_mask(mask, arguments, problem)):
         return
-    found, forward = kind_of(*arguments), triton.known_forward(problem)
+    found, forward = find_call(*arguments), triton.known_forward(problem)
     if found is None or forward is None or found.key in _calls:
         return
     tensors, scored = tensors_of(problem), 0
@@ -278,8 +320,15 @@ def keep(arguments: Sequence[Any], problem: Problem) -> None:
 _NOTHING = torch.empty(0, device="cpu")
 
 
-def _keep_mask(mask: BlockMask, given: Any, problem: Problem) -> bool:
+def _keep_mask(mask: BlockMask, arguments: Sequence[Any], problem: Problem) -> bool:
     """Keep what calls need of a mask. Return whether there is something to keep."""
+    given = arguments[4]
+    if type(arguments[-1]) is PackedArguments:  # its lists are found by the tensors that they were computed from
+        if mask._known is None:
+            state = mask._known = KnownMask(mask, None, problem)
+            # The lists are kept for as long as their tensors live, so they must not keep these.
+            state.bound, state.captures = with_captures(state.bound, [_NOTHING] * len(state.captures)), ()
+        return True
     if mask is not given or (mask._record is not None and mask._record.mod is not mask._mask_mod):
         return False
     default = torch.get_default_dtype(), registrations()

@@ -91,11 +91,15 @@ def flops(problem: Problem, needs: Needs | None) -> int:
 
 
 def attending_pairs(problem: Problem) -> int:
-    """Return how many pairs of a query and a key attend, over all batches and heads of the query."""
+    """Return how many pairs of a query and a key attend, over all batches and heads of the query.
+
+    The values of a layout are not read, because they may be on a GPU. Without a mask, each query is counted with N
+    keys, used or not. With a mask, all its rows are counted, also those that q_offsets leave out.
+    """
     B, H, M, _ = problem.query.shape
     mask = problem.block_mask
     if mask is None:
-        return B * H * M * problem.key.shape[2]
+        return B * H * M * problem.N
     known = _pairs.get(mask)
     if known is None or known[0] is not mask.mask_mod:
         with _disable_current_modes():
