@@ -64,7 +64,7 @@ def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
     if blocks is not None:
         check_block_mask(blocks, query, key, gradient, layout)
         by_hand = blocks is call.block_mask and not blocks.is_built
-        mask = _mask(blocks, query, by_hand)  # Python -> BoundMod
+        mask = mask_of(blocks, query, by_hand)  # Python -> BoundMod
         if by_hand and layout is not None:
             mask = as_listed(mask, blocks)
     runs = () if mask is None or blocks is None else blocks.equal_runs()
@@ -159,7 +159,7 @@ def _score(score_mod: Mod | None, query: Tensor) -> BoundMod | None:
     return place_captures(bound, query.device, "score_mod")
 
 
-def _mask(blocks: BlockMask, query: Tensor, by_hand: bool) -> BoundMod | None:
+def mask_of(blocks: BlockMask, query: Tensor, by_hand: bool = False) -> BoundMod | None:
     """Trace the mask_mod of a mask. Return None if it is always true. `by_hand`: the user provided the lists."""
     bound = trace(blocks.mask_mod, "mask")
     result = bound.graph.nodes[bound.graph.output]

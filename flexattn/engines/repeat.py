@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
 from flexattn.block_mask import BlockMask
+from flexattn.call.layout import Layout, LayoutArguments
 from flexattn.call.packed import Packed, PackedArguments, packed_mask, packed_score
-from flexattn.call.pose import autocast
+from flexattn.call.pose import autocast, mask_of
+from flexattn.call.positions import at_positions, mask_at_positions
 from flexattn.call.problem import Problem
 from flexattn.compile.arguments import PARTS, Part
 from flexattn.engines import triton
@@ -134,6 +136,8 @@ class _Found(NamedTuple):
     tensors: tuple[Tensor, ...]  # query, key, value, the captures of score_mod and those of mask_mod
     score: ModGraph | None
     masked: _Masked | None
+    layout: Layout | None = None  # what engines read of it
+    of_mask: tuple[Tensor, ...] = ()  # with a layout: the tensors of the mask
 
 
 @dataclass(frozen=True)
@@ -151,12 +155,16 @@ class RepeatedCall:
         """Compute out, lse and, if requested, row maxima."""
         if self.learns:
             return _RepeatedAttention.apply(self, found.masked, *found.tensors)
-        return self.run(found.tensors, found.masked)
+        return self.run(found.tensors, found.masked, found)
 
-    def run(self, tensors: Sequence[Tensor], masked: _Masked | None) -> Result:
-        """Run the forward."""
+    def run(self, tensors: Sequence[Tensor], masked: _Masked | None, found: _Found | None = None) -> Result:
+        """Run the forward. `found` is needed if the call has a layout."""
         query, key, value = tensors[:3]
-        parts = _parts(self.forward.kernels.parts, query, tensors[3 : 3 + self.scored], masked)
+        captures, names = tensors[3 : 3 + self.scored], self.forward.kernels.parts
+        if found is None or found.layout is None:
+            parts = _parts(names, query, captures, masked)
+        else:
+            parts = _parts_at(names, captures, found, found.layout)
         return self.forward(query, key, value, parts)
 
     def problem_of(self, masked: _Masked | None) -> Problem:
@@ -178,6 +186,25 @@ def _parts(names: Sequence[Part], query: Tensor, captures: Sequence[Tensor], mas
             mask, state = masked
             found += state.pointers(part, mask)
     return found
+
+
+def _parts_at(names: Sequence[Part], captures: Sequence[Tensor], found: _Found, layout: Layout) -> list[Pointer]:
+    """Return the pointers to parts of a problem with a layout."""
+    pointers: list[Pointer] = []
+    on_gpu = found.tensors[0].is_cuda
+    for part in names:
+        match part:
+            case "score":
+                pointers += pointers_of(captures, on_gpu)
+            case "mask":
+                pointers += pointers_of(found.of_mask, on_gpu)
+            case "kv_runs":
+                assert found.masked is not None
+                mask, state = found.masked
+                pointers += state.pointers(part, mask)
+            case _:
+                pointers += pointers_of((getattr(layout, part),), on_gpu)
+    return pointers
 
 
 _calls: OrderedDict[tuple[object, ...], RepeatedCall] = OrderedDict()
@@ -203,12 +230,14 @@ def find_call(
     """Return the kind of a call; None if it may depend on more than is compared here."""
     if sink is not None or dropout_p or not _is_quiet():
         return None
-    state = packed = None
-    if layout is not None:
-        if type(layout) is not PackedArguments:
-            return None
+    state = packed = at = None
+    if type(layout) is PackedArguments:
         packed = Packed.known(layout, query.size(2), key.size(2))
         if packed is None:
+            return None
+    elif layout is not None:
+        at = _layout_of(layout)
+        if at is None:
             return None
     if block_mask is not None:
         state = getattr(block_mask, "_known", None)
@@ -243,8 +272,15 @@ def find_call(
         if packed is not None:
             bound = packed_score(BoundMod(graph, tuple(captures), tuple(numbers)), packed.packing)
             graph, captures = bound.graph, bound.captures
+        elif at is not None:
+            bound = at_positions(BoundMod(graph, tuple(captures), tuple(numbers)), at)
+            graph, captures = bound.graph, bound.captures
         values = tuple(map(repr, numbers)) if 0.0 in numbers else numbers  # 0.0 == -0.0
         place += (traced, values, *map(_memory_form, captures), *[t.requires_grad for t in captures])
+    if at is not None:
+        assert type(layout) is LayoutArguments
+        forms = [None if t is None else (_memory_form(t), t.dtype, t.device) for t in _tensors_of(layout)]
+        place += (layout.kv_layout, *forms)
     if packed is not None:
         assert type(layout) is PackedArguments
         found = _packed_blocks(packed, layout, (query, key, value, *captures), default)
@@ -257,12 +293,38 @@ def find_call(
         place += ("packed", state.kind, block_mask.seq_lengths, max_scores)
         return _Found(place, (query, key, value, *captures, *of_mask), graph, (block_mask, state))
     if block_mask is None or state is None:
-        return _Found(place, (query, key, value, *captures), graph, None)
+        layout = None if at is None else at.read_by_engines(query, None)
+        return _Found(place, (query, key, value, *captures), graph, None, layout)
     sizes = block_mask.seq_lengths, block_mask.BLOCK_SIZE
     if type(sizes[0]) is not tuple or type(sizes[1]) is not tuple or not state.holds(block_mask, default):
         return None
     place += (state.kind, *sizes)
-    return _Found(place, (query, key, value, *captures, *state.captures), graph, (block_mask, state))
+    if at is None:
+        return _Found(place, (query, key, value, *captures, *state.captures), graph, (block_mask, state))
+    mask, runs = mask_at_positions(state.bound, state.runs, at)
+    tensors = () if mask is None else mask.captures
+    of_mask = (*tensors, *[bounds for r in runs for bounds in (r.starts, r.ends)])
+    layout = at.read_by_engines(query, sizes[0])
+    return _Found(place, (query, key, value, *captures, *tensors), graph, (block_mask, state), layout, of_mask)
+
+
+def _tensors_of(layout: LayoutArguments) -> tuple[Tensor | None, ...]:
+    return (*layout[:4], *layout[5:])
+
+
+def _layout_of(layout: LayoutArguments) -> Layout | None:
+    """Return the layout without checks; None if a tensor is not as kernels read it, or there is a ring buffer."""
+    if layout.kv_positions is not None:
+        return None
+    for t in _tensors_of(layout):
+        if t is not None and (type(t) not in PLAIN or not t.is_contiguous() or t.dtype not in _LAYOUT_DTYPES):
+            return None
+    return Layout(
+        layout.seqused_k, layout.q_offsets, None, layout.block_table, layout.k_descale, layout.v_descale
+    )  # fmt: skip
+
+
+_LAYOUT_DTYPES = frozenset((torch.int32, torch.float32))
 
 
 def _packed_blocks(
@@ -295,8 +357,6 @@ def keep(arguments: Sequence[Any], problem: Problem) -> None:
     """Keep the call that was just computed as this problem, if later calls of its kind can repeat it."""
     if not _is_quiet() or problem.batch_invariant or problem.sink is not None or problem.dropout is not None:
         return
-    if problem.layout is not None:
-        return
     mask = problem.block_mask
     if settings().debug or (mask is not None and not _keep_mask(mask, arguments, problem)):
         return
@@ -312,6 +372,8 @@ def keep(arguments: Sequence[Any], problem: Problem) -> None:
     if any(t.device != problem.query.device or t.is_neg() for t in found.tensors):
         return
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if learns and problem.layout is not None:
+        return
     without = with_tensors(problem, [_NOTHING] * len(tensors)).with_fields(block_mask=None, mask=None, equal_runs=())
     shapes = (*[t.shape for t in tensors], torch.Size(forward.out[0]), torch.Size(forward.lse[0]))
     remember(_calls, found.key, RepeatedCall(forward, without, scored, learns, shapes))
@@ -339,6 +401,10 @@ def _keep_mask(mask: BlockMask, arguments: Sequence[Any], problem: Problem) -> b
     if guard is None or found is None:
         return False
     tensors, numbers = found
+    if problem.layout is not None:
+        if not mask.is_built or type(arguments[-1]) is not LayoutArguments:
+            return False
+        problem = problem.with_fields(mask=mask_of(mask, problem.query), equal_runs=mask.equal_runs(), layout=None)
     if any(isinstance(n, float) and n == 0.0 for n in numbers):  # 0.0 == -0.0
         return False
     if any(t.is_inference() or t.is_neg() or t.device != mask.device for t in tensors):
