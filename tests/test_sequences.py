@@ -8,6 +8,7 @@ import pytest
 import torch
 from oracle import assert_close_to_oracle
 from sequence_cases import CASES, FLOAT8, SequenceCase
+from torch.nn.attention import flex_attention as upstream
 
 import flexattn
 from flexattn import create_block_mask, flex_attention, mods
@@ -188,3 +189,25 @@ def test_compiled_graphs_break_at_the_call() -> None:
 
     expected = call(q, integers(3, 60))
     torch.testing.assert_close(torch.compile(call, backend="eager")(q, integers(3, 60)), expected)
+
+
+def test_paged_attention_of_torch() -> None:
+    """PyTorch's class, which is attention-gym's, converts masks and score_mods to pages itself."""
+    module = pytest.importorskip("torch.nn.attention.experimental._paged_attention")
+    B, H, N, size = 3, 2, 256, 64
+    pages = module.PagedAttention(16, size, B, device="cpu")
+    query, key, value = torch.randn(B, H, 4, 16), torch.randn(B, H, N, 16), torch.randn(B, H, N, 16)
+    stored = [torch.zeros(1, H, 16 * size, 16) for _ in range(2)]
+    for b in torch.arange(B):
+        pages.reserve(b, torch.tensor(N))
+    pages.assign(torch.arange(B), torch.arange(N).expand(B, N), key, value, *stored)
+
+    def mask_mod(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+        return kv_idx <= q_idx + 200
+
+    mask = upstream.create_block_mask(mask_mod, B, 1, 4, N, device="cpu", BLOCK_SIZE=(64, size))
+    out = flex_attention(
+        query, *stored, pages.get_score_mod(mods.alibi(H)), pages.convert_logical_block_mask(mask)
+    )  # fmt: skip
+    expected, _ = flexattn.reference.attention(query, key, value, mods.alibi(H), mask_mod)
+    torch.testing.assert_close(out, expected.float(), rtol=1e-4, atol=1e-5)
