@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from flexattn.block_mask import BlockMask
 from flexattn.call.call import Call, Mod
-from flexattn.call.dense_form import dense_form
 from flexattn.call.pose import pose
 from flexattn.call.problem import Problem
 from flexattn.compile.kernel_plan import KernelPlan
@@ -15,7 +14,7 @@ from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.plan import tile_origin
 from flexattn.compile.render import render
 from flexattn.engines import triton
-from flexattn.engines.choice import engine_of, engine_reads_layout, gpu_engine_of
+from flexattn.engines.choice import engine_of, form_for, gpu_engine_of
 from flexattn.errors import ArgumentError, message
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.facts import ModFacts, analyze
@@ -111,8 +110,7 @@ def explain_call(call: Call, target: str | None) -> Explanation:
     if score is not None and problem.score_grad is None:
         problem = replace(problem, score_grad=differentiate(score.graph, ()))
     engine = gpu_engine_of(problem) if target else engine_of(problem)
-    if not engine_reads_layout(engine, problem):
-        problem = dense_form(problem)
+    problem = form_for(engine, problem)
     plans = (
         triton.plans(problem, target_named(target) if target else target_of(problem.query.device))
         if engine is triton
@@ -127,7 +125,7 @@ def explain_call(call: Call, target: str | None) -> Explanation:
         block_mask=problem.block_mask,
         engine=engine.__name__.rpartition(".")[2],  # type: ignore[attr-defined]
         plans=tuple(plan for plan, _ in plans),
-        origins=tuple(tile_origin(plan) for plan, _ in plans),
+        origins=tuple(tile_origin(plan, problem) for plan, _ in plans),
         reasons=tuple(reason for _, reason in plans),
         sources=tuple(render(plan) for plan, _ in plans),
         mask_sources=_mask_sources(problem, plans[0][0].target) if plans else (),

@@ -1,4 +1,8 @@
-"""merge: attention over a set of keys from the results over parts of it."""
+"""merge: attention over a set of keys from the results over parts of it.
+
+Users call it on the results of several calls. It is not part of flex_attention, whose kernel MERGE_SPLITS merges the
+splits of one call.
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class PackedCase:
 
     def score_mod(self, table: Tensor) -> Mod:
         def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            return score + table[h, q_idx - kv_idx + 250] * (b + 1)
+            return score + table[h, q_idx - kv_idx + 250].to(score.dtype) * (b + 1)
 
         return score_mod
 

@@ -16,6 +16,16 @@ FLOAT8 = torch.float8_e4m3fn
 BIAS = torch.linspace(-1, 1, 1200, dtype=torch.float64)
 
 
+def relative_to(table: Tensor) -> Mod:
+    def relative(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + table[q_idx - kv_idx + 600].to(score.dtype)
+
+    return relative
+
+
+relative = relative_to(BIAS)
+
+
 def alibi(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return score - 0.02 * (h + 1) * (q_idx - kv_idx).abs()
 
@@ -172,8 +182,9 @@ class SequenceCase:
     def run(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return out, lse and, if requested, the largest scores."""
         key, value, layout = self.arguments(k, v)
+        score_mod = relative_to(BIAS.to(self.device)) if self.score_mod is relative else self.score_mod
         out, aux = flex_attention(
-            q.to(self.device), key, value, self.score_mod, self.mask(), enable_gqa=True, sink=self.sinks(),
+            q.to(self.device), key, value, score_mod, self.mask(), enable_gqa=True, sink=self.sinks(),
             kernel_options=options, return_aux=AuxRequest(lse=True, max_scores=self.max_scores), **layout,
         )  # fmt: skip
         assert aux.lse is not None
@@ -205,10 +216,6 @@ class SequenceCase:
 
 def softcap(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return 5 * torch.tanh(score / 5)
-
-
-def relative(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    return score + BIAS[q_idx - kv_idx + 600].to(score.dtype)
 
 
 causal = mods.causal

@@ -28,6 +28,7 @@ MASKS: dict[str, Callable[..., object]] = {
     "causal_lower_right": mods.causal_lower_right(S, S),
     "shifted": mods.shifted(mods.causal, 7),
     "sliding_window": mods.sliding_window(7),
+    "band": mods.band(5, 9),
     "dilated": mods.dilated(3, 5),
     "strided": mods.strided(5),
     "global_tokens": mods.global_tokens(3),

@@ -483,7 +483,9 @@ def test_a_mod_that_breaks_the_graph():
         return score * 2
 
     x = [t.detach() for t in qkv(0)]
-    assert breaks(lambda q, k, v: flex_attention(q, k, v, mod, kernel_options={"BACKEND": "CPU"}), *x)
+    found = breaks(lambda q, k, v: flex_attention(q.sin(), k, v, mod, kernel_options={"BACKEND": "CPU"}), *x)
+    assert any("Dynamo cannot trace a mod" in reason for reason in found)
+    assert not any("lacks a private name" in reason for reason in found)
 
 
 def test_a_mod_that_branches_on_a_value():
@@ -505,3 +507,14 @@ def test_a_version_of_torch_without_the_private_names(monkeypatch):
     x = [t.detach() for t in qkv(0)]
     found = breaks(lambda q, k, v: flex_attention(q.sin(), k, v, mods.alibi(H)).cos(), *x)
     assert found and all("lacks a private name" in reason for reason in found)
+
+
+@pytest.mark.parametrize("traces", [True, False], ids=["this torch", "torch without the private names"])
+def test_a_call_with_lengths(traces, monkeypatch):
+    from flexattn.torch_compile import higher_order
+
+    if not traces:
+        monkeypatch.setattr(higher_order, "HOP", None)
+    x, used = [t.detach() for t in qkv(0)], torch.tensor([T // 2, 7], dtype=torch.int32)
+    found = breaks(lambda q, k, v: flex_attention(q.sin(), k, v, seqused_k=used).cos(), *x)
+    assert found and all("seqused_k" in reason for reason in found)

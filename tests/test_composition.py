@@ -17,6 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from flexattn import create_block_mask, flex_attention, mods
+from flexattn.call.call import Call
+from flexattn.call.layout import LayoutArguments
+from flexattn.call.pose import pose
 from flexattn.engines import cpu, watched
 from flexattn.errors import MutationError
 
@@ -233,6 +236,12 @@ def test_flops_of_masks_per_batch_and_head() -> None:
     assert counts(lambda: flex_attention(x, x, x, block_mask=mask))["Global"]["flexattn.attention"] == (
         4 * D * T * int(limit.sum())
     )
+
+
+def test_pairs_of_pages() -> None:
+    q, pages, table = torch.zeros(B, H, 3, D), torch.zeros(9, 16, H, D), torch.zeros(B, 5, dtype=torch.int32)
+    problem = pose(Call(q, pages, pages, layout=LayoutArguments(block_table=table)))
+    assert watched.attending_pairs(problem) == B * H * 3 * 5 * 16
 
 
 def test_flops_name_the_module_and_count_recomputation() -> None:

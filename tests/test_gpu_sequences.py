@@ -137,7 +137,7 @@ class Decoder:
 
         self.prompt = draw(3, HKV, PROMPT, D)
         self.q, self.k, self.v = draw(steps, 3, HQ, 1, D), draw(steps, 3, HKV, 1, D), draw(steps, 3, HKV, 1, D)
-        self.at = torch.zeros((), dtype=torch.int64, device="cuda")
+        self.at = torch.zeros(1, dtype=torch.int64, device="cuda")
         self.out = torch.zeros(steps, 3, HQ, 1, D, dtype=torch.bfloat16, device="cuda")
         self.start(steps)
 
@@ -148,12 +148,12 @@ class Decoder:
         self.at.zero_()
 
     def step(self) -> None:
-        q, k, v = (x[self.at] for x in (self.q, self.k, self.v))
+        q, k, v = (x.index_select(0, self.at).squeeze(0) for x in (self.q, self.k, self.v))
         self.cache.append(k, v)
         out = flex_attention(
             q, self.cache.key, self.cache.value, self.alibi, self.mask, enable_gqa=True, **self.cache.arguments()
         )  # fmt: skip
-        self.out[self.at] = out
+        self.out.index_copy_(0, self.at, out[None])
         self.at += 1
 
 

@@ -179,6 +179,17 @@ def test_explain_says_where_each_tile_comes_from(machine: Path):
     assert tiles_shown("sm_90", BACKEND="AUTO")[0].endswith("(measured on sm_90)"), "Hopper's own"
 
 
+def test_explain_says_that_options_replace_the_tile_of_short_queries():
+    q, k = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16), torch.zeros(1, 8, 4096, 64, dtype=torch.bfloat16)
+
+    def tile(**options: object) -> str:
+        text = str(flexattn.explain(q, k, k, target="sm_90", kernel_options=options))
+        return next(line.strip() for line in text.splitlines() if line.startswith("    tile "))
+
+    assert tile().endswith("(by the number of rows)")
+    assert tile(BLOCK_N=32).endswith("(instead of 16 x 64, warps 4, stages 3, by the number of rows)")
+
+
 def test_a_tuned_tile_makes_the_same_kernel_as_the_same_tile_from_elsewhere(machine):
     q = torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16)
     asked = {"BACKEND": "TRITON", "BLOCK_M": 32, "BLOCK_N": 16, "fwd_num_warps": 8, "fwd_num_stages": 1}

@@ -29,7 +29,8 @@ from flexattn.graph.dependence import computed_from, loads_each_place
 from flexattn.machine.triton_versions import has_gluon
 from flexattn.options import option
 
-# Forward tiles by widths. BLOCK_M is ROWS per consumer. Consumers share the registers that are left of 65,536.
+# Forward tiles by widths. BLOCK_M is hopper_descriptors.ROWS per consumer. Consumers share the registers
+# that are left of 65,536.
 TILES: dict[tuple[int, int], Tile] = {
     (64, 64): Tile(128, 128, 4, 3),
     (128, 128): Tile(128, 128, 4, 2),

@@ -90,7 +90,7 @@ SEQUSED_K = Feature(
     operands=(OfProblem("seqused_k_ptr", "*i32", "seqused_k"),),
     text="    lengths  of sequences, from seqused_k",
 )
-# Without block lists, only mods read q_offsets.
+# Only where block lists are read from q_offsets on: Layout.read_by_engines drops offsets that only mods need.
 Q_OFFSETS = Feature(
     "q_offsets",
     wanted=lambda problem, arrays: moves_rows(problem),
@@ -180,7 +180,7 @@ _PARTS = (Array("part_ptr", "*fp32", divisible=True), Array("part_lse_ptr", "*fp
 FORWARD_SPLIT = KernelSpec(
     "forward_split",
     phase="fwd",
-    tensors=("q", "k", "v", "o"),
+    tensors=("q", "k", "v", "o"),  # MERGE_SPLITS writes o; expected_backward needs its shape and strides
     operands=(
         Pointers(("q", "k", "v")), *_PARTS, Strides(("q", "k", "v")),
         Scalars(("M", "N", "heads_q", "heads_kv", "group_size", "row_tiles", "splits")), ScoreScale(),

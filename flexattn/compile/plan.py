@@ -99,10 +99,11 @@ def tile_key(plan: KernelPlan) -> TileKey:
     return _tile_key(plan.spec, plan.dtype, plan.precision, plan.D, plan.Dv, graph, masked, plan.aligned)
 
 
-def tile_origin(plan: KernelPlan) -> str:
-    """Return a description of where the tile of a plan comes from."""
+def tile_origin(plan: KernelPlan, problem: Problem) -> str:
+    """Return a description of where the tile of a plan for a problem comes from."""
     if plan.spec.splits_keys:
-        return "by the number of rows"
+        tile, origin = _split_tile(problem, plan.D, plan.Dv), "by the number of rows"
+        return origin if plan.tile == tile else f"instead of {tile}, {origin}"
     if plan.is_hopper or plan.spec.fixed_tile:
         return "measured on sm_90"
     choice = choose(tile_key(plan), plan.target, tuned=not plan.batch_invariant)
@@ -207,7 +208,7 @@ def has_descriptor(tensor: Tensor) -> bool:
 def _mod_plan(mod: BoundMod | None, role: str, problem: Problem) -> ModPlan | None:
     if mod is None:
         return None
-    layouts = tuple(_layout(t) for t in mod.captures)
+    layouts = tuple(_memory_form(t) for t in mod.captures)
     plan = ModPlan(mod.graph, role, layouts, tuple(number_type(n) for n in mod.numbers))
     # Only for loads per (q, kv) pair. Masking a load per row or per column is free, and each distinct value of these
     # fields compiles another kernel.
@@ -236,7 +237,7 @@ def _within(found: Range, size: int) -> bool:
     return found is not None and found[0] >= 0 and found[1] < size
 
 
-def _layout(tensor: Tensor) -> CaptureLayout:
+def _memory_form(tensor: Tensor) -> CaptureLayout:
     reach = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     dense = tensor.ndim == 0 or tensor.stride(-1) == 1
     unit = max(1, 16 // tensor.element_size())

@@ -111,7 +111,7 @@ class MaskPlan:
 
 def plan_mask(bound: BoundMod, target: Target) -> MaskPlan | None:
     """Plan the kernels that classify the blocks of a mask; None if Triton would compute it differently from torch."""
-    layouts = tuple([_layout(t) for t in bound.captures])
+    layouts = tuple([_memory_form(t) for t in bound.captures])
     return _planned(bound.graph, layouts, tuple([number_type(n) for n in bound.numbers]), target.backend)
 
 
@@ -139,7 +139,7 @@ def _same_as_torch(graph: ModGraph, of_float32: set[str]) -> bool:
     return len(graph.captures) <= 31 and all(c.dtype in TRITON_POINTER for c in graph.captures)
 
 
-def _layout(tensor: torch.Tensor) -> CaptureLayout:
+def _memory_form(tensor: torch.Tensor) -> CaptureLayout:
     if tensor.is_contiguous():
         return _CONTIGUOUS[tensor.numel() >= 1 << 31]
     reach = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))

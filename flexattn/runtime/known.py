@@ -4,7 +4,8 @@ Nothing is planned for it. Its kernels get their pointers from one list: the ten
 of the problem (block lists, captures, sink, seed; see `arguments.PARTS`). On a GPU a pointer is an address, which saves
 a driver call; elsewhere it is a tensor.
 
-Caches, outermost first: `repeat._calls` (a whole call), `triton._forwards` and `_backwards` (one pass),
+Caches, outermost first: `repeat._calls` (a whole call), `torch_compile/repeated._known` (an operator in a graph),
+`triton._forwards` and `_backwards` (one pass), `launch._backward_schedules` (which kernels a backward runs),
 `launch._launches` (one kernel).
 """
 

@@ -85,8 +85,7 @@ def run_kernel(
     """Run a kernel on its variant of a problem (`KernelProblems.seen_by`).
 
     `tensors` are the spec's tensors, [B, H, rows, D] with a last stride of 1. `arrays` are contiguous and passed only
-    by address (lse_ptr, ...). `backward_of`: the problem of a forward that a backward may follow. The first time, the
-    backward's kernels are compiled in other processes at the same time.
+    by address (lse_ptr, ...). For `backward_of` see launch_of.
     """
     launch_of(spec, problem, tensors, arrays, backward_of)(problem, {**tensors, **arrays})
 
@@ -94,7 +93,11 @@ def run_kernel(
 def launch_of(
     spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors, backward_of: Problem | None = None
 ) -> Launch:
-    """Return the launch of a kernel, cached by key. For `backward_of` see run_kernel."""
+    """Return the launch of a kernel, cached by key.
+
+    `backward_of`: the problem of a forward that a backward may follow. If the launch is not cached, the backward's
+    kernels are compiled in other processes while the forward's is compiled here.
+    """
     key = launch_key(spec, problem, tensors, arrays)
     launch = _launches.get(key)
     if launch is None:
@@ -189,21 +192,21 @@ def forget_launches() -> None:
         cache.clear()
 
 
-_backwards: OrderedDict[tuple[object, ...], tuple[KernelSpec, ...]] = OrderedDict()
+_backward_schedules: OrderedDict[tuple[object, ...], tuple[KernelSpec, ...]] = OrderedDict()
 
 
 def scheduled_backward(problems: KernelProblems, tensors: Tensors) -> tuple[KernelSpec, ...]:
     """Return the kernels that run after DELTA, in order, cached by key."""
     # The names of `tensors` say which gradients are requested, so they are part of the key, like those of arrays.
     key = launch_key(DELTA, problems.capture_gradients, tensors, tensors)
-    kernels = _backwards.get(key)
+    kernels = _backward_schedules.get(key)
     if kernels is None:
         kernels = backward_kernels(problems, tensors, target_of(problems.capture_gradients.query.device))
-        remember(_backwards, key, kernels)
+        remember(_backward_schedules, key, kernels)
     return kernels
 
 
-CACHES: list[OrderedDict[tuple[object, ...], Any]] = [_launches, _backwards]
+CACHES: list[OrderedDict[tuple[object, ...], Any]] = [_launches, _backward_schedules]
 
 
 def _filler(argument: Argument, shared: bool) -> Filler:

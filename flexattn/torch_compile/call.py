@@ -21,19 +21,19 @@ def traced_call(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: Any, enable_gqa: bool,
     kernel_options: Any, sink: Any, dropout_p: float, max_scores: bool, layout: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Return out, lse and the row maxima, which are empty if not requested."""
+    """Return out, lse and, if requested, the row maxima."""
     # It imports Dynamo, which takes a second. Dynamo itself runs this import while it traces the call.
     from flexattn.torch_compile.higher_order import HOP, REVISION
 
-    if HOP is None:
-        return call_with_graph_break(
-            query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, dropout_p, max_scores
-        )
     if layout is not None:
         return layout_with_graph_break(
             query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, dropout_p, max_scores,
             layout,
         )  # fmt: skip
+    if HOP is None:
+        return call_with_graph_break(
+            query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, dropout_p, max_scores
+        )
     query, key, value = autocast(query, key, value)  # type: ignore[assignment]
     device = query.device
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32

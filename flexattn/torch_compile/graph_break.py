@@ -12,10 +12,9 @@ from torch.nn.attention import flex_attention as upstream
 
 from flexattn.block_mask import BlockMask, from_torch
 from flexattn.call.call import Call
-from flexattn.call.dense_form import dense_form
 from flexattn.call.pose import pose
 from flexattn.engines.autograd import attention
-from flexattn.engines.choice import engine_of, engine_reads_layout
+from flexattn.engines.choice import engine_of, form_for
 from flexattn.errors import DtypeError, message
 from flexattn.process.events import fallback
 from flexattn.torch_state.modes import undisturbed
@@ -24,41 +23,58 @@ from flexattn.torch_state.uncompiled import uncompiled
 Results = tuple[Tensor, Tensor, Tensor | None]
 
 
+# Not `api._through_all_stages`: that comes later in the order of imports, records in modes, and keeps calls for
+# `repeated`, which is not asked here.
 @undisturbed("flex_attention")
-def _apart(*arguments: Any) -> Results:
-    fallback("torch.compile", "a call breaks the graph: a mod that Dynamo cannot trace, or a version of torch")
+def _apart(cause: str, *arguments: Any) -> Results:
+    fallback("torch.compile", f"a call breaks the graph: {cause}")
     problem = pose(Call(*arguments))
     engine = engine_of(problem)
-    return attention(engine, problem if engine_reads_layout(engine, problem) else dense_form(problem))
+    return attention(engine, form_for(engine, problem))
+
+
+# `uncompiled` writes its reason to the function itself, so each reason needs a function of its own.
+
+
+def _without_private_name(*arguments: Any) -> Results:
+    return _apart("this version of torch lacks a private name", *arguments)
 
 
 call_with_graph_break = uncompiled(
-    _apart,
+    _without_private_name,
     "this version of torch lacks a private name that flexattn needs inside of torch.compile, so each call of "
     "flex_attention is one graph break. Remove fullgraph=True, or use a version of torch that flexattn is tested with",
 )
 
 
 def _with_layout(*arguments: Any) -> Results:
-    return _apart(*arguments)
+    return _apart("seqused_k, q_offsets, kv_positions, block_table or descales", *arguments)
 
 
 layout_with_graph_break = uncompiled(
     _with_layout,
-    "a call of flex_attention with seqused_k, q_offsets, kv_positions or block_table is one graph break. Remove "
-    "fullgraph=True",
+    "a call of flex_attention with seqused_k, q_offsets, kv_positions, block_table, k_descale or v_descale is one "
+    "graph break. Remove fullgraph=True",
 )
 
 
-def of_body(body: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> Results:
+def _of_body(body: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> Results:
     """Compute the call whose body Dynamo could not trace, because one of its mods breaks the graph."""
     given = inspect.getclosurevars(body).nonlocals
     options = dict(text.split("=", 1) for text in given["options"])
-    return call_with_graph_break(
+    return _apart(
+        "Dynamo cannot trace a mod",
         query, key, value, given["score_mod"], given["block_mask"], given["scale"], given["enable_gqa"],
         {name: ast.literal_eval(value) for name, value in options.items()}, given["sink"], given["dropout_p"],
         given["max_scores"],
     )  # fmt: skip
+
+
+of_body = uncompiled(
+    _of_body,
+    "Dynamo cannot trace a mod of this call of flex_attention, so the call is one graph break. Remove fullgraph=True, "
+    "or change the mod",
+)
 
 
 def _prepared(block_mask: Any) -> BlockMask:

@@ -40,7 +40,7 @@ class Arguments(NamedTuple):
 class Known:
     """An operator whose launches are known."""
 
-    run: Any  # a KnownForward or a KnownBackward
+    launches: Any  # a KnownForward or a KnownBackward
     parts: tuple[Part, ...]  # of a problem, whose pointers it needs
     scored: int  # number of the captures that are those of score_mod
 
@@ -72,11 +72,11 @@ def key_of(given: Arguments, *others: object) -> Key | None:
         numbers = tuple(map(repr, numbers))  # 0.0 == -0.0
     return (
         given.spec, given.scale, numbers, allows_tf32(), is_deterministic(), *others,
-        *[layout(t) for t in (given.query, given.key, given.value, *given.captures)],
+        *[memory_form(t) for t in (given.query, given.key, given.value, *given.captures)],
     )  # fmt: skip
 
 
-def layout(t: Tensor) -> tuple[object, ...]:
+def memory_form(t: Tensor) -> tuple[object, ...]:
     return t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15
 
 

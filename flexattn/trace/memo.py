@@ -1,7 +1,7 @@
 """Memo: the traces of this process, by the code of the traced mod.
 
-It keeps no user object alive. Guards hold weak references, and keys are ids. A reused id is harmless, because the guard
-decides.
+It keeps no user object alive, except code objects and objects that cannot be referenced weakly. Guards hold weak
+references, and keys are ids. A reused id is harmless, because the guard decides.
 """
 
 from __future__ import annotations
