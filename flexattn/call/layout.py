@@ -69,6 +69,11 @@ class Layout:
         return self.k_descale is not None
 
     @property
+    def has_page_descales(self) -> bool:
+        """Whether a descale is given by page and head, and not only by head."""
+        return any(x is not None and x.dim() == 2 for x in (self.k_descale, self.v_descale))
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, name) for name in self.names)
 

@@ -63,6 +63,14 @@ class Problem:
         return self.layout is not None and self.layout.page_size > 0
 
     @property
+    def values_in_keys(self) -> bool:
+        """Whether value is the first columns of key, as in latent attention: kernels may read both at once."""
+        k, v = self.key, self.value
+        return (
+            v.size(3) < k.size(3) and v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and v.dtype == k.dtype
+        )
+
+    @property
     def batch_invariant(self) -> bool:
         """Whether the bits of a row's results must depend only on that row and what it attends to."""
         return bool(self.options) and option(self.options, "BATCH_INVARIANT") is True

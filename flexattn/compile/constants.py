@@ -12,6 +12,7 @@ from flexattn.compile.head_dims import pieces_of
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.lower import loads_where_live
 from flexattn.compile.mod_plan import TRITON_DTYPE
+from flexattn.compile.scalars import FEW_SPLITS
 from flexattn.compile.scatter import LARGEST_UNITS, needs_live
 
 
@@ -64,6 +65,14 @@ def _of_dq_rows(plan: KernelPlan) -> bool:
 
 def _of_splits(plan: KernelPlan) -> bool:
     return plan.spec.splits_keys or (plan.is_forward and not plan.spec.products)
+
+
+def _splits_keys(plan: KernelPlan) -> bool:
+    return plan.spec.splits_keys
+
+
+def _is_quantized(plan: KernelPlan) -> bool:
+    return "descales" in plan.features
 
 
 def _has_pages(plan: KernelPlan) -> bool:
@@ -139,6 +148,10 @@ CONSTANTS = (
     Constant("PRODUCTS_FIRST", _of_gradients, lambda plan: plan.tile.PRODUCTS_FIRST),
     Constant("PARTIAL_M", _of_keys, lambda plan: plan.tile.partial_m),
     Constant("CUTS_BLOCKS", _of_keys, lambda plan: plan.cuts_blocks or "q_offsets" in plan.features),
+    # Of queries, keys, weights and values in products, if keys and values are float8.
+    Constant("PRODUCT_DTYPE", _is_quantized, lambda plan: "tl.float16" if plan.dtype.itemsize == 2 else "tl.float32"),
+    # Units of queries in the unit of the strides of float8 keys and values.
+    Constant("KEY_UNITS", _is_quantized, lambda plan: plan.dtype.itemsize if plan.aligned else 1),
     Constant("PAGE_SIZE", _has_pages, lambda plan: plan.page_size),
     Constant("PAGES_BY_TILE", _has_pages, lambda plan: plan.pages_by_tile),  # all keys of a tile are in one page
     Constant("DTYPE", _has_sums, lambda plan: f"tl.{TRITON_DTYPE[plan.dtype]}"),
@@ -149,6 +162,7 @@ CONSTANTS = (
     Constant("TRANSPOSED", _has_dropout, lambda plan: plan.transposed),
     Constant("KEYS_TOGETHER", _has_dropout, _keys_together),
     Constant("SETTLES", _has_dropout, _settles),
+    Constant("FEW_SPLITS", _splits_keys, lambda plan: FEW_SPLITS),
     Constant("DV", _of_splits, lambda plan: plan.Dv),
     Constant("D", _of_dq_rows, lambda plan: plan.D),
     Constant("PIECES", _of_dq_rows, lambda plan: pieces_of(plan.D)),

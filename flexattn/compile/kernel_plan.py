@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexattn.call.problem import Problem
 from flexattn.compile.arguments import Argument, Tensors
-from flexattn.compile.head_dims import pieces_of, widths_of
+from flexattn.compile.head_dims import pieces_of, split_head_dim, widths_of
 from flexattn.compile.kernel_source import kernel_name
 from flexattn.compile.mod_plan import ModPlan
 from flexattn.compile.tiles import Tile
@@ -165,6 +165,20 @@ class KernelPlan:
     def pages_by_tile(self) -> bool:
         """Whether all keys of a tile are in one page."""
         return bool(self.page_size) and self.page_size % self.tile.BLOCK_N == 0 and not self.cuts_blocks
+
+    @property
+    def one_loop(self) -> bool:
+        """Whether forward_split has one inner loop, for whole and partial tiles.
+
+        A second one keeps q in registers until it starts. With wide heads these spill: 480 bytes at D 576, Dv 512.
+        """
+        return self.spec.splits_keys and max(self.D, self.Dv) * self.dtype.itemsize > 512
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether two columns of float8 values are loaded as one element."""
+        wide = all(p.width >= 32 and p.used % 2 == 0 for p in split_head_dim(self.Dv))
+        return "descales" in self.features and self.aligned and wide and self.dtype.itemsize == 2
 
     @property
     def has_dropout(self) -> bool:

@@ -106,13 +106,29 @@ PAGES = Feature(
 DESCALES = Feature(
     "descales",
     wanted=lambda problem, arrays: problem.layout is not None and problem.layout.is_quantized,
-    operands=(
-        OfProblem("k_descale_ptr", "*fp32", "k_descale"), OfProblem("v_descale_ptr", "*fp32", "v_descale"),
-        Scalars(("stride_k_descale", "stride_v_descale")),
-    ),
+    operands=(OfProblem("k_descale_ptr", "*fp32", "k_descale"), OfProblem("v_descale_ptr", "*fp32", "v_descale")),
     text="    float8   keys and values, multiplied by k_descale and v_descale",
 )  # fmt: skip
+PAGE_DESCALES = Feature(
+    "page_descales",
+    wanted=lambda problem, arrays: problem.layout is not None and problem.layout.has_page_descales,
+    operands=(Scalars(("stride_k_descale", "stride_v_descale")),),
+)
 _SEQUENCES = (SEQUSED_K, Q_OFFSETS)
+_LAYOUT = (*_SEQUENCES, PAGES, DESCALES, PAGE_DESCALES)
+
+
+def _reads_values_with_keys(problem: Problem, arrays: object) -> bool:
+    """Whether each tile of values is the first parts of a tile of keys."""
+    keys, values = split_head_dim(problem.key.size(3)), split_head_dim(problem.value.size(3))
+    quantized = problem.layout is not None and problem.layout.is_quantized
+    return problem.values_in_keys and not quantized and keys[: len(values)] == values
+
+
+VALUES_IN_KEYS = Feature(
+    "values_in_keys", wanted=_reads_values_with_keys, operands=(),
+    text="    values   are the first columns of the keys",
+)  # fmt: skip
 
 # DELTA sets the sums of dq to zero, [B * Hq * M_padded, 32 * pieces], because a launch takes more time on the host.
 ZEROED = Feature(
@@ -166,7 +182,7 @@ FORWARD = KernelSpec(
         Descriptors(_key_streams), Pointers(("q",)), *_KEYS, Pointers(("o",)), _LSE, MAX_SCORES, PROFILE, SINK,
         Strides(("q",)), *_KEY_STRIDES, Strides(("o",)),
         Scalars(("M", "N", "heads", "heads_q", "group_size", "heads_per_group")), ScoreScale(),
-        When(lambda plan: plan.score is None, (Scalars(("q_sign",)),)), DROPOUT, *_SEQUENCES, PAGES, DESCALES,
+        When(lambda plan: plan.score is None, (Scalars(("q_sign",)),)), DROPOUT, *_LAYOUT,
         MaskLists(),
         ModArguments(),
     ),
@@ -183,8 +199,8 @@ FORWARD_SPLIT = KernelSpec(
     tensors=("q", "k", "v", "o"),  # MERGE_SPLITS writes o; expected_backward needs its shape and strides
     operands=(
         Pointers(("q", "k", "v")), *_PARTS, Strides(("q", "k", "v")),
-        Scalars(("M", "N", "heads_q", "heads_kv", "group_size", "row_tiles", "splits")), ScoreScale(),
-        When(lambda plan: plan.score is None, (Scalars(("q_sign",)),)), *_SEQUENCES, PAGES, DESCALES,
+        Scalars(("M", "N", "heads_q", "heads_kv", "group_size", "row_tiles", "splits", "filling_splits")), ScoreScale(),
+        When(lambda plan: plan.score is None, (Scalars(("q_sign",)),)), *_LAYOUT, VALUES_IN_KEYS,
         When(lambda plan: plan.blocks is not None, (Scalars(("mask_blocks",)),)), MaskLists(), ModArguments(),
     ),
     shared_bytes=product_bytes,

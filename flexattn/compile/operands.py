@@ -31,7 +31,10 @@ class Pointers:
 
 @dataclass(frozen=True)
 class Strides:
-    """Strides of batch, head and row of [B, H, rows, D] tensors, in the plan's unit; the last stride is 1."""
+    """Strides of batch, head and row of [B, H, rows, D] tensors; the last stride is 1.
+
+    They are in the plan's unit, and those of float8 tensors in units of 16 elements.
+    """
 
     names: tuple[str, ...]
 
@@ -50,7 +53,8 @@ class Strides:
 
 def _stride(plan: KernelPlan, tensor: torch.Tensor, d: int) -> int:
     shared = d == 0 and tensor.size(0) == 1  # keys are shared by the batch
-    return 0 if shared else tensor.stride(d) // plan.unit
+    unit = 16 // tensor.element_size() if plan.aligned else 1
+    return 0 if shared else tensor.stride(d) // unit
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,8 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "tma": plan.tma,  # through tensor descriptors
         "full_tail": plan.cuts_runs,  # the last tile of a full run may be partial
         "qk_parts": split_head_dim(plan.D), "v_parts": split_head_dim(plan.Dv),  # of the head dims
+        "one_loop": plan.one_loop,  # of forward_split
+        "reads_pairs": plan.reads_pairs, "accumulators": _accumulators(plan),  # of the inner loop of the forward
         # Names of arguments.
         "parameters": _parameters(plan),  # of the kernel
         "scale": plan.scale,
@@ -143,10 +145,18 @@ def _most_registers(plan: KernelPlan) -> int | None:
     With 168 registers, three programs of 4 warps fit on an SM. Without a limit, integer sums along diagonals use 181 at
     D 64. T5's dQ took 2.06 ms without the limit and 1.6 ms with it (8x32x2048, H200).
     """
+    if plan.reads_pairs and plan.spec.splits_keys and plan.tile.num_warps == 4 and plan.tile.BLOCK_M <= 32:
+        return 168
     if plan.sums != "integer" or plan.grad is None or not adds_along_diagonals(plan.grad.graph):
         return None
     fits = plan.tile.num_warps == 4 and plan.tile.BLOCK_M * plan.tile.BLOCK_N <= 4096 and max(plan.D, plan.Dv) <= 64
     return 168 if fits and str(plan.target) == "sm_90" else None
+
+
+def _accumulators(plan: KernelPlan) -> tuple[str, ...]:
+    """Return the names of the sums of weighted values."""
+    parts = [f"acc_{p.index}" for p in split_head_dim(plan.Dv)]
+    return tuple([f"{part}_{half}" for part in parts for half in ("even", "odd")] if plan.reads_pairs else parts)
 
 
 def _dropout_arguments(plan: KernelPlan) -> tuple[str, ...]:
@@ -181,6 +191,9 @@ def _stream_arguments(plan: KernelPlan) -> tuple[str, ...]:
         names = tuple(a.name for a in plan.spec.arguments(plan) if a.is_descriptor and "partial" not in a.name)
         return names if plan.transposed else (*names, "b_kv", "h_kv")
     strides = f"stride_{first}{rows}", f"stride_{second}{rows}"
+    sign = ("q_sign",) if plan.one_loop and plan.score is None else ()
     pages = ("pages", "stride_kb", "stride_vb", "num_pages") if plan.page_size else ()
-    descales = ("k_descale", "stride_k_descale", "v_descale", "stride_v_descale")
-    return f"{first}_base", f"{second}_base", *strides, *pages, *(descales if "descales" in plan.features else ())
+    descales: tuple[str, ...] = ("s_scale",) if "descales" in plan.features else ()
+    if "page_descales" in plan.features:
+        descales += ("k_descale", "stride_k_descale", "v_descale", "stride_v_descale")
+    return f"{first}_base", f"{second}_base", *strides, *sign, *pages, *descales

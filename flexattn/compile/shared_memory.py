@@ -49,6 +49,8 @@ def _tiles(plan: KernelPlan, size: int) -> _Tiles:
     t, own, streamed = plan.tile, own_rows(plan), streamed_rows(plan)
     dims = [tuple(size * p.width for p in split_head_dim(d)) for d in (plan.D, plan.Dv)]
     held = dims[0] if plan.is_forward else dims[0] + dims[1]
+    if "values_in_keys" in plan.features:
+        dims[1] = (0,)
     arrays = 2 if plan.target.pipelines_both_rows else 1
     return _Tiles(
         tuple(own * n for n in held), tuple(streamed * n for n in dims[0]), tuple(streamed * n for n in dims[1]),

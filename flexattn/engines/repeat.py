@@ -256,6 +256,7 @@ def find_call(
             query.shape, query.stride(), query.dtype, query.device, query.data_ptr() & 15, query.requires_grad,
             key.shape, key.stride(), key.dtype, key.device, key.data_ptr() & 15, key.requires_grad,
             value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15, value.requires_grad,
+            key.data_ptr() == value.data_ptr(),
             scale, enable_gqa, max_scores, default, options, torch.is_grad_enabled(), allows_tf32(), is_deterministic(),
         )  # fmt: skip
     except (AttributeError, RuntimeError, TypeError):  # a tensor without strides, an unknown option: the stages name it

@@ -128,7 +128,7 @@ def launch_key(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Ite
     return (
         spec, q.dtype, q.device, q.shape, k.shape, problem.value.shape, problem.scale,
         math.copysign(1.0, problem.scale),  # because 0.0 == -0.0
-        problem.options,
+        problem.options, problem.values_in_keys,
         problem.max_scores, tuple(arrays), allows_tf32(), problem.score_grad,
         None if problem.sink is None else (problem.sink.shape, problem.sink.stride()),
         None if problem.dropout is None else problem.dropout.drop_below,

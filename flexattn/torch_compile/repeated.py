@@ -72,6 +72,7 @@ def key_of(given: Arguments, *others: object) -> Key | None:
         numbers = tuple(map(repr, numbers))  # 0.0 == -0.0
     return (
         given.spec, given.scale, numbers, allows_tf32(), is_deterministic(), *others,
+        given.key.data_ptr() == given.value.data_ptr(),
         *[memory_form(t) for t in (given.query, given.key, given.value, *given.captures)],
     )  # fmt: skip
 
