@@ -14,7 +14,8 @@ from flexattn.block_mask import BlockMask
 from flexattn.call.batch_invariant import everything
 from flexattn.call.call import Call, Mod
 from flexattn.call.layout import KVLayout
-from flexattn.call.packed import PackedArguments, check_packed, packing_of
+from flexattn.call.packed import PackedArguments, assertions, check_packed
+from flexattn.call.packing import packing_of
 from flexattn.errors import ArgumentError, DtypeError, message
 from flexattn.mods import and_masks, band, shifted
 
@@ -198,7 +199,10 @@ def _padded(given: _Given) -> tuple[Tensor, Tensor]:
     T_q, sequences = query.size(0), cu.size(0) - 1
     M = min(given.max_q, T_q)
     key, value, used = _keys_by_sequence(given)
-    packing = packing_of(cu, cu, None, T_q)
+    cu_k, T_k = (
+        (cu, T_q) if given.cu_seq_k is None or given.block_table is not None else (given.cu_seq_k, len(given.key))
+    )
+    packing = packing_of(cu, cu_k, None, None, (T_q, T_k), assertions(T_q, T_k))
     sequence, position = packing.sequence.long(), packing.position.long()
     whole = T_q == sequences * M  # then each sequence has M rows
     if whole:

@@ -10,69 +10,29 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexattn.block_mask import BlockMask, RunLists, Runs, Seen, is_same, seen
+from flexattn.block_mask import BlockMask, Seen, is_same, seen
 from flexattn.call.layout import check_integers
+from flexattn.call.packed_lists import mask_of_rows
+from flexattn.call.packing import LONGEST, Packing, packing_of
 from flexattn.errors import ArgumentError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.builder import Builder, Expr, rewrite
-from flexattn.graph.linear import Linear
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import MASK_INPUTS, Capture
-from flexattn.graph.ranges import INDEX_LIMIT
-from flexattn.graph.row_bounds import Both, Complement, Condition, Either, RowInterval, Solved, WholeRows, row_bounds
-from flexattn.mods.combine import noop_mask
 from flexattn.process.forks import Lock
 from flexattn.torch_state.transforms import outside
 
-BLOCK = 128
-LONGEST = INDEX_LIMIT // 2  # rows of the long sequence: sums of three indices stay below 2**31
 _REMEMBERED = 16
 
 
-@dataclass(frozen=True, eq=False)
-class Packing:
-    """Which sequence each query belongs to, and where the keys of this sequence are: int32 [T_q] each.
-
-    Rows after the last sequence have no keys.
-    """
-
-    sequence: Tensor
-    position: Tensor  # of the query in its sequence
-    k_start: Tensor
-    k_end: Tensor
-    diagonal: Tensor  # the key of the same position, if the last query and the last key of a sequence are aligned
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.sequence, self.position, self.k_start, self.k_end, self.diagonal
-
-
 _CAPTURES = tuple(Capture(name, torch.int32, 1) for name in Packing.__dataclass_fields__)
-
-
-@torch.no_grad()
-def packing_of(cu_seq_q: Tensor, cu_seq_k: Tensor, used: Tensor | None, T_q: int) -> Packing:
-    """Return the packing of sequences whose rows begin at `cu_seq_q` and `cu_seq_k`, int32 [sequences + 1]."""
-    with outside():
-        row = torch.arange(T_q, dtype=torch.int32, device=cu_seq_q.device)
-        sequence = torch.searchsorted(cu_seq_q[1:], row, right=True, out_int32=True)
-        last = cu_seq_q.size(0) - 2
-        exists = sequence <= last
-        index = sequence.clamp(max=last).long()
-        position = row - cu_seq_q[index]
-        k_start = cu_seq_k[index]
-        k_end = cu_seq_k[index + 1] if used is None else k_start + used[index]
-        diagonal = k_end - cu_seq_q[index + 1] + row
-        zero = torch.zeros((), dtype=torch.int32, device=row.device)
-        found = (index.int(), position, k_start, k_end, diagonal)
-        return Packing(*(torch.where(exists, x, zero) for x in found))
 
 
 def packed_score(bound: BoundMod, packing: Packing) -> BoundMod:
@@ -161,150 +121,6 @@ def _asked_in_sequence(builder: Builder, rows: _Rows, graph: ModGraph, keep: Exp
     return builder.copy(graph, moved)[graph.output]
 
 
-def mask_of_rows(bound: BoundMod, lengths: tuple[int, int], H: int, both: bool) -> BlockMask:
-    """Return the block lists of a packed mask, from the intervals of its rows. `both`: for a backward too."""
-    with outside(), torch.no_grad():
-        low, high, exact = _intervals(bound, lengths, H if bound.graph.reads("h") else 1)
-        begin, end, full_begin, full_end = _blocks(low, high, lengths[1], exact)
-        columns = -(-lengths[1] // BLOCK)
-        kv_runs = _lists(begin, end, full_begin, full_end)
-        q_runs = None
-        if both:
-            q_runs = _lists(*_transposed(begin, end, full_begin, full_end, columns))
-        mask = BlockMask.from_runs(kv_runs, q_runs, 1, begin.size(0), lengths, BLOCK, noop_mask, full_overhangs=False)
-        mask._built_from_mod = True
-        return mask
-
-
-def _intervals(bound: BoundMod, lengths: tuple[int, int], H: int) -> tuple[Tensor, Tensor, bool]:
-    """Return the first key and the last + 1 that each row may attend to, [H, T_q], and whether it attends to all."""
-    T_q, T_k = lengths
-    graph, device = bound.graph, bound.captures[-1].device
-    tree = row_bounds(graph, "kv_idx")
-    inputs: dict[str, Tensor] = {
-        "b": torch.zeros((), dtype=torch.int32, device=device),
-        "h": torch.arange(H, dtype=torch.int32, device=device)[:, None],
-        "q_idx": torch.arange(T_q, dtype=torch.int32, device=device),
-        "kv_idx": torch.zeros((), dtype=torch.int32, device=device),
-    }
-    wanted = sorted(_nodes_of(tree))
-    values = dict(zip(wanted, graph.evaluate(inputs, bound.captures, bound.numbers, outputs=wanted), strict=True))
-    low, high, exact = _ends(tree, values, torch.zeros((), dtype=torch.int64, device=device))
-    shape = (H, T_q)
-    low = torch.zeros(shape, dtype=torch.int64, device=device) if low is None else low.clamp(0, T_k).expand(shape)
-    high = low.new_full(shape, T_k) if high is None else high.clamp(0, T_k).expand(shape)
-    return low, high, exact
-
-
-def _nodes_of(tree: RowInterval) -> set[int]:
-    match tree:
-        case Solved(_, bound):
-            return {n for n, _ in bound.terms}
-        case WholeRows(node):
-            return {node}
-        case Complement(of):
-            return _nodes_of(of)
-        case Both(x, y) | Either(x, y):
-            return _nodes_of(x) | _nodes_of(y)
-        case Condition():
-            return set()
-
-
-_FAR = 2**40
-Ends = tuple[Tensor | None, Tensor | None, bool]
-
-
-def _ends(tree: RowInterval, values: dict[int, Any], zero: Tensor) -> Ends:
-    """Return the ends of an interval, None where it has none, and whether it is all of the mask."""
-    match tree:
-        case Solved(side, bound):
-            found = _sum_of(bound, values, zero)
-            return (found, None, True) if side == "low" else (None, found, True)
-        case WholeRows(node):
-            return None, torch.where(values[node], zero + _FAR, zero - _FAR), True
-        case Condition():
-            return None, None, False
-        case Complement(of):
-            low, high, exact = _ends(of, values, zero)
-            return high, low, exact
-        case Both(x, y):
-            (low, high, exact), (other_low, other_high, other_exact) = (_ends(t, values, zero) for t in (x, y))
-            return (
-                _either(torch.maximum, low, other_low),
-                _either(torch.minimum, high, other_high),
-                exact and other_exact,
-            )
-        case Either(x, y):
-            (low, high, exact), (other_low, other_high, other_exact) = (_ends(t, values, zero) for t in (x, y))
-            both_low = None if low is None or other_low is None else torch.minimum(low, other_low)
-            both_high = None if high is None or other_high is None else torch.maximum(high, other_high)
-            return both_low, both_high, exact and other_exact
-
-
-def _sum_of(bound: Linear, values: dict[int, Any], zero: Tensor) -> Tensor:
-    total = zero + bound.constant
-    for node, factor in bound.terms:
-        total = total + factor * values[node].long()
-    return total
-
-
-def _either(function: Any, x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    return x if y is None else y if x is None else function(x, y)
-
-
-def _blocks(low: Tensor, high: Tensor, T_k: int, exact: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the blocks [begin, end) of each row of blocks, and the full ones in them, [H, rows of blocks] each."""
-    H, T_q = low.shape
-    rows = -(-T_q // BLOCK) * BLOCK - T_q
-    lives = low < high
-    pad = torch.nn.functional.pad
-
-    def blocks(x: Tensor, fill: int) -> Tensor:
-        return pad(x, (0, rows), value=fill).view(H, -1, BLOCK)
-
-    begin = blocks(torch.where(lives, low, _FAR), _FAR).amin(-1)
-    end = blocks(torch.where(lives, high, 0), 0).amax(-1)
-    end = (end + BLOCK - 1) // BLOCK
-    begin = torch.minimum(begin // BLOCK, end)
-    if not exact:
-        return begin, end, end, end
-    full_begin = (blocks(low, 0).amax(-1) + BLOCK - 1) // BLOCK
-    full_end = blocks(torch.where(lives, high, 0), _FAR).amin(-1) // BLOCK
-    none = full_end <= full_begin
-    return begin, end, torch.where(none, end, full_begin), torch.where(none, end, full_end)
-
-
-def _lists(begin: Tensor, end: Tensor, full_begin: Tensor, full_end: Tensor) -> RunLists:
-    """Return lists with two partial runs and one full run per row of blocks. Runs may be empty."""
-    heads, rows = begin.shape
-    places = torch.arange(heads * rows + 1, dtype=torch.int32, device=begin.device)
-    partial = torch.stack((begin, full_begin, full_end, end), -1).int().view(-1, 2)
-    full = torch.stack((full_begin, full_end), -1).int().view(-1, 2)
-    order = (end - begin).argsort(dim=-1, descending=True, stable=True).int()
-    return RunLists(Runs(places * 2, partial), Runs(places, full), order)
-
-
-def _transposed(
-    begin: Tensor, end: Tensor, full_begin: Tensor, full_end: Tensor, columns: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the same for columns: all rows from the first to the last with this column. Others are partial too."""
-    column = torch.arange(columns, device=begin.device)[None, :, None]
-
-    def hull(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        holds = (first[:, None] <= column) & (column < last[:, None])  # [H, columns, rows]
-        count = holds.sum(-1)
-        if holds.size(-1) == 0:
-            return count, count, count
-        start = holds.byte().argmax(-1)
-        stop = holds.size(-1) - holds.flip(-1).byte().argmax(-1)
-        return torch.where(count > 0, start, 0), torch.where(count > 0, stop, 0), count
-
-    start, stop, _ = hull(begin, end)
-    full_start, full_stop, count = hull(full_begin, full_end)
-    whole = (count > 0) & (count == full_stop - full_start)
-    return start, stop, torch.where(whole, full_start, stop), torch.where(whole, full_stop, stop)
-
-
 class _At(NamedTuple):
     """A tensor that a result was computed from: a weak reference, its version and its address."""
 
@@ -327,7 +143,7 @@ class Memory:
 
     def get(self, key: object, tensors: tuple[Tensor, ...], make: Any) -> Any:
         """Return make(), or the earlier result for this key and these tensors. CUDA graphs capture make()."""
-        if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        if _is_capturing(tensors):
             return make()
         known = self.known(key, tensors)
         if known is not None:
@@ -346,12 +162,19 @@ class Memory:
 
     def known(self, key: object, tensors: tuple[Tensor, ...]) -> tuple[Any] | None:
         """Return the earlier result in a tuple, or None."""
+        if _is_capturing(tensors):
+            return None
         key = (key, *map(id, tensors))
         with self.lock:
             known = self.found.get(key)
         if known is None or not all(x.holds(t) for x, t in zip(known[0], tensors, strict=True)):
             return None
         return (known[1],)
+
+
+def _is_capturing(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether a CUDA graph is captured. Its tensors may change between replays."""
+    return tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 packings, masks = Memory(), Memory()
@@ -406,7 +229,7 @@ def check_window(window: object) -> None:
 
 
 def _check_ascending(name: str, cu: Tensor, rows: int) -> None:
-    """Check values on the CPU. On a GPU an assertion in a kernel fails, which the host does not wait for."""
+    """Check values on the CPU. On a GPU a kernel of `packing_of` asserts them, which the host does not wait for."""
     if cu.is_cpu:
         first, last, ascends = int(cu[0]), int(cu[-1]), bool((cu.diff() >= 0).all())
         if first != 0 or last > rows or not ascends:
@@ -415,9 +238,16 @@ def _check_ascending(name: str, cu: Tensor, rows: int) -> None:
             )
             mend = "Pass the cumulative sum of the lengths, with 0 in front."
             raise ArgumentError(message(name, found, f"ascending values from 0 to at most {rows}", mend))
-    else:
-        text = f"varlen_attn: {name} must ascend from 0 to at most {rows}"
-        assert_once(text, (cu,), lambda cu: (cu.diff() >= 0).all() & (cu[0] == 0) & (cu[-1] <= rows))
+
+
+def assertions(T_q: int, T_k: int) -> tuple[str, str] | None:
+    """Return messages of assertions about cu_seq_q and cu_seq_k; None in a CUDA graph, where nothing is asserted."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return None
+    return (
+        f"varlen_attn: cu_seq_q must ascend from 0 to at most {T_q}",
+        f"varlen_attn: cu_seq_k must ascend from 0 to at most {T_k}",
+    )
 
 
 def assert_once(text: str, tensors: tuple[Tensor, ...], condition: Callable[..., Tensor]) -> None:
@@ -452,25 +282,24 @@ class Packed:
         T_q, T_k = query.size(2), key.size(2)
 
         def make() -> tuple[Packing, Tensor | None]:
-            packing = packing_of(given.cu_seq_q, given.cu_seq_k, used_k, T_q)
-            if used_q is not None:
-                hole = packing.position >= used_q[packing.sequence]
-                packing = replace(packing, k_end=torch.where(hole, packing.k_start, packing.k_end))
+            packing = packing_of(given.cu_seq_q, given.cu_seq_k, used_q, used_k, (T_q, T_k), assertions(T_q, T_k))
             return packing, None if used_k is None else _used_rows(given.cu_seq_k, used_k, T_k)
 
         packing, rows = packings.get((T_q, T_k, used_q is None, used_k is None), tensors, make)
         return Packed(packing, tuple(given.window_size), rows)  # type: ignore[arg-type]
 
     @staticmethod
-    def known(given: PackedArguments, T_q: int, T_k: int) -> Packed | None:
-        """Return the packing of a call without lengths, if it is known from an earlier call. Nothing is checked."""
+    def without_lengths(given: PackedArguments, query: Tensor, key: Tensor) -> Packed | None:
+        """Return the packing of a call without used lengths, otherwise None. Known ones are not checked again."""
         window = given.window_size
         if given.seqused_q is not None or given.seqused_k is not None:
             return None
         if type(window) is not tuple or [type(x) for x in window] != [int, int]:
             return None
-        found = packings.known((T_q, T_k, True, True), (given.cu_seq_q, given.cu_seq_k))
-        return None if found is None else Packed(found[0][0], window, None)
+        if not isinstance(given.cu_seq_q, Tensor) or not isinstance(given.cu_seq_k, Tensor):
+            return None
+        found = packings.known((query.size(2), key.size(2), True, True), (given.cu_seq_q, given.cu_seq_k))
+        return Packed.of(given, query, key) if found is None else Packed(found[0][0], window, None)
 
     def tensors_of(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return key and value with 0 in rows that are not used. They may be NaN, and share tiles with used rows."""
@@ -481,14 +310,9 @@ class Packed:
 
     def blocks_of(self, mask: BoundMod, lengths: tuple[int, int], H: int, both: bool) -> BlockMask:
         """Return the block lists of a packed mask, computed once for the same tensors."""
+        window = self.window if len(mask.captures) == len(self.packing.tensors) else None  # nothing else is masked
         key = (mask.graph, mask.numbers, lengths, H, both)
-        return masks.get(key, mask.captures, lambda: mask_of_rows(mask, lengths, H, both))
-
-    @staticmethod
-    def known_blocks(mask: BoundMod, lengths: tuple[int, int], H: int, both: bool) -> BlockMask | None:
-        """Return the same, if they are known from an earlier call."""
-        found = masks.known((mask.graph, mask.numbers, lengths, H, both), mask.captures)
-        return None if found is None else found[0]
+        return masks.get(key, mask.captures, lambda: mask_of_rows(mask, self.packing, window, lengths, H, both))
 
 
 @torch.no_grad()

@@ -231,11 +231,8 @@ def find_call(
     if sink is not None or dropout_p or not _is_quiet():
         return None
     state = packed = at = None
-    if type(layout) is PackedArguments:
-        packed = Packed.known(layout, query.size(2), key.size(2))
-        if packed is None:
-            return None
-    elif layout is not None:
+    is_packed = type(layout) is PackedArguments
+    if layout is not None and not is_packed:
         at = _layout_of(layout)
         if at is None:
             return None
@@ -247,6 +244,10 @@ def find_call(
         return None
     if type(enable_gqa) is not bool or type(max_scores) is not bool or scale == 0.0:  # 0.0 == -0.0
         return None
+    if is_packed:
+        packed = Packed.without_lengths(layout, query, key)
+        if packed is None:
+            return None
     default = torch.get_default_dtype(), registrations()
     try:
         if torch.is_autocast_enabled(query.device.type):
@@ -287,10 +288,7 @@ def find_call(
         found = _packed_blocks(packed, layout, (query, key, value, *captures), default)
         if found is None:
             return None
-        of_mask, block_mask = found
-        state = getattr(block_mask, "_known", None)
-        if state is None:
-            return None
+        of_mask, block_mask, state = found
         place += ("packed", state.kind, block_mask.seq_lengths, max_scores)
         return _Found(place, (query, key, value, *captures, *of_mask), graph, (block_mask, state))
     if block_mask is None or state is None:
@@ -330,8 +328,8 @@ _LAYOUT_DTYPES = frozenset((torch.int32, torch.float32))
 
 def _packed_blocks(
     packed: Packed, given: PackedArguments, tensors: Sequence[Tensor], default: tuple[object, ...]
-) -> tuple[tuple[Tensor, ...], BlockMask] | None:
-    """Return what the mask of a packed call captures and its block lists, if they are known from an earlier one."""
+) -> tuple[tuple[Tensor, ...], BlockMask, KnownMask] | None:
+    """Return what the mask of a packed call captures, its block lists, and what calls need of them."""
     bound = None
     if given.mask_mod is not None:
         known = recall(given.mask_mod, ("mask", torch.float32, *default))
@@ -341,9 +339,25 @@ def _packed_blocks(
         bound = BoundMod(known[0].traced.graph_of(numbers), tuple(captures), tuple(numbers))
     mask = packed_mask(bound, packed.packing, packed.window)
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    query, key = tensors[:2]
-    blocks = packed.known_blocks(mask, (query.size(2), key.size(2)), query.size(1), learns)
-    return None if blocks is None else (mask.captures, blocks)
+    query, key, value = tensors[:3]
+    blocks = packed.blocks_of(mask, (query.size(2), key.size(2)), query.size(1), learns)
+    if blocks._known is None:
+        return (
+            mask.captures,
+            blocks,
+            _keep_packed(blocks, Problem(query, key, value, 1.0, mask=mask, block_mask=blocks)),
+        )
+    return mask.captures, blocks, blocks._known
+
+
+def _keep_packed(mask: BlockMask, problem: Problem) -> KnownMask:
+    """Keep what calls need of the mask of packed sequences. Its lists are found by the tensors they were computed from.
+
+    They are kept for as long as these live, so they must not keep these.
+    """
+    state = mask._known = KnownMask(mask, None, problem)
+    state.bound, state.captures = with_captures(state.bound, [_NOTHING] * len(state.captures)), ()
+    return state
 
 
 def _guard_of(mod: Any, default: tuple[object, ...]) -> Guard | None:
@@ -386,11 +400,9 @@ _NOTHING = torch.empty(0, device="cpu")
 def _keep_mask(mask: BlockMask, arguments: Sequence[Any], problem: Problem) -> bool:
     """Keep what calls need of a mask. Return whether there is something to keep."""
     given = arguments[4]
-    if type(arguments[-1]) is PackedArguments:  # its lists are found by the tensors that they were computed from
+    if type(arguments[-1]) is PackedArguments:
         if mask._known is None:
-            state = mask._known = KnownMask(mask, None, problem)
-            # The lists are kept for as long as their tensors live, so they must not keep these.
-            state.bound, state.captures = with_captures(state.bound, [_NOTHING] * len(state.captures)), ()
+            _keep_packed(mask, problem)
         return True
     if mask is not given or (mask._record is not None and mask._record.mod is not mask._mask_mod):
         return False
