@@ -96,7 +96,9 @@ def _mask_at_rows(graph: ModGraph | None, window: tuple[int, int]) -> ModGraph:
     builder = Builder()
     rows = _Rows(builder, len(captures))
     left, right = window
-    keep = (rows.kv_idx >= rows.of("k_start")).apply("and", rows.kv_idx < rows.of("k_end"))
+    keep = rows.kv_idx >= rows.of("k_start")
+    if right != 0:  # otherwise the diagonal is before k_end. A load for each row less: 64 x 256 causal 117 -> 109 us
+        keep = keep.apply("and", rows.kv_idx < rows.of("k_end"))
     if left >= 0:
         keep = keep.apply("and", rows.kv_idx >= rows.of("diagonal") - min(left, LONGEST))
     if right >= 0:

@@ -20,7 +20,7 @@ _ROWS = 256  # of a program
 class Packing:
     """Which sequence each query belongs to, and where the keys of this sequence are: int32 [T_q] each.
 
-    Rows after the last sequence have no keys.
+    Rows without keys, such as those after the last sequence, have k_end == k_start and diagonal < k_start.
     """
 
     sequence: Tensor
@@ -96,7 +96,8 @@ def _in_torch(
     k_end = cu_seq_k[index + 1] if used_k is None else k_start + used_k[index]
     diagonal = k_end - cu_seq_q[index + 1] + row
     if used_q is not None:
-        k_end = torch.where(position >= used_q[index], k_start, k_end)
+        hole = position >= used_q[index]
+        k_end, diagonal = torch.where(hole, k_start, k_end), torch.where(hole, k_start - 1, diagonal)
     zero = torch.zeros((), dtype=torch.int32, device=row.device)
-    found = (index.int(), position, k_start, k_end, diagonal)
-    return Packing(*(torch.where(exists, x, zero) for x in found))
+    found = (torch.where(exists, x, zero) for x in (index.int(), position, k_start, k_end))
+    return Packing(*found, torch.where(exists, diagonal, zero - 1))

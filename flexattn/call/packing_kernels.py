@@ -30,9 +30,10 @@ def pack_rows(
         k_end = tl.load(cu_k_ptr + low + 1, mask=exists, other=0)
     else:
         k_end = k_start + tl.load(used_k_ptr + low, mask=exists, other=0)
-    diagonal = tl.where(exists, k_end - last + row, 0)
+    diagonal = tl.where(exists, k_end - last + row, -1)
     if used_q_ptr is not None:
-        k_end = tl.where(row - first >= tl.load(used_q_ptr + low, mask=exists, other=0), k_start, k_end)
+        hole = row - first >= tl.load(used_q_ptr + low, mask=exists, other=0)
+        k_end, diagonal = tl.where(hole, k_start, k_end), tl.where(hole, k_start - 1, diagonal)
     tl.store(out_ptr + row, tl.where(exists, low, 0), mask=inside)
     tl.store(out_ptr + stride_out + row, tl.where(exists, row - first, 0), mask=inside)
     tl.store(out_ptr + 2 * stride_out + row, k_start, mask=inside)
