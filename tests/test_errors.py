@@ -107,7 +107,7 @@ TENSORS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]
     "8-bit keys": (
         call(k=K.to(torch.float8_e4m3fn), v=V.to(torch.float8_e4m3fn)), (NotImplementedError,),
         "query, key, value: found query f32, key float8_e4m3fn, value float8_e4m3fn, expected one dtype of f16, bf16, "
-        "f32, f64. Cast to bfloat16. float8 is not supported yet.",
+        "f32, f64. Cast to bfloat16, or pass key and value as float8_e4m3fn with k_descale and v_descale.",
     ),
     "devices": (
         call(k=K.to("meta")), (ValueError, RuntimeError),

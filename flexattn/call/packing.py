@@ -99,5 +99,6 @@ def _in_torch(
         hole = position >= used_q[index]
         k_end, diagonal = torch.where(hole, k_start, k_end), torch.where(hole, k_start - 1, diagonal)
     zero = torch.zeros((), dtype=torch.int32, device=row.device)
-    found = (torch.where(exists, x, zero) for x in (index.int(), position, k_start, k_end))
-    return Packing(*found, torch.where(exists, diagonal, zero - 1))
+    found = (index.int(), position, k_start, k_end, diagonal + 1)
+    sequence, position, k_start, k_end, after = (torch.where(exists, x, zero) for x in found)
+    return Packing(sequence, position, k_start, k_end, after - 1)

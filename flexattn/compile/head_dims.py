@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 # Widths (of q and k, of v) that Hopper's kernels support. TMA pads narrower heads with zeros.
-WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
+WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256), (576, 512))
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,13 @@ from flexattn.compile.kernels import (
     DKDV,
     DQ,
     FORWARD,
+    FORWARD_SPLIT,
     HOPPER_BACKWARD,
     HOPPER_BACKWARD_WIDE,
     HOPPER_DKDV,
     HOPPER_DQ,
     HOPPER_FORWARD,
+    HOPPER_LATENT,
     SIZES,
 )
 from flexattn.compile.plan import has_descriptor
@@ -37,6 +39,8 @@ TILES: dict[tuple[int, int], Tile] = {
     (192, 128): Tile(128, 128, 4, 2),
     (256, 256): Tile(128, 64, 4, 2),
 }
+# Attention of few queries with latent keys, without warp specialization.
+LATENT_TILES: dict[tuple[int, int], Tile] = {(576, 512): Tile(64, 64, 8, 2)}
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 # The same for the backward. With fewer registers ptxas serializes the wgmma instructions.
 BACKWARD_TILES: dict[tuple[int, int], Tile] = {
@@ -62,6 +66,7 @@ class HopperForm:
     spec: KernelSpec
     tiles: dict[tuple[int, int], Tile]
     refusals: tuple[RejectionRule, ...]
+    others_are_portable: bool = False  # with other widths than those of `tiles`, the portable kernel is the best form
 
 
 def _refusal_of_mods(plan: KernelPlan, problem: Problem) -> str | None:
@@ -101,11 +106,20 @@ def _refusal_of_tables(plan: KernelPlan, problem: Problem) -> str | None:
     return "score_mod loads from a tensor for each (q, kv) pair" if reads else None
 
 
+def _refusal_of_latent(plan: KernelPlan, problem: Problem) -> str | None:
+    if (plan.D, plan.Dv) != (576, 512) or "values_in_keys" not in plan.features:
+        return "value is not the first 512 of 576 columns of key"
+    return None if plan.score is None and plan.blocks is None else "it has no mods"
+
+
 _DQ = HopperForm(HOPPER_DQ, DQ_TILES, (_refusal_of_captures, _refusal_of_tables))
 FORMS: dict[KernelSpec, HopperForm] = {
     FORWARD: HopperForm(HOPPER_FORWARD, TILES, (_refusal_of_scale, _refusal_of_tables)),
     # CAPTURES, SIZES and BATCH_CAPTURES are always rejected: they run only if captured tensors require gradients.
     **dict.fromkeys((DQ, CAPTURES, SIZES, BATCH_CAPTURES), _DQ),
+    FORWARD_SPLIT: HopperForm(
+        HOPPER_LATENT, LATENT_TILES, (_refusal_of_scale, _refusal_of_latent), others_are_portable=True
+    ),
     DKDV: HopperForm(HOPPER_DKDV, BACKWARD_TILES, (_refusal_of_tables,)),
 }
 _FUSED = HopperForm(HOPPER_BACKWARD, BACKWARD_TILES, (_refusal_of_captures, _refusal_of_order))
@@ -141,7 +155,10 @@ def _refusal(plan: KernelPlan, problem: Problem, tensors: Tensors) -> str | None
         n for n in (*_TILE_OPTIONS[phase], "num_warps", "num_stages") if option(problem.options, n, phase) is not None
     ]
     reasons = (
-        (option(problem.options, "BACKEND", phase) == "TRITON", "BACKEND is TRITON"),
+        *(
+            (option(problem.options, "BACKEND", phase) == name, f"BACKEND is {name}")
+            for name in ("TRITON", "TRITON_DECODE")
+        ),
         (target.backend != "cuda" or int(target.arch) != 90, f"{target} is not sm_90"),
         (plan.dtype not in (torch.float16, torch.bfloat16), f"{plan.dtype} is not float16 or bfloat16"),
         (plan.exact, "EXACT is True"),

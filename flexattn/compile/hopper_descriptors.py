@@ -22,6 +22,11 @@ def forward_descriptors(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
     )
 
 
+def latent_descriptors(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
+    parts = split_head_dim(plan.widths[0])
+    return tuple(_tile(plan, f"k_desc_{p.index}", "k", plan.tile.BLOCK_N, p.width) for p in parts)
+
+
 def dq_descriptors(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
     t, (D, Dv) = plan.tile, plan.widths
     tiles = {"q": (ROWS, D), "do": (ROWS, Dv), "k": (t.BLOCK_N, D), "v": (t.BLOCK_N, Dv), "dq": (ROWS, D)}

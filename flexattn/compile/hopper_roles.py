@@ -19,6 +19,7 @@ from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.lower import loads_where_live
 from flexattn.compile.mod_plan import TRITON_DTYPE
 from flexattn.compile.operands import MaskLists
+from flexattn.compile.scalars import FEW_SPLITS
 from flexattn.compile.templates import environment
 
 
@@ -88,6 +89,10 @@ def _exponent(plan: KernelPlan) -> str:
     if plan.batch_invariant:  # FMA contraction is off, so a separate product would be rounded
         return "gl.fma(s, qk_scale, -m_safe[:, None])"
     return "s * qk_scale - m_safe[:, None]"
+
+
+def _hopper_latent_names(plan: KernelPlan) -> _Own:
+    return _Own([("UNIT", plan.unit), ("FEW_SPLITS", FEW_SPLITS)], (), {"v_width": plan.widths[1]})
 
 
 # PTX that converts two numbers to half precision and back.
@@ -162,6 +167,7 @@ def _hopper_wide_names(plan: KernelPlan) -> _Own:
 
 _OWN = {
     "hopper_forward": _hopper_forward_names,
+    "hopper_latent": _hopper_latent_names,
     "hopper_backward": _hopper_backward_names,
     "hopper_backward_wide": _hopper_wide_names,
     "hopper_dq": _hopper_dq_names,

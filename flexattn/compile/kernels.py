@@ -14,7 +14,13 @@ import torch
 
 from flexattn.call.problem import Problem
 from flexattn.compile.head_dims import split_head_dim
-from flexattn.compile.hopper_descriptors import dq_descriptors, forward_descriptors, key_descriptors, wide_descriptors
+from flexattn.compile.hopper_descriptors import (
+    dq_descriptors,
+    forward_descriptors,
+    key_descriptors,
+    latent_descriptors,
+    wide_descriptors,
+)
 from flexattn.compile.kernel_plan import Feature, KernelPlan, KernelSpec, Operand
 from flexattn.compile.operands import (
     Array,
@@ -39,6 +45,7 @@ from flexattn.compile.shared_memory import (
     hopper_dq_bytes,
     hopper_forward_bytes,
     hopper_keys_bytes,
+    hopper_latent_bytes,
     product_bytes,
 )
 from flexattn.compile.tiles import Tile
@@ -312,6 +319,19 @@ HOPPER_FORWARD = KernelSpec(
     shared_bytes=hopper_forward_bytes,
     gluon=True,
     persistent=True,
+)  # fmt: skip
+HOPPER_LATENT = KernelSpec(
+    "hopper_latent",
+    phase="fwd",
+    tensors=("q", "k", "v", "o"),
+    operands=(
+        Descriptors(latent_descriptors), Pointers(("q",)), *_PARTS, Strides(("q",)),
+        Scalars(("M", "N", "heads_q", "heads_kv", "group_size", "row_tiles", "splits", "filling_splits")),
+        Scalars(("batch_shares_keys",)), ScoreScale(), SEQUSED_K, VALUES_IN_KEYS,
+    ),
+    shared_bytes=hopper_latent_bytes,
+    splits_keys=True,
+    gluon=True,
 )  # fmt: skip
 HOPPER_DQ = KernelSpec(
     "hopper_dq",

@@ -343,6 +343,12 @@ def hopper_forward_bytes(plan: KernelPlan) -> int:
     return (queries + t.num_stages * t.BLOCK_N * (D + Dv)) * plan.dtype.itemsize + 1024
 
 
+def hopper_latent_bytes(plan: KernelPlan) -> int:
+    """Queries, two tiles of keys, and the weights of one."""
+    t, (D, _) = plan.tile, plan.widths
+    return (t.BLOCK_M * (D + t.BLOCK_N) + t.num_stages * t.BLOCK_N * D) * plan.dtype.itemsize + 1024
+
+
 def hopper_dq_bytes(plan: KernelPlan) -> int:
     """Queries and dO, and rings of keys and values."""
     t, (D, Dv) = plan.tile, plan.widths
