@@ -69,6 +69,7 @@ WORKS = {
     "32x16k, 16 queries": replace(LONG, M=16),
     "32x16k, ALiBi": replace(LONG, mod="alibi"),
     "32x16k, softcap": replace(LONG, mod="softcap"),
+    "32x4k": Work(32, 4096),  # what a window of 4k reads
     "32x16k, window 4k": replace(LONG, mod="window"),
     "32x16k, lengths": replace(LONG, form="lengths"),
     "32x16k, pages of 16": replace(LONG, form="lengths", page_size=16),

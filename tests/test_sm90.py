@@ -148,6 +148,20 @@ def test_gluon(work: str, kernel: str) -> None:
     assert 0.95 * shared_bytes(plan) <= found.shared_bytes <= shared_bytes(plan)
 
 
+def test_latent_keys() -> None:
+    q, k = (torch.zeros(2, H, n, 576, dtype=torch.bfloat16) for H, n in ((128, 1), (1, 8192)))
+    used = torch.full((2,), 8192, dtype=torch.int32)
+    for lengths in (None, used):
+        made = explain(q, k, k[..., :512], enable_gqa=True, seqused_k=lengths, target="sm_90")
+        assert [plan.kernel for plan in made.plans if plan.is_forward] == ["hopper_latent", "merge_splits"]
+        found = report(made.sources[0])
+        assert found.sass["HGMMA"] > 0 and found.sass["UTMALDG"] > 0
+        assert found.spill_bytes == 0 and not found.warnings
+        assert 0.95 * shared_bytes(made.plans[0]) <= found.shared_bytes <= shared_bytes(made.plans[0])
+    apart = explain(q, k, k[..., :512].clone(), enable_gqa=True, target="sm_90")
+    assert apart.plans[0].kernel == "forward_split" and "first 512 of 576 columns" in str(apart)
+
+
 @pytest.mark.parametrize(("work", "kernel"), slow_unless(lambda x: x[0] == "full 128", INVARIANT))
 def test_batch_invariant(work: str, kernel: str) -> None:
     """Only the exponent, which uses an explicit fma, is fused. The tiles do not change."""
