@@ -111,6 +111,7 @@ MASKS: dict[str, Callable[[], Callable[..., Tensor]]] = {
     "causal_lower_right": lambda: mods.causal_lower_right(S, S),
     "shifted": lambda: mods.shifted(mods.causal, 20),
     "sliding_window": lambda: mods.sliding_window(50),
+    "band": lambda: mods.band(100, 40),
     "dilated": lambda: mods.dilated(3, 5),
     "strided": lambda: mods.strided(50),
     "global_tokens": lambda: mods.global_tokens(30),
