@@ -96,6 +96,7 @@ class Call:
     page: int = 0  # tokens of a page
     pages: int = 16  # of each sequence
     float8: str = ""  # of key and value: descales by head or by page
+    latent: bool = False  # value is the first columns of key
     rows: int = 0  # queries that the mask is built for, if more than M
     capacity: int = 0  # keys that the mask is built for, if more than N
 
@@ -148,6 +149,8 @@ class Call:
         batches, N = (self.Bkv, self.N) if not self.page else (3, self.page)
         k = self.tensor("k", batches, self.Hkv, N, self.D)
         v = self.tensor("v", batches, self.Hkv, N, self.Dv)
+        if self.latent:
+            v = k.detach()[..., : self.Dv]
         rows = torch.zeros(self.B, self.Hq * self.sink_step)[:, :: self.sink_step]
         sinks = {"none": None, "number": 0.5, "heads": rows[0], "rows": rows}
         scale = -0.0 if self.negative_zero else self.scale
@@ -179,6 +182,8 @@ PAIRS = Call(score="pairs")
 GATE = Call(score="gate", deterministic=True)
 SHORT = Call(M=1, N=2048, stored=(3, 8, 2048, 128))
 CACHE = Call(M=1, offsets=True, rows=512, mask="causal")
+NARROW = Call(M=1, N=1024, D=96, stored=(3, 4, 1024, 128))
+LATENT = Call(M=1, N=1024, D=576, Dv=512, stored=(3, 2, 1024, 640), latent=True)
 WIDE = Call(D=256, Dv=256, stored=(3, 8, 512, 256))
 
 
@@ -193,6 +198,7 @@ def variants(call: Call) -> Iterator[Call]:
         {"options": (("BACKEND", "TRITON"),)}, {"options": (("BATCH_INVARIANT", True),)},
         {"options": (("BLOCK_M", 32), ("BACKEND", "TRITON"))}, {"options": (("num_warps", 2), ("BACKEND", "TRITON"))},
         {"options": (("USE_TMA", False), ("BACKEND", "TRITON"))}, {"options": (("FLOAT32_PRECISION", "tf32"),)},
+        {"latent": True},
         {"score": "cap"}, {"score": "bias"}, {"score": "none"}, {"bias": 0.75}, {"mask": "causal"}, {"mask": "none"},
         {"mask": "anticausal"}, {"mask": "documents"},
         {"window": 40}, {"mask_batches": 2}, {"mask_heads": 4}, {"mask_batches": 2, "mask_heads": 4}, {"block": 64},
@@ -214,9 +220,10 @@ def variants(call: Call) -> Iterator[Call]:
             yield other
 
 
-BASES = (PLAIN, TABLE, EXACT, DROPPED, PAIRS, GATE, SHORT, CACHE, WIDE)
+BASES = (PLAIN, TABLE, EXACT, DROPPED, PAIRS, GATE, SHORT, NARROW, CACHE, WIDE)
 CALLS = [
     *dict.fromkeys(itertools.chain.from_iterable(map(variants, BASES))),
+    LATENT,
     CAPTURED,
     replace(CAPTURED, table_learns=False),
 ]
