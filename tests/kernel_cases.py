@@ -459,6 +459,19 @@ def _with_unequal_lists(at: Setting) -> Call:
     return Call(q, k, v, score_mod, mask, dense, learned=learned, options=dict(at.options))
 
 
+def _with_overhanging_queries(at: Setting) -> Call:
+    """Only full blocks, which extend past the queries but not past the keys. The memory there is NaN."""
+    block = 32 * at.block
+    M, N = block + 5, 2 * block
+    q, k, v = inputs(replace(at, size=1), Sizes(M=M, N=N))
+    q = torch.cat((q, q.new_full((*q.shape[:2], block, q.size(3)), torch.nan)), 2)[:, :, :M]
+    counts = torch.tensor([[[2, 1]]], dtype=torch.int32, device=at.device)
+    columns = torch.tensor([[[[0, 1], [1, 0]]]], dtype=torch.int32, device=at.device)
+    mask = BlockMask.from_kv_blocks(torch.zeros_like(counts), columns, counts, columns, block, None, (M, N))
+    i, j = torch.arange(M, device=at.device)[:, None], torch.arange(N, device=at.device)
+    return Call(q, k, v, None, mask, (i < block) | (j >= block), options=dict(at.options))
+
+
 def _with_upstreams_mask(at: Setting) -> Call:
     call = make_call(at, Sizes(), "alibi", "document")
     M, N = call.query.shape[2], call.key.shape[2]
@@ -533,6 +546,7 @@ def _cases() -> dict[str, Callable[[Setting], Call]]:
     found["dropout-sink"] = lambda at: with_sink(make_call(at, Sizes(), None, "causal", dropout_p=0.2), at, "heads")
     found["lists"] = _with_lists
     found["unequal_lists"] = _with_unequal_lists
+    found["overhanging_queries"] = _with_overhanging_queries
     found["upstreams_mask"] = _with_upstreams_mask
     return found  # fmt: skip
 

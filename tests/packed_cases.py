@@ -65,6 +65,7 @@ class PackedCase:
         k, v = (torch.where(rows.to(self.device)[:, None, None], x, torch.nan) for x in (k, v))
         if self.after:
             q = torch.cat([q[: -self.after], torch.full_like(q[-self.after :], self.poison)])
+        q, k, v = (_before_nan(x) for x in (q, k, v))
         return varlen_attn(
             q, k, v, cu_q, cu_k, max(self.q_lengths), max(self.k_lengths), enable_gqa=self.Hq != self.Hkv,
             score_mod=self.score_mod(*table) if table else None, mask_mod=self.mask_mod, sink=self.sinks(),
@@ -103,6 +104,11 @@ class PackedCase:
         return mask_mod
 
 
+def _before_nan(x: Tensor) -> Tensor:
+    """Return x at the start of memory that is NaN after it."""
+    return torch.cat([x, x.new_full((128, *x.shape[1:]), torch.nan)])[: len(x)]
+
+
 def _of_sequence(mod: Mod | None, i: int) -> Mod | None:
     if mod is None:
         return None
@@ -117,10 +123,16 @@ def by_head(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return (kv_idx <= q_idx + 40 * h) & ((kv_idx % 3 < 2) | (b == 0))
 
 
+def by_third(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return kv_idx % 3 == 0
+
+
 CASES = {
     "plain": PackedCase(),
     "causal, bottom right": PackedCase(window_size=(-1, 0), table=True, after=3),
     "causal, top left": PackedCase(mask_mod=mods.causal, table=True),
+    "full blocks": PackedCase((300, 40, 257), (300, 40, 257), mask_mod=mods.causal),
+    "no full blocks": PackedCase((300, 40), (300, 40), mask_mod=by_third),
     "window": PackedCase(window_size=(20, 3), after=1),
     "window before": PackedCase(window_size=(9, -1)),
     "sliding mask": PackedCase(mask_mod=mods.sliding_window(9), sink=True),

@@ -56,7 +56,7 @@ class BlockMask(upstream.BlockMask):
     BLOCK_SIZE: tuple[int, int]  # queries, keys
     kv_runs: RunLists  # rows are query blocks, runs of key blocks
     q_runs: RunLists | None  # rows are key blocks, runs of query blocks
-    full_overhangs: bool  # a full block may extend past seq_lengths[1]; happens only with user-supplied lists
+    full_overhangs: bool  # a full block may extend past seq_lengths; happens only with user-supplied lists
     dq_write_order: Tensor | None
     dq_write_order_full: Tensor | None
     dq_kv_order: Tensor | None
@@ -100,7 +100,7 @@ class BlockMask(upstream.BlockMask):
             widths=(kv_indices.shape[-1], None if full_kv_indices is None else full_kv_indices.shape[-1]),
             compute_q_blocks=q_num_blocks is not None,
         )  # fmt: skip
-        self.full_overhangs = full is not None and lengths[1] % block_size[1] != 0
+        self.full_overhangs = full is not None and _cuts_blocks(lengths, block_size)
         self.dq_write_order = dq_write_order
         self.dq_write_order_full = dq_write_order_full
         self.dq_kv_order = dq_kv_order
@@ -170,7 +170,7 @@ class BlockMask(upstream.BlockMask):
                     message(name, found, f"torch.bool [B, H, {grid[0]}, {grid[1]}]", "Or pass matching seq_lengths.")
                 )
         self._fill(partial, full, lengths, block_size, mask_mod, tuple(partial.shape[:2]), None, compute_q_blocks)
-        self.full_overhangs = full is not None and lengths[1] % block_size[1] != 0
+        self.full_overhangs = full is not None and _cuts_blocks(lengths, block_size)
         return self
 
     @classmethod
@@ -570,7 +570,7 @@ class BlockMask(upstream.BlockMask):
                     cut.zero_()
         kept._set_blocks(partial, full, self.q_runs is not None)
         kept = kept._inherit(self)
-        kept.full_overhangs = self._separate and not self._built_from_mod and lengths[1] % self.BLOCK_SIZE[1] != 0
+        kept.full_overhangs = self._separate and not self._built_from_mod and _cuts_blocks(lengths, self.BLOCK_SIZE)
         return kept
 
     @uncompiled
@@ -824,6 +824,10 @@ _CONTEXT = (
     "seq_lengths", "BLOCK_SIZE", "full_overhangs", "dq_kv_order_spt", "_batch_dims", "_separate", "_widths",
     "_built_from_mod",
 )  # fmt: skip
+
+
+def _cuts_blocks(lengths: tuple[int, int], block_size: tuple[int, int]) -> bool:
+    return any(n % size for n, size in zip(lengths, block_size, strict=True))
 
 
 def _pair(name: str, value: Any, least: int) -> tuple[int, int]:

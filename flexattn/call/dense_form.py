@@ -93,5 +93,5 @@ def _rows_at(
         lists = [run_lists_of(x & ~y, y) for x, y in ((live, whole & live), (live.mT, (whole & live).mT))]
         return BlockMask.from_runs(
             lists[0], lists[1], live.size(0), live.size(1), (M, N), mask.BLOCK_SIZE, noop_mask,
-            separate_full_blocks=True, full_overhangs=bool(N % columns),
+            separate_full_blocks=True, full_overhangs=bool(M % rows or N % columns),
         )  # fmt: skip

@@ -312,7 +312,7 @@ class Packed:
 
     def blocks_of(self, mask: BoundMod, lengths: tuple[int, int], H: int, both: bool) -> BlockMask:
         """Return the block lists of a packed mask, computed once for the same tensors."""
-        window = self.window if len(mask.captures) == len(self.packing.tensors) else None  # nothing else is masked
+        window = self.window if mask.graph == _mask_at_rows(None, self.window) else None
         key = (mask.graph, mask.numbers, lengths, H, both)
         return masks.get(key, mask.captures, lambda: mask_of_rows(mask, self.packing, window, lengths, H, both))
 

@@ -189,7 +189,7 @@ def _blocks(low: Tensor, high: Tensor, T_k: int, exact: bool) -> tuple[Tensor, T
     if not exact:
         return begin, end, end, end
     full_begin = (blocks(low, 0).amax(-1) + BLOCK - 1) // BLOCK
-    full_end = blocks(torch.where(lives, high, 0), _FAR).amin(-1) // BLOCK
+    full_end = blocks(torch.where(lives, high, 0), 0).amin(-1) // BLOCK  # none where rows of the block are past T_q
     none = full_end <= full_begin
     return begin, end, torch.where(none, end, full_begin), torch.where(none, end, full_end)
 

@@ -104,7 +104,7 @@ def blocks_of_rows(
     full_begin, full_end = end, end
     if EXACT:
         full_begin = tl.cdiv(tl.max(low, 0), BLOCK)
-        full_end = tl.min(tl.where(inside, tl.where(lives, high, 0), T_k), 0) // BLOCK
+        full_end = tl.min(tl.where(lives, high, 0), 0) // BLOCK  # none where rows of the block are past T_q
         none = full_end <= full_begin
         full_begin, full_end = tl.where(none, end, full_begin), tl.where(none, end, full_end)
     store_lists(

@@ -166,7 +166,7 @@ def _refusal(plan: KernelPlan, problem: Problem, tensors: Tensors) -> str | None
         (bool(asked), f"{', '.join(asked)} chooses a tile of the portable kernel"),
         (option(problem.options, "USE_TMA", phase) is False, "USE_TMA is False"),
         (not plan.aligned or not all(map(has_descriptor, tensors.values())), "TMA cannot address the tensors' rows"),
-        (plan.full_overhangs, "full blocks of these lists may extend past the keys"),
+        (plan.full_overhangs, "full blocks of these lists may extend past the queries or keys"),
         (not plan.float_index or max(lengths) >= 1 << 30, "the sequences are too long"),
     )
     return next((reason for refused, reason in reasons if refused), None)

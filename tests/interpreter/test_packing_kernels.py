@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from packed_cases import by_head
 from torch import Tensor
 
 from flexattn import BlockMask, mods
+from flexattn.block_mask import Runs
 from flexattn.call import packed_lists, packing
 from flexattn.call.packed import packed_mask
 from flexattn.call.packing import Packing, packing_of
@@ -20,6 +21,7 @@ from flexattn.trace.trace import trace
 pytest.importorskip("triton")
 LENGTHS = {
     "ragged": ((300, 0, 5, 129, 256, 1), (300, 7, 0, 500, 256, 40), 3),
+    "full": ((300, 257), (300, 400), 0),
     "one": ((70,), (90,), 0),
     "no rows": ((0, 0), (3, 0), 0),
     "no keys": ((3, 9), (0, 0), 2),
@@ -65,7 +67,7 @@ def test_lists_of_windows(name: str, window: tuple[int, int], monkeypatch: pytes
 
 
 @pytest.mark.parametrize("mask_mod", [mods.causal, by_head, mods.sliding_window(150)])
-@pytest.mark.parametrize("name", ["ragged", "one", "no keys"])
+@pytest.mark.parametrize("name", ["ragged", "full", "one", "no keys"])
 def test_lists_of_masks(name: str, mask_mod: mods.MaskMod, monkeypatch: pytest.MonkeyPatch) -> None:
     check_lists(monkeypatch, name, trace(mask_mod, "mask"), (-1, 400))
 
@@ -83,6 +85,38 @@ def check_lists(monkeypatch: pytest.MonkeyPatch, name: str, bound: BoundMod | No
     for x, y in ((ours.kv_runs, theirs.kv_runs), (ours.q_runs, theirs.q_runs)):
         assert x is not None and y is not None
         assert [t.tolist() for t in x.tensors] == [t.tolist() for t in y.tensors]
+    check_blocks(ours, mask)
+
+
+def check_blocks(lists: BlockMask, mask: BoundMod) -> None:
+    """Check that all that rows attend to is listed, and that full blocks are inside and attended to."""
+    T_q, T_k = lists.seq_lengths
+    h, q_idx, kv_idx = (torch.arange(n, dtype=torch.int32) for n in (3, T_q, T_k))
+    inputs = {"b": integers(0), "h": h[:, None, None], "q_idx": q_idx[:, None], "kv_idx": kv_idx}
+    (keep,) = mask.graph.evaluate(inputs, mask.captures, mask.numbers, outputs=[mask.graph.output])
+    B = packed_lists.BLOCK
+    rows, columns = (-(-n // B) for n in (T_q, T_k))
+    padded = torch.zeros(3, rows * B, columns * B, dtype=torch.bool)
+    padded[:, :T_q, :T_k] = keep
+    tiles = padded.view(3, rows, B, columns, B).transpose(2, 3).flatten(3)  # [H, rows, columns, B * B]
+    for runs, transposed in ((lists.kv_runs, False), (lists.q_runs, True)):
+        assert runs is not None and runs.full is not None
+        wanted = tiles.transpose(1, 2) if transposed else tiles
+        listed, full = (blocks_in(x, wanted) for x in (runs.partial, runs.full))
+        assert not (listed & full).any()
+        assert not (wanted.any(-1) & ~listed & ~full).any()
+        assert not (full & ~wanted.all(-1)).any()
+
+
+def blocks_in(runs: Runs, tiles: Tensor) -> Tensor:
+    """Return which blocks are in runs, of the shape of tiles without the last dimension."""
+    found = torch.zeros(tiles.shape[:-1], dtype=torch.bool)
+    heads = runs.rows // max(found.size(1), 1)
+    for row, (first, last) in enumerate(pairwise(runs.row_ptr.tolist())):
+        h, r = divmod(row, found.size(1))
+        for start, stop in runs.runs[first:last].tolist():
+            found[h if heads > 1 else slice(None), r, start:stop] = True
+    return found
 
 
 @pytest.mark.parametrize(
