@@ -68,7 +68,7 @@ def test_lengths_are_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_mods_read_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     (q, k, v), cu = leaves(), offsets(*LENGTHS)
-    table, gain, reach = torch.randn(2, requires_grad=True), 0.5, torch.tensor([3, 9])
+    table, gain, reach = torch.tensor([0.3, -0.1], requires_grad=True), 0.5, torch.tensor([3, 9])
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score * gain + table[h] * (q_idx - kv_idx) * (b + 1)
