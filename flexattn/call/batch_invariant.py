@@ -22,7 +22,7 @@ from flexattn.block_mask import BlockMask, LaterRunLists, RunLists, Runs, run_li
 from flexattn.call.problem import Problem
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.builder import Builder, Expr
-from flexattn.graph.dependence import each_place
+from flexattn.graph.dependence import varies_per_pair
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import MASK_INPUTS, Capture
 from flexattn.mods.combine import noop_mask
@@ -124,10 +124,10 @@ def _merged(lists: RunLists) -> RunLists:
     partial, full = lists.partial, lists.full
     with _kept():
         runs = torch.cat((partial.runs, full.runs))
-        place = torch.cat((partial.owners(), full.owners())) << 32 | runs[:, 0]
+        key = torch.cat((partial.owners(), full.owners())) << 32 | runs[:, 0]
         row_ptr = partial.row_ptr + full.row_ptr
         nothing = Runs(torch.zeros_like(row_ptr), runs[:0])
-        return RunLists(Runs(row_ptr, runs[place.argsort()]), nothing, lists.order)
+        return RunLists(Runs(row_ptr, runs[key.argsort()]), nothing, lists.order)
 
 
 def as_listed(bound: BoundMod | None, mask: BlockMask) -> BoundMod:
@@ -164,7 +164,7 @@ def _asked_where(builder: Builder, graph: ModGraph, partial: Expr) -> Expr:
 
     def guarded(builder: Builder, i: int, made: list[Expr]) -> Expr | None:
         load = graph.loads.get(i)
-        if load is None or not each_place(graph, i):
+        if load is None or not varies_per_pair(graph, i):
             return None
         index = [partial.apply("where", made[a], builder.const(0, made[a].dtype)) for a in load.args]
         return builder.load(load.capture, load.dtype, index)

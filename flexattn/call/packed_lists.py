@@ -197,11 +197,11 @@ def _blocks(low: Tensor, high: Tensor, T_k: int, exact: bool) -> tuple[Tensor, T
 def _lists(begin: Tensor, end: Tensor, full_begin: Tensor, full_end: Tensor) -> RunLists:
     """Return lists with two partial runs and one full run per row of blocks. Runs may be empty."""
     heads, rows = begin.shape
-    places = torch.arange(heads * rows + 1, dtype=torch.int32, device=begin.device)
+    row_ptr = torch.arange(heads * rows + 1, dtype=torch.int32, device=begin.device)
     partial = torch.stack((begin, full_begin, full_end, end), -1).int().view(-1, 2)
     full = torch.stack((full_begin, full_end), -1).int().view(-1, 2)
     order = (end - begin).argsort(dim=-1, descending=True, stable=True).int()
-    return RunLists(Runs(places * 2, partial), Runs(places, full), order)
+    return RunLists(Runs(row_ptr * 2, partial), Runs(row_ptr, full), order)
 
 
 def _transposed(

@@ -28,7 +28,7 @@ from flexattn.call.validate import (
 )
 from flexattn.errors import DtypeError, MaskError, message
 from flexattn.graph.bound_mod import BoundMod
-from flexattn.graph.capture_axes import places_last
+from flexattn.graph.capture_axes import pair_axes_last
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const
@@ -121,7 +121,7 @@ def complete(problem: Problem, gradient: bool, on_gpu: bool = False) -> Problem:
         if not invariant:  # the size limit of a table by distance depends on the lengths
             score = read_tables_by_distance(score, query.shape[2], problem.N)  # BoundMod -> BoundMod
             if on_gpu or not query.is_cpu:
-                score = places_last(score)  # BoundMod -> BoundMod
+                score = pair_axes_last(score)  # BoundMod -> BoundMod
         score_grad = _differentiated(score) if gradient else None  # ModGraph -> ModGraph
         if gradient or score is not problem.score:
             problem = problem.with_fields(score=score, score_grad=score_grad)

@@ -36,9 +36,9 @@ def _has_sums(problem: Problem) -> bool:
     if graph is None or not graph.sites:
         return False
     used = [graph.loads[site].capture for site in graph.sites]
-    places = (*problem.query.shape[:3], problem.key.size(2))
+    shape = (*problem.query.shape[:3], problem.key.size(2))
     return len(used) > len(set(used)) or any(
-        math.prod(_unnamed(graph, graph.loads[site], places)) > 1 for site in graph.sites
+        math.prod(_unnamed(graph, graph.loads[site], shape)) > 1 for site in graph.sites
     )
 
 

@@ -27,7 +27,7 @@ from flexattn.compile.kernels import (
 )
 from flexattn.compile.plan import has_descriptor
 from flexattn.compile.tiles import Tile
-from flexattn.graph.dependence import computed_from, loads_each_place
+from flexattn.graph.dependence import computed_from, loads_per_pair
 from flexattn.machine.triton_versions import has_gluon
 from flexattn.options import option
 
@@ -102,7 +102,7 @@ def _refusal_of_order(plan: KernelPlan, problem: Problem) -> str | None:
 
 def _refusal_of_tables(plan: KernelPlan, problem: Problem) -> str | None:
     """Reject loads per (q, kv) pair. With them, only the fused backward is faster than Triton (docs/kernels.md)."""
-    reads = plan.score is not None and bool(loads_each_place(plan.score.graph))
+    reads = plan.score is not None and bool(loads_per_pair(plan.score.graph))
     return "score_mod loads from a tensor for each (q, kv) pair" if reads else None
 
 

@@ -37,7 +37,7 @@ def hopper_names(plan: KernelPlan) -> dict[str, object]:
     names: dict[str, object] = {
         "mods": hopper_mods(plan), "list_arguments": lists, "adds_dq": plan.adds_dq,
         "prelude": as_gluon(environment().get_template("mod_functions.py.jinja").render(scatter_arguments=())),
-        "reads_each_place": any(loads_where_live(mod) for mod in (plan.score, plan.mask, gradient) if mod),
+        "loads_per_pair": any(loads_where_live(mod) for mod in (plan.score, plan.mask, gradient) if mod),
         "bytes": lambda text, parts: " + ".join(f"{text}.block_type.nbytes".replace("%", str(p.index)) for p in parts),
     }  # fmt: skip
     own = _OWN[plan.kernel](plan)

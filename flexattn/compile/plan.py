@@ -20,7 +20,7 @@ from flexattn.compile.tile_choice import choose
 from flexattn.compile.tiles import Tile, TileKey
 from flexattn.errors import OptionError, message
 from flexattn.graph.bound_mod import BoundMod
-from flexattn.graph.dependence import adds_to_score, loads_by, loads_each_place
+from flexattn.graph.dependence import adds_to_score, loads_by, loads_per_pair
 from flexattn.graph.magnitudes import FLOAT_INDEX_LIMIT
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.ranges import Range, index_ranges
@@ -176,7 +176,7 @@ def score_kind(graph: ModGraph) -> str:
     (output,) = graph.outputs
     if output is None or not adds_to_score(graph, output):
         return "transforms"
-    return "gathers" if loads_each_place(graph) else "adds"
+    return "gathers" if loads_per_pair(graph) else "adds"
 
 
 def _batch_invariant(spec: KernelSpec, problem: Problem) -> bool:
@@ -220,7 +220,7 @@ def _mod_plan(mod: BoundMod | None, role: str, problem: Problem) -> ModPlan | No
     plan = ModPlan(mod.graph, role, layouts, tuple(number_type(n) for n in mod.numbers))
     # Only for loads per (q, kv) pair. Masking a load per row or per column is free, and each distinct value of these
     # fields compiles another kernel.
-    loads = loads_each_place(mod.graph)
+    loads = loads_per_pair(mod.graph)
     if not loads:
         return plan
     # A tile may extend past the last row or column by less than its own size.

@@ -52,12 +52,9 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "has_score": plan.score is not None,  # score_mod is called
         "has_mask": plan.mask is not None,  # mask_mod is called for partial runs
         "has_blocks": plan.blocks is not None,  # the kernel iterates over the block lists of a BlockMask
-        "has_dropout": plan.has_dropout, "has_sink": "sink" in plan.features, "has_dlse": "dlse" in plan.features,
-        "has_zeroed": "zeroed" in plan.features,
-        "features": plan.features,  # names of all optional parts
+        "features": plan.features,  # names of the optional parts that the kernel has
         "has_layout": bool({"seqused_k", "q_offsets"} & set(plan.features)),  # numbers of a sequence are loaded
         "paged": bool(plan.page_size),
-        "max_scores": "max_scores" in plan.features,  # the forward stores the maximum of each row too
         "scales_gradient": plan.scales_gradient,  # score_grad is called
         "early_score": bool(plan.score and early_loads(plan.score)),  # score_loads is called before the product
         "early_grad": bool(plan.grad and plan.scales_gradient and early_loads(plan.grad)),  # and grad_loads

@@ -317,9 +317,9 @@ def _block_states(
     width = max(int(runs[:, 1].max()) for _, _, runs in listed) - first + 1
     steps = np.zeros(len(rows) * width, np.int8)
     for state, owners, runs in listed:
-        place = owners * width - first
-        steps[place + runs[:, 0]] += state  # runs of a row never share a start or an end
-        steps[place + runs[:, 1]] -= state
+        start = owners * width - first
+        steps[start + runs[:, 0]] += state  # runs of a row never share a start or an end
+        steps[start + runs[:, 1]] -= state
     return steps.reshape(len(rows), width).cumsum(1, dtype=np.int8)[:, :-1], first
 
 
@@ -329,8 +329,8 @@ def _runs_of(lists: tuple[np.ndarray, np.ndarray], rows: np.ndarray) -> tuple[np
     first, end = ptr[rows], ptr[rows + 1]
     count = end - first
     owners = np.repeat(np.arange(len(rows)), count)
-    place = (end - count.cumsum())[owners]  # position of run i in `runs`, minus i
-    return owners, runs[place + np.arange(len(owners))]
+    shift = (end - count.cumsum())[owners]  # position of run i in `runs`, minus i
+    return owners, runs[shift + np.arange(len(owners))]
 
 
 def _key_ranges(blocks: np.ndarray, first_block: int, block_n: int, N: int) -> list[tuple[int, int]]:

@@ -359,11 +359,11 @@ def _compile(source: KernelSource, target: Target, key: str, store: KernelStore,
     text = _file_text(source, target, key)
     files = {f"{source.name}.py": text.encode()}
     if target.backend != "interpreter":
-        place = str(store.root / key / f"{source.name}.py")
+        path = str(store.root / key / f"{source.name}.py")
         stubs = store.folder(cache_size.STUBS)
         with store.staging() as folder:
             compiled = compile_with(
-                Job(source, (target.backend, target.arch, target.warp_size), text, place, str(folder), str(stubs))
+                Job(source, (target.backend, target.arch, target.warp_size), text, path, str(folder), str(stubs))
             )
         files |= {f"{source.name}.{ending}": compiled[ending] for ending in _KEPT_FILES if _worth(compiled, ending)}
     with _lock:

@@ -39,7 +39,7 @@ def bind_mod(source: ModInGraph, kind: Kind, score_dtype: torch.dtype) -> BoundM
     body, lifted = _cut(source)
     with outside_of_modes():
         leaves = [Leaf(_name(n), _hint(n, source.values)) for n in lifted]
-        traced = trace_body(body, kind, leaves, *_place(source.result, kind), score_dtype)
+        traced = trace_body(body, kind, leaves, *_location(source.result, kind), score_dtype)
     tensors = [source.values[n] for n, leaf in zip(lifted, leaves, strict=True) if isinstance(leaf.value, Tensor)]
     numbers = [
         source.values[_source(n)] for n, leaf in zip(lifted, leaves, strict=True) if not isinstance(leaf.value, Tensor)
@@ -101,7 +101,7 @@ def _cut(source: ModInGraph) -> tuple[Callable[..., Any], list[fx.Node]]:
 _FRAME = re.compile(r'File "(.*)", line (\d+), in (\S+)')
 
 
-def _place(result: fx.Node, kind: Kind) -> tuple[str, str]:
+def _location(result: fx.Node, kind: Kind) -> tuple[str, str]:
     """Return the name of the user's function, and file:line of its result, from the stack that Dynamo recorded."""
     frames = _FRAME.findall(result.stack_trace or "")
     of_body = "torch_compile/call.py", "body"

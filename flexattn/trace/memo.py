@@ -43,12 +43,12 @@ def find(mod: Any, variant: tuple[Any, ...]) -> Sequence[Known]:
 def keep(mod: Any, variant: tuple[Any, ...], known: Known) -> None:
     """Store a trace for mods with the same code."""
     root = _root(mod)
-    place = id(root)
+    key = id(root)
     if isinstance(root, types.CodeType):
         if len(_same_code) >= _MOST_KEYS:
             _same_code.clear()
-        place = _same_code.setdefault(root, place)
-    traces = _known.setdefault((place, *variant), [])
+        key = _same_code.setdefault(root, key)
+    traces = _known.setdefault((key, *variant), [])
     traces.insert(0, known)
     del traces[_MOST_TRACES:]
     while len(_known) > _MOST_KEYS:

@@ -126,10 +126,10 @@ def count_hits(count: int) -> None:
 
 def _warn(kind: Kind, traced: Traced, record: ReadLog) -> None:
     """Warn once about a mod that is traced at each call. If it may only initialize something, skip its first call."""
-    place = (traced.graph.location, record.reason)
-    count = _retraced.get(place, 0) + 1
+    key = (traced.graph.location, record.reason)
+    count = _retraced.get(key, 0) + 1
     if len(_retraced) < _MOST_RETRACED:
-        _retraced[place] = count
+        _retraced[key] = count
     if count == (2 if record.may_end else 1):
         where = f" ({traced.graph.location})" if traced.graph.location else ""
         warnings.warn(
