@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.api import AuxRequest, attend, flex_attention
+from flexattn.api import AuxRequest, attend_call, flex_attention
 from flexattn.block_mask import BlockMask
 from flexattn.call.batch_invariant import everything
 from flexattn.call.call import Call, Mod
@@ -176,7 +176,7 @@ def _packed(given: _Given) -> tuple[Tensor, Tensor]:
         query, key, value, given.score_mod, None, given.scale, given.enable_gqa, given.kernel_options, given.sink,
         given.dropout_p, layout=_sequences(given),
     )  # fmt: skip
-    out, lse, _ = attend(call)
+    out, lse, _ = attend_call(call)
     return out.squeeze(0).transpose(0, 1), lse.squeeze(0)  # the backward of [0] would copy
 
 
@@ -220,7 +220,7 @@ def _padded(given: _Given) -> tuple[Tensor, Tensor]:
         dropout_p=given.dropout_p, seqused_k=used, block_table=given.block_table, kv_layout=given.kv_layout,
     )  # fmt: skip
     assert found[1].lse is not None
-    out, lse = found[0].transpose(1, 2), found[1].lse.transpose(1, 2)  # [sequences, max_q, Hq, Dv], [..., Hq]
+    out, lse = found[0].transpose(1, 2), found[1].lse.transpose(1, 2)  # [sequences, M, Hq, Dv], [..., Hq]
     if whole:
         return out.flatten(0, 1), lse.flatten(0, 1).mT
     exists = torch.arange(T_q, device=cu.device) < cu[-1]

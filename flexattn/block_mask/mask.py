@@ -56,7 +56,8 @@ class BlockMask(upstream.BlockMask):
     BLOCK_SIZE: tuple[int, int]  # queries, keys
     kv_runs: RunLists  # rows are query blocks, runs of key blocks
     q_runs: RunLists | None  # rows are key blocks, runs of query blocks
-    full_overhangs: bool  # a full block may extend past seq_lengths; happens only with user-supplied lists
+    # A full block may extend past seq_lengths: only in user-supplied lists, or in rows at an offset (dense_form).
+    full_overhangs: bool
     dq_write_order: Tensor | None
     dq_write_order_full: Tensor | None
     dq_kv_order: Tensor | None

@@ -37,8 +37,7 @@ _CAPTURES = tuple(Capture(name, torch.int32, 1) for name in Packing.__dataclass_
 
 def packed_score(bound: BoundMod, packing: Packing) -> BoundMod:
     """Return a score_mod of positions in sequences as one of rows."""
-    graph, first = _at_rows(bound.graph), len(bound.captures)
-    return BoundMod(graph, (*bound.captures[:first], *packing.tensors), bound.numbers)
+    return BoundMod(_at_rows(bound.graph), (*bound.captures, *packing.tensors), bound.numbers)
 
 
 def packed_mask(bound: BoundMod | None, packing: Packing, window: tuple[int, int]) -> BoundMod:

@@ -24,7 +24,8 @@ def mask_of_rows(
 ) -> BlockMask:
     """Return the block lists of a packed mask. `both`: for a backward too.
 
-    `window`: that of a mask of nothing else. Otherwise the mask's intervals are evaluated by torch operations.
+    `window`: of a mask that consists of sequences and a window only. It is None if there is also a mask_mod, whose
+    intervals are then evaluated in torch.
     """
     with outside(), torch.no_grad():
         H = H if bound.graph.reads("h") else 1
@@ -135,7 +136,7 @@ Ends = tuple[Tensor | None, Tensor | None, bool]
 
 
 def _ends(tree: RowInterval, values: dict[int, Any], zero: Tensor) -> Ends:
-    """Return the ends of an interval, None where it has none, and whether it is all of the mask."""
+    """Return the ends of an interval, None where it has none, and whether the interval is exact."""
     match tree:
         case Solved(side, bound):
             found = _sum_of(bound, values, zero)

@@ -118,7 +118,10 @@ def blocks_of_columns(
     partial_of_rows_ptr, row_ptr_ptr, partial_ptr, full_row_ptr_ptr, full_ptr, rows, columns,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write the lists of each column of blocks, from those of the rows. All rows between two of a column are in it."""
+    """Write the lists of each column of blocks, from those of the rows.
+
+    A column lists all rows from its first to its last.
+    """
     c, h = tl.program_id(0), tl.program_id(1)
     start, stop = tl.full([ROWS], 2147483647, tl.int32), tl.zeros([ROWS], tl.int32)
     full_start, full_stop, full_count = start, stop, stop

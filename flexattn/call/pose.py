@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
@@ -15,7 +13,7 @@ from flexattn.call.dropout import check_dropout
 from flexattn.call.layout import FLOAT8, Layout, check_layout, check_pages, paged
 from flexattn.call.packed import Packed, PackedArguments, packed_mask, packed_score
 from flexattn.call.positions import at_positions, mask_at_positions
-from flexattn.call.problem import Problem
+from flexattn.call.problem import Problem, requires_grad
 from flexattn.call.sinks import check_sink
 from flexattn.call.validate import (
     DEVICES,
@@ -56,9 +54,9 @@ def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
         score = packed_score(score, packed.packing)  # BoundMod -> BoundMod
     captures = () if score is None else score.captures
     sink = check_sink(call.sink, query)
-    learnable = (query, key, value, *captures) if sink is None else (query, key, value, *captures, sink)
+    differentiable = (query, key, value, *captures) if sink is None else (query, key, value, *captures, sink)
     transformed = is_transforming()  # under a torch.func transform any tensor may be differentiated
-    gradient = transformed or (torch.is_grad_enabled() and any(map(_learns, learnable)))
+    gradient = transformed or (torch.is_grad_enabled() and any(map(requires_grad, differentiable)))
     blocks = _blocks(call.block_mask)  # PyTorch's BlockMask -> BlockMask
     mask = None
     if blocks is not None:
@@ -109,9 +107,6 @@ def _packed_mask(given: object, packed: Packed, query: Tensor) -> BoundMod:
     assert isinstance(given, PackedArguments)
     bound = None if given.mask_mod is None else place_captures(trace(given.mask_mod, "mask"), query.device, "mask_mod")
     return packed_mask(bound, packed.packing, packed.window)
-
-
-_learns = attrgetter("requires_grad")
 
 
 def complete(problem: Problem, gradient: bool, on_gpu: bool = False) -> Problem:

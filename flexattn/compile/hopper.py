@@ -1,4 +1,4 @@
-"""hopper: which plans run as warp-specialized Gluon kernels on sm_90, and why the others do not."""
+"""hopper: which plans run as Gluon kernels on sm_90, and why the others do not."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _refusal(plan: KernelPlan, problem: Problem, tensors: Tensors) -> str | None
             (option(problem.options, "BACKEND", phase) == name, f"BACKEND is {name}")
             for name in ("TRITON", "TRITON_DECODE")
         ),
-        (target.backend != "cuda" or int(target.arch) != 90, f"{target} is not sm_90"),
+        (not target.is_hopper, f"{target} is not sm_90"),
         (plan.dtype not in (torch.float16, torch.bfloat16), f"{plan.dtype} is not float16 or bfloat16"),
         (plan.exact, "EXACT is True"),
         (not has_gluon(), "this release of Triton is not known to compile it"),

@@ -56,7 +56,7 @@ class KernelProblems:
 
     def seen_by(self, spec: KernelSpec) -> Problem:
         """Return the variant for a kernel."""
-        if spec.captures in ("adds over batch", "sizes"):
+        if spec.only_captures:
             return self.capture_gradients
         return self.owns_keys if spec.owns_keys else self.owns_queries
 

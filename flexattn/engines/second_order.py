@@ -98,8 +98,8 @@ class _Mod:
         directions: Tensors,
     ) -> Tensor:  # fmt: skip
         """Return the derivative at these positions when the score moves along `d_score` and captures along theirs."""
-        learned = tuple(i for i, c in enumerate(captures) if c.is_floating_point())
-        gradient = differentiate(self.graph, learned)
+        floating = tuple(i for i, c in enumerate(captures) if c.is_floating_point())
+        gradient = differentiate(self.graph, floating)
         sites = [gradient.loads[s] for s in gradient.sites]
         inputs = _select(indices, selected)
         inputs["grad"] = torch.ones_like(inputs["score"])

@@ -201,7 +201,7 @@ class PagedKVCache:
             rotary_interleaved,
         )  # fmt: skip
         rotated = append(self._pages, tokens)
-        exact = on_device is None or not isinstance(lengths, Tensor)
+        exact = not isinstance(lengths, Tensor)
         for row, count in zip(rows, counts, strict=True):
             self._most[row] += count
             self._least[row] += count if exact else 0

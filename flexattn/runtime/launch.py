@@ -44,7 +44,6 @@ from flexattn.runtime.build import Kernel
 from flexattn.runtime.load import load, load_ahead
 
 _REMEMBERED = 4096
-_HOPPER = 90  # architecture
 
 V = TypeVar("V")
 Filler = Callable[[Problem, Tensors], Any]  # returns an argument that differs between launches
@@ -79,15 +78,9 @@ class Launch:
 _launches: OrderedDict[tuple[object, ...], Launch] = OrderedDict()
 
 
-def run_kernel(
-    spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors, backward_of: Problem | None = None
-) -> None:
-    """Run a kernel on its variant of a problem (`KernelProblems.seen_by`).
-
-    `tensors` are the spec's tensors, [B, H, rows, D] with a last stride of 1. `arrays` are contiguous and passed only
-    by address (lse_ptr, ...). For `backward_of` see launch_of.
-    """
-    launch_of(spec, problem, tensors, arrays, backward_of)(problem, {**tensors, **arrays})
+def run_kernel(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -> None:
+    """Run a kernel, for tuning and tests. The arguments are those of `launch_of`."""
+    launch_of(spec, problem, tensors, arrays)(problem, {**tensors, **arrays})
 
 
 def launch_of(
@@ -95,15 +88,20 @@ def launch_of(
 ) -> Launch:
     """Return the launch of a kernel, cached by key.
 
-    `backward_of`: the problem of a forward that a backward may follow. If the launch is not cached, the backward's
-    kernels are compiled in other processes while the forward's is compiled here.
+    Args:
+        spec: the kernel.
+        problem: its variant of a problem (`KernelProblems.seen_by`).
+        tensors: the spec's tensors, [B, H, rows, D] with a last stride of 1.
+        arrays: contiguous arrays that are passed only by address (lse_ptr, ...).
+        backward_of: the problem of a forward that a backward may follow. If the launch is not cached, the backward's
+            kernels are compiled in other processes while the forward's is compiled here.
     """
     key = launch_key(spec, problem, tensors, arrays)
     launch = _launches.get(key)
     if launch is None:
         target = target_of(problem.query.device)
         plan, reason = plan_best_form(spec, problem, target, tensors, arrays)
-        if reason is not None and target.arch == _HOPPER:
+        if reason is not None and target.is_hopper:
             fallback(f"{spec.name} without its Hopper kernel", reason)
         if backward_of is not None and spec.products and wants_backward(backward_of):
             load_ahead(expected_backward(backward_of, tensors, target))

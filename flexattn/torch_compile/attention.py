@@ -38,7 +38,7 @@ class Operands:
         return (self.query, self.key, self.value, *self.captures, *sink)
 
 
-def attend(operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
+def call_operators(operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return out, lse as the user sees it and, if requested, the row maxima."""
     out, lse, *largest = _Attention.apply(operands, *operands.differentiable)
     wide = torch.float64 if operands.query.dtype == torch.float64 else torch.float32

@@ -18,7 +18,7 @@ from flexattn.call.pose import autocast
 from flexattn.errors import DtypeError, UnsupportedError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.narrow import specialized
-from flexattn.torch_compile.attention import attend
+from flexattn.torch_compile.attention import call_operators
 from flexattn.torch_compile.call_arguments import CallArguments, check_given, operands_of, option_texts
 from flexattn.torch_compile.graph_break import prepared
 from flexattn.torch_compile.subgraph import bind
@@ -61,7 +61,7 @@ def recorded_call(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     score = None if call.score_mod is None else _bound(call.score_mod, "score", wide)
     keep = None if mask is None else _bound(mask.mask_mod, "mask", torch.float32)
-    return attend(operands_of(given, score, keep))
+    return call_operators(operands_of(given, score, keep))
 
 
 def _mask(block_mask: Any) -> BlockMask | None:
