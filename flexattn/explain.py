@@ -168,13 +168,15 @@ def reject_sizes(sizes: Mapping[str, int | None], expected: str, mend: str) -> N
 
 def _mask_sources(problem: Problem, target: Target) -> tuple[KernelSource, ...]:
     """Return the kernels that build the mask of a problem on a GPU; empty if it is built otherwise."""
-    mask = problem.block_mask
-    if mask is None or not mask.is_built or target.backend != "cuda":
+    blocks = problem.block_mask
+    if blocks is None or not blocks.is_built or target.backend != "cuda":
         return ()
-    bound = trace(mask.mask_mod, "mask")
+    bound = trace(blocks.mask_mod, "mask")
     plan = plan_mask(bound, target)
-    evaluates = mask.build_counts is not None and mask.build_counts.blocks > 0
-    return () if plan is None else sources(plan, bound, (mask.B, mask.H, *mask.seq_lengths), mask.BLOCK_SIZE, evaluates)
+    evaluates = blocks.build_counts is not None and blocks.build_counts.blocks > 0
+    if plan is None:
+        return ()
+    return sources(plan, bound, (blocks.B, blocks.H, *blocks.seq_lengths), blocks.BLOCK_SIZE, evaluates)
 
 
 def target_named(name: str) -> Target:

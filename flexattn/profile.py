@@ -133,13 +133,13 @@ def _first_rows(plan: KernelPlan, M: int) -> Tensor:
 
 def _keys_of_blocks(problem: Problem) -> Tensor:
     """Return the keys in the partial and full blocks of each row of blocks: [B or 1, Hq or 1, rows of blocks] int64."""
-    mask, N = problem.block_mask, problem.key.size(2)
-    if mask is None:
+    blocks, N = problem.block_mask, problem.key.size(2)
+    if blocks is None:
         return torch.full((1, 1, 1), N)
-    lists = mask.kv_runs
-    keys = sum(_keys_of_rows(runs, mask.BLOCK_SIZE[1], N) for runs in (lists.partial, lists.full))
+    lists = blocks.kv_runs
+    keys = sum(_keys_of_rows(runs, blocks.BLOCK_SIZE[1], N) for runs in (lists.partial, lists.full))
     assert isinstance(keys, Tensor)
-    return keys.view(mask.B, mask.H, -1).cpu()
+    return keys.view(blocks.B, blocks.H, -1).cpu()
 
 
 def _keys_of_rows(runs: Runs, block: int, N: int) -> Tensor:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from flexattn.api import AuxRequest, attend_call, flex_attention
 from flexattn.block_mask import BlockMask
-from flexattn.call.batch_invariant import everything
+from flexattn.block_mask.dense import all_partial
 from flexattn.call.call import Call, Mod
 from flexattn.call.layout import KVLayout
-from flexattn.call.packed import PackedArguments, assertions, check_packed
-from flexattn.call.packing import packing_of
+from flexattn.call.varlen.arguments import PackedArguments, assertions, check_packed
+from flexattn.call.varlen.packing import packing_of
 from flexattn.errors import ArgumentError, DtypeError, message
 from flexattn.mods import and_masks, band, shifted
 
@@ -250,7 +250,7 @@ def _mask_of(given: _Given, used: Tensor | None, M: int, N: int) -> BlockMask | 
     asked: list[Any] = [mod for mod in (window, given.mask_mod) if mod is not None]
     if not asked:
         return None
-    listed = everything(M, N, given.query.device)
+    listed = all_partial(M, N, given.query.device)
     return BlockMask.from_runs(
         listed.kv_runs,
         listed.q_runs,

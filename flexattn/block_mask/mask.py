@@ -15,7 +15,7 @@ from torch.utils._pytree import GetAttrKey
 
 from flexattn.block_mask import picture, plot, stored
 from flexattn.block_mask.lists import check_transposed, lists_of, read_lists
-from flexattn.block_mask.packed import pack
+from flexattn.block_mask.one_tensor import pack
 from flexattn.block_mask.pairs import Pairs, count_useful
 from flexattn.block_mask.prepared import MaskForm, Origin, Prepared
 from flexattn.block_mask.record import BuildCounts, CaptureRecord, Shell, lift, move

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import BlockMask
-from flexattn.call.packed import Memory, PackedArguments, assert_once
+from flexattn.call.varlen.arguments import PackedArguments
+from flexattn.call.varlen.memory import Memory, assert_once
 from flexattn.errors import ArgumentError, MaskError, UnsupportedError, message
 
 _MEND = "Make it with torch.nested.nested_tensor(..., layout=torch.jagged) as [B, lengths, H, D], and .transpose(1, 2)."

@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
 from flexattn.block_mask import BlockMask, from_torch
-from flexattn.call.batch_invariant import as_batch_invariant, as_listed, everything
+from flexattn.block_mask.dense import all_partial
+from flexattn.call.batch_invariant import as_batch_invariant, as_listed
 from flexattn.call.call import Call, Mod
 from flexattn.call.dropout import check_dropout
 from flexattn.call.layout import FLOAT8, Layout, check_layout, check_pages, paged
-from flexattn.call.packed import Packed, PackedArguments, packed_mask, packed_score
 from flexattn.call.positions import at_positions, mask_at_positions
 from flexattn.call.problem import Problem, requires_grad
 from flexattn.call.sinks import check_sink
@@ -24,6 +24,8 @@ from flexattn.call.validate import (
     check_tensors,
     place_captures,
 )
+from flexattn.call.varlen.arguments import Packed, PackedArguments
+from flexattn.call.varlen.mods import packed_mask, packed_score
 from flexattn.errors import DtypeError, MaskError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.capture_axes import pair_axes_last
@@ -65,18 +67,18 @@ def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
         mask = mask_of(blocks, query, by_hand)  # Python -> BoundMod
         if by_hand and layout is not None:
             mask = as_listed(mask, blocks)
-    runs = () if mask is None or blocks is None else blocks.equal_runs()
+    equal_runs = () if mask is None or blocks is None else blocks.equal_runs()
     if packed is not None:
         mask = _packed_mask(call.layout, packed, query)
         blocks = packed.blocks_of(mask, (query.shape[2], key.shape[2]), query.shape[1], gradient)
     if layout is not None:
-        mask, runs = mask_at_positions(mask, runs, layout)
+        mask, equal_runs = mask_at_positions(mask, equal_runs, layout)
         if layout.kv_positions is not None:  # blocks of positions are not blocks of slots
-            blocks = everything(query.shape[2], key.shape[2], query.device)
+            blocks = all_partial(query.shape[2], key.shape[2], query.device)
         layout = layout.read_by_engines(query, None if blocks is None else blocks.seq_lengths)
     dropout = check_dropout(call.dropout_p, query.device, seeded)  # last: a call that is rejected draws nothing
     problem = Problem(
-        query, key, value, scale, score, mask, blocks, None, runs, options, sink, dropout, call.max_scores,
+        query, key, value, scale, score, mask, blocks, None, equal_runs, options, sink, dropout, call.max_scores,
         layout,
     )  # fmt: skip
     return complete(problem, gradient, on_gpu)

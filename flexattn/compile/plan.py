@@ -53,7 +53,7 @@ def plan_kernel(
 
 def _with_products(plan: KernelPlan, problem: Problem, tensors: Tensors) -> KernelPlan:
     """Return the plan of a kernel that computes scores, with mods, a mask, and a tile that fits in shared memory."""
-    mask, spec = problem.block_mask, plan.spec
+    blocks, spec = problem.block_mask, plan.spec
     score, grad = _mod_plan(problem.score, "score", problem), None
     if spec.phase == "bwd" and problem.score is not None and problem.score_grad is not None:
         graph = problem.score_grad if spec.captures else without_sites(problem.score_grad)
@@ -61,7 +61,7 @@ def _with_products(plan: KernelPlan, problem: Problem, tensors: Tensors) -> Kern
         grad = _mod_plan(replace(problem.score, graph=graph), "score", problem)
     plan = replace(
         plan, wide_rows=any(t.stride(2) >= 1 << 23 for t in tensors.values()), score=score, grad=grad,
-        mask=_mod_plan(problem.mask, "mask", problem), blocks=None if mask is None else mask.BLOCK_SIZE,
+        mask=_mod_plan(problem.mask, "mask", problem), blocks=None if blocks is None else blocks.BLOCK_SIZE,
         float_index=max(problem.query.size(2), problem.N) <= FLOAT_INDEX_LIMIT,
         precision=_precision(problem, plan.target),
         integer_sums=spec.captures in ("adds", "adds over batch") and sums_integers(problem),
@@ -71,7 +71,7 @@ def _with_products(plan: KernelPlan, problem: Problem, tensors: Tensors) -> Kern
         # A descriptor load cannot mask rows. Past the end of the tensor it loads zeros, but past the end of a block
         # it loads rows that are in no list and may be NaN.
         plan = replace(plan, tma=not plan.cuts_blocks and all(has_descriptor(tensors[n]) for n in spec.streams))
-    plan = replace(plan, full_overhangs=mask is not None and mask.full_overhangs, page_size=_page_size(problem))
+    plan = replace(plan, full_overhangs=blocks is not None and blocks.full_overhangs, page_size=_page_size(problem))
     return fit(plan)  # descriptor loads need more shared memory
 
 

@@ -55,8 +55,8 @@ def _reads_layout(engine: Engine, problem: Problem) -> bool:
         return True
     if problem.layout.is_quantized:
         return False
-    mask = problem.block_mask
-    if mask is not None and mask.seq_lengths[1] != problem.N:  # its lists of query blocks have more rows than key
+    blocks = problem.block_mask
+    if blocks is not None and blocks.seq_lengths[1] != problem.N:  # its lists of query blocks have more rows than key
         return False
     shared = problem.key.size(0) == 1 < problem.query.size(0)  # dK/dV would need a length per batch
     return not problem.is_paged and not (shared and problem.layout.seqused_k is not None)

@@ -18,10 +18,11 @@ from torch.autograd import forward_ad, profiler
 
 from flexattn.block_mask import BlockMask
 from flexattn.call.layout import Layout, LayoutArguments
-from flexattn.call.packed import Packed, PackedArguments, packed_mask, packed_score
 from flexattn.call.pose import autocast, mask_of
 from flexattn.call.positions import at_positions, mask_at_positions
 from flexattn.call.problem import Problem
+from flexattn.call.varlen.arguments import Packed, PackedArguments
+from flexattn.call.varlen.mods import packed_mask, packed_score
 from flexattn.compile.arguments import PARTS, Part
 from flexattn.engines import triton
 from flexattn.engines.autograd import AttentionFunction, gradients, tensors_of, unpack, with_captures, with_tensors
@@ -245,7 +246,7 @@ def find_call(
     if type(enable_gqa) is not bool or type(max_scores) is not bool or scale == 0.0:  # 0.0 == -0.0
         return None
     if is_packed:
-        packed = Packed.without_lengths(layout, query, key)
+        packed = Packed.recalled(layout, query, key)
         if packed is None:
             return None
     default = torch.get_default_dtype(), registrations()

@@ -227,14 +227,14 @@ class _Strip:
             partial = partial.masked_scatter(partial, self.mask.at(partial, indices, captures))
         return partial | full
 
-    def _listed(self, runs: Runs, mask: BlockMask, indices: Indices) -> Tensor:
+    def _listed(self, runs: Runs, block_mask: BlockMask, indices: Indices) -> Tensor:
         """Return which pairs lie in blocks of these lists, broadcasting to [heads, G, rows, N]."""
-        block_m, block_n = mask.BLOCK_SIZE
-        head = indices["h"] if mask.H > 1 else torch.zeros_like(indices["h"][:1, :1])
-        first = (self.start[0] * mask.H if mask.B > 1 else 0) + head
-        row = first * mask.kv_runs.order.shape[1] + indices["q_idx"] // block_m  # [heads, G, rows, 1]
+        block_m, block_n = block_mask.BLOCK_SIZE
+        head = indices["h"] if block_mask.H > 1 else torch.zeros_like(indices["h"][:1, :1])
+        first = (self.start[0] * block_mask.H if block_mask.B > 1 else 0) + head
+        row = first * block_mask.kv_runs.order.shape[1] + indices["q_idx"] // block_m  # [heads, G, rows, 1]
         column = indices["kv_idx"] // block_n
-        blocks = runs.take(row.flatten().long()).dense(-(-mask.seq_lengths[1] // block_n))
+        blocks = runs.take(row.flatten().long()).dense(-(-block_mask.seq_lengths[1] // block_n))
         return blocks[:, column.long()].view(*row.shape[:3], len(column))
 
 

@@ -100,14 +100,14 @@ def attending_pairs(problem: Problem) -> int:
     keys, used or not. With a mask, all its rows are counted, also those that q_offsets leave out.
     """
     B, H, M, _ = problem.query.shape
-    mask = problem.block_mask
-    if mask is None:
+    blocks = problem.block_mask
+    if blocks is None:
         return B * H * M * problem.N
-    known = _pairs.get(mask)
-    if known is None or known[0] is not mask.mask_mod:
+    known = _pairs.get(blocks)
+    if known is None or known[0] is not blocks.mask_mod:
         with _disable_current_modes():
-            known = _pairs[mask] = mask.mask_mod, mask.pairs().useful
-    return known[1] * (B // mask.B) * (H // mask.H)
+            known = _pairs[blocks] = blocks.mask_mod, blocks.pairs().useful
+    return known[1] * (B // blocks.B) * (H // blocks.H)
 
 
 _pairs: WeakKeyDictionary[BlockMask, tuple[Any, int]] = WeakKeyDictionary()

@@ -122,7 +122,7 @@ def launch_key(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Ite
 
     Of `arrays` the names matter.
     """
-    mask, q, k = problem.block_mask, problem.query, problem.key
+    blocks, q, k = problem.block_mask, problem.query, problem.key
     return (
         spec, q.dtype, q.device, q.shape, k.shape, problem.value.shape, problem.scale,
         math.copysign(1.0, problem.scale),  # because 0.0 == -0.0
@@ -131,18 +131,18 @@ def launch_key(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Ite
         None if problem.sink is None else (problem.sink.shape, problem.sink.stride()),
         None if problem.dropout is None else problem.dropout.drop_below,
         is_deterministic(),
-        None if mask is None else (mask.B, mask.H, mask.BLOCK_SIZE, mask.full_overhangs),
-        None if problem.layout is None else _layout_key(problem.layout, mask),
+        None if blocks is None else (blocks.B, blocks.H, blocks.BLOCK_SIZE, blocks.full_overhangs),
+        None if problem.layout is None else _layout_key(problem.layout, blocks),
         *[(t.stride(), t.data_ptr() & 15) for t in tensors.values()],
         *_mod_key(problem.score), *_mod_key(problem.mask),
     )  # fmt: skip
 
 
-def _layout_key(layout: Layout, mask: BlockMask | None) -> tuple[object, ...]:
+def _layout_key(layout: Layout, blocks: BlockMask | None) -> tuple[object, ...]:
     table = layout.block_table
     pages = None if table is None else table.shape  # the size of a page is in the shape of key
     descales = [x.dim() for x in (layout.k_descale, layout.v_descale) if x is not None]
-    return (layout.names, pages, *descales, None if mask is None else mask.seq_lengths)
+    return (layout.names, pages, *descales, None if blocks is None else blocks.seq_lengths)
 
 
 def _mod_key(mod: BoundMod | None) -> tuple[object, ...]:

@@ -152,12 +152,12 @@ def _problem(
     split = 0 if parsed.score is None else len(parsed.score.captures)
     score = _bound(parsed.score, captures[:split], *numbers)
     mask = _bound(parsed.mask, [c.detach() if c.requires_grad else c for c in captures[split:]], *numbers)
-    blocks, runs = None, ()
+    blocks, equal_runs = None, ()
     if parsed.form is not None:
         blocks = mask_of_lists(lists, parsed.form, query, key)
         if mask is not None:
             Origin.of(lists[0]).check(mask)
-            runs = equal_runs_of(lists, parsed.form, mask)
+            equal_runs = equal_runs_of(lists, parsed.form, mask)
     if parsed.sink is not None:
         sink = constant_sink(parsed.sink, query)
     dropout = None if seed is None or parsed.drop_below is None else Dropout(parsed.drop_below, seed)
@@ -165,8 +165,9 @@ def _problem(
         scale = floats[-1].item()
     scale = check_scale(scale, query.shape[3])
     problem = Problem(
-        query, key, value, scale, score, mask, blocks, None, runs, parsed.options, sink, dropout, parsed.max_scores
-    )
+        query, key, value, scale, score, mask, blocks, None, equal_runs, parsed.options, sink, dropout,
+        parsed.max_scores,
+    )  # fmt: skip
     return complete(problem, gradient)
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.trace.memo import Known
+from flexattn.trace.memo import GuardedTrace
 
 _LONGEST = 60  # characters of a value
 _PRINTED = frozenset((int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout))
 
 
-def reason_of(known: Known, mod: Any) -> str:
+def reason_of(known: GuardedTrace, mod: Any) -> str:
     """Return the first condition of a guard that does not hold for a mod, with the values that it compares."""
     function = ast.parse(known.source).body[0]
     assert isinstance(function, ast.FunctionDef) and isinstance(function.body[0], ast.Try)

@@ -99,7 +99,7 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
             _count_failed_guard(f"{kind}_mod {traced.graph.name} ({traced.graph.location}): {reason}")
         if not record.reason:
             guard, source = guard_of(record, traced.conditions)
-            memo.keep(mod, variant, memo.Known(guard, traced, source))
+            memo.keep(mod, variant, memo.GuardedTrace(guard, traced, source))
         if is_logging():
             how = f"traced at each call: {record.reason}" if record.reason else "kept"
             debug("trace", f"{kind}_mod {traced.graph.location} ({how})\n{traced.graph}")
@@ -110,7 +110,7 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
 
 def recall(
     mod: Mod, variant: tuple[object, ...]
-) -> tuple[memo.Known, tuple[Sequence[Tensor], Sequence[int | float]]] | None:
+) -> tuple[memo.GuardedTrace, tuple[Sequence[Tensor], Sequence[int | float]]] | None:
     """Return the trace of a mod whose guard passes, with the tensors and numbers that the mod reads now."""
     for known in memo.find(mod, variant):
         found = known.guard(mod)
