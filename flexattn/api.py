@@ -309,8 +309,8 @@ def _jagged(query: Any, key: Any, value: Any, *arguments: Any) -> tuple[Tensor, 
     """Compute a call with nested tensors, as packed sequences."""
     score_mod, block_mask, *rest, layout = arguments
     if layout is not None:
-        mend = "Leave out seqused_k, q_offsets, kv_positions and block_table."
-        raise ArgumentError(message("query", "a nested tensor", "a dense one with other layouts", mend))
+        fix = "Leave out seqused_k, q_offsets, kv_positions and block_table."
+        raise ArgumentError(message("query", "a nested tensor", "a dense one with other layouts", fix))
     q, k, v, sequences = from_jagged(query, key, value, block_mask)
     results = attend_call(Call(q, k, v, score_mod, None, *rest, layout=sequences))
     out, lse, largest = (None if x is None else to_jagged(x, query) for x in results)
@@ -392,8 +392,8 @@ def explain(
     if query is None and key is None and value is None and block_mask is None:
         return explain_mods(score_mod, mask_mod, sizes, BLOCK_SIZE)
     if mask_mod is not None:
-        mend = "Pass block_mask=create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) instead."
-        raise ArgumentError(message("mask_mod", "one with other arguments", "only score_mod and mask_mod", mend))
+        fix = "Pass block_mask=create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) instead."
+        raise ArgumentError(message("mask_mod", "one with other arguments", "only score_mod and mask_mod", fix))
     reject_sizes(sizes, "a mask_mod without tensors", "Leave it out: the tensors and block_mask define it.")
     layout = LayoutArguments(
             seqused_k, q_offsets, kv_positions, block_table, kv_layout, k_descale, v_descale
@@ -454,11 +454,11 @@ def tune(
     problem = pose(Call(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options))
     if engine_of(problem) is not triton:
         found = f"{str(query.dtype).removeprefix('torch.')} {tuple(query.shape)} on {query.device}"
-        mend = "Pass tensors of float32 or less on a GPU."
-        raise UnsupportedError(message("query", found, "one that a Triton kernel supports", mend))
+        fix = "Pass tensors of float32 or less on a GPU."
+        raise UnsupportedError(message("query", found, "one that a Triton kernel supports", fix))
     if names := tile_options(problem.options):
-        mend = "Leave it out. tune finds the tile."
-        raise OptionError(message("kernel_options", ", ".join(names), "no option that chooses a tile", mend))
+        fix = "Leave it out. tune finds the tile."
+        raise OptionError(message("kernel_options", ", ".join(names), "no option that chooses a tile", fix))
     effort = Effort(tuple(kernels), seconds, processes or min(8, os.cpu_count() or 1), rounds)
     return tune_problem(problem, effort, remember)
 
@@ -470,11 +470,11 @@ def _request(return_lse: bool, return_aux: AuxRequest | upstream.AuxRequest | No
             _warn_return_lse()
         return AuxRequest(lse=bool(return_lse))
     if return_lse:
-        mend = "Keep return_aux=AuxRequest(lse=True)."
-        raise ArgumentError(message("return_lse", "True with return_aux", "one of the two", mend))
+        fix = "Keep return_aux=AuxRequest(lse=True)."
+        raise ArgumentError(message("return_lse", "True with return_aux", "one of the two", fix))
     if not isinstance(return_aux, (AuxRequest, upstream.AuxRequest)):
-        mend = "Write return_aux=AuxRequest(lse=True)."
-        raise DtypeError(message("return_aux", f"a {type(return_aux).__name__}", "an AuxRequest", mend))
+        fix = "Write return_aux=AuxRequest(lse=True)."
+        raise DtypeError(message("return_aux", f"a {type(return_aux).__name__}", "an AuxRequest", fix))
     return AuxRequest(*return_aux)
 
 

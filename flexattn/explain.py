@@ -137,8 +137,8 @@ def explain_mods(
     score_mod: Mod | None, mask_mod: Mod | None, sizes: Mapping[str, int | None], block_size: int | tuple[int, int]
 ) -> Explanation:
     if score_mod is None and mask_mod is None:
-        mend = "Pass query, key and value, or score_mod or mask_mod."
-        raise ArgumentError(message("explain", "nothing", "tensors or mods", mend))
+        fix = "Pass query, key and value, or score_mod or mask_mod."
+        raise ArgumentError(message("explain", "nothing", "tensors or mods", fix))
     B, H, Q_LEN, KV_LEN = sizes.values()
     if mask_mod is None:
         reject_sizes(sizes, "a mask_mod to build a mask from", "Pass mask_mod, or leave it out.")
@@ -160,10 +160,10 @@ def explain_mods(
     )
 
 
-def reject_sizes(sizes: Mapping[str, int | None], expected: str, mend: str) -> None:
+def reject_sizes(sizes: Mapping[str, int | None], expected: str, fix: str) -> None:
     for name, size in sizes.items():
         if size is not None:
-            raise ArgumentError(message(name, size, expected, mend))
+            raise ArgumentError(message(name, size, expected, fix))
 
 
 def _mask_sources(problem: Problem, target: Target) -> tuple[KernelSource, ...]:

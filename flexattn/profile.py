@@ -93,8 +93,8 @@ def profile(
     problem = pose(Call(query, key, value, score_mod, block_mask, scale, enable_gqa, options, sink, dropout_p))
     if engine_of(problem) is not triton or target_of(problem.query.device).backend != "cuda":
         found = f"{str(query.dtype).removeprefix('torch.')} {tuple(query.shape)} on {query.device}"
-        mend = "Pass tensors of float32 or less on an NVIDIA GPU."
-        raise UnsupportedError(message("query", found, "one that a Triton kernel on an NVIDIA GPU supports", mend))
+        fix = "Pass tensors of float32 or less on an NVIDIA GPU."
+        raise UnsupportedError(message("query", found, "one that a Triton kernel on an NVIDIA GPU supports", fix))
     return profile_problem(problem, target_of(query.device))
 
 

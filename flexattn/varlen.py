@@ -111,8 +111,8 @@ def varlen_attn_out(out: Tensor, query: Tensor, *args: Any, **options: Any) -> T
     result, lse = found if isinstance(found, tuple) else (found, None)
     if not isinstance(out, Tensor) or out.shape != result.shape or out.dtype != result.dtype:
         what = f"{out.dtype} {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-        mend = "Pass torch.empty of this shape and dtype."
-        raise ArgumentError(message("out", what, f"{result.dtype} {list(result.shape)}", mend))
+        fix = "Pass torch.empty of this shape and dtype."
+        raise ArgumentError(message("out", what, f"{result.dtype} {list(result.shape)}", fix))
     out.copy_(result)
     return out if lse is None else (out, lse)
 
@@ -165,8 +165,8 @@ def _check_ranks(given: _Given) -> None:
         if x.dim() != rank:
             raise ArgumentError(message(name, f"shape {list(x.shape)}", expected, "Reshape it."))
     if pages and given.seqused_k is None:
-        mend = "Pass the number of tokens of each sequence: its last page may not be full."
-        raise ArgumentError(message("seqused_k", "None", "a tensor with block_table", mend))
+        fix = "Pass the number of tokens of each sequence: its last page may not be full."
+        raise ArgumentError(message("seqused_k", "None", "a tensor with block_table", fix))
 
 
 def _packed(given: _Given) -> tuple[Tensor, Tensor]:

@@ -35,8 +35,8 @@ def count_useful(
     for capture, described in zip(bound.captures, bound.graph.captures, strict=True):
         if capture.device != device:
             found = f"the captured tensor {described.name} on {capture.device}"
-            mend = "Move the mask with .to(device), which moves these tensors too."
-            raise DeviceError(message("mask_mod", found, f"the device of the mask, {device}", mend))
+            fix = "Move the mask with .to(device), which moves these tensors too."
+            raise DeviceError(message("mask_mod", found, f"the device of the mask, {device}", fix))
     b_read, h_read = bound.graph.reads("b"), bound.graph.reads("h")
     counts: list[int] = []
     for head, runs in enumerate(heads):

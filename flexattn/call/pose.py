@@ -172,12 +172,12 @@ def _blocks(block_mask: BlockMask | upstream.BlockMask | None) -> BlockMask | No
     if block_mask is None or isinstance(block_mask, BlockMask):
         return block_mask
     if not isinstance(block_mask, upstream.BlockMask):
-        mend = "Make one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)."
-        raise DtypeError(message("block_mask", f"a {type(block_mask).__name__}", "a BlockMask or None", mend))
+        fix = "Make one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)."
+        raise DtypeError(message("block_mask", f"a {type(block_mask).__name__}", "a BlockMask or None", fix))
     boundless = upstream._LARGE_SPARSE_BLOCK_SIZE
     if tuple(block_mask.BLOCK_SIZE) == (boundless, boundless) and block_mask.mask_mod is upstream.noop_mask:
         return None
     if block_mask.mask_mod is getattr(upstream, "_sliced_mask_mod_error", None):
-        mend = "Slice flexattn's BlockMask, whose mask_mod is sliced too."
-        raise MaskError(message("block_mask", "a slice of PyTorch's BlockMask", "a mask with its mask_mod", mend))
+        fix = "Slice flexattn's BlockMask, whose mask_mod is sliced too."
+        raise MaskError(message("block_mask", "a slice of PyTorch's BlockMask", "a mask with its mask_mod", fix))
     return from_torch(block_mask)

@@ -158,8 +158,8 @@ class Writer:
         self.checks: list[tuple[int, str]] = []  # (capture, condition that a load is in bounds), if checked
         if bounded and len(mod.graph.nodes) > MOST_OPERATIONS:
             found = f"{len(mod.graph.nodes)} operations in {mod.graph.name} {mod.graph.location}".rstrip()
-            mend = "Store the values that its loops iterate over in a captured tensor and index it, or use CPU tensors."
-            raise CompileError(message(f"{mod.role}_mod", found, f"at most {MOST_OPERATIONS} for a kernel", mend))
+            fix = "Store the values that its loops iterate over in a captured tensor and index it, or use CPU tensors."
+            raise CompileError(message(f"{mod.role}_mod", found, f"at most {MOST_OPERATIONS} for a kernel", fix))
         self.limits: Sequence[tuple[Any, Any]] = (
             ranges(mod.graph) if bounded else ((None, None),) * len(mod.graph.nodes)
         )

@@ -187,8 +187,8 @@ def _batch_invariant(spec: KernelSpec, problem: Problem) -> bool:
 def _precision(problem: Problem, target: Target) -> str:
     given = option(problem.options, "FLOAT32_PRECISION")
     if given is not None and given not in target.precisions:
-        mend = f"Leave it out: {target} computes in {' or '.join(target.precisions)}."
-        raise OptionError(message("kernel_options['FLOAT32_PRECISION']", repr(given), f"one that {target} has", mend))
+        fix = f"Leave it out: {target} computes in {' or '.join(target.precisions)}."
+        raise OptionError(message("kernel_options['FLOAT32_PRECISION']", repr(given), f"one that {target} has", fix))
     if given is not None:
         return str(given)
     wanted = problem.query.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32

@@ -95,8 +95,8 @@ def forward_kernels(problem: Problem) -> tuple[KernelSpec, ...]:
     if option(problem.options, "BACKEND", "fwd") == "TRITON_DECODE":
         if reason is not None:
             found = f"BACKEND='TRITON_DECODE' with {reason}"
-            mend = "Leave BACKEND out."
-            raise UnsupportedError(message("kernel_options", found, "a call that can split its keys", mend))
+            fix = "Leave BACKEND out."
+            raise UnsupportedError(message("kernel_options", found, "a call that can split its keys", fix))
         return SPLIT
     automatic = (option(problem.options, "BACKEND", "fwd") or "AUTO") == "AUTO"
     forced = option(problem.options, "FORCE_USE_FLEX_ATTENTION", "fwd") is True

@@ -87,8 +87,8 @@ def read_rows(text: str, name: str) -> tuple[TileRow, ...]:
         return tuple(_row(record) for record in table["tiles"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         found = f"{type(error).__name__}: {error}"
-        mend = "Correct or delete it."
-        raise ArgumentError(message(name, found, f"a table of tiles in format {FORMAT}", mend)) from error
+        fix = "Correct or delete it."
+        raise ArgumentError(message(name, found, f"a table of tiles in format {FORMAT}", fix)) from error
 
 
 def _order(key: TileKey) -> tuple[int, int, int, int, bool, str]:

@@ -325,9 +325,9 @@ def unpack(ctx: Any, problem: Callable[[], Problem], shapes: Sequence[torch.Size
             raise
         shape = tuple(int(size) for size in found[1].split(",") if size.strip())
         names = [name for name, other in zip(_names(problem()), shapes, strict=True) if other == shape]
-        mend = "Change it after the backward, or pass a clone."
+        fix = "Change it after the backward, or pass a clone."
         expected = "the values that the forward saw"
-        raise MutationError(message(" or ".join(names), f"shape {shape} changed in place", expected, mend)) from error
+        raise MutationError(message(" or ".join(names), f"shape {shape} changed in place", expected, fix)) from error
 
 
 def _names(problem: Problem) -> tuple[str, ...]:

@@ -60,8 +60,8 @@ def _outside_transforms(make: Callable[P, R]) -> Callable[P, R]:
         batched = next((t for t in reached if is_batched(t)), None)
         if batched is not None:
             found = f"a captured tensor of shape {tuple(batched.shape)} that differs between the entries of torch.vmap"
-            mend = "Build the mask for all entries before, or exclude pairs with -inf in score_mod."
-            raise UnsupportedError(message("mask_mod", found, "one mask for all entries", mend))
+            fix = "Build the mask for all entries before, or exclude pairs with -inf in score_mod."
+            raise UnsupportedError(message("mask_mod", found, "one mask for all entries", fix))
         with outside():
             return make(*args, **kwargs)
 
@@ -104,8 +104,8 @@ def create_block_mask(
             stacklevel=4,
         )
     if not isinstance(dq_kv_order, bool):
-        mend = "Tensor schedules go to BlockMask.from_kv_blocks."
-        raise ArgumentError(message("dq_kv_order", type(dq_kv_order).__name__, "a bool", mend))
+        fix = "Tensor schedules go to BlockMask.from_kv_blocks."
+        raise ArgumentError(message("dq_kv_order", type(dq_kv_order).__name__, "a bool", fix))
     _check_sizes(B, H, Q_LEN, KV_LEN)
     block_size = _block_size(BLOCK_SIZE)
     bound = trace(mask_mod, "mask")
@@ -312,8 +312,8 @@ def _device(bound: BoundMod, device: torch.device | str | int | None) -> torch.d
     captured = {t.device: c.name for c, t in pairs if not c.literal and (t.dim() or not t.is_cpu)}
     for found, name in captured.items():
         if found.type == "meta":
-            mend = "Build the mask once the tensor has values."
-            raise DeviceError(message(f"mask_mod's captured tensor {name!r}", "meta", "a tensor with values", mend))
+            fix = "Build the mask once the tensor has values."
+            raise DeviceError(message(f"mask_mod's captured tensor {name!r}", "meta", "a tensor with values", fix))
     if device is None and len(captured) == 1:
         return next(iter(captured))
     if device is None:
@@ -324,8 +324,8 @@ def _device(bound: BoundMod, device: torch.device | str | int | None) -> torch.d
         chosen = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.empty(0, device=chosen).device
     for found, name in captured.items():
         if found != chosen:
-            mend = f"Move {name} there, or pass device={str(found)!r}."
-            raise DeviceError(message(f"mask_mod's captured tensor {name!r}", found, f"{chosen}", mend))
+            fix = f"Move {name} there, or pass device={str(found)!r}."
+            raise DeviceError(message(f"mask_mod's captured tensor {name!r}", found, f"{chosen}", fix))
     return chosen
 
 

@@ -82,8 +82,8 @@ def _prepared(block_mask: Any) -> BlockMask:
         return block_mask.prepare()
     if isinstance(block_mask, upstream.BlockMask):
         return from_torch(block_mask).prepare()
-    mend = "Make one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)."
-    raise DtypeError(message("block_mask", f"a {type(block_mask).__name__}", "a BlockMask or None", mend))
+    fix = "Make one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)."
+    raise DtypeError(message("block_mask", f"a {type(block_mask).__name__}", "a BlockMask or None", fix))
 
 
 prepared = uncompiled(

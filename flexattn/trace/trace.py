@@ -269,14 +269,14 @@ def _check_call(mod: Mod, kind: Kind, name: str) -> None:
     if _binds(signature, len(inputs)):
         return
     where = f" at {location_of(mod)}" if location_of(mod) else ""
-    mend = f"Give it {len(inputs)} positional parameters."
+    fix = f"Give it {len(inputs)} positional parameters."
     if _binds(signature, len(others)):
-        mend = (
+        fix = (
             "It looks like a mask_mod: pass it as block_mask=create_block_mask(mask_mod, ...)."
             if kind == "score"
             else "It looks like a score_mod: pass it to flex_attention as score_mod."
         )
-    raise ModError(f"{kind}_mod: found {name}{signature}{where}, expected a callable {wanted}. {mend}")
+    raise ModError(f"{kind}_mod: found {name}{signature}{where}, expected a callable {wanted}. {fix}")
 
 
 def _binds(signature: inspect.Signature, count: int) -> bool:

@@ -43,9 +43,9 @@ def check_packed(given: PackedArguments, query: Tensor, key: Tensor) -> None:
             expected = "one more than sequences, at least 2" if name == "cu_seq_q" else f"{given.cu_seq_q.size(0)}"
             raise ArgumentError(message(name, found, expected, "Give 0 and the end of each sequence."))
         if rows > LONGEST:
-            mend = "Split the batch."
+            fix = "Split the batch."
             raise ArgumentError(
-                message("query" if name == "cu_seq_q" else "key", f"{rows} rows", f"at most {LONGEST}", mend)
+                message("query" if name == "cu_seq_q" else "key", f"{rows} rows", f"at most {LONGEST}", fix)
             )
         _check_ascending(name, cu, rows)
     for name, most, cu in (("max_q", given.max_q, given.cu_seq_q), ("max_k", given.max_k, given.cu_seq_k)):
@@ -53,8 +53,8 @@ def check_packed(given: PackedArguments, query: Tensor, key: Tensor) -> None:
             raise ArgumentError(message(name, repr(most), "the length of the longest sequence", "Pass an int."))
         longest = int(cu.diff().max()) if cu.is_cpu else 0
         if longest > most:
-            mend = f"Pass {name}={longest}, or any larger number."
-            raise ArgumentError(message(name, most, f"at least the length of the longest sequence, {longest}", mend))
+            fix = f"Pass {name}={longest}, or any larger number."
+            raise ArgumentError(message(name, most, f"at least the length of the longest sequence, {longest}", fix))
     check_window(given.window_size)
     if given.seqused_k is not None:
         check_integers("seqused_k", given.seqused_k, query, 1)
@@ -65,8 +65,8 @@ def check_window(window: object) -> None:
     """Check window_size: how many keys before and after its own a query attends to, -1 for all."""
     good = isinstance(window, (tuple, list)) and len(window) == 2
     if not good or any(not isinstance(x, int) or x < -1 for x in window):  # type: ignore[attr-defined]
-        mend = "(-1, 0) is causal, (255, 0) a causal window of 256."
-        raise ArgumentError(message("window_size", repr(window), "two ints from -1 on", mend))
+        fix = "(-1, 0) is causal, (255, 0) a causal window of 256."
+        raise ArgumentError(message("window_size", repr(window), "two ints from -1 on", fix))
 
 
 def _check_ascending(name: str, cu: Tensor, rows: int) -> None:
@@ -77,8 +77,8 @@ def _check_ascending(name: str, cu: Tensor, rows: int) -> None:
             found = (
                 f"values that start at {first}" if first else f"an end at {last}" if ascends else "descending values"
             )
-            mend = "Pass the cumulative sum of the lengths, with 0 in front."
-            raise ArgumentError(message(name, found, f"ascending values from 0 to at most {rows}", mend))
+            fix = "Pass the cumulative sum of the lengths, with 0 in front."
+            raise ArgumentError(message(name, found, f"ascending values from 0 to at most {rows}", fix))
 
 
 def assertions(T_q: int, T_k: int) -> tuple[str, str] | None:
@@ -93,11 +93,11 @@ def assertions(T_q: int, T_k: int) -> tuple[str, str] | None:
 
 def _check_used(used: Tensor, cu: Tensor) -> None:
     if used.size(0) != cu.size(0) - 1:
-        mend = "Give one length per sequence."
-        raise ArgumentError(message("seqused_k", f"shape {list(used.shape)}", f"[{cu.size(0) - 1}]", mend))
+        fix = "Give one length per sequence."
+        raise ArgumentError(message("seqused_k", f"shape {list(used.shape)}", f"[{cu.size(0) - 1}]", fix))
     if used.is_cpu and bool(((used < 0) | (used > cu.diff())).any()):
-        mend = "A sequence cannot use more keys than it has."
-        raise ArgumentError(message("seqused_k", "an entry out of range", "0 to the lengths in cu_seq_k", mend))
+        fix = "A sequence cannot use more keys than it has."
+        raise ArgumentError(message("seqused_k", "an entry out of range", "0 to the lengths in cu_seq_k", fix))
 
 
 @dataclass(frozen=True, eq=False)
