@@ -13,6 +13,7 @@ flex_attention calls these stages. Indented stages are called by the stage above
     pose                        call/pose.py         Call -> Problem: checked, traced, differentiated
         trace                   trace/trace.py       score_mod, mask_mod -> BoundMod
         differentiate           graph/differentiate.py   ModGraph -> ModGraph of gradients
+        complete                call/pose.py         captures in the form that kernels read
     engine_of                   engines/choice.py    which engine computes the problem
     form_for                    engines/choice.py    the problem itself if the engine computes its layout, else:
         dense_form              call/dense_form.py   Problem -> Problem without seqused_k, q_offsets, ...
@@ -22,6 +23,7 @@ flex_attention calls these stages. Indented stages are called by the stage above
             KernelProblems      compile/schedule.py  the problem, in a variant for each group of kernels
             scheduled_backward  runtime/launch.py    the backward's kernels, cached for equal calls
                 backward_kernels    compile/schedule.py  chooses them, in order
+                    fused_backward      compile/hopper.py    dQ, dK and dV in one kernel, if possible
             forward_kernels     compile/schedule.py  FORWARD, or FORWARD_SPLIT and MERGE_SPLITS for short queries
             launch_of           runtime/launch.py    the cached Launch of an equal kernel. On a miss:
                 plan_best_form  compile/schedule.py  Problem -> KernelPlan, for the Hopper or the portable kernel
@@ -244,8 +246,8 @@ def flex_attention(
         k_descale, v_descale: float32 [Hkv], or [pages, Hkv] with a block_table. key and value are then float8_e4m3fn
             and are multiplied by it.
 
-        The tensors of the last seven may change in place between calls, also in a CUDA graph. Wrong values raise on the
-        CPU; on a GPU, where that would wait, the sequence's output is NaN.
+        The tensors among the last seven arguments may change in place between calls, also in a CUDA graph. Wrong values
+        raise on the CPU; on a GPU, where that would wait, the sequence's output is NaN.
 
     Returns:
         The output [B, Hq, M, Dv] in the dtype of query. A row whose keys are all masked is 0, and its lse is -inf or
@@ -267,7 +269,7 @@ def flex_attention(
     else:
         compute = _compute
     layout = None
-    if (
+    if (  # as LayoutArguments.is_empty, without making one for each call
         seqused_k is not None
         or q_offsets is not None
         or kv_positions is not None
@@ -298,7 +300,7 @@ def _compute(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 @uncompiled
-def attend(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+def attend_call(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return out, lse and row maxima."""
     return _compute(*vars(call).values())
 
@@ -307,10 +309,10 @@ def _jagged(query: Any, key: Any, value: Any, *arguments: Any) -> tuple[Tensor, 
     """Compute a call with nested tensors, as packed sequences."""
     score_mod, block_mask, *rest, layout = arguments
     if layout is not None:
-        mend = "Leave out seqused_k, q_offsets, kv_positions and block_table."
-        raise ArgumentError(message("query", "a nested tensor", "a dense one with other layouts", mend))
+        fix = "Leave out seqused_k, q_offsets, kv_positions and block_table."
+        raise ArgumentError(message("query", "a nested tensor", "a dense one with other layouts", fix))
     q, k, v, sequences = from_jagged(query, key, value, block_mask)
-    results = attend(Call(q, k, v, score_mod, None, *rest, layout=sequences))
+    results = attend_call(Call(q, k, v, score_mod, None, *rest, layout=sequences))
     out, lse, largest = (None if x is None else to_jagged(x, query) for x in results)
     assert out is not None and lse is not None
     return out, lse, largest
@@ -318,9 +320,10 @@ def _jagged(query: Any, key: Any, value: Any, *arguments: Any) -> tuple[Tensor, 
 
 @undisturbed("flex_attention", when_recording=_record)
 def _through_all_stages(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    if isinstance(arguments[0], Tensor) and has_no_values(arguments[0]):
-        return _record(*arguments)
-    problem = pose(Call(*arguments))
+    call = Call(*arguments)
+    if isinstance(call.query, Tensor) and has_no_values(call.query):
+        return recorded_call(call)
+    problem = pose(call)
     engine = engine_of(problem)
     problem = form_for(engine, problem)
     result = attention(engine, problem)
@@ -389,8 +392,8 @@ def explain(
     if query is None and key is None and value is None and block_mask is None:
         return explain_mods(score_mod, mask_mod, sizes, BLOCK_SIZE)
     if mask_mod is not None:
-        mend = "Pass block_mask=create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) instead."
-        raise ArgumentError(message("mask_mod", "one with other arguments", "only score_mod and mask_mod", mend))
+        fix = "Pass block_mask=create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) instead."
+        raise ArgumentError(message("mask_mod", "one with other arguments", "only score_mod and mask_mod", fix))
     reject_sizes(sizes, "a mask_mod without tensors", "Leave it out: the tensors and block_mask define it.")
     layout = LayoutArguments(
             seqused_k, q_offsets, kv_positions, block_table, kv_layout, k_descale, v_descale
@@ -451,11 +454,11 @@ def tune(
     problem = pose(Call(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options))
     if engine_of(problem) is not triton:
         found = f"{str(query.dtype).removeprefix('torch.')} {tuple(query.shape)} on {query.device}"
-        mend = "Pass tensors of float32 or less on a GPU."
-        raise UnsupportedError(message("query", found, "one that a Triton kernel supports", mend))
+        fix = "Pass tensors of float32 or less on a GPU."
+        raise UnsupportedError(message("query", found, "one that a Triton kernel supports", fix))
     if names := tile_options(problem.options):
-        mend = "Leave it out. tune finds the tile."
-        raise OptionError(message("kernel_options", ", ".join(names), "no option that chooses a tile", mend))
+        fix = "Leave it out. tune finds the tile."
+        raise OptionError(message("kernel_options", ", ".join(names), "no option that chooses a tile", fix))
     effort = Effort(tuple(kernels), seconds, processes or min(8, os.cpu_count() or 1), rounds)
     return tune_problem(problem, effort, remember)
 
@@ -467,11 +470,11 @@ def _request(return_lse: bool, return_aux: AuxRequest | upstream.AuxRequest | No
             _warn_return_lse()
         return AuxRequest(lse=bool(return_lse))
     if return_lse:
-        mend = "Keep return_aux=AuxRequest(lse=True)."
-        raise ArgumentError(message("return_lse", "True with return_aux", "one of the two", mend))
+        fix = "Keep return_aux=AuxRequest(lse=True)."
+        raise ArgumentError(message("return_lse", "True with return_aux", "one of the two", fix))
     if not isinstance(return_aux, (AuxRequest, upstream.AuxRequest)):
-        mend = "Write return_aux=AuxRequest(lse=True)."
-        raise DtypeError(message("return_aux", f"a {type(return_aux).__name__}", "an AuxRequest", mend))
+        fix = "Write return_aux=AuxRequest(lse=True)."
+        raise DtypeError(message("return_aux", f"a {type(return_aux).__name__}", "an AuxRequest", fix))
     return AuxRequest(*return_aux)
 
 

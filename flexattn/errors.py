@@ -67,6 +67,6 @@ def mod_in_messages(kind: str, name: str) -> str:
     return f"{kind}_mod" if name == f"{kind}_mod" else f"{kind}_mod {name}"
 
 
-def message(argument: str, found: object, expected: str, mend: str) -> str:
+def message(argument: str, found: object, expected: str, fix: str) -> str:
     """Return the text of an error: `argument` is `found`, expected `expected`, followed by the fix."""
-    return f"{argument}: found {found}, expected {expected}. {mend}"
+    return f"{argument}: found {found}, expected {expected}. {fix}"

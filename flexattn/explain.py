@@ -137,8 +137,8 @@ def explain_mods(
     score_mod: Mod | None, mask_mod: Mod | None, sizes: Mapping[str, int | None], block_size: int | tuple[int, int]
 ) -> Explanation:
     if score_mod is None and mask_mod is None:
-        mend = "Pass query, key and value, or score_mod or mask_mod."
-        raise ArgumentError(message("explain", "nothing", "tensors or mods", mend))
+        fix = "Pass query, key and value, or score_mod or mask_mod."
+        raise ArgumentError(message("explain", "nothing", "tensors or mods", fix))
     B, H, Q_LEN, KV_LEN = sizes.values()
     if mask_mod is None:
         reject_sizes(sizes, "a mask_mod to build a mask from", "Pass mask_mod, or leave it out.")
@@ -160,21 +160,23 @@ def explain_mods(
     )
 
 
-def reject_sizes(sizes: Mapping[str, int | None], expected: str, mend: str) -> None:
+def reject_sizes(sizes: Mapping[str, int | None], expected: str, fix: str) -> None:
     for name, size in sizes.items():
         if size is not None:
-            raise ArgumentError(message(name, size, expected, mend))
+            raise ArgumentError(message(name, size, expected, fix))
 
 
 def _mask_sources(problem: Problem, target: Target) -> tuple[KernelSource, ...]:
     """Return the kernels that build the mask of a problem on a GPU; empty if it is built otherwise."""
-    mask = problem.block_mask
-    if mask is None or not mask.is_built or target.backend != "cuda":
+    blocks = problem.block_mask
+    if blocks is None or not blocks.is_built or target.backend != "cuda":
         return ()
-    bound = trace(mask.mask_mod, "mask")
+    bound = trace(blocks.mask_mod, "mask")
     plan = plan_mask(bound, target)
-    evaluates = mask.build_counts is not None and mask.build_counts.blocks > 0
-    return () if plan is None else sources(plan, bound, (mask.B, mask.H, *mask.seq_lengths), mask.BLOCK_SIZE, evaluates)
+    evaluates = blocks.build_counts is not None and blocks.build_counts.blocks > 0
+    if plan is None:
+        return ()
+    return sources(plan, bound, (blocks.B, blocks.H, *blocks.seq_lengths), blocks.BLOCK_SIZE, evaluates)
 
 
 def target_named(name: str) -> Target:

@@ -67,7 +67,7 @@ _SIZES = {
     "BLOCK_": (16, LARGEST_TILE, True), "num_warps": (1, 32, True), "num_stages": (1, sys.maxsize, False),
     "": (0, sys.maxsize, False),
 }  # fmt: skip
-_MEND_BACKEND = 'Leave BACKEND out, or write BACKEND="AUTO".'
+_FIX_BACKEND = 'Leave BACKEND out, or write BACKEND="AUTO".'
 
 
 @cache
@@ -108,8 +108,8 @@ def _checked(name: str, value: object) -> object:
     plain = str(name).removeprefix("fwd_").removeprefix("bwd_")
     kind = option_kinds().get(plain)
     if plain in INTERNAL:
-        mend = "flexattn derives this from the call: leave it out."
-        raise OptionError(message(argument, repr(value), "an option for users", mend))
+        fix = "flexattn derives this from the call: leave it out."
+        raise OptionError(message(argument, repr(value), "an option for users", fix))
     if kind is None:
         raise OptionError(_unknown(str(name)))
     if plain in BOTH_PASSES and plain != name:
@@ -129,8 +129,8 @@ def _unknown(name: str) -> str:
     names = tuple(option_kinds())
     prefixed = (*names, *(f"{phase}_{n}" for phase in ("fwd", "bwd") for n in names))
     near = difflib.get_close_matches(name, prefixed, n=1) or difflib.get_close_matches(name.upper(), prefixed, n=1)
-    mend = f"Did you mean {near[0]!r}?" if near else "Leave it out."
-    return message("kernel_options", f"the unknown name {name!r}", f"names among {', '.join(names)}", mend)
+    fix = f"Did you mean {near[0]!r}?" if near else "Leave it out."
+    return message("kernel_options", f"the unknown name {name!r}", f"names among {', '.join(names)}", fix)
 
 
 def _choice(argument: str, value: object, choices: tuple[str, ...]) -> object:
@@ -147,8 +147,8 @@ def _size(argument: str, plain: str, value: int) -> int:
         to = f"to {largest}" if largest < sys.maxsize else "on"
         expected = f"{'a power of two' if power else 'a number'} from {smallest} {to}"
         nearest = min(max(value, smallest), largest)
-        mend = f"Write {1 << nearest.bit_length() - 1 if power else nearest}."
-        raise OptionError(message(argument, value, expected, mend))
+        fix = f"Write {1 << nearest.bit_length() - 1 if power else nearest}."
+        raise OptionError(message(argument, value, expected, fix))
     return value
 
 
@@ -156,7 +156,7 @@ def _check_backend(given: dict[str, object]) -> None:
     backend = given.get("BACKEND", "AUTO")
     if backend == "FLASH":
         expected = "AUTO, TRITON, TRITON_DECODE, HOPPER or CPU"
-        raise UnsupportedError(message("kernel_options", f"BACKEND={backend!r}", expected, _MEND_BACKEND))
+        raise UnsupportedError(message("kernel_options", f"BACKEND={backend!r}", expected, _FIX_BACKEND))
     if backend != "AUTO" and given.get("FORCE_USE_FLEX_ATTENTION"):
         found = f"FORCE_USE_FLEX_ATTENTION together with BACKEND={backend!r}"
-        raise OptionError(message("kernel_options", found, "one of the two", _MEND_BACKEND))
+        raise OptionError(message("kernel_options", found, "one of the two", _FIX_BACKEND))

@@ -93,8 +93,8 @@ def profile(
     problem = pose(Call(query, key, value, score_mod, block_mask, scale, enable_gqa, options, sink, dropout_p))
     if engine_of(problem) is not triton or target_of(problem.query.device).backend != "cuda":
         found = f"{str(query.dtype).removeprefix('torch.')} {tuple(query.shape)} on {query.device}"
-        mend = "Pass tensors of float32 or less on an NVIDIA GPU."
-        raise UnsupportedError(message("query", found, "one that a Triton kernel on an NVIDIA GPU supports", mend))
+        fix = "Pass tensors of float32 or less on an NVIDIA GPU."
+        raise UnsupportedError(message("query", found, "one that a Triton kernel on an NVIDIA GPU supports", fix))
     return profile_problem(problem, target_of(query.device))
 
 
@@ -133,13 +133,13 @@ def _first_rows(plan: KernelPlan, M: int) -> Tensor:
 
 def _keys_of_blocks(problem: Problem) -> Tensor:
     """Return the keys in the partial and full blocks of each row of blocks: [B or 1, Hq or 1, rows of blocks] int64."""
-    mask, N = problem.block_mask, problem.key.size(2)
-    if mask is None:
+    blocks, N = problem.block_mask, problem.key.size(2)
+    if blocks is None:
         return torch.full((1, 1, 1), N)
-    lists = mask.kv_runs
-    keys = sum(_keys_of_rows(runs, mask.BLOCK_SIZE[1], N) for runs in (lists.partial, lists.full))
+    lists = blocks.kv_runs
+    keys = sum(_keys_of_rows(runs, blocks.BLOCK_SIZE[1], N) for runs in (lists.partial, lists.full))
     assert isinstance(keys, Tensor)
-    return keys.view(mask.B, mask.H, -1).cpu()
+    return keys.view(blocks.B, blocks.H, -1).cpu()
 
 
 def _keys_of_rows(runs: Runs, block: int, N: int) -> Tensor:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.api import AuxRequest, attend, flex_attention
+from flexattn.api import AuxRequest, attend_call, flex_attention
 from flexattn.block_mask import BlockMask
-from flexattn.call.batch_invariant import everything
+from flexattn.block_mask.dense import all_partial
 from flexattn.call.call import Call, Mod
 from flexattn.call.layout import KVLayout
-from flexattn.call.packed import PackedArguments, assertions, check_packed
-from flexattn.call.packing import packing_of
+from flexattn.call.varlen.arguments import PackedArguments, assertions, check_packed
+from flexattn.call.varlen.packing import packing_of
 from flexattn.errors import ArgumentError, DtypeError, message
 from flexattn.mods import and_masks, band, shifted
 
@@ -111,8 +111,8 @@ def varlen_attn_out(out: Tensor, query: Tensor, *args: Any, **options: Any) -> T
     result, lse = found if isinstance(found, tuple) else (found, None)
     if not isinstance(out, Tensor) or out.shape != result.shape or out.dtype != result.dtype:
         what = f"{out.dtype} {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-        mend = "Pass torch.empty of this shape and dtype."
-        raise ArgumentError(message("out", what, f"{result.dtype} {list(result.shape)}", mend))
+        fix = "Pass torch.empty of this shape and dtype."
+        raise ArgumentError(message("out", what, f"{result.dtype} {list(result.shape)}", fix))
     out.copy_(result)
     return out if lse is None else (out, lse)
 
@@ -165,8 +165,8 @@ def _check_ranks(given: _Given) -> None:
         if x.dim() != rank:
             raise ArgumentError(message(name, f"shape {list(x.shape)}", expected, "Reshape it."))
     if pages and given.seqused_k is None:
-        mend = "Pass the number of tokens of each sequence: its last page may not be full."
-        raise ArgumentError(message("seqused_k", "None", "a tensor with block_table", mend))
+        fix = "Pass the number of tokens of each sequence: its last page may not be full."
+        raise ArgumentError(message("seqused_k", "None", "a tensor with block_table", fix))
 
 
 def _packed(given: _Given) -> tuple[Tensor, Tensor]:
@@ -176,7 +176,7 @@ def _packed(given: _Given) -> tuple[Tensor, Tensor]:
         query, key, value, given.score_mod, None, given.scale, given.enable_gqa, given.kernel_options, given.sink,
         given.dropout_p, layout=_sequences(given),
     )  # fmt: skip
-    out, lse, _ = attend(call)
+    out, lse, _ = attend_call(call)
     return out.squeeze(0).transpose(0, 1), lse.squeeze(0)  # the backward of [0] would copy
 
 
@@ -220,7 +220,7 @@ def _padded(given: _Given) -> tuple[Tensor, Tensor]:
         dropout_p=given.dropout_p, seqused_k=used, block_table=given.block_table, kv_layout=given.kv_layout,
     )  # fmt: skip
     assert found[1].lse is not None
-    out, lse = found[0].transpose(1, 2), found[1].lse.transpose(1, 2)  # [sequences, max_q, Hq, Dv], [..., Hq]
+    out, lse = found[0].transpose(1, 2), found[1].lse.transpose(1, 2)  # [sequences, M, Hq, Dv], [..., Hq]
     if whole:
         return out.flatten(0, 1), lse.flatten(0, 1).mT
     exists = torch.arange(T_q, device=cu.device) < cu[-1]
@@ -250,7 +250,7 @@ def _mask_of(given: _Given, used: Tensor | None, M: int, N: int) -> BlockMask | 
     asked: list[Any] = [mod for mod in (window, given.mask_mod) if mod is not None]
     if not asked:
         return None
-    listed = everything(M, N, given.query.device)
+    listed = all_partial(M, N, given.query.device)
     return BlockMask.from_runs(
         listed.kv_runs,
         listed.q_runs,

@@ -156,7 +156,7 @@ def test_autocast_leaves_float64_alone() -> None:
         assert flex_attention(*inputs(dtype=torch.float64)).dtype == torch.float64
 
 
-def test_autocast_mends_mixed_dtypes() -> None:
+def test_autocast_fixes_mixed_dtypes() -> None:
     q, k, v = inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert flex_attention(q, k.bfloat16(), v).dtype == torch.bfloat16

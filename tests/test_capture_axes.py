@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexattn import explain, mods
-from flexattn.graph.capture_axes import places_last
+from flexattn.graph.capture_axes import pair_axes_last
 from flexattn.graph.tables_by_distance import read_tables_by_distance
 from flexattn.trace.trace import trace
 
@@ -49,8 +49,8 @@ def test_results_and_gradients(name: str) -> None:
     make, shape, read = COPIED[name]
     table = torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
     bound = trace(make(table), "score")
-    other = places_last(bound)
-    at = [i for i, c in enumerate(other.graph.captures) if c.name.endswith("_places_last")]
+    other = pair_axes_last(bound)
+    at = [i for i, c in enumerate(other.graph.captures) if c.name.endswith("_pairs_last")]
     assert [tuple(other.captures[i].shape) for i in at] == [read]
     assert all(other.captures[i].is_contiguous() for i in at)
     wanted, found = (mod(*places()) for mod in (bound, other))
@@ -62,18 +62,18 @@ def test_results_and_gradients(name: str) -> None:
 @pytest.mark.parametrize("name", UNCHANGED)
 def test_what_stays_as_it_is(name: str) -> None:
     bound = trace(UNCHANGED[name], "score")
-    assert places_last(bound) is bound
+    assert pair_axes_last(bound) is bound
 
 
 def test_large_tensors_stay_as_they_are() -> None:
     large = torch.empty(2**12 + 1, 2**10, 4, device="meta")
     bound = trace(lambda s, b, h, i, j: s + large[i, j, h], "score")
-    assert places_last(bound) is bound
+    assert pair_axes_last(bound) is bound
 
 
 def test_indices_of_the_distance_are_taken_first() -> None:
     bound = read_tables_by_distance(trace(mods.t5_bias(torch.zeros(32, H)), "score"), M, N)
-    assert places_last(bound) is bound
+    assert pair_axes_last(bound) is bound
 
 
 def test_explain_shows_it_for_a_gpu() -> None:
@@ -81,5 +81,5 @@ def test_explain_shows_it_for_a_gpu() -> None:
     k = torch.zeros(1, H, N, 16, dtype=torch.float16)
     mod = COPIED["swin"][0](TABLE)
     assert "TABLE" not in str(explain(q, k, k, mod, target="sm_90").score)
-    assert "t_places_last[h, " in str(explain(q, k, k, mod, target="sm_90").score)
-    assert "_places_last" not in str(explain(q, k, k, mod).score)  # nothing is gained on a CPU
+    assert "t_pairs_last[h, " in str(explain(q, k, k, mod, target="sm_90").score)
+    assert "_pairs_last" not in str(explain(q, k, k, mod).score)  # nothing is gained on a CPU

@@ -112,7 +112,7 @@ def test_a_plan_tells_how_captured_gradients_are_summed() -> None:
     with deterministic():
         assert "int64 sums, the same in any order: 8 bytes" in str(plans(bias)[0])
         (sizes, dq, _) = plans(FACTORS["product"][0])
-    assert (sizes.kernel, dq.kernel) == ("backward_sizes", "backward_dq")
+    assert (sizes.spec.name, dq.spec.name) == ("backward_sizes", "backward_dq")
     assert sizes.tile == dq.tile and "memory" not in str(sizes)
 
 

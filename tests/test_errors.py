@@ -1,4 +1,4 @@
-"""Every wrong call fails by name: the argument, what was found, what was expected and the mend."""
+"""Every wrong call fails by name: the argument, what was found, what was expected and the fix."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def forced(name: str, backward: str) -> tuple[tuple[str, str], ...]:
     for x in learned:
         x.requires_grad_()
     with deterministic(backward == "pair"):
-        kernels = [plan.kernel for plan in explain(q, q, q, score_mod, target="sm_90").plans]
+        kernels = [plan.spec.name for plan in explain(q, q, q, score_mod, target="sm_90").plans]
     gradients = {"hopper_backward"} if backward == "fused" else {"hopper_dq", "hopper_dkdv"}
     phases = {"fwd_BACKEND": "hopper_forward" in kernels, "bwd_BACKEND": gradients <= set(kernels)}
     return tuple((option, "HOPPER") for option, here in phases.items() if here)
@@ -185,7 +185,7 @@ def test_deterministic_gradients_are_bitwise_equal(D: int) -> None:
     with deterministic():
         pair = [gradients(*inputs, blocks, {"bwd_BACKEND": "HOPPER"}) for _ in range(20)]
         made = explain(*inputs, mods.softcap(9.0), blocks, enable_gqa=True)
-    assert [plan.kernel for plan in made.plans[2:]] == ["hopper_dq", "hopper_dkdv"]
+    assert [plan.spec.name for plan in made.plans[2:]] == ["hopper_dq", "hopper_dkdv"]
     assert all(torch.equal(x, y) for other in fused for x, y in zip(fused[0][1:], other[1:], strict=True))
     assert all(torch.equal(x, y) for other in pair for x, y in zip(pair[0], other, strict=True))
     for x, y in zip(fused[0], pair[0], strict=True):

@@ -67,7 +67,7 @@ def test_the_kernels_are_hoppers() -> None:
     x = inputs(BY_HOPPER[0])
     q, k, v = (t.requires_grad_() for t in (x.query, x.key, x.value))
     plans = explain(q, k, v, None, build(x, 128), enable_gqa=True, kernel_options=dict(BY_HOPPER[0].options)).plans
-    assert [p.kernel for p in plans] == ["hopper_forward", "backward_delta", "hopper_dq", "hopper_dkdv"]
+    assert [p.spec.name for p in plans] == ["hopper_forward", "backward_delta", "hopper_dq", "hopper_dkdv"]
 
 
 @pytest.mark.parametrize("at", [BY_TRITON[0], At("cuda", torch.bfloat16, 128, 128, "none")], ids=str)

@@ -115,4 +115,4 @@ def test_two_streams_do_not_share_memory() -> None:
 def test_short_queries_run_the_split_kernels() -> None:
     _, (q, k, v), _ = call(M=1)
     plans = flexattn.explain(q, k, v, enable_gqa=True).plans
-    assert [plan.kernel for plan in plans if plan.is_forward] == ["forward_split", "merge_splits"]
+    assert [plan.spec.name for plan in plans if plan.is_forward] == ["forward_split", "merge_splits"]

@@ -444,7 +444,7 @@ def test_each_element_of_a_kind_is_needed(kinds: list[tuple[tuple[object, ...], 
 
 def test_every_kernel_is_among_the_calls(meanings: Meanings) -> None:
     launched = set().union(*meanings["launch_key"].values())
-    assert {meant.plan.kernel for meant in launched if isinstance(meant, Outcome)} == set(KERNELS)
+    assert {meant.plan.spec.name for meant in launched if isinstance(meant, Outcome)} == set(KERNELS)
 
 
 def test_every_field_of_a_problem_varies() -> None:

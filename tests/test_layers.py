@@ -24,7 +24,7 @@ ORDER = (
     "profile", "counters", "api", "varlen", "integrations", "__init__", "__main__",
 )  # fmt: skip
 # These modules import Dynamo, which takes a second, and Triton.
-LAZY = {"flexattn.kv_cache.append_kernel", "flexattn.call.packing_kernels"} | {
+LAZY = {"flexattn.kv_cache.append_kernel", "flexattn.call.varlen.kernels"} | {
     f"flexattn.torch_compile.higher_order.{name}" for name in ("REVISION", "HOP")
 }
 LEAVES = ("mods", "reference")

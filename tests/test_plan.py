@@ -155,7 +155,7 @@ def test_what_is_only_known_at_run_time_changes_no_plan(change: dict):
     ids=str,
 )
 def test_what_changes_the_source_changes_the_plan(change: dict):
-    assert all(a != b for a, b in zip(plans_of(**change), plans_of(), strict=True) if a.kernel == "forward")
+    assert all(a != b for a, b in zip(plans_of(**change), plans_of(), strict=True) if a.spec.name == "forward")
 
 
 def test_tiles_of_the_user():
@@ -204,8 +204,8 @@ def test_what_follows_delta(score: Callable[..., object], deterministic: bool, t
         made = explain(q, q, q, score, target=target)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert [plan.kernel for plan in made.plans[2:]] == kernels
-    hopper = [plan.is_hopper or plan.kernel == "backward_dq_rows" for plan in made.plans[2:]]
+    assert [plan.spec.name for plan in made.plans[2:]] == kernels
+    hopper = [plan.is_hopper or plan.spec.name == "backward_dq_rows" for plan in made.plans[2:]]
     assert [reason is None for reason in made.reasons[2:]] == hopper
 
 

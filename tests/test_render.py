@@ -53,7 +53,7 @@ def variants(plan: KernelPlan) -> list[KernelPlan]:
         return [plan, replace(plan, features=(*plan.features, "max_scores"))]
     if plan.sums and plan.spec is not CAPTURES:
         return [plan, *variants(replace(plan, spec=CAPTURES))]
-    if plan.kernel == "backward_dq_rows":
+    if plan.spec.name == "backward_dq_rows":
         return [plan, replace(plan, aligned=False)]
     loose = replace(plan, aligned=False, tma=False)
     return [
@@ -93,7 +93,7 @@ def test_arguments_have_the_type_of_what_is_passed(work: str):
             if name.endswith("_ptr"):
                 assert kind.startswith("*"), name
             elif "_desc" in name:
-                sums = name in ("shift_desc", "delta_desc") or (name == "dq_desc" and plan.kernel != "hopper_dq")
+                sums = name in ("shift_desc", "delta_desc") or (name == "dq_desc" and plan.spec.name != "hopper_dq")
                 assert kind.startswith("tensordesc<fp32[" if sums else "tensordesc<bf16[1, 1, "), name
             elif name.endswith("scale") or name == "q_sign":
                 assert kind == "fp32", name
@@ -148,7 +148,7 @@ def test_names_are_identifiers():
     mask = create_block_mask(mods.and_masks(mods.causal, mods.sliding_window(9)), None, None, 64, 64, device="cpu")
     q = torch.zeros(1, 1, 64, 16)
     for plan in explain(q, q, q, lambda s, b, h, i, j: -s, mask, target="sm_80").plans:
-        assert plan.name.isidentifier() and plan.name.startswith(plan.kernel)
+        assert plan.name.isidentifier() and plan.name.startswith(plan.spec.name)
         assert render(plan).name == plan.name and len(plan.name) <= 120
 
 

@@ -74,7 +74,7 @@ def sources(
 
 @cache
 def compiled(work: str, kernel: str) -> tuple[KernelPlan, Report]:
-    plan, source = next(pair for pair in sources(work) if pair[0].kernel == kernel)
+    plan, source = next(pair for pair in sources(work) if pair[0].spec.name == kernel)
     return plan, report(source)
 
 
@@ -104,7 +104,7 @@ INTEGER_SUMS = {("relative 64", "backward_dq"): 32, ("gate causal 128", "backwar
     ids=lambda x: x,
 )  # fmt: skip
 def test_deterministic_captured_gradients(work: str, kernel: str) -> None:
-    plan, source = next(pair for pair in sources(work, deterministic=True) if pair[0].kernel == kernel)
+    plan, source = next(pair for pair in sources(work, deterministic=True) if pair[0].spec.name == kernel)
     assert plan.sums == ("sizes" if kernel == "backward_sizes" else "integer")
     found = report(source)
     assert found.sass["HGMMA"] > 0 and found.sass["UTMALDG"] > 0
@@ -140,7 +140,7 @@ PAIRS = [(w, k) for w in PAIRED for k in ("hopper_dq", "hopper_dkdv")]
 @pytest.mark.parametrize(("work", "kernel"), slow_unless(QUICK_GLUON.__contains__, [*FORWARDS, *BACKWARDS, *PAIRS]))
 def test_gluon(work: str, kernel: str) -> None:
     made = sources(work, "HOPPER", deterministic=(work, kernel) in PAIRS)
-    plan, source = next(pair for pair in made if pair[0].kernel == kernel)
+    plan, source = next(pair for pair in made if pair[0].spec.name == kernel)
     found = report(source)
     assert found.sass["HGMMA"] > 0 and found.sass["UTMALDG"] > 0
     assert found.spill_bytes <= GLUON.get((work, kernel), 0)
@@ -153,20 +153,20 @@ def test_latent_keys() -> None:
     used = torch.full((2,), 8192, dtype=torch.int32)
     for lengths in (None, used):
         made = explain(q, k, k[..., :512], enable_gqa=True, seqused_k=lengths, target="sm_90")
-        assert [plan.kernel for plan in made.plans if plan.is_forward] == ["hopper_latent", "merge_splits"]
+        assert [plan.spec.name for plan in made.plans if plan.is_forward] == ["hopper_latent", "merge_splits"]
         found = report(made.sources[0])
         assert found.sass["HGMMA"] > 0 and found.sass["UTMALDG"] > 0
         assert found.spill_bytes == 0 and not found.warnings
         assert 0.95 * shared_bytes(made.plans[0]) <= found.shared_bytes <= shared_bytes(made.plans[0])
     apart = explain(q, k, k[..., :512].clone(), enable_gqa=True, target="sm_90")
-    assert apart.plans[0].kernel == "forward_split" and "first 512 of 576 columns" in str(apart)
+    assert apart.plans[0].spec.name == "forward_split" and "first 512 of 576 columns" in str(apart)
 
 
 @pytest.mark.parametrize(("work", "kernel"), slow_unless(lambda x: x[0] == "full 128", INVARIANT))
 def test_batch_invariant(work: str, kernel: str) -> None:
     """Only the exponent, which uses an explicit fma, is fused. The tiles do not change."""
     made = sources(work, "HOPPER", invariant=True)
-    plan, source = next(pair for pair in made if pair[0].kernel == kernel)
+    plan, source = next(pair for pair in made if pair[0].spec.name == kernel)
     found = report(source)
     assert found.spill_bytes == 0 and not found.warnings
     assert found.shared_bytes <= shared_bytes(plan)
@@ -190,7 +190,7 @@ def test_index_differences_cost_no_conversion_for_each_score() -> None:
 
 @pytest.mark.slow
 def test_delta() -> None:
-    plan, source = next(pair for pair in sources("causal 256") if pair[0].kernel == "backward_delta")
+    plan, source = next(pair for pair in sources("causal 256") if pair[0].spec.name == "backward_delta")
     found = report(source)
     assert found.spill_bytes == 0 and found.shared_bytes <= shared_bytes(plan)
 
@@ -213,7 +213,7 @@ def test_every_template_compiles_elsewhere(target: str, dtype: torch.dtype, D: i
     mask = create_block_mask(mods.prefix_lm(torch.tensor([7, 90])), 2, None, S, S, device="cpu")
     made = explain(q, k, v, score_mod, mask, target=target)
     for plan, source in zip(made.plans, made.sources, strict=True):
-        assert plan.aligned == aligned or plan.kernel == "backward_delta"
+        assert plan.aligned == aligned or plan.spec.name == "backward_delta"
         kernel = build(source, plan.target)
         assert kernel.target == Target("cuda", int(target[3:]), 32)
         assert kernel.shared <= plan.target.shared_memory

@@ -118,9 +118,9 @@ REFUSED: dict[str, tuple[Make, str, str]] = {
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_others_are_refused_by_name(kind: str, use: str) -> None:
-    make, found, mend = REFUSED[kind]
+    make, found, fix = REFUSED[kind]
     USES[use](_x(), lambda t: t)  # so that a mod is known, of plain tensors of the same kind
-    with pytest.raises(UnsupportedError, match=rf"(?s)^{use}: found .*{found}.*{mend}"):
+    with pytest.raises(UnsupportedError, match=rf"(?s)^{use}: found .*{found}.*{fix}"):
         USES[use](_x(), make)
 
 

@@ -132,7 +132,7 @@ def test_plans_take_what_triton_allocates(card: str, dtype: torch.dtype, D: int,
     for plan, source in sources(card, dtype, D, Dv, work, precision):
         taken = allocated(source, plan.target)
         assert taken <= shared_bytes(plan) <= plan.target.shared_memory, f"{plan}\ntakes {taken}"
-        if plan.dtype.itemsize == 4 and plan.kernel != "backward_delta":
+        if plan.dtype.itemsize == 4 and plan.spec.name != "backward_delta":
             assert plan.precision == precision or plan.D == LARGEST
         assert shared_bytes(plan) <= 1.1 * taken, f"{plan}\ntakes {taken}"
 
@@ -141,7 +141,7 @@ def test_plans_take_what_triton_allocates(card: str, dtype: torch.dtype, D: int,
 def test_dropout(card: str, D: int):
     """Its numbers are made where they are needed on NVIDIA's cards before sm_100; elsewhere they are exchanged."""
     for plan, _ in sources(card, torch.float16, D, D, "causal", "ieee"):
-        if plan.kernel in KERNELS:
+        if plan.spec.name in KERNELS:
             plan = fit(replace(plan, features=("dropout",)))
             taken = allocated(render(plan), plan.target)
             assert taken <= shared_bytes(plan) <= 1.1 * taken, f"{plan} takes {taken}"
@@ -195,7 +195,7 @@ def test_cards_without_tma(card: str):
     q = torch.zeros(1, 2, S, 64, dtype=torch.float16, requires_grad=True)
     made = explain(q, q, q, target=card)
     assert not any(plan.tma or plan.is_hopper for plan in made.plans)
-    assert {units(plan) for plan in made.plans if plan.kernel in KERNELS} == {"fma" if card == "sm_75" else "mfma"}
+    assert {units(plan) for plan in made.plans if plan.spec.name in KERNELS} == {"fma" if card == "sm_75" else "mfma"}
 
 
 def test_tiles_of_cards_without_matrix_units_are_those_of_float32(machine):

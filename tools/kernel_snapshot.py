@@ -49,9 +49,9 @@ KINDS = (
 )  # fmt: skip
 # Fields of plans that no call of explain sets, because they depend on the requested results of a call.
 VARIANTS: tuple[tuple[Callable[[Any], bool], dict[str, str]], ...] = (
-    (lambda plan: plan.kernel in ("forward", "hopper_forward"), {"feature": "max_scores"}),
-    (lambda plan: plan.kernel == "backward_delta", {"feature": "dlse"}),
-    (lambda plan: plan.kernel == "backward_dq" and bool(plan.sums), {"kernel": "backward_captures"}),
+    (lambda plan: plan.spec.name in ("forward", "hopper_forward"), {"feature": "max_scores"}),
+    (lambda plan: plan.spec.name == "backward_delta", {"feature": "dlse"}),
+    (lambda plan: plan.spec.name == "backward_dq" and bool(plan.sums), {"kernel": "backward_captures"}),
 )
 _FEATURE_FIELDS = {"max_scores": "max_scores", "dlse": "has_dlse"}  # in plans of versions without `features`
 COMPILED = ("signature", "divisible", "num_warps", "num_stages", "maxnreg", "fp_fusion")

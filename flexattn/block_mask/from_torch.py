@@ -41,8 +41,8 @@ def _torch_state(mask: Any) -> tuple[Any, ...]:
         tensors = [getattr(mask, name) for name in _LISTS]
         rest = (tuple(mask.seq_lengths), tuple(mask.BLOCK_SIZE), mask.mask_mod)
     except AttributeError as error:
-        mend = "Build one with create_block_mask."
-        raise ArgumentError(message("block_mask", type(mask).__name__, "a BlockMask", mend)) from error
+        fix = "Build one with create_block_mask."
+        raise ArgumentError(message("block_mask", type(mask).__name__, "a BlockMask", fix)) from error
     return (*(None if t is None else (weakref.ref(t), _version(t)) for t in tensors), *rest)
 
 

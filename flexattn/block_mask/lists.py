@@ -64,8 +64,8 @@ def read_lists(
             continue
         found.append(blocks_of(first, second, columns, names))
         if second.shape[-2] != rows:
-            mend = "Pass the seq_lengths and BLOCK_SIZE that match these lists."
-            raise MaskError(message(names[1], f"{second.shape[-2]} rows", f"{rows}, the blocks of seq_lengths", mend))
+            fix = "Pass the seq_lengths and BLOCK_SIZE that match these lists."
+            raise MaskError(message(names[1], f"{second.shape[-2]} rows", f"{rows}, the blocks of seq_lengths", fix))
     partial, full = found
     assert partial is not None
     if full is not None:
@@ -79,7 +79,7 @@ def read_lists(
     return partial, full
 
 
-_TRANSPOSE_MEND = "BlockMask.from_kv_blocks computes them."
+_TRANSPOSE_FIX = "BlockMask.from_kv_blocks computes them."
 
 
 def check_transposed(partial: Tensor, full: Tensor | None, found: tuple[Tensor, Tensor | None]) -> None:
@@ -88,14 +88,14 @@ def check_transposed(partial: Tensor, full: Tensor | None, found: tuple[Tensor, 
         if (forward is None) != (transposed is None):
             have = "blocks" if forward is None else "None"
             raise MaskError(
-                message(name, have, f"what full_kv_indices {'lacks' if forward is None else 'has'}", _TRANSPOSE_MEND)
+                message(name, have, f"what full_kv_indices {'lacks' if forward is None else 'has'}", _TRANSPOSE_FIX)
             )
         if forward is None or transposed is None:
             continue
         turned = transposed.transpose(-1, -2)
         if turned.shape != forward.shape or turned.device != forward.device or not torch.equal(turned, forward):
             raise MaskError(
-                message(name, "other blocks", f"the transpose of {name.replace('q', 'kv', 1)}", _TRANSPOSE_MEND)
+                message(name, "other blocks", f"the transpose of {name.replace('q', 'kv', 1)}", _TRANSPOSE_FIX)
             )
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import GetAttrKey
 
 from flexattn.block_mask import picture, plot, stored
 from flexattn.block_mask.lists import check_transposed, lists_of, read_lists
-from flexattn.block_mask.packed import pack
+from flexattn.block_mask.one_tensor import pack
 from flexattn.block_mask.pairs import Pairs, count_useful
 from flexattn.block_mask.prepared import MaskForm, Origin, Prepared
 from flexattn.block_mask.record import BuildCounts, CaptureRecord, Shell, lift, move
@@ -56,7 +56,8 @@ class BlockMask(upstream.BlockMask):
     BLOCK_SIZE: tuple[int, int]  # queries, keys
     kv_runs: RunLists  # rows are query blocks, runs of key blocks
     q_runs: RunLists | None  # rows are key blocks, runs of query blocks
-    full_overhangs: bool  # a full block may extend past seq_lengths; happens only with user-supplied lists
+    # A full block may extend past seq_lengths: only in user-supplied lists, or in rows at an offset (dense_form).
+    full_overhangs: bool
     dq_write_order: Tensor | None
     dq_write_order_full: Tensor | None
     dq_kv_order: Tensor | None
@@ -415,9 +416,9 @@ class BlockMask(upstream.BlockMask):
         if BLOCK_SIZE == self.BLOCK_SIZE:
             return self
         if BLOCK_SIZE not in self._sets:
-            mend = f"Call block_mask.prepare({BLOCK_SIZE}) before the compiled function."
+            fix = f"Call block_mask.prepare({BLOCK_SIZE}) before the compiled function."
             found = f"lists for {', '.join(map(str, (self.BLOCK_SIZE, *self._sets)))}"
-            raise MaskError(message("block_mask", found, f"some for {BLOCK_SIZE}", mend))
+            raise MaskError(message("block_mask", found, f"some for {BLOCK_SIZE}", fix))
         fine = copy.copy(self)
         fine.BLOCK_SIZE, (fine.kv_runs, fine.q_runs) = BLOCK_SIZE, self._sets[BLOCK_SIZE]
         fine._sets, fine._prepared, fine._widths = {}, None, None
@@ -425,9 +426,9 @@ class BlockMask(upstream.BlockMask):
 
     def _built_at(self, block_size: tuple[int, int]) -> tuple[RunLists, RunLists | None]:
         if self._build_lists is None:
-            mend = "Build it with create_block_mask, and do not edit it."
+            fix = "Build it with create_block_mask, and do not edit it."
             found = f"{block_size} for a mask whose lists were given, cut or moved"
-            raise UnsupportedError(message("BLOCK_SIZE", found, f"{self.BLOCK_SIZE}", mend))
+            raise UnsupportedError(message("BLOCK_SIZE", found, f"{self.BLOCK_SIZE}", fix))
         return self._build_lists(self, block_size)
 
     # PyTorch's fields, computed on access.
@@ -553,8 +554,8 @@ class BlockMask(upstream.BlockMask):
         self._refuse_dq_kv_order("Adjusting")
         lengths = _pair("new lengths", (new_q_len, new_kv_len), 0)
         if any(new > old for new, old in zip(lengths, self.seq_lengths, strict=True)):
-            mend = "Build a mask for the longer sequence with create_block_mask."
-            raise ArgumentError(message("new lengths", lengths, f"at most those of the mask, {self.seq_lengths}", mend))
+            fix = "Build a mask for the longer sequence with create_block_mask."
+            raise ArgumentError(message("new lengths", lengths, f"at most those of the mask, {self.seq_lengths}", fix))
         kept = type(self).__new__(type(self))
         kept._fill_fields(lengths, self.BLOCK_SIZE, self._mask_mod, self._batch_dims, self._separate, self._widths)
         rows, columns = kept._grid
@@ -582,8 +583,8 @@ class BlockMask(upstream.BlockMask):
             if have not in (1, wanted):
                 raise MaskError(message(name, wanted, f"{have}, which the mask has", "Only size 1 can be expanded."))
             if have < wanted and self._record is not None and self._record.graph.reads(name.lower()):
-                mend = f"Build it with create_block_mask(..., {name}={wanted}, ...)."
-                raise MaskError(message(name, wanted, f"1, as the mask_mod reads {name.lower()}", mend))
+                fix = f"Build it with create_block_mask(..., {name}={wanted}, ...)."
+                raise MaskError(message(name, wanted, f"1, as the mask_mod reads {name.lower()}", fix))
         heads = torch.arange(self.B * self.H, device=self.device).view(self.B, self.H).expand(B, H).flatten()
         kept = type(self).__new__(type(self))
         kept._fill_fields(self.seq_lengths, self.BLOCK_SIZE, self._mask_mod, (B, H), self._separate, self._widths)
@@ -689,8 +690,8 @@ class BlockMask(upstream.BlockMask):
         """
         for name, at, size in (("b", b, self.B), ("h", h, self.H)):
             if not 0 <= at < size:
-                mend = f"Omit {name} for the first; a mask with {name.upper()}=1 has no other."
-                raise IndexRangeError(message(name, at, f"0 <= {name} < {size}, as the mask has", mend))
+                fix = f"Omit {name} for the first; a mask with {name.upper()}=1 has no other."
+                raise IndexRangeError(message(name, at, f"0 <= {name} < {size}, as the mask has", fix))
         cells, step = plot.image(*self._rows_of(b * self.H + h), self._grid[1])
         tokens = (step[0] * self.BLOCK_SIZE[0], step[1] * self.BLOCK_SIZE[1])
         return plot.plot(ax, cells, tokens, self.seq_lengths)

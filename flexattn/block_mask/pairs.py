@@ -35,8 +35,8 @@ def count_useful(
     for capture, described in zip(bound.captures, bound.graph.captures, strict=True):
         if capture.device != device:
             found = f"the captured tensor {described.name} on {capture.device}"
-            mend = "Move the mask with .to(device), which moves these tensors too."
-            raise DeviceError(message("mask_mod", found, f"the device of the mask, {device}", mend))
+            fix = "Move the mask with .to(device), which moves these tensors too."
+            raise DeviceError(message("mask_mod", found, f"the device of the mask, {device}", fix))
     b_read, h_read = bound.graph.reads("b"), bound.graph.reads("h")
     counts: list[int] = []
     for head, runs in enumerate(heads):
@@ -54,11 +54,11 @@ def _same_runs(one: Runs, other: Runs) -> bool:
 
 
 def _count_pairs(
-    bound: BoundMod, place: tuple[int, int], runs: Runs, lengths: tuple[int, int], block_size: tuple[int, int]
+    bound: BoundMod, head: tuple[int, int], runs: Runs, lengths: tuple[int, int], block_size: tuple[int, int]
 ) -> int:
     """Return the number of attending pairs in the blocks of one (b, h), in bounded memory."""
     device = runs.runs.device
-    b, h = (torch.full((1, 1, 1), i, dtype=torch.int32, device=device) for i in place)
+    b, h = (torch.full((1, 1, 1), i, dtype=torch.int32, device=device) for i in head)
     read = tuple(bound.graph.reads(name) for name in ("q_idx", "kv_idx"))
     most = _PAIRS.get(device.type, _PAIRS_ON_GPU)
     sizes = [n if r else 1 for n, r in zip(block_size, read, strict=True)]
@@ -82,9 +82,9 @@ def _count_pairs(
 
 def _blocks_of(runs: Runs, ends: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """Return rows and columns of the blocks numbered `start` to `stop`, int64 [n]; `ends` are summed run lengths."""
-    places = torch.arange(start, min(stop, int(ends[-1])), device=ends.device)
-    run = torch.searchsorted(ends, places, right=True)
-    return torch.searchsorted(runs.row_ptr.long(), run, right=True) - 1, runs.runs[run, 1] - (ends[run] - places)
+    numbers = torch.arange(start, min(stop, int(ends[-1])), device=ends.device)
+    run = torch.searchsorted(ends, numbers, right=True)
+    return torch.searchsorted(runs.row_ptr.long(), run, right=True) - 1, runs.runs[run, 1] - (ends[run] - numbers)
 
 
 def _positions(blocks: Tensor, size: int, length: int, window: range, read: bool) -> tuple[Tensor, Tensor]:

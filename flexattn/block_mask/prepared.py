@@ -48,7 +48,7 @@ class MaskForm:
 class Prepared:
     """The arguments of operators for a mask."""
 
-    tensors: tuple[Tensor, ...]  # each set of lists as one tensor (see packed.py), then the places of equal runs
+    tensors: tuple[Tensor, ...]  # each set of lists as one tensor (see one_tensor.py), then the places of equal runs
     text: str  # a MaskForm
 
 

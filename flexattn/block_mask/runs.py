@@ -14,7 +14,7 @@ from flexattn.torch_state.transforms import outside
 
 @dataclass(frozen=True)
 class Runs:
-    """For each row, half-open runs of blocks, ascending and disjoint (adjacent runs are merged)."""
+    """For each row, half-open runs of blocks, ascending and disjoint. Runs may be empty or adjacent."""
 
     row_ptr: Tensor  # int32 [rows + 1]; row r is runs[row_ptr[r]:row_ptr[r + 1]]
     runs: Tensor  # int32 [n, 2], first block and one past the last block

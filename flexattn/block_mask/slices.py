@@ -54,13 +54,13 @@ def positions(index: object, sizes: tuple[int, ...], device: torch.device) -> li
     axes = AXES[len(AXES) - len(sizes) :]
     if len(entries) > len(sizes):
         raise IndexRangeError(
-            message("block_mask[...]", f"{len(entries)} indices", f"at most {len(sizes)}: {', '.join(axes)}", _MEND)
+            message("block_mask[...]", f"{len(entries)} indices", f"at most {len(sizes)}: {', '.join(axes)}", _FIX)
         )
     entries = (*entries, *(slice(None),) * (len(sizes) - len(entries)))
     return [_positions(e, size, axis, device) for e, size, axis in zip(entries, sizes, axes, strict=True)]
 
 
-_MEND = "Key blocks cannot be indexed: crop them with _adjust(q_len, kv_len)."
+_FIX = "Key blocks cannot be indexed: crop them with _adjust(q_len, kv_len)."
 
 
 def _positions(entry: object, size: int, axis: str, device: torch.device) -> Tensor | range:

@@ -38,8 +38,8 @@ def check_format(state: Any) -> None:
     """Raise FormatError unless this version of flexattn can read the data."""
     found = state.get("format", "none") if isinstance(state, dict) else "none"
     if found != FORMAT:
-        mend = "Build the mask and pickle it with this version of flexattn."
-        raise FormatError(message("BlockMask", f"a pickle of format {found}", f"format {FORMAT}", mend))
+        fix = "Build the mask and pickle it with this version of flexattn."
+        raise FormatError(message("BlockMask", f"a pickle of format {found}", f"format {FORMAT}", fix))
 
 
 def read_fields(state: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

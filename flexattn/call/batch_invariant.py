@@ -8,10 +8,8 @@ weight is 0, and the rescaling factor of the accumulator is exactly 1 if the max
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -19,15 +17,15 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import BlockMask, LaterRunLists, RunLists, Runs, run_lists_of
+from flexattn.block_mask.dense import all_partial, dense_blocks, outside_of_call
 from flexattn.call.problem import Problem
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.builder import Builder, Expr
-from flexattn.graph.dependence import each_place
+from flexattn.graph.dependence import varies_per_pair
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import MASK_INPUTS, Capture
 from flexattn.mods.combine import noop_mask
 from flexattn.options import LARGEST_TILE
-from flexattn.torch_state.transforms import outside
 
 
 def as_batch_invariant(problem: Problem) -> Problem:
@@ -35,46 +33,28 @@ def as_batch_invariant(problem: Problem) -> Problem:
     M, N = problem.query.size(2), problem.N
     if problem.query.numel() == 0 or N == 0:
         return problem
-    mask = problem.block_mask
-    if mask is None:
-        return replace(problem, block_mask=everything(M, N, problem.query.device))
-    known = _known.get(mask)
-    if known is None or known.kv_runs is not mask.kv_runs or known.q_runs is not mask.q_runs:
-        known = _known[mask] = _OneClass(mask.kv_runs, mask.q_runs, _of_whole_tiles(mask))
-    bound = problem.mask
-    if problem.layout is None and not mask.is_built and (len(mask.kv_runs.full.runs) or _grows(mask)):
-        bound = as_listed(bound, mask)
-    return replace(problem, block_mask=known.mask, mask=bound)
+    blocks, mask = problem.block_mask, problem.mask
+    if blocks is None:
+        return replace(problem, block_mask=all_partial(M, N, problem.query.device))
+    known = _known.get(blocks)
+    if known is None or known.kv_runs is not blocks.kv_runs or known.q_runs is not blocks.q_runs:
+        known = _known[blocks] = _OneClass(blocks.kv_runs, blocks.q_runs, _of_whole_tiles(blocks))
+    if problem.layout is None and not blocks.is_built and (len(blocks.kv_runs.full.runs) or _grows(blocks)):
+        mask = as_listed(mask, blocks)
+    return replace(problem, block_mask=known.blocks, mask=mask)
 
 
 @dataclass(frozen=True)
 class _OneClass:
-    kv_runs: RunLists  # the lists that `mask` was made from
+    kv_runs: RunLists  # the lists that `blocks` was made from
     q_runs: RunLists | None
-    mask: BlockMask
+    blocks: BlockMask
 
 
 _known: weakref.WeakKeyDictionary[BlockMask, _OneClass] = weakref.WeakKeyDictionary()
 
 
-@lru_cache(64)
-def everything(M: int, N: int, device: torch.device) -> BlockMask:
-    """Return a mask in which all pairs attend."""
-    rows, columns = -(-M // LARGEST_TILE), -(-N // LARGEST_TILE)
-    with _kept():
-        blocks = torch.ones(1, 1, rows, columns, dtype=torch.bool, device=device)
-        lists = [run_lists_of(x, torch.zeros_like(x)) for x in (blocks, blocks.mT)]
-    return _mask_of(lists[0], lists[1], (1, 1), (M, N), (LARGEST_TILE, LARGEST_TILE))
-
-
-@contextlib.contextmanager
-def _kept() -> Iterator[None]:
-    """Make tensors that outlive the modes of the current call."""
-    with torch.inference_mode(False), torch.no_grad(), outside():
-        yield
-
-
-def _mask_of(
+def _one_class(
     kv_runs: RunLists, q_runs: RunLists | None, heads: tuple[int, int], lengths: tuple[int, int], size: tuple[int, int]
 ) -> BlockMask:
     # Its mask_mod is never called: the problem has its own.
@@ -83,30 +63,22 @@ def _mask_of(
     )
 
 
-def _grows(mask: BlockMask) -> bool:
+def _grows(blocks: BlockMask) -> bool:
     """Return whether the mask needs larger blocks: its block size is not a multiple of every tile."""
-    return any(size % LARGEST_TILE for size in mask.BLOCK_SIZE)
+    return any(size % LARGEST_TILE for size in blocks.BLOCK_SIZE)
 
 
-def _of_whole_tiles(mask: BlockMask) -> BlockMask:
-    heads, q_runs, (block_m, block_n) = (mask.B, mask.H), mask.q_runs, mask.BLOCK_SIZE
-    if not _grows(mask):
+def _of_whole_tiles(blocks: BlockMask) -> BlockMask:
+    heads, q_runs, (block_m, block_n) = (blocks.B, blocks.H), blocks.q_runs, blocks.BLOCK_SIZE
+    if not _grows(blocks):
         later = None if q_runs is None else LaterRunLists(lambda: _merged(q_runs).tensors)
-        return _mask_of(_merged(mask.kv_runs), later, heads, mask.seq_lengths, mask.BLOCK_SIZE)
+        return _one_class(_merged(blocks.kv_runs), later, heads, blocks.seq_lengths, blocks.BLOCK_SIZE)
     size = math.lcm(block_m, LARGEST_TILE), math.lcm(block_n, LARGEST_TILE)
-    with _kept():
-        partial, full = dense_blocks(mask)
+    with outside_of_call():
+        partial, full = dense_blocks(blocks)
         live = _joined(_joined(partial | full, size[1] // block_n).mT, size[0] // block_m).mT
         lists = [run_lists_of(x, torch.zeros_like(x)) for x in (live, live.mT)]
-    return _mask_of(lists[0], None if q_runs is None else lists[1], heads, mask.seq_lengths, size)
-
-
-def dense_blocks(mask: BlockMask) -> tuple[Tensor, Tensor]:
-    """Return the partial and the full blocks, bool [B, H, query blocks, key blocks]."""
-    rows, columns = (-(-n // size) for n, size in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True))
-    lists = mask.kv_runs
-    partial, full = (runs.dense(columns).view(mask.B, mask.H, rows, columns) for runs in (lists.partial, lists.full))
-    return partial, full
+    return _one_class(lists[0], None if q_runs is None else lists[1], heads, blocks.seq_lengths, size)
 
 
 def _joined(blocks: Tensor, factor: int) -> Tensor:
@@ -122,19 +94,19 @@ def _merged(lists: RunLists) -> RunLists:
     Adjacent runs are not joined, because that would synchronize with the device.
     """
     partial, full = lists.partial, lists.full
-    with _kept():
+    with outside_of_call():
         runs = torch.cat((partial.runs, full.runs))
-        place = torch.cat((partial.owners(), full.owners())) << 32 | runs[:, 0]
+        key = torch.cat((partial.owners(), full.owners())) << 32 | runs[:, 0]
         row_ptr = partial.row_ptr + full.row_ptr
         nothing = Runs(torch.zeros_like(row_ptr), runs[:0])
-        return RunLists(Runs(row_ptr, runs[place.argsort()]), nothing, lists.order)
+        return RunLists(Runs(row_ptr, runs[key.argsort()]), nothing, lists.order)
 
 
-def as_listed(bound: BoundMod | None, mask: BlockMask) -> BoundMod:
+def as_listed(mask: BoundMod | None, blocks: BlockMask) -> BoundMod:
     """Return the mask_mod that user-provided lists and their mod define together. The lists take precedence."""
-    partial, full = dense_blocks(mask)
-    graph = _listed(None if bound is None else bound.graph, mask.BLOCK_SIZE, (mask.B > 1, mask.H > 1))
-    captures, numbers = ((), ()) if bound is None else (bound.captures, bound.numbers)
+    partial, full = dense_blocks(blocks)
+    graph = _listed(None if mask is None else mask.graph, blocks.BLOCK_SIZE, (blocks.B > 1, blocks.H > 1))
+    captures, numbers = ((), ()) if mask is None else (mask.captures, mask.numbers)
     return BoundMod(graph, (*captures, partial, full), numbers)
 
 
@@ -150,13 +122,13 @@ def _listed(graph: ModGraph | None, size: tuple[int, int], own: tuple[bool, bool
         kv_idx.apply("floordiv", size[1]),
     ]  # fmt: skip
     partial, full = (builder.load(len(captures) + i, torch.bool, index) for i in range(2))
-    live = partial if graph is None else partial.apply("and", _asked_where(builder, graph, partial))
+    live = partial if graph is None else partial.apply("and", _applied_where(builder, graph, partial))
     name, location, numbers = ("lists", "", ()) if graph is None else (graph.name, graph.location, graph.numbers)
     added = (Capture("partial_blocks", torch.bool, 4), Capture("full_blocks", torch.bool, 4))
     return builder.build(name, MASK_INPUTS, (*captures, *added), numbers, [live.apply("or", full)], location=location)
 
 
-def _asked_where(builder: Builder, graph: ModGraph, partial: Expr) -> Expr:
+def _applied_where(builder: Builder, graph: ModGraph, partial: Expr) -> Expr:
     """Append the graph with its loads per (q, kv) pair at index 0 outside of `partial` blocks.
 
     There the mod is not applied, and its own index may be out of bounds.
@@ -164,7 +136,7 @@ def _asked_where(builder: Builder, graph: ModGraph, partial: Expr) -> Expr:
 
     def guarded(builder: Builder, i: int, made: list[Expr]) -> Expr | None:
         load = graph.loads.get(i)
-        if load is None or not each_place(graph, i):
+        if load is None or not varies_per_pair(graph, i):
             return None
         index = [partial.apply("where", made[a], builder.const(0, made[a].dtype)) for a in load.args]
         return builder.load(load.capture, load.dtype, index)

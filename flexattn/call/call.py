@@ -10,7 +10,7 @@ from torch.nn.attention import flex_attention as upstream
 
 from flexattn.block_mask import BlockMask
 from flexattn.call.layout import LayoutArguments
-from flexattn.call.packed import PackedArguments
+from flexattn.call.varlen.arguments import PackedArguments
 from flexattn.process.quick_init import quick_init
 
 Mod = Callable[..., object]

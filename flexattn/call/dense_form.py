@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import BlockMask, run_lists_of
-from flexattn.call.batch_invariant import dense_blocks, everything
+from flexattn.block_mask.dense import all_partial, dense_blocks
 from flexattn.call.layout import Layout
 from flexattn.call.positions import used_keys
 from flexattn.call.problem import Problem
@@ -39,7 +39,7 @@ def dense_form(problem: Problem, clean: bool = True) -> Problem:
             unused = (torch.arange(N, device=mask.captures[-1].device) >= layout.seqused_k[:, None])[:, None, :, None]
             key, value = (x.masked_fill(unused, 0.0) for x in (problem.key, problem.value))
             problem = problem.with_fields(key=key, value=value)
-        blocks = everything(M, N, problem.query.device) if blocks is None else blocks
+        blocks = all_partial(M, N, problem.query.device) if blocks is None else blocks
     if blocks is not None:
         blocks = _rows_at(blocks, layout.q_offsets, layout.seqused_k, M, N, problem.batch_invariant)
     return replace(problem, mask=mask, block_mask=blocks, layout=None)
@@ -63,16 +63,16 @@ def _gathered(pages: Tensor, table: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _rows_at(
-    mask: BlockMask, offsets: Tensor | None, used: Tensor | None, M: int, N: int, invariant: bool
+    blocks: BlockMask, offsets: Tensor | None, used: Tensor | None, M: int, N: int, invariant: bool
 ) -> BlockMask:
     """Return the blocks of M rows from an offset on, for each sequence. Keys from `used` on are in no full block.
 
     If the offset is inside of a block, a row of blocks of the result covers parts of two rows of the mask.
     """
     with outside():
-        (rows, columns), device = mask.BLOCK_SIZE, mask.device
+        (rows, columns), device = blocks.BLOCK_SIZE, blocks.device
         # [B or 1, H or 1, rows of blocks, columns of blocks]
-        partial, full = (x[..., : -(-N // columns)] for x in dense_blocks(mask))
+        partial, full = (x[..., : -(-N // columns)] for x in dense_blocks(blocks))
         some = partial | full
         begin = torch.arange(0, M, rows, device=device) + (
             torch.zeros(1, 1, dtype=torch.int64, device=device) if offsets is None else offsets.long()[:, None]
@@ -92,6 +92,6 @@ def _rows_at(
             whole = whole & ((starts + columns).clamp(max=N) <= used[:, None])[:, None, None]
         lists = [run_lists_of(x & ~y, y) for x, y in ((live, whole & live), (live.mT, (whole & live).mT))]
         return BlockMask.from_runs(
-            lists[0], lists[1], live.size(0), live.size(1), (M, N), mask.BLOCK_SIZE, noop_mask,
+            lists[0], lists[1], live.size(0), live.size(1), (M, N), blocks.BLOCK_SIZE, noop_mask,
             separate_full_blocks=True, full_overhangs=bool(M % rows or N % columns),
         )  # fmt: skip

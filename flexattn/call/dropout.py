@@ -91,8 +91,8 @@ def drop_below(dropout_p: object) -> int | None:
     """Return the number, of STEPS, below which a weight is dropped; None if p is 0."""
     p = as_float("dropout_p", dropout_p, "a number", "Pass a Python float such as 0.1.")
     if not 0.0 <= p <= 1.0:
-        mend = "It is the fraction of weights that is dropped."
-        raise ArgumentError(message("dropout_p", p, "a number from 0 to 1", mend))
+        fix = "It is the fraction of weights that is dropped."
+        raise ArgumentError(message("dropout_p", p, "a number from 0 to 1", fix))
     return None if p == 0.0 else max(1, round(p * STEPS))
 
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import BlockMask
-from flexattn.call.packed import Memory, PackedArguments, assert_once
+from flexattn.call.varlen.arguments import PackedArguments
+from flexattn.call.varlen.memory import Memory, assert_once
 from flexattn.errors import ArgumentError, MaskError, UnsupportedError, message
 
-_MEND = "Make it with torch.nested.nested_tensor(..., layout=torch.jagged) as [B, lengths, H, D], and .transpose(1, 2)."
+_FIX = "Make it with torch.nested.nested_tensor(..., layout=torch.jagged) as [B, lengths, H, D], and .transpose(1, 2)."
 
 
 def from_jagged(query: Any, key: Any, value: Any, block_mask: Any) -> tuple[Tensor, Tensor, Tensor, PackedArguments]:
@@ -24,12 +25,12 @@ def from_jagged(query: Any, key: Any, value: Any, block_mask: Any) -> tuple[Tens
         if not isinstance(x, Tensor) or not x.is_nested or x.layout != torch.jagged:
             found = "a nested tensor of layout torch.strided" if getattr(x, "is_nested", False) else "a dense tensor"
             expected = "a nested tensor of layout torch.jagged, like query"
-            raise UnsupportedError(message(name, found, expected, _MEND))
+            raise UnsupportedError(message(name, found, expected, _FIX))
         if x.dim() != 4 or x._ragged_idx != 2:  # type: ignore[attr-defined]
-            raise ArgumentError(message(name, f"shape {tuple(x.shape)}", "[B, H, lengths, D]", _MEND))
+            raise ArgumentError(message(name, f"shape {tuple(x.shape)}", "[B, H, lengths, D]", _FIX))
     if key.size(0) != query.size(0):
-        mend = "Give each sequence its keys."
-        raise ArgumentError(message("key", f"{key.size(0)} sequences", f"those of query, {query.size(0)}", mend))
+        fix = "Give each sequence its keys."
+        raise ArgumentError(message("key", f"{key.size(0)} sequences", f"those of query, {query.size(0)}", fix))
     _check_same_sequences(key, value)
     rows = [x.values() for x in (query, key, value)]  # [H, rows, D], differentiable
     T_q, T_k = rows[0].size(1), rows[1].size(1)
@@ -43,8 +44,8 @@ def from_jagged(query: Any, key: Any, value: Any, block_mask: Any) -> tuple[Tens
 
 def _check_same_sequences(key: Any, value: Any) -> None:
     """Check that keys and values are those of the same tokens. On a GPU a kernel asserts what the host cannot see."""
-    mend = "Make one from the other: torch.nested.nested_tensor_from_jagged(values, key.offsets(), key.lengths())."
-    error = ArgumentError(message("value", "sequences of other lengths", "those of key", mend))
+    fix = "Make one from the other: torch.nested.nested_tensor_from_jagged(values, key.offsets(), key.lengths())."
+    error = ArgumentError(message("value", "sequences of other lengths", "those of key", fix))
     pairs = (key.offsets(), value.offsets()), (key.lengths(), value.lengths())
     for ours, theirs in pairs:
         if ours is theirs:
@@ -68,8 +69,8 @@ def _mask_mod(block_mask: Any) -> Any:
     if block_mask is None:
         return None
     if not isinstance(block_mask, BlockMask) or not block_mask.is_built:
-        mend = "Make one with flexattn.create_block_mask(mask_mod, None, None, longest, longest)."
-        raise MaskError(message("block_mask", "other block lists", "a mask of positions in a sequence", mend))
+        fix = "Make one with flexattn.create_block_mask(mask_mod, None, None, longest, longest)."
+        raise MaskError(message("block_mask", "other block lists", "a mask of positions in a sequence", fix))
     return block_mask.mask_mod
 
 

@@ -111,12 +111,12 @@ def paged(key: object, value: object, given: LayoutArguments) -> tuple[Any, Any]
     """Return key and value as [pages, Hkv, page_size, D], if there is a block_table."""
     if given.block_table is None:
         if given.kv_layout != "NHD":
-            mend = "Leave it out: without pages, keys are [B, Hkv, N, D]."
-            raise ArgumentError(message("kv_layout", repr(given.kv_layout), "a block_table with it", mend))
+            fix = "Leave it out: without pages, keys are [B, Hkv, N, D]."
+            raise ArgumentError(message("kv_layout", repr(given.kv_layout), "a block_table with it", fix))
         return key, value
     if given.kv_layout not in get_args(KVLayout):
-        mend = "NHD is [pages, page_size, Hkv, D], HND is [pages, Hkv, page_size, D]."
-        raise ArgumentError(message("kv_layout", repr(given.kv_layout), "'NHD' or 'HND'", mend))
+        fix = "NHD is [pages, page_size, Hkv, D], HND is [pages, Hkv, page_size, D]."
+        raise ArgumentError(message("kv_layout", repr(given.kv_layout), "'NHD' or 'HND'", fix))
     if not isinstance(key, Tensor) or not isinstance(value, Tensor):
         name, x = ("value", value) if isinstance(key, Tensor) else ("key", key)
         raise DtypeError(message(name, f"a {type(x).__name__}", "a torch.Tensor", "Pass a tensor of pages."))
@@ -130,8 +130,8 @@ def paged(key: object, value: object, given: LayoutArguments) -> tuple[Any, Any]
 def check_pages(key: Tensor, value: Tensor) -> None:
     """Check that key and value have the same number of pages."""
     if key.size(0) != value.size(0):
-        mend = "One page holds the keys and the values of the same tokens."
-        raise ArgumentError(message("value", f"{value.size(0)} pages", f"those of key, {key.size(0)}", mend))
+        fix = "One page holds the keys and the values of the same tokens."
+        raise ArgumentError(message("value", f"{value.size(0)} pages", f"those of key, {key.size(0)}", fix))
 
 
 def check_layout(given: LayoutArguments, query: Tensor, key: Tensor) -> Layout:
@@ -141,15 +141,15 @@ def check_layout(given: LayoutArguments, query: Tensor, key: Tensor) -> Layout:
     if table is not None:
         table, page_size = check_integers("block_table", table, query, 2), key.size(2)
         if page_size < SMALLEST_PAGE or page_size & (page_size - 1):
-            mend = "Choose pages of 16, 32, 64, ... tokens, and check kv_layout."
-            raise ArgumentError(message("key", f"pages of {page_size}", "a power of two from 16 on", mend))
+            fix = "Choose pages of 16, 32, 64, ... tokens, and check kv_layout."
+            raise ArgumentError(message("key", f"pages of {page_size}", "a power of two from 16 on", fix))
         if table.size(0) != B:
-            mend = "Give one row of pages for each sequence."
-            raise ArgumentError(message("block_table", f"{table.size(0)} rows", f"the batch of query, {B}", mend))
+            fix = "Give one row of pages for each sequence."
+            raise ArgumentError(message("block_table", f"{table.size(0)} rows", f"the batch of query, {B}", fix))
         N = table.size(1) * page_size
         if N > INDEX_LIMIT:
-            mend = "Pass the columns that are used."
-            raise ArgumentError(message("block_table", f"{N} tokens per sequence", f"at most {INDEX_LIMIT}", mend))
+            fix = "Pass the columns that are used."
+            raise ArgumentError(message("block_table", f"{N} tokens per sequence", f"at most {INDEX_LIMIT}", fix))
     used = offsets = positions = None
     if given.seqused_k is not None:
         used = check_integers("seqused_k", given.seqused_k, query, 1)
@@ -161,13 +161,13 @@ def check_layout(given: LayoutArguments, query: Tensor, key: Tensor) -> Layout:
         _check_values("q_offsets", offsets, 0, FARTHEST, "the largest position")
     if given.kv_positions is not None:
         if table is not None:
-            mend = "Pass one of them: pages hold their tokens in order."
-            raise ArgumentError(message("kv_positions", "a tensor", "None with a block_table", mend))
+            fix = "Pass one of them: pages hold their tokens in order."
+            raise ArgumentError(message("kv_positions", "a tensor", "None with a block_table", fix))
         positions = check_integers("kv_positions", given.kv_positions, query, 2)
         if tuple(positions.shape) not in ((B, N), (1, N)):
-            mend = "Give the position of the token in each slot of key."
+            fix = "Give the position of the token in each slot of key."
             found = f"shape {list(positions.shape)}"
-            raise ArgumentError(message("kv_positions", found, f"[{B}, {N}] or [1, {N}]", mend))
+            raise ArgumentError(message("kv_positions", found, f"[{B}, {N}] or [1, {N}]", fix))
         _check_values("kv_positions", positions, -(2**31), INDEX_LIMIT, "the largest position")
     if table is not None and table.is_cpu:
         read = table if used is None else table[torch.arange(table.size(1)) * page_size < used[:, None]]
@@ -183,9 +183,9 @@ def check_mask_layout(mask: BlockMask, layout: Layout, M: int) -> None:
         return  # only its mask_mod is used
     least = N if layout.page_size == 0 else N - layout.page_size + 1  # the last page need not be filled
     if columns < least or rows < M:
-        mend = f"Build it once for all positions: create_block_mask(mask_mod, B, H, {max(M, N)}, {N})."
+        fix = f"Build it once for all positions: create_block_mask(mask_mod, B, H, {max(M, N)}, {N})."
         found, expected = f"lengths {mask.seq_lengths}", f"at least ({M}, {least}), to cover queries and keys"
-        raise MaskError(message("block_mask", found, expected, mend))
+        raise MaskError(message("block_mask", found, expected, fix))
     if layout.q_offsets is not None:
         what = f"the rows of block_mask, {rows}, less the {M} of query"
         _check_values("q_offsets", layout.q_offsets, 0, rows - M, what)
@@ -194,15 +194,15 @@ def check_mask_layout(mask: BlockMask, layout: Layout, M: int) -> None:
 def check_integers(name: str, x: Tensor, query: Tensor, dims: int) -> Tensor:
     """Return a contiguous int32 tensor on the device of the query."""
     if not isinstance(x, Tensor):
-        mend = f"Pass torch.tensor({name}, dtype=torch.int32, device=query.device)."
-        raise DtypeError(message(name, f"a {type(x).__name__}", "a torch.Tensor", mend))
+        fix = f"Pass torch.tensor({name}, dtype=torch.int32, device=query.device)."
+        raise DtypeError(message(name, f"a {type(x).__name__}", "a torch.Tensor", fix))
     check_plain(name, x)
     if x.dtype != torch.int32:
-        mend = f"Convert it once, outside of the loop: {name}.int()."
-        raise DtypeError(message(name, short_dtype(x.dtype), "i32", mend))
+        fix = f"Convert it once, outside of the loop: {name}.int()."
+        raise DtypeError(message(name, short_dtype(x.dtype), "i32", fix))
     if x.device != query.device:
-        mend = f"Move it: {name}.to(query.device)."
-        raise DeviceError(message(name, f"device {x.device}", f"that of query, {query.device}", mend))
+        fix = f"Move it: {name}.to(query.device)."
+        raise DeviceError(message(name, f"device {x.device}", f"that of query, {query.device}", fix))
     if x.dim() != dims:
         raise ArgumentError(
             message(name, f"shape {list(x.shape)}", f"{dims} dimension{'s' * (dims > 1)}", "Reshape it.")
@@ -215,11 +215,11 @@ def _check_descale(name: str, x: object, key: Tensor, paged: bool) -> Tensor | N
     if key.dtype != FLOAT8:
         if x is None:
             return None
-        mend = "Leave it out: only float8 keys and values are multiplied by it."
-        raise ArgumentError(message(name, "a tensor", f"None with {short_dtype(key.dtype)} key", mend))
-    mend = "Pass the factor of each head: the largest absolute value / 448 if key was divided by that."
+        fix = "Leave it out: only float8 keys and values are multiplied by it."
+        raise ArgumentError(message(name, "a tensor", f"None with {short_dtype(key.dtype)} key", fix))
+    fix = "Pass the factor of each head: the largest absolute value / 448 if key was divided by that."
     if not isinstance(x, Tensor):
-        raise DtypeError(message(name, f"a {type(x).__name__}", "a torch.Tensor with float8 key", mend))
+        raise DtypeError(message(name, f"a {type(x).__name__}", "a torch.Tensor with float8 key", fix))
     check_plain(name, x)
     if x.dtype != torch.float32:
         raise DtypeError(message(name, short_dtype(x.dtype), "f32", f"Convert it: {name}.float()."))
@@ -230,7 +230,7 @@ def _check_descale(name: str, x: object, key: Tensor, paged: bool) -> Tensor | N
     pages, Hkv = key.shape[:2]
     if tuple(x.shape) != (Hkv,) and not (paged and tuple(x.shape) == (pages, Hkv)):
         expected = f"[{Hkv}]" + (f" or [{pages}, {Hkv}]" if paged else "")
-        raise ArgumentError(message(name, f"shape {list(x.shape)}", expected, mend))
+        raise ArgumentError(message(name, f"shape {list(x.shape)}", expected, fix))
     if x.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(message(name, "a tensor that requires a gradient", "one that does not", "Detach it."))
     return x.contiguous()
@@ -247,6 +247,6 @@ def _check_values(name: str, x: Tensor, low: int, high: int, what: str) -> None:
         return
     least, most = (int(v) for v in torch.aminmax(x))
     if least < low or most > high:
-        mend = f"Pass values up to {what}." if most > high else f"Pass values from {low} on."
+        fix = f"Pass values up to {what}." if most > high else f"Pass values from {low} on."
         found = f"an entry {most if most > high else least}"
-        raise ArgumentError(message(name, found, f"entries from {low} to {high}", mend))
+        raise ArgumentError(message(name, found, f"entries from {low} to {high}", fix))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
 from flexattn.block_mask import BlockMask, from_torch
-from flexattn.call.batch_invariant import as_batch_invariant, as_listed, everything
+from flexattn.block_mask.dense import all_partial
+from flexattn.call.batch_invariant import as_batch_invariant, as_listed
 from flexattn.call.call import Call, Mod
 from flexattn.call.dropout import check_dropout
 from flexattn.call.layout import FLOAT8, Layout, check_layout, check_pages, paged
-from flexattn.call.packed import Packed, PackedArguments, packed_mask, packed_score
 from flexattn.call.positions import at_positions, mask_at_positions
-from flexattn.call.problem import Problem
+from flexattn.call.problem import Problem, requires_grad
 from flexattn.call.sinks import check_sink
 from flexattn.call.validate import (
     DEVICES,
@@ -26,9 +24,11 @@ from flexattn.call.validate import (
     check_tensors,
     place_captures,
 )
+from flexattn.call.varlen.arguments import Packed, PackedArguments
+from flexattn.call.varlen.mods import packed_mask, packed_score
 from flexattn.errors import DtypeError, MaskError, message
 from flexattn.graph.bound_mod import BoundMod
-from flexattn.graph.capture_axes import places_last
+from flexattn.graph.capture_axes import pair_axes_last
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const
@@ -56,9 +56,9 @@ def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
         score = packed_score(score, packed.packing)  # BoundMod -> BoundMod
     captures = () if score is None else score.captures
     sink = check_sink(call.sink, query)
-    learnable = (query, key, value, *captures) if sink is None else (query, key, value, *captures, sink)
+    differentiable = (query, key, value, *captures) if sink is None else (query, key, value, *captures, sink)
     transformed = is_transforming()  # under a torch.func transform any tensor may be differentiated
-    gradient = transformed or (torch.is_grad_enabled() and any(map(_learns, learnable)))
+    gradient = transformed or (torch.is_grad_enabled() and any(map(requires_grad, differentiable)))
     blocks = _blocks(call.block_mask)  # PyTorch's BlockMask -> BlockMask
     mask = None
     if blocks is not None:
@@ -67,18 +67,18 @@ def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
         mask = mask_of(blocks, query, by_hand)  # Python -> BoundMod
         if by_hand and layout is not None:
             mask = as_listed(mask, blocks)
-    runs = () if mask is None or blocks is None else blocks.equal_runs()
+    equal_runs = () if mask is None or blocks is None else blocks.equal_runs()
     if packed is not None:
         mask = _packed_mask(call.layout, packed, query)
         blocks = packed.blocks_of(mask, (query.shape[2], key.shape[2]), query.shape[1], gradient)
     if layout is not None:
-        mask, runs = mask_at_positions(mask, runs, layout)
+        mask, equal_runs = mask_at_positions(mask, equal_runs, layout)
         if layout.kv_positions is not None:  # blocks of positions are not blocks of slots
-            blocks = everything(query.shape[2], key.shape[2], query.device)
+            blocks = all_partial(query.shape[2], key.shape[2], query.device)
         layout = layout.read_by_engines(query, None if blocks is None else blocks.seq_lengths)
     dropout = check_dropout(call.dropout_p, query.device, seeded)  # last: a call that is rejected draws nothing
     problem = Problem(
-        query, key, value, scale, score, mask, blocks, None, runs, options, sink, dropout, call.max_scores,
+        query, key, value, scale, score, mask, blocks, None, equal_runs, options, sink, dropout, call.max_scores,
         layout,
     )  # fmt: skip
     return complete(problem, gradient, on_gpu)
@@ -111,9 +111,6 @@ def _packed_mask(given: object, packed: Packed, query: Tensor) -> BoundMod:
     return packed_mask(bound, packed.packing, packed.window)
 
 
-_learns = attrgetter("requires_grad")
-
-
 def complete(problem: Problem, gradient: bool, on_gpu: bool = False) -> Problem:
     """Return the problem with its mods in the form that engines compute, differentiated if a backward may follow."""
     score, query, invariant = problem.score, problem.query, problem.batch_invariant
@@ -121,7 +118,7 @@ def complete(problem: Problem, gradient: bool, on_gpu: bool = False) -> Problem:
         if not invariant:  # the size limit of a table by distance depends on the lengths
             score = read_tables_by_distance(score, query.shape[2], problem.N)  # BoundMod -> BoundMod
             if on_gpu or not query.is_cpu:
-                score = places_last(score)  # BoundMod -> BoundMod
+                score = pair_axes_last(score)  # BoundMod -> BoundMod
         score_grad = _differentiated(score) if gradient else None  # ModGraph -> ModGraph
         if gradient or score is not problem.score:
             problem = problem.with_fields(score=score, score_grad=score_grad)
@@ -175,12 +172,12 @@ def _blocks(block_mask: BlockMask | upstream.BlockMask | None) -> BlockMask | No
     if block_mask is None or isinstance(block_mask, BlockMask):
         return block_mask
     if not isinstance(block_mask, upstream.BlockMask):
-        mend = "Make one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)."
-        raise DtypeError(message("block_mask", f"a {type(block_mask).__name__}", "a BlockMask or None", mend))
+        fix = "Make one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)."
+        raise DtypeError(message("block_mask", f"a {type(block_mask).__name__}", "a BlockMask or None", fix))
     boundless = upstream._LARGE_SPARSE_BLOCK_SIZE
     if tuple(block_mask.BLOCK_SIZE) == (boundless, boundless) and block_mask.mask_mod is upstream.noop_mask:
         return None
     if block_mask.mask_mod is getattr(upstream, "_sliced_mask_mod_error", None):
-        mend = "Slice flexattn's BlockMask, whose mask_mod is sliced too."
-        raise MaskError(message("block_mask", "a slice of PyTorch's BlockMask", "a mask with its mask_mod", mend))
+        fix = "Slice flexattn's BlockMask, whose mask_mod is sliced too."
+        raise MaskError(message("block_mask", "a slice of PyTorch's BlockMask", "a mask with its mask_mod", fix))
     return from_torch(block_mask)

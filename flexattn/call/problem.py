@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from flexattn.graph.mod_graph import ModGraph
 from flexattn.options import option
 from flexattn.process.quick_init import quick_init
 
+requires_grad = attrgetter("requires_grad")  # for map()
 # Which of query, key, value and the sink require a gradient. `score_grad.sites` shows which captured tensors do.
 Needs = tuple[bool, bool, bool, bool]
 # Of query, key, value, each tensor that score_mod captures, and the sink; None if not needed.

@@ -34,8 +34,8 @@ def check_sink(sink: object, query: Tensor, plain: bool = True) -> Tensor | None
             message("sink", sink.device, f"that of query, {query.device}", "Move it: sink.to(query.device).")
         )
     if sink.shape not in ((Hq,), (1, Hq), (B, Hq)):
-        mend = "Give one number for each query head, or for each batch and query head."
-        raise ArgumentError(message("sink", f"shape {list(sink.shape)}", f"[{Hq}] or [{B}, {Hq}]", mend))
+        fix = "Give one number for each query head, or for each batch and query head."
+        raise ArgumentError(message("sink", f"shape {list(sink.shape)}", f"[{Hq}] or [{B}, {Hq}]", fix))
     return sink.to(wide).view(-1, Hq)
 
 

@@ -51,8 +51,8 @@ def check_forms(
         found = f"query on {device}, key on {key.device}, value on {value.device}"
         raise DeviceError(message("query, key, value", found, "one device", f"Move them with .to({str(device)!r})."))
     if device.type not in devices:
-        mend = "Move query, key and value to one of these devices."
-        raise DeviceError(message("query", f"device {device}", " or ".join(sorted(DEVICES)), mend))
+        fix = "Move query, key and value to one of these devices."
+        raise DeviceError(message("query", f"device {device}", " or ".join(sorted(DEVICES)), fix))
     _check_sizes(query.shape, key.shape, value.shape, enable_gqa)
 
 
@@ -61,16 +61,16 @@ def _named(query: T, key: T, value: T) -> tuple[tuple[str, T], ...]:
 
 
 def _rank(name: str, x: Tensor) -> UnsupportedError:
-    mend = f"Add the missing dimension with {name}.unsqueeze(0)." if x.dim() == 3 else "Reshape it."
-    return UnsupportedError(message(name, f"shape {tuple(x.shape)}", "4 dimensions (batch, heads, length, dim)", mend))
+    fix = f"Add the missing dimension with {name}.unsqueeze(0)." if x.dim() == 3 else "Reshape it."
+    return UnsupportedError(message(name, f"shape {tuple(x.shape)}", "4 dimensions (batch, heads, length, dim)", fix))
 
 
 def _dtypes(query: Tensor, key: Tensor, value: Tensor) -> Exception:
     names = [short_dtype(x.dtype) for x in (query, key, value)]
     found = "query {}, key {}, value {}".format(*names)
     if any(name.startswith("float8") for name in names):
-        mend = "Cast to bfloat16, or pass key and value as float8_e4m3fn with k_descale and v_descale."
-        return UnsupportedError(message("query, key, value", found, "one dtype of f16, bf16, f32, f64", mend))
+        fix = "Cast to bfloat16, or pass key and value as float8_e4m3fn with k_descale and v_descale."
+        return UnsupportedError(message("query, key, value", found, "one dtype of f16, bf16, f32, f64", fix))
     wanted = query.dtype if query.dtype in DTYPES else torch.bfloat16
     cast = ", ".join(
         f"{n}.to({wanted})" for n, x in (("query", query), ("key", key), ("value", value)) if x.dtype != wanted
@@ -81,27 +81,27 @@ def _dtypes(query: Tensor, key: Tensor, value: Tensor) -> Exception:
 def _check_sizes(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: bool) -> None:
     (B, Hq, _, D), (Bkv, Hkv, N, _) = q, k
     if k[3] != D:
-        mend = "Project query and key to the same head dim."
-        raise ArgumentError(message("key", f"head dim {k[3]}", f"that of query, {D}", mend))
+        fix = "Project query and key to the same head dim."
+        raise ArgumentError(message("key", f"head dim {k[3]}", f"that of query, {D}", fix))
     if q[2] > INDEX_LIMIT or N > INDEX_LIMIT:
         name, length = ("query", q[2]) if q[2] > INDEX_LIMIT else ("key", N)
-        mend = "Split it into shorter sequences, and merge the results by their lse."
-        raise ArgumentError(message(name, f"length {length}", f"at most {INDEX_LIMIT}", mend))
+        fix = "Split it into shorter sequences, and merge the results by their lse."
+        raise ArgumentError(message(name, f"length {length}", f"at most {INDEX_LIMIT}", fix))
     if D == 0 or v[3] == 0:
         name = "query" if D == 0 else "value"
         raise ArgumentError(message(name, "head dim 0", "at least 1", "Pass at least one channel."))
     if v[2] != N:
-        mend = "Each key needs one value. Slice both in the same way."
-        raise ArgumentError(message("value", f"length {v[2]}", f"that of key, {N}", mend))
+        fix = "Each key needs one value. Slice both in the same way."
+        raise ArgumentError(message("value", f"length {v[2]}", f"that of key, {N}", fix))
     if v[1] != Hkv:
-        mend = "Give key and value the same number of heads."
-        raise ArgumentError(message("value", f"{v[1]} heads", f"those of key, {Hkv}", mend))
+        fix = "Give key and value the same number of heads."
+        raise ArgumentError(message("value", f"{v[1]} heads", f"those of key, {Hkv}", fix))
     if v[0] != Bkv:
-        mend = f"Expand it: value.expand({Bkv}, -1, -1, -1)." if v[0] == 1 else "Give both the same batch size."
-        raise ArgumentError(message("value", f"batch {v[0]}", f"that of key, {Bkv}", mend))
+        fix = f"Expand it: value.expand({Bkv}, -1, -1, -1)." if v[0] == 1 else "Give both the same batch size."
+        raise ArgumentError(message("value", f"batch {v[0]}", f"that of key, {Bkv}", fix))
     if Bkv != B and Bkv != 1:
-        mend = "Repeat keys and values, or pass batch 1 to share them."
-        raise ArgumentError(message("key", f"batch {Bkv}", f"that of query, {B}, or 1", mend))
+        fix = "Repeat keys and values, or pass batch 1 to share them."
+        raise ArgumentError(message("key", f"batch {Bkv}", f"that of query, {B}, or 1", fix))
     if Hq != Hkv:
         _check_groups(Hq, Hkv, enable_gqa)
 
@@ -109,22 +109,22 @@ def _check_sizes(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: bool) 
 def _check_groups(Hq: int, Hkv: int, enable_gqa: bool) -> None:
     divides = Hkv != 0 and Hq % Hkv == 0
     if not divides:
-        mend = f"Query heads share key heads in groups: {Hq} must be a multiple of {Hkv}."
-        raise ArgumentError(message("key", f"{Hkv} heads", f"a divisor of the heads of query, {Hq}", mend))
+        fix = f"Query heads share key heads in groups: {Hq} must be a multiple of {Hkv}."
+        raise ArgumentError(message("key", f"{Hkv} heads", f"a divisor of the heads of query, {Hq}", fix))
     if not enable_gqa:
-        mend = "Pass enable_gqa=True to let groups of query heads share a key head."
-        raise ArgumentError(message("key", f"{Hkv} heads", f"those of query, {Hq}", mend))
+        fix = "Pass enable_gqa=True to let groups of query heads share a key head."
+        raise ArgumentError(message("key", f"{Hkv} heads", f"those of query, {Hq}", fix))
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:
     """Return the scale as a float, by default 1 / sqrt(head_dim)."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    mend = "Pass a Python float. Multiply a learnable scale into query, or into the score in score_mod."
-    number = as_float("scale", scale, "a number", mend)
+    fix = "Pass a Python float. Multiply a learnable scale into query, or into the score in score_mod."
+    number = as_float("scale", scale, "a number", fix)
     if not math.isfinite(number):
-        mend = "Pass None for 1 / sqrt(head dim)."
-        raise ArgumentError(message("scale", number, "a finite number", mend))
+        fix = "Pass None for 1 / sqrt(head dim)."
+        raise ArgumentError(message("scale", number, "a finite number", fix))
     return number
 
 
@@ -148,17 +148,17 @@ def check_mask_sizes(
     if sizes[0] != M or sizes[1] != N:
         raise MaskError(_lengths(sizes[:2], (M, N)))
     if sizes[2] != 1 and sizes[2] != B:
-        mend = f"Build it with create_block_mask(mask_mod, B={B}, ...), or B=None to share one mask."
-        raise MaskError(message("block_mask", f"batch {sizes[2]}", f"that of query, {B}, or 1", mend))
+        fix = f"Build it with create_block_mask(mask_mod, B={B}, ...), or B=None to share one mask."
+        raise MaskError(message("block_mask", f"batch {sizes[2]}", f"that of query, {B}, or 1", fix))
     if sizes[3] != 1 and sizes[3] != H:
-        mend = f"Build it with create_block_mask(mask_mod, ..., H={H}), or H=None to share one mask."
-        raise MaskError(message("block_mask", f"{sizes[3]} heads", f"those of query, {H}, or 1", mend))
+        fix = f"Build it with create_block_mask(mask_mod, ..., H={H}), or H=None to share one mask."
+        raise MaskError(message("block_mask", f"{sizes[3]} heads", f"those of query, {H}, or 1", fix))
     if device != query.device:
-        mend = f"Move it with block_mask.to({str(query.device)!r})."
-        raise MaskError(message("block_mask", f"device {device}", f"that of query, {query.device}", mend))
+        fix = f"Move it with block_mask.to({str(query.device)!r})."
+        raise MaskError(message("block_mask", f"device {device}", f"that of query, {query.device}", fix))
     if backward and not both:
-        mend = "Build it with compute_q_blocks=True, or call under torch.no_grad()."
-        raise MaskError(message("block_mask", "no q_indices", "both directions, as a backward may follow", mend))
+        fix = "Build it with compute_q_blocks=True, or call under torch.no_grad()."
+        raise MaskError(message("block_mask", "no q_indices", "both directions, as a backward may follow", fix))
 
 
 def check_mask_reads(B: int, H: int, bound: BoundMod, query: Tensor, by_hand: bool) -> None:
@@ -171,15 +171,15 @@ def check_mask_reads(B: int, H: int, bound: BoundMod, query: Tensor, by_hand: bo
     ):
         if have == 1 and wanted > 1 and bound.graph.reads(name):
             found = f"{what} 1 with the mask_mod {bound.graph.name}, which reads {name}"
-            mend = f"Build it with create_block_mask(mask_mod, {'B=..., ' * (name == 'h')}{argument}={wanted}, ...)."
-            raise MaskError(message("block_mask", found, f"that of query, {wanted}", mend))
+            fix = f"Build it with create_block_mask(mask_mod, {'B=..., ' * (name == 'h')}{argument}={wanted}, ...)."
+            raise MaskError(message("block_mask", found, f"that of query, {wanted}", fix))
 
 
 def _lengths(found: tuple[int, int], wanted: tuple[int, int]) -> str:
-    mend = f"Build it with create_block_mask(mask_mod, B, H, Q_LEN={wanted[0]}, KV_LEN={wanted[1]})"
+    fix = f"Build it with create_block_mask(mask_mod, B, H, Q_LEN={wanted[0]}, KV_LEN={wanted[1]})"
     longer = found[0] >= wanted[0] and found[1] >= wanted[1]
     crop = f", or crop it with block_mask._adjust{wanted} where the mod allows" if longer else ""
-    return message("block_mask", f"lengths {found}", f"those of query and key, {wanted}", mend + crop + ".")
+    return message("block_mask", f"lengths {found}", f"those of query and key, {wanted}", fix + crop + ".")
 
 
 def place_captures(bound: BoundMod, device: torch.device, argument: str) -> BoundMod:
@@ -189,7 +189,7 @@ def place_captures(bound: BoundMod, device: torch.device, argument: str) -> Boun
         return bound
     for capture, described in zip(placed.captures, bound.graph.captures, strict=True):
         if capture.device != device:
-            mend = f"Move it with .to({str(device)!r}) outside of the mod."
+            fix = f"Move it with .to({str(device)!r}) outside of the mod."
             found = f"the captured tensor {described.name} on {capture.device}"
-            raise DeviceError(message(argument, found, f"the device of query, {device}", mend))
+            raise DeviceError(message(argument, found, f"the device of query, {device}", fix))
     return placed

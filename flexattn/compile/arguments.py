@@ -55,13 +55,13 @@ class FromProblem:
         return PARTS[self.part](problem)[self.index]
 
 
-def _block_mask(problem: Problem) -> BlockMask:
+def block_mask_of(problem: Problem) -> BlockMask:
     assert problem.block_mask is not None
     return problem.block_mask
 
 
 def _q_runs(problem: Problem) -> tuple[Tensor, ...]:
-    lists = _block_mask(problem).q_runs
+    lists = block_mask_of(problem).q_runs
     assert lists is not None
     return lists.tensors
 
@@ -95,7 +95,7 @@ def _of_layout(name: str) -> Callable[[Problem], tuple[Tensor, ...]]:
 
 # The tensors that kernels read besides query, key and value. They are the same in each variant of a problem.
 PARTS: dict[Part, Callable[[Problem], tuple[Tensor, ...]]] = {
-    "kv_runs": lambda problem: _block_mask(problem).kv_runs.tensors,
+    "kv_runs": lambda problem: block_mask_of(problem).kv_runs.tensors,
     "q_runs": _q_runs,
     "score": _score,
     "mask": _mask,

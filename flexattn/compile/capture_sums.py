@@ -36,9 +36,9 @@ def _has_sums(problem: Problem) -> bool:
     if graph is None or not graph.sites:
         return False
     used = [graph.loads[site].capture for site in graph.sites]
-    places = (*problem.query.shape[:3], problem.key.size(2))
+    shape = (*problem.query.shape[:3], problem.key.size(2))
     return len(used) > len(set(used)) or any(
-        math.prod(_unnamed(graph, graph.loads[site], places)) > 1 for site in graph.sites
+        math.prod(_unnamed(graph, graph.loads[site], shape)) > 1 for site in graph.sites
     )
 
 
@@ -60,12 +60,12 @@ class CaptureSums:
         """Return zeroed accumulators for the captured tensors of a problem."""
         if problem.score is None or problem.score_grad is None:
             return CaptureSums({})
-        captures, learned = problem.score.captures, scatter_captures(problem.score_grad)
+        captures, summed = problem.score.captures, scatter_captures(problem.score_grad)
         dtype, device = torch.int64 if integers else torch.float32, problem.query.device
-        buffers = {i: torch.zeros(captures[i].shape, dtype=dtype, device=device) for i in learned}
+        buffers = {i: torch.zeros(captures[i].shape, dtype=dtype, device=device) for i in summed}
         if not integers:
             return CaptureSums(buffers)
-        sizes, lost = torch.zeros((2, len(learned)), dtype=torch.int32, device=device).unbind()
+        sizes, lost = torch.zeros((2, len(summed)), dtype=torch.int32, device=device).unbind()
         return CaptureSums(buffers, sizes.unbind(), lost.unbind())
 
     def scales(self, problem: Problem, largest: Tensor | None) -> tuple[Tensor, ...]:

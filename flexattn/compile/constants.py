@@ -96,7 +96,7 @@ def _mask_block(plan: KernelPlan, axis: int) -> int:
     return plan.blocks[axis]
 
 
-def _reads_each_place(plan: KernelPlan) -> bool:
+def _loads_per_pair(plan: KernelPlan) -> bool:
     """Whether `live` also covers the rows that a program owns, which are guarded when they are stored.
 
     Necessary if a mod loads from a captured tensor for each score, which it must not do outside of the lengths. Mods
@@ -140,7 +140,7 @@ CONSTANTS = (
     Constant("EXACT", _of_backward, lambda plan: plan.exact),  # shift is lse itself, not lse in the exp2 domain
     Constant("PTX", _has_loop, lambda plan: plan.target.backend == "cuda"),  # inline PTX may be called
     Constant("FMA_PRODUCTS", _has_loop, lambda plan: plan.dtype == torch.float32 and plan.precision == "ieee"),
-    Constant("READS_EACH_PLACE", _has_loop, _reads_each_place),
+    Constant("LOADS_PER_PAIR", _has_loop, _loads_per_pair),
     Constant("HAS_SCORE", _of_forward, lambda plan: plan.score is not None),
     Constant("BATCH_INVARIANT", _of_forward, lambda plan: plan.batch_invariant),
     # Whether the lowered score_mod returns scores in the exp2 domain.

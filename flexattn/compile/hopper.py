@@ -1,4 +1,4 @@
-"""hopper: which plans run as warp-specialized Gluon kernels on sm_90, and why the others do not."""
+"""hopper: which plans run as Gluon kernels on sm_90, and why the others do not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flexattn.compile.kernels import (
 )
 from flexattn.compile.plan import has_descriptor
 from flexattn.compile.tiles import Tile
-from flexattn.graph.dependence import computed_from, loads_each_place
+from flexattn.graph.dependence import computed_from, loads_per_pair
 from flexattn.machine.triton_versions import has_gluon
 from flexattn.options import option
 
@@ -102,7 +102,7 @@ def _refusal_of_order(plan: KernelPlan, problem: Problem) -> str | None:
 
 def _refusal_of_tables(plan: KernelPlan, problem: Problem) -> str | None:
     """Reject loads per (q, kv) pair. With them, only the fused backward is faster than Triton (docs/kernels.md)."""
-    reads = plan.score is not None and bool(loads_each_place(plan.score.graph))
+    reads = plan.score is not None and bool(loads_per_pair(plan.score.graph))
     return "score_mod loads from a tensor for each (q, kv) pair" if reads else None
 
 
@@ -159,7 +159,7 @@ def _refusal(plan: KernelPlan, problem: Problem, tensors: Tensors) -> str | None
             (option(problem.options, "BACKEND", phase) == name, f"BACKEND is {name}")
             for name in ("TRITON", "TRITON_DECODE")
         ),
-        (target.backend != "cuda" or int(target.arch) != 90, f"{target} is not sm_90"),
+        (not target.is_hopper, f"{target} is not sm_90"),
         (plan.dtype not in (torch.float16, torch.bfloat16), f"{plan.dtype} is not float16 or bfloat16"),
         (plan.exact, "EXACT is True"),
         (not has_gluon(), "this release of Triton is not known to compile it"),

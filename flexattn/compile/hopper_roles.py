@@ -37,10 +37,10 @@ def hopper_names(plan: KernelPlan) -> dict[str, object]:
     names: dict[str, object] = {
         "mods": hopper_mods(plan), "list_arguments": lists, "adds_dq": plan.adds_dq,
         "prelude": as_gluon(environment().get_template("mod_functions.py.jinja").render(scatter_arguments=())),
-        "reads_each_place": any(loads_where_live(mod) for mod in (plan.score, plan.mask, gradient) if mod),
+        "loads_per_pair": any(loads_where_live(mod) for mod in (plan.score, plan.mask, gradient) if mod),
         "bytes": lambda text, parts: " + ".join(f"{text}.block_type.nbytes".replace("%", str(p.index)) for p in parts),
     }  # fmt: skip
-    own = _OWN[plan.kernel](plan)
+    own = _OWN[plan.spec.name](plan)
     arguments = plan.spec.arguments(plan)
     descriptors = tuple(a.name for a in arguments if a.is_descriptor)
     others = tuple(a.name for a in arguments if not a.is_descriptor)
@@ -140,7 +140,7 @@ def _hopper_backward_names(plan: KernelPlan) -> _Own:
             # With a derivative there is enough work to hide dk's wait for its own dS (tanh: 4 % faster, D 128).
             "delayed": not plan.scales_gradient or plan.widths[0] == 64,
             "keeps_keys": plan.widths == (64, 64),
-            **_KEY_ROLES[plan.kernel],
+            **_KEY_ROLES[plan.spec.name],
         },
     )  # fmt: skip
 

@@ -82,7 +82,7 @@ class KernelSpec:
     # What it does with gradients of captured tensors: adds them to buffers, sums them over the batch and adds the sums,
     # or computes their magnitudes.
     captures: Literal["", "adds", "adds over batch", "sizes"] = ""
-    gluon: bool = False  # a warp-specialized Gluon kernel
+    gluon: bool = False  # a Gluon kernel
     fills_padding: bool = False  # its programs also own the padding after the last row
     # Programs own queries of all heads that share a key head, and one split of the keys. merge_splits follows.
     splits_keys: bool = False
@@ -98,6 +98,11 @@ class KernelSpec:
     def sums_over_batch(self) -> bool:
         """Whether it sums gradients of captured tensors over the batch before it adds them."""
         return self.captures == "adds over batch"
+
+    @property
+    def only_captures(self) -> bool:
+        """Whether it computes gradients of captured tensors, or their magnitudes, and no other gradients."""
+        return bool(self.captures) and not self.gradients
 
     @property
     def features(self) -> tuple[Feature, ...]:
@@ -138,13 +143,8 @@ class KernelPlan:
     integer_sums: bool = False  # gradients of captured tensors are summed as integers, for deterministic algorithms
 
     @property
-    def kernel(self) -> str:
-        """The spec's name, which is also that of its template. `name` is the kernel function's."""
-        return self.spec.name
-
-    @property
     def is_hopper(self) -> bool:
-        """Whether it is a warp-specialized Gluon kernel."""
+        """Whether it is a Gluon kernel."""
         return self.spec.gluon
 
     @property
@@ -299,5 +299,5 @@ class KernelPlan:
         if self.adds_dq:
             lines.append(f"    memory   a float32 sum of dq: {128 * pieces_of(self.D)} bytes for each row, padded")
         if self.sums in MEMORY:
-            lines.append(f"    memory   {MEMORY[self.sums]} for each element of a captured tensor that learns")
+            lines.append(f"    memory   {MEMORY[self.sums]} per element of a captured tensor that requires a gradient")
         return "\n".join(lines)

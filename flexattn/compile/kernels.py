@@ -1,9 +1,9 @@
 """kernels: the table of kernels. An operand adds its arguments to the template, the signature and the launch.
 
-The forward is FORWARD or HOPPER_FORWARD; for short queries it is FORWARD_SPLIT and MERGE_SPLITS. The backward starts
-with DELTA, followed by HOPPER_BACKWARD (or its WIDE form) and DQ_ROWS, or by DQ and DKDV, which have Hopper forms too.
-DQ also computes the gradients of captured tensors. CAPTURES computes them without dQ, BATCH_CAPTURES sums them over the
-batch first, SIZES bounds them for integer sums.
+The forward is FORWARD or HOPPER_FORWARD. For short queries it is FORWARD_SPLIT (on Hopper with latent keys
+HOPPER_LATENT) and MERGE_SPLITS. The backward starts with DELTA, followed by HOPPER_BACKWARD (or its WIDE form) and
+DQ_ROWS, or by DQ and DKDV, which have Hopper forms too. DQ also computes the gradients of captured tensors. CAPTURES
+computes them without dQ, BATCH_CAPTURES sums them over the batch first, SIZES bounds them for integer sums.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from flexattn.compile.operands import (
     ScoreScale,
     Strides,
     When,
+    streamed_descriptors,
 )
 from flexattn.compile.scalars import moves_rows
 from flexattn.compile.shared_memory import (
@@ -158,24 +159,16 @@ def _has_no_tma(plan: KernelPlan) -> bool:
     return not plan.tma
 
 
-def _streamed(tensors: tuple[str, str], rows: int, plan: KernelPlan, name: str) -> tuple[DescriptorOperand, ...]:
-    dims = (split_head_dim(plan.D), split_head_dim(plan.Dv))
-    return tuple(
-        DescriptorOperand(f"{tensor}_desc{name}_{p.index}", tensor, (1, 1, rows, p.width))
-        for tensor, parts in zip(tensors, dims, strict=True)
-        for p in parts
-    )
-
-
 def _key_streams(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
-    return _streamed(("k", "v"), plan.tile.BLOCK_N, plan, "") if plan.tma else ()
+    return streamed_descriptors(plan, plan.tile.BLOCK_N) if plan.tma else ()
 
 
 def _query_streams(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
     if not plan.tma:
         return ()
-    whole = _streamed(("q", "do"), plan.tile.BLOCK_M, plan, "")
-    return (*whole, *_streamed(("q", "do"), plan.tile.partial_m, plan, "_partial")) if plan.has_partial_step else whole
+    whole = streamed_descriptors(plan, plan.tile.BLOCK_M)
+    partial = streamed_descriptors(plan, plan.tile.partial_m, partial=True) if plan.has_partial_step else ()
+    return (*whole, *partial)
 
 
 _KEYS = (When(_has_no_tma, (Pointers(("k", "v")),)),)
@@ -199,13 +192,13 @@ FORWARD = KernelSpec(
 )  # fmt: skip
 
 # [B, Hq, M, splits, Dv] and [B, Hq, M, splits]: the results of the splits, and their lse in the exp2 domain.
-_PARTS = (Array("part_ptr", "*fp32", divisible=True), Array("part_lse_ptr", "*fp32"))
+_SPLIT_RESULTS = (Array("part_ptr", "*fp32", divisible=True), Array("part_lse_ptr", "*fp32"))
 FORWARD_SPLIT = KernelSpec(
     "forward_split",
     phase="fwd",
     tensors=("q", "k", "v", "o"),  # MERGE_SPLITS writes o; expected_backward needs its shape and strides
     operands=(
-        Pointers(("q", "k", "v")), *_PARTS, Strides(("q", "k", "v")),
+        Pointers(("q", "k", "v")), *_SPLIT_RESULTS, Strides(("q", "k", "v")),
         Scalars(("M", "N", "heads_q", "heads_kv", "group_size", "row_tiles", "splits", "filling_splits")), ScoreScale(),
         When(lambda plan: plan.score is None, (Scalars(("q_sign",)),)), *_LAYOUT, VALUES_IN_KEYS,
         When(lambda plan: plan.blocks is not None, (Scalars(("mask_blocks",)),)), MaskLists(), ModArguments(),
@@ -219,12 +212,12 @@ MERGE_SPLITS = KernelSpec(
     phase="fwd",
     tensors=("o",),
     operands=(
-        *_PARTS, Pointers(("o",)), _LSE, SINK, Strides(("o",)), Scalars(("M", "heads_q", "splits")),
+        *_SPLIT_RESULTS, Pointers(("o",)), _LSE, SINK, Strides(("o",)), Scalars(("M", "heads_q", "splits")),
     ),
     shared_bytes=lambda plan: 0,
     products=False,
     dims=("v", "v"),
-    fixed_tile=Tile(1, 16, 4, 1),
+    fixed_tile=Tile(1, 16, 4, 1),  # one row, 16 splits at a time
 )  # fmt: skip
 
 DELTA = KernelSpec(
@@ -325,7 +318,7 @@ HOPPER_LATENT = KernelSpec(
     phase="fwd",
     tensors=("q", "k", "v", "o"),
     operands=(
-        Descriptors(latent_descriptors), Pointers(("q",)), *_PARTS, Strides(("q",)),
+        Descriptors(latent_descriptors), Pointers(("q",)), *_SPLIT_RESULTS, Strides(("q",)),
         Scalars(("M", "N", "heads_q", "heads_kv", "group_size", "row_tiles", "splits", "filling_splits")),
         Scalars(("batch_shares_keys",)), ScoreScale(), SEQUSED_K, VALUES_IN_KEYS,
     ),

@@ -22,7 +22,7 @@ import torch
 
 from flexattn.compile.mod_plan import TRITON_DTYPE, ModPlan, layout_unit
 from flexattn.errors import CompileError, message
-from flexattn.graph.dependence import computed_from, each_place, uses
+from flexattn.graph.dependence import computed_from, uses, varies_per_pair
 from flexattn.graph.linear import affine
 from flexattn.graph.magnitudes import exact_in_float32
 from flexattn.graph.mod_graph import ModGraph
@@ -109,7 +109,7 @@ def early_loads(mod: ModPlan) -> tuple[int, ...]:
     if mod.role == "mask":
         return ()
     graph = mod.graph
-    return tuple(i for i in mod.inside if each_place(graph, i) and not graph.dependence[i] & {"score", "grad"})
+    return tuple(i for i in mod.inside if varies_per_pair(graph, i) and not graph.dependence[i] & {"score", "grad"})
 
 
 def lower_early_loads(mod: ModPlan, function: str, dialect: Dialect, streamed: str) -> str:
@@ -139,7 +139,7 @@ def loads_where_live(mod: ModPlan) -> tuple[int, ...]:
 
 
 def _varies_by_score(graph: ModGraph, load: int) -> bool:
-    return each_place(graph, load) or bool(graph.dependence[load] & {"score", "grad"})
+    return varies_per_pair(graph, load) or bool(graph.dependence[load] & {"score", "grad"})
 
 
 class Writer:
@@ -158,8 +158,8 @@ class Writer:
         self.checks: list[tuple[int, str]] = []  # (capture, condition that a load is in bounds), if checked
         if bounded and len(mod.graph.nodes) > MOST_OPERATIONS:
             found = f"{len(mod.graph.nodes)} operations in {mod.graph.name} {mod.graph.location}".rstrip()
-            mend = "Store the values that its loops iterate over in a captured tensor and index it, or use CPU tensors."
-            raise CompileError(message(f"{mod.role}_mod", found, f"at most {MOST_OPERATIONS} for a kernel", mend))
+            fix = "Store the values that its loops iterate over in a captured tensor and index it, or use CPU tensors."
+            raise CompileError(message(f"{mod.role}_mod", found, f"at most {MOST_OPERATIONS} for a kernel", fix))
         self.limits: Sequence[tuple[Any, Any]] = (
             ranges(mod.graph) if bounded else ((None, None),) * len(mod.graph.nodes)
         )

@@ -122,9 +122,9 @@ class _BoxWriter(Writer):
             return ("False", "True") if capture.dtype == torch.bool else (literal(least), literal(most))
         inside, index = [], []
         for axis, (low, high) in enumerate(pairs):
-            ok, place = self._place(low, high, f"{name}_size{axis}")
+            ok, wrapped = self._wrapped_range(low, high, f"{name}_size{axis}")
             inside.append(ok)
-            index.append(place)
+            index.append(wrapped)
         known = self.assign(" & ".join(inside))
         if not ranged:
             element = self._element(node, [low for low, _ in index], known)
@@ -136,7 +136,7 @@ class _BoxWriter(Writer):
         )
         return (self.assign(f"{low} != 0"), self.assign(f"{high} != 0")) if capture.dtype == torch.bool else (low, high)
 
-    def _place(self, low: int, high: int, size: str) -> tuple[str, tuple[str, str]]:
+    def _wrapped_range(self, low: int, high: int, size: str) -> tuple[str, tuple[str, str]]:
         """Write whether a range of indices is in bounds of an axis, and the range after PyTorch's wrap-around."""
         first, last = self.value(low), self.value(high)
         if self._own(low, high):
@@ -172,9 +172,9 @@ class _BoxWriter(Writer):
             self.tables.append(spec)
         table = f"table{self.tables.index(spec)}"
         row = "0"
-        for d, (place, _) in enumerate(index):
+        for d, (first, _) in enumerate(index):
             if d != axis:
-                row = place if row == "0" else f"({row} * {self.mod.capture_name(capture)}_size{d} + {place})"
+                row = first if row == "0" else f"({row} * {self.mod.capture_name(capture)}_size{d} + {first})"
         row = self.assign(f"tl.cast({row}, tl.int64)")
         if own:
             at = self.assign(f"{table}_ptr + {row} * {table}_entries + {own}_block")

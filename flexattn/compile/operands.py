@@ -9,6 +9,7 @@ import torch
 
 from flexattn.call.layout import FLOAT8
 from flexattn.compile.arguments import Argument, DescriptorOf, FromProblem, FromShapes, FromTensors, Part, TileCounter
+from flexattn.compile.head_dims import split_head_dim
 from flexattn.compile.kernel_plan import KernelPlan, Operand
 from flexattn.compile.mod_plan import TRITON_POINTER
 from flexattn.compile.scalars import SCALARS
@@ -172,6 +173,18 @@ class DescriptorOperand:
         element = TRITON_POINTER[self.dtype or plan.dtype][1:]
         kind = f"tensordesc<{element}{list(self.block)}{',' if self.layout else ''}{self.layout}>"
         return (Argument(self.argument, kind, DescriptorOf(self.of, self.block)),)
+
+
+def streamed_descriptors(plan: KernelPlan, rows: int, partial: bool = False) -> tuple[DescriptorOperand, ...]:
+    """Return descriptors of the streamed tensors, one for each part of a head dim. `partial`: for partial blocks."""
+    dims = (split_head_dim(plan.D), split_head_dim(plan.Dv))
+    return tuple(
+        DescriptorOperand(
+            f"{tensor}_desc{'_partial' if partial else ''}_{part.index}", tensor, (1, 1, rows, part.width)
+        )
+        for tensor, parts in zip(plan.spec.streams, dims, strict=False)  # Hopper kernels have no streams
+        for part in parts
+    )
 
 
 @dataclass(frozen=True)

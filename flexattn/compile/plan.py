@@ -20,7 +20,7 @@ from flexattn.compile.tile_choice import choose
 from flexattn.compile.tiles import Tile, TileKey
 from flexattn.errors import OptionError, message
 from flexattn.graph.bound_mod import BoundMod
-from flexattn.graph.dependence import adds_to_score, loads_by, loads_each_place
+from flexattn.graph.dependence import adds_to_score, loads_by, loads_per_pair
 from flexattn.graph.magnitudes import FLOAT_INDEX_LIMIT
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.ranges import Range, index_ranges
@@ -53,7 +53,7 @@ def plan_kernel(
 
 def _with_products(plan: KernelPlan, problem: Problem, tensors: Tensors) -> KernelPlan:
     """Return the plan of a kernel that computes scores, with mods, a mask, and a tile that fits in shared memory."""
-    mask, spec = problem.block_mask, plan.spec
+    blocks, spec = problem.block_mask, plan.spec
     score, grad = _mod_plan(problem.score, "score", problem), None
     if spec.phase == "bwd" and problem.score is not None and problem.score_grad is not None:
         graph = problem.score_grad if spec.captures else without_sites(problem.score_grad)
@@ -61,7 +61,7 @@ def _with_products(plan: KernelPlan, problem: Problem, tensors: Tensors) -> Kern
         grad = _mod_plan(replace(problem.score, graph=graph), "score", problem)
     plan = replace(
         plan, wide_rows=any(t.stride(2) >= 1 << 23 for t in tensors.values()), score=score, grad=grad,
-        mask=_mod_plan(problem.mask, "mask", problem), blocks=None if mask is None else mask.BLOCK_SIZE,
+        mask=_mod_plan(problem.mask, "mask", problem), blocks=None if blocks is None else blocks.BLOCK_SIZE,
         float_index=max(problem.query.size(2), problem.N) <= FLOAT_INDEX_LIMIT,
         precision=_precision(problem, plan.target),
         integer_sums=spec.captures in ("adds", "adds over batch") and sums_integers(problem),
@@ -71,7 +71,7 @@ def _with_products(plan: KernelPlan, problem: Problem, tensors: Tensors) -> Kern
         # A descriptor load cannot mask rows. Past the end of the tensor it loads zeros, but past the end of a block
         # it loads rows that are in no list and may be NaN.
         plan = replace(plan, tma=not plan.cuts_blocks and all(has_descriptor(tensors[n]) for n in spec.streams))
-    plan = replace(plan, full_overhangs=mask is not None and mask.full_overhangs, page_size=_page_size(problem))
+    plan = replace(plan, full_overhangs=blocks is not None and blocks.full_overhangs, page_size=_page_size(problem))
     return fit(plan)  # descriptor loads need more shared memory
 
 
@@ -176,7 +176,7 @@ def score_kind(graph: ModGraph) -> str:
     (output,) = graph.outputs
     if output is None or not adds_to_score(graph, output):
         return "transforms"
-    return "gathers" if loads_each_place(graph) else "adds"
+    return "gathers" if loads_per_pair(graph) else "adds"
 
 
 def _batch_invariant(spec: KernelSpec, problem: Problem) -> bool:
@@ -187,8 +187,8 @@ def _batch_invariant(spec: KernelSpec, problem: Problem) -> bool:
 def _precision(problem: Problem, target: Target) -> str:
     given = option(problem.options, "FLOAT32_PRECISION")
     if given is not None and given not in target.precisions:
-        mend = f"Leave it out: {target} computes in {' or '.join(target.precisions)}."
-        raise OptionError(message("kernel_options['FLOAT32_PRECISION']", repr(given), f"one that {target} has", mend))
+        fix = f"Leave it out: {target} computes in {' or '.join(target.precisions)}."
+        raise OptionError(message("kernel_options['FLOAT32_PRECISION']", repr(given), f"one that {target} has", fix))
     if given is not None:
         return str(given)
     wanted = problem.query.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
@@ -220,7 +220,7 @@ def _mod_plan(mod: BoundMod | None, role: str, problem: Problem) -> ModPlan | No
     plan = ModPlan(mod.graph, role, layouts, tuple(number_type(n) for n in mod.numbers))
     # Only for loads per (q, kv) pair. Masking a load per row or per column is free, and each distinct value of these
     # fields compiles another kernel.
-    loads = loads_each_place(mod.graph)
+    loads = loads_per_pair(mod.graph)
     if not loads:
         return plan
     # A tile may extend past the last row or column by less than its own size.

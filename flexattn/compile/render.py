@@ -11,6 +11,7 @@ from flexattn.compile.hopper_roles import hopper_names
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.lower import Dialect, early_loads, lower, lower_early_loads, lower_score
+from flexattn.compile.operands import streamed_descriptors
 from flexattn.compile.scatter import (
     adds_along_diagonals,
     contribution_names,
@@ -32,7 +33,7 @@ def render(plan: KernelPlan) -> KernelSource:
     """Return the source of a plan's kernel, with its compile options."""
     # hopper_names lowers the mods by hopper_mods, _triton_names by _triton_mods.
     names = _names(plan) | (hopper_names(plan) if plan.is_hopper else _triton_names(plan))
-    text = environment().get_template(f"{plan.kernel}.py.jinja").render(names)
+    text = environment().get_template(f"{plan.spec.name}.py.jinja").render(names)
     arguments = plan.spec.arguments(plan)
     return KernelSource(
         name=plan.name, text=text, header=tuple(repr(plan).splitlines()),
@@ -52,12 +53,9 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "has_score": plan.score is not None,  # score_mod is called
         "has_mask": plan.mask is not None,  # mask_mod is called for partial runs
         "has_blocks": plan.blocks is not None,  # the kernel iterates over the block lists of a BlockMask
-        "has_dropout": plan.has_dropout, "has_sink": "sink" in plan.features, "has_dlse": "dlse" in plan.features,
-        "has_zeroed": "zeroed" in plan.features,
-        "features": plan.features,  # names of all optional parts
+        "features": plan.features,  # names of the optional parts that the kernel has
         "has_layout": bool({"seqused_k", "q_offsets"} & set(plan.features)),  # numbers of a sequence are loaded
         "paged": bool(plan.page_size),
-        "max_scores": "max_scores" in plan.features,  # the forward stores the maximum of each row too
         "scales_gradient": plan.scales_gradient,  # score_grad is called
         "early_score": bool(plan.score and early_loads(plan.score)),  # score_loads is called before the product
         "early_grad": bool(plan.grad and plan.scales_gradient and early_loads(plan.grad)),  # and grad_loads
@@ -74,7 +72,7 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "score_arguments": score, "mask_arguments": mask, "mod_arguments": (*score, *mask),
         "dropout_arguments": _dropout_arguments(plan),  # of the inner loop
         "stream_arguments": _stream_arguments(plan),  # of the inner loop: addresses of streamed tiles
-        "partial_arguments": tuple(_partial_name(plan, n) for n in _stream_arguments(plan)),  # the same in partial runs
+        "partial_arguments": _stream_arguments(plan, partial=plan.has_partial_step),  # the same in partial runs
         **_scatter_names(plan),
         # Functions that format lists of names.
         "each": _each, "names": _joined,
@@ -150,7 +148,7 @@ def _most_registers(plan: KernelPlan) -> int | None:
     if plan.sums != "integer" or plan.grad is None or not adds_along_diagonals(plan.grad.graph):
         return None
     fits = plan.tile.num_warps == 4 and plan.tile.BLOCK_M * plan.tile.BLOCK_N <= 4096 and max(plan.D, plan.Dv) <= 64
-    return 168 if fits and str(plan.target) == "sm_90" else None
+    return 168 if fits and plan.target.is_hopper else None
 
 
 def _accumulators(plan: KernelPlan) -> tuple[str, ...]:
@@ -180,15 +178,11 @@ def _joined(names: tuple[str, ...]) -> str:
     return "".join(f"{n}, " for n in names)
 
 
-def _partial_name(plan: KernelPlan, argument: str) -> str:
-    return argument.replace("_desc_", "_desc_partial_") if plan.transposed and plan.has_partial_step else argument
-
-
-def _stream_arguments(plan: KernelPlan) -> tuple[str, ...]:
-    """Return the inner loop's arguments that address the streamed tiles."""
+def _stream_arguments(plan: KernelPlan, partial: bool = False) -> tuple[str, ...]:
+    """Return the inner loop's arguments that address the streamed tiles. `partial`: those of partial blocks."""
     first, second, rows = ("q", "do", "m") if plan.transposed else ("k", "v", "n")
     if plan.tma:
-        names = tuple(a.name for a in plan.spec.arguments(plan) if a.is_descriptor and "partial" not in a.name)
+        names = tuple(d.argument for d in streamed_descriptors(plan, 0, partial and plan.transposed))
         return names if plan.transposed else (*names, "b_kv", "h_kv")
     strides = f"stride_{first}{rows}", f"stride_{second}{rows}"
     sign = ("q_sign",) if plan.one_loop and plan.score is None else ()

@@ -8,20 +8,15 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from flexattn.block_mask import BlockMask
 from flexattn.call.dropout import Dropout
 from flexattn.call.problem import Problem
+from flexattn.compile.arguments import block_mask_of
 from flexattn.compile.head_dims import pieces_of
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.machine.target import l2_bytes, processors
 from flexattn.options import LARGEST_TILE, option
 
 LOG2E = math.log2(math.e)
-
-
-def mask_of(problem: Problem) -> BlockMask:
-    assert problem.block_mask is not None
-    return problem.block_mask
 
 
 def moves_rows(problem: Problem) -> bool:
@@ -82,9 +77,9 @@ def _row_tiles(plan: KernelPlan, problem: Problem) -> int:
 SPLIT_ROWS = 64  # largest tile of rows of forward_split
 _FEWEST_KEYS, _MOST_SPLITS = 256, 256  # fewest keys of a split, most splits
 _FEWEST_KEYS_OF_WAVES = 1024  # fewest keys of a split, if there is more than one wave of programs
-# Waves of programs, if their work differs: with lengths on the device, and with a mask. With a mask, the programs of
-# splits that are not used read its lists. A window of 4,096 of 16,384 keys takes 152 us with 9 splits, of which it uses
-# one, and 141 with 4.
+# Number of waves if programs have different amounts of work: _WAVES if lengths are on the device, _WAVES_OF_MASK with a
+# mask. With a mask, the programs of splits that are not used read its lists. A window of 4,096 of 16,384 keys takes 152
+# us with 9 splits, of which it uses one, and 141 with 4.
 _WAVES, _WAVES_OF_MASK = 6, 2
 FEW_SPLITS = 4
 _LONG = 1024  # keys
@@ -167,13 +162,13 @@ def _qk_scale(plan: KernelPlan, problem: Problem) -> float:
 
 def _blocks(plan: KernelPlan, problem: Problem) -> int:
     """Return the number of block lists per head."""
-    mask = mask_of(problem)
-    return -(-mask.seq_lengths[plan.transposed] // mask.BLOCK_SIZE[plan.transposed])
+    blocks = block_mask_of(problem)
+    return -(-blocks.seq_lengths[plan.transposed] // blocks.BLOCK_SIZE[plan.transposed])
 
 
 def _mask_stride_b(plan: KernelPlan, problem: Problem) -> int:
-    mask = mask_of(problem)
-    return _blocks(plan, problem) * mask.H if mask.B > 1 else 0
+    blocks = block_mask_of(problem)
+    return _blocks(plan, problem) * blocks.H if blocks.B > 1 else 0
 
 
 def _sink_stride(problem: Problem, d: int) -> int:
@@ -221,10 +216,10 @@ SCALARS: dict[str, tuple[str, Callable[[KernelPlan, Problem], int | float]]] = {
     "qk_scale": ("fp32", _qk_scale),
     "q_sign": ("fp32", lambda plan, problem: float((problem.scale > 0) - (problem.scale < 0))),
     "stride_mask_b": ("i32", _mask_stride_b),
-    "stride_mask_h": ("i32", lambda plan, problem: _blocks(plan, problem) if mask_of(problem).H > 1 else 0),
+    "stride_mask_h": ("i32", lambda plan, problem: _blocks(plan, problem) if block_mask_of(problem).H > 1 else 0),
     "stride_sink_b": ("i64", lambda plan, problem: _sink_stride(problem, 0)),
     "stride_sink_h": ("i64", lambda plan, problem: _sink_stride(problem, 1)),
-    "mask_rows": ("i32", lambda plan, problem: mask_of(problem).seq_lengths[0]),
+    "mask_rows": ("i32", lambda plan, problem: block_mask_of(problem).seq_lengths[0]),
     "mask_blocks": ("i32", lambda plan, problem: _touched(problem)),
     "stride_table": ("i32", lambda plan, problem: _block_table(problem).stride(0)),
     "num_pages": ("i32", lambda plan, problem: problem.key.size(0)),

@@ -14,7 +14,7 @@ from functools import lru_cache
 from flexattn.compile.arguments import Argument, FromShapes, FromTensors
 from flexattn.compile.lower import Dialect, Writer, mod_parameters
 from flexattn.compile.mod_plan import ModPlan, capture_name
-from flexattn.graph.dependence import after_loads_each_place, each_place
+from flexattn.graph.dependence import after_loads_per_pair, varies_per_pair
 from flexattn.graph.linear import affine, shift_invariant
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Load
@@ -78,7 +78,7 @@ def needs_live(mod: ModPlan) -> bool:
     """
     graph = mod.graph
     passed = all(o is not None and graph.is_input(o, "grad") for o in graph.outputs[1:])
-    return not passed or any(after_loads_each_place(graph)[a] for site in graph.sites for a in graph.nodes[site].args)
+    return not passed or any(after_loads_per_pair(graph)[a] for site in graph.sites for a in graph.nodes[site].args)
 
 
 def scatter_loads(mod: ModPlan, sums: str) -> tuple[tuple[str, str], ...]:
@@ -130,14 +130,14 @@ def lower_scatter(mod: ModPlan, function: str, dialect: Dialect, sums: str) -> s
         if _along_diagonals(graph, site):
             one_cell = not all(affine(graph, a) for a in graph.nodes[site].args)
             name = mod.capture_name(graph.loads[site].capture)
-            body += _add_diagonals(i, f"{function}_place{i}", arguments, one_cell, _ADD[sums], name)
+            body += _add_diagonals(i, f"{function}_pointers{i}", arguments, one_cell, _ADD[sums], name)
             continue
         for axis, index in ((0, "q_idx"), (1, "kv_idx")):
             if index not in graph.dependence[site]:
                 body.append(f"d{i} = tl.sum(d{i}, {axis}, keep_dims=True)")
-        body += _add(mod, i, f"{function}_place{i}", arguments, sums)
+        body += _add(mod, i, f"{function}_pointers{i}", arguments, sums)
     text = writer.function(function, [*mod_parameters(graph), "live", "m0", "n0"], [*body, "return"], buffers)
-    return "\n\n".join([*_places(mod, dialect, function, buffers), text])
+    return "\n\n".join([*_pointer_functions(mod, dialect, function, buffers), text])
 
 
 @lru_cache(512)
@@ -148,7 +148,7 @@ def same_in_all_batches(graph: ModGraph) -> bool:
     """
     own = {"b", "score", "grad"}
     return bool(graph.sites) and all(
-        each_place(graph, site) and not graph.dependence[site] & own and not _along_diagonals(graph, site)
+        varies_per_pair(graph, site) and not graph.dependence[site] & own and not _along_diagonals(graph, site)
         for site in graph.sites
     )
 
@@ -176,26 +176,28 @@ def lower_additions(mod: ModPlan, function: str, dialect: Dialect, sums: str) ->
     """Return the text of a function that adds sums of contributions to the buffers where `live` is true."""
     buffers = list(scatter_values(mod, sums))
     arguments = ", ".join((*mod.argument_names(), *buffers))
-    body = [line for i in range(len(mod.graph.sites)) for line in _add(mod, i, f"{function}_place{i}", arguments, sums)]
+    body = [
+        line for i in range(len(mod.graph.sites)) for line in _add(mod, i, f"{function}_pointers{i}", arguments, sums)
+    ]
     inputs = [*contribution_names(mod), "b", "h", "q_idx", "kv_idx", "live"]
     text = Writer(mod, dialect).function(function, inputs, [*body, "return"], buffers)
-    return "\n\n".join([*_places(mod, dialect, function, buffers), text])
+    return "\n\n".join([*_pointer_functions(mod, dialect, function, buffers), text])
 
 
-def _places(mod: ModPlan, dialect: Dialect, function: str, buffers: list[str]) -> list[str]:
+def _pointer_functions(mod: ModPlan, dialect: Dialect, function: str, buffers: list[str]) -> list[str]:
     """Return the texts of the functions that compute the address of each site."""
     sites = [(mod.graph.loads[site], site) for site in mod.graph.sites]
-    return [_place(mod, dialect, *of, f"{function}_place{i}", buffers) for i, of in enumerate(sites)]
+    return [_pointers(mod, dialect, *of, f"{function}_pointers{i}", buffers) for i, of in enumerate(sites)]
 
 
-def _add(mod: ModPlan, i: int, place: str, arguments: str, sums: str) -> list[str]:
+def _add(mod: ModPlan, i: int, function: str, arguments: str, sums: str) -> list[str]:
     """Return statements that add d{i} to the buffer of its site."""
     graph, site = mod.graph, mod.graph.sites[i]
     name = mod.capture_name(graph.loads[site].capture)
     pointers, inside = (f"tl.broadcast_to({x}, d{i}.shape)" for x in ("pointers", "inside"))
     return [
-        f"pointers, inside = {place}(b, h, q_idx, kv_idx, live, {arguments})",
-        *(["if live is not None:", "    inside = inside & live"] if each_place(graph, site) else []),
+        f"pointers, inside = {function}(b, h, q_idx, kv_idx, live, {arguments})",
+        *(["if live is not None:", "    inside = inside & live"] if varies_per_pair(graph, site) else []),
         _ADD[sums].format(pointers=pointers, value=f"d{i}", inside=inside, name=name),
     ]
 
@@ -218,12 +220,12 @@ def adds_along_diagonals(graph: ModGraph) -> bool:
 
 def _along_diagonals(graph: ModGraph, site: int) -> bool:
     """Return whether the index of a site is constant along diagonals and computed without loads per (q, kv) pair."""
-    if not each_place(graph, site) or graph.dependence[site] & {"score", "grad"}:
+    if not varies_per_pair(graph, site) or graph.dependence[site] & {"score", "grad"}:
         return False
-    return all(shift_invariant(graph)[a] and not after_loads_each_place(graph)[a] for a in graph.loads[site].args)
+    return all(shift_invariant(graph)[a] and not after_loads_per_pair(graph)[a] for a in graph.loads[site].args)
 
 
-def _place(mod: ModPlan, dialect: Dialect, node: Load, site: int, function: str, buffers: list[str]) -> str:
+def _pointers(mod: ModPlan, dialect: Dialect, node: Load, site: int, function: str, buffers: list[str]) -> str:
     """Return the text of a function that returns the address of a site in its buffer, and whether it is in bounds."""
     writer = Writer(mod, dialect)
     position = node.capture
@@ -238,13 +240,13 @@ def _place(mod: ModPlan, dialect: Dialect, node: Load, site: int, function: str,
     return writer.function(function, ["b", "h", "q_idx", "kv_idx", "live"], [result], buffers)
 
 
-def _add_diagonals(i: int, place: str, arguments: str, one_cell: bool, adder: str, name: str) -> list[str]:
+def _add_diagonals(i: int, function: str, arguments: str, one_cell: bool, adder: str, name: str) -> list[str]:
     """Return statements that add the diagonal sums of each 8 x 8 block."""
     add = adder.format(pointers="pointers", value="sums", inside="inside & diagonal", name=name)
     add_whole = adder.format(pointers="corner", value="whole", inside="corner_inside", name=name)
     text = [
         f"sums, q_at, kv_at, diagonal = diagonal_sums(d{i}, m0, n0)",
-        f"pointers, inside = {place}(b, h, q_at, kv_at, None, {arguments})",
+        f"pointers, inside = {function}(b, h, q_at, kv_at, None, {arguments})",
     ]
     if not one_cell:
         return [*text, add]
@@ -252,7 +254,7 @@ def _add_diagonals(i: int, place: str, arguments: str, one_cell: bool, adder: st
     return [
         *text,
         "q_first, kv_first = m0 + tl.arange(0, 1)[:, None], n0 + tl.arange(0, 1)[None, :]",
-        f"corner, corner_inside = {place}(b, h, q_first, kv_first, None, {arguments})",
+        f"corner, corner_inside = {function}(b, h, q_first, kv_first, None, {arguments})",
         "if tl.max((diagonal & (pointers.to(tl.int64) != corner.to(tl.int64))).to(tl.int32)) == 0:",
         "    whole = tl.sum(tl.sum(sums, 0, keep_dims=True), 1, keep_dims=True)",
         f"    {add_whole}",

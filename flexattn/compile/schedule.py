@@ -56,7 +56,7 @@ class KernelProblems:
 
     def seen_by(self, spec: KernelSpec) -> Problem:
         """Return the variant for a kernel."""
-        if spec.captures in ("adds over batch", "sizes"):
+        if spec.only_captures:
             return self.capture_gradients
         return self.owns_keys if spec.owns_keys else self.owns_queries
 
@@ -74,12 +74,12 @@ def _without_capture_gradients(problem: Problem) -> Problem:
 
 def sums_over_batch(problem: Problem) -> bool:
     """Whether captured tensors receive a gradient per (q, kv) pair, in elements that all batches share."""
-    graph, mask = problem.score_grad, problem.block_mask
+    graph, blocks = problem.score_grad, problem.block_mask
     if graph is None or not graph.sites or problem.query.size(0) == 1 or problem.dropout is not None:
         return False  # the common case, checked in each forward and backward
     if problem.layout is not None:  # sequences differ in length and position
         return False
-    one_mask = mask is None or (mask.B == 1 and problem.mask is not None and not problem.mask.graph.reads("b"))
+    one_mask = blocks is None or (blocks.B == 1 and problem.mask is not None and not problem.mask.graph.reads("b"))
     return one_mask and same_in_all_batches(graph)
 
 
@@ -95,8 +95,8 @@ def forward_kernels(problem: Problem) -> tuple[KernelSpec, ...]:
     if option(problem.options, "BACKEND", "fwd") == "TRITON_DECODE":
         if reason is not None:
             found = f"BACKEND='TRITON_DECODE' with {reason}"
-            mend = "Leave BACKEND out."
-            raise UnsupportedError(message("kernel_options", found, "a call that can split its keys", mend))
+            fix = "Leave BACKEND out."
+            raise UnsupportedError(message("kernel_options", found, "a call that can split its keys", fix))
         return SPLIT
     automatic = (option(problem.options, "BACKEND", "fwd") or "AUTO") == "AUTO"
     forced = option(problem.options, "FORCE_USE_FLEX_ATTENTION", "fwd") is True
@@ -105,14 +105,14 @@ def forward_kernels(problem: Problem) -> tuple[KernelSpec, ...]:
 
 def _refusal_of_split(problem: Problem) -> str | None:
     """Return why the keys of a call cannot be split; None if they can."""
-    (_, Hq, M, _), Hkv, mask = problem.query.shape, problem.key.shape[1], problem.block_mask
+    (_, Hq, M, _), Hkv, blocks = problem.query.shape, problem.key.shape[1], problem.block_mask
     if M > LONGEST_SPLIT:
         return f"{M} queries, more than {LONGEST_SPLIT}"
     if problem.batch_invariant or problem.max_scores or problem.dropout is not None:
         return "BATCH_INVARIANT, max_scores or dropout"
     if option(problem.options, "PROFILE") is True:
         return "PROFILE"
-    if mask is not None and mask.H > 1 and Hq != Hkv:
+    if blocks is not None and blocks.H > 1 and Hq != Hkv:
         return "a mask by head and heads that share keys"
     return None
 

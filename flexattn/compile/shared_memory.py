@@ -18,7 +18,7 @@ from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.mod_plan import ModPlan
 from flexattn.compile.scatter import adds_along_diagonals
 from flexattn.errors import CompileError, message
-from flexattn.graph.dependence import PLACES
+from flexattn.graph.dependence import PAIR_INDICES
 
 _FEWEST_ROWS = 8
 _ALIGNMENT = 1024  # bytes; of wgmma and tcgen05 operands
@@ -99,8 +99,8 @@ def _fma(plan: KernelPlan) -> int:
     if plan.is_forward:
         return held + max(first, t.scores + max(t.second), exchanged) + 4 * own_rows(plan)
     if not plan.transposed:
-        before, places = _exchanged_before(plan), own_rows(plan) * streamed_rows(plan)
-        beside = before if places <= 256 else 0  # 16 x 16 tiles: exchanged while the last operand is live
+        before, pairs = _exchanged_before(plan), own_rows(plan) * streamed_rows(plan)
+        beside = before if pairs <= 256 else 0  # 16 x 16 tiles: exchanged while the last operand is live
         return held + first + max(second + beside, t.scores + _exchanged_after(plan), before) + _barriers(plan)
     # If rows have 16 bytes for each thread, they are already in the register layout of the last products.
     if max(t.parts) // streamed_rows(plan) >= 512 * plan.tile.num_warps and not plan.tma:
@@ -159,14 +159,14 @@ def _mfma(plan: KernelPlan) -> int:
     Whether scores are exchanged depends on the instruction shape that Triton chooses for each product.
     """
     t = _tiles(plan, plan.dtype.itemsize)
-    places, threads = own_rows(plan) * streamed_rows(plan), plan.target.warp_size * plan.tile.num_warps
+    pairs, threads = own_rows(plan) * streamed_rows(plan), plan.target.warp_size * plan.tile.num_warps
     diagonals = plan.sums and plan.grad is not None and adds_along_diagonals(plan.grad.graph)
     scores = t.scores if plan.dtype.itemsize < 4 or not _one_layout(plan) else 0
     dropped = plan.has_dropout and (plan.dtype.itemsize == 4 or not plan.transposed)
-    scores = max(scores, 4 * places if diagonals or dropped or _exchanges_sums(plan) else 0)
+    scores = max(scores, 4 * pairs if diagonals or dropped or _exchanges_sums(plan) else 0)
     addresses = 20 * threads if plan.sums else 0  # per thread: a small tile has several threads per element
     if plan.sums and not diagonals:
-        scores = max(scores, 8 * places)
+        scores = max(scores, 8 * pairs)
     if t.stages > 1:
         scores += (t.stages - 1) * t.streamed
     zeros_and_ones = 1024 * plan.dtype.itemsize if diagonals else 0  # operand of diagonal sums, live in the whole loop
@@ -187,7 +187,7 @@ def _exchanges_sums(plan: KernelPlan) -> bool:
     """Whether scores are exchanged before they are rounded: a mod loads per (q, kv) pair, or dQ has a mask."""
     masked = not plan.is_forward and not plan.transposed and plan.blocks is not None
     masked &= plan.dtype.itemsize < 4 and _loads_ahead(plan)
-    return masked or any(load.each_place for mod in (plan.score, plan.mask) if mod for load in _loads(mod))
+    return masked or any(load.per_pair for mod in (plan.score, plan.mask) if mod for load in _loads(mod))
 
 
 def _scores_of_warps(plan: KernelPlan, t: _Tiles) -> int:
@@ -229,7 +229,7 @@ def _ahead_of_mods(plan: KernelPlan) -> int:
         for load in () if mod is None else _loads(mod):
             if load.reads_rows and (load.size >= 4 or load.aligned):
                 ahead += steps * own * streamed * load.size
-            elif load.varies and not load.each_place:
+            elif load.varies and not load.per_pair:
                 ahead += steps * streamed * max(4, load.size)
     return ahead
 
@@ -238,11 +238,11 @@ def _of_dropout(plan: KernelPlan) -> int:
     """Shared memory for dropout: exchanging random words if no thread has a counter's positions, plus dK/dV's delta."""
     if not plan.has_dropout:
         return 0
-    places = own_rows(plan) * streamed_rows(plan)
+    pairs = own_rows(plan) * streamed_rows(plan)
     if not plan.transposed:
-        return 4 * places if units(plan) == "tcgen05" else 0
+        return 4 * pairs if units(plan) == "tcgen05" else 0
     apart = units(plan) == "tcgen05" or (units(plan) == "mma" and plan.tile.num_warps > 4)
-    return 8 * streamed_rows(plan) + (2 * places if apart else 0)
+    return 8 * streamed_rows(plan) + (2 * pairs if apart else 0)
 
 
 def _exchanged(plan: KernelPlan) -> int:
@@ -254,7 +254,7 @@ def _exchanged_before(plan: KernelPlan) -> int:
     """Return the bytes of the mods' loads per (q, kv) pair that are converted to the layout of the scores."""
     ahead = plan.tile.num_stages > 1 and plan.target.loads_ahead
     late = not ahead and (units(plan) != "mma" or not plan.is_forward or not _copies(plan))
-    read = [load for load in _each_place(plan, plan.score, plan.mask) if load.size < 4 or (load.reads_rows and late)]
+    read = [load for load in _per_pair(plan, plan.score, plan.mask) if load.size < 4 or (load.reads_rows and late)]
     return max((min(4, max(2, load.size)) * own_rows(plan) * streamed_rows(plan) for load in read), default=0)
 
 
@@ -263,10 +263,10 @@ def _exchanged_after(plan: KernelPlan) -> int:
     if not plan.sums or _converts_scores(plan):
         return 0
     wide = units(plan) == "fma" or plan.dtype.itemsize == 4
-    added = [4 if load.reads_rows or wide else 2 for load in _each_place(plan, plan.score)]
-    places = own_rows(plan) * streamed_rows(plan)
+    added = [4 if load.reads_rows or wide else 2 for load in _per_pair(plan, plan.score)]
+    pairs = own_rows(plan) * streamed_rows(plan)
     apart = units(plan) == "mma" and own_rows(plan) >= 16 * plan.tile.num_warps  # each warp has rows of its own
-    return max(added, default=0) * places + (0 if apart or 4 in added else 2 * _reductions(plan))
+    return max(added, default=0) * pairs + (0 if apart or 4 in added else 2 * _reductions(plan))
 
 
 def _converts_scores(plan: KernelPlan) -> bool:
@@ -274,9 +274,9 @@ def _converts_scores(plan: KernelPlan) -> bool:
     return not plan.target.loads_ahead and plan.dtype.itemsize < 4
 
 
-def _each_place(plan: KernelPlan, *mods: ModPlan | None) -> list[_Load]:
+def _per_pair(plan: KernelPlan, *mods: ModPlan | None) -> list[_Load]:
     """Return the mods' loads per (q, kv) pair that are exchanged through shared memory."""
-    return [] if _converts_scores(plan) else [load for mod in mods if mod for load in _loads(mod) if load.each_place]
+    return [] if _converts_scores(plan) else [load for mod in mods if mod for load in _loads(mod) if load.per_pair]
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class _Load:
     size: int  # bytes per element
     aligned: bool
     varies: bool  # with rows or columns
-    each_place: bool  # with both
+    per_pair: bool  # with both
     reads_rows: bool  # adjacent scores of a row read adjacent elements
 
 
@@ -294,10 +294,10 @@ class _Load:
 def _loads(mod: ModPlan) -> tuple[_Load, ...]:
     graph, found = mod.graph, []
     for position, node in graph.loads.items():
-        capture, indices = node.capture, PLACES & graph.dependence[position]
-        layout, each_place = mod.layouts[capture], len(indices) == 2
-        rows = each_place and layout.dense and "q_idx" not in graph.dependence[node.args[-1]]
-        found.append(_Load(graph.captures[capture].dtype.itemsize, layout.aligned, bool(indices), each_place, rows))
+        capture, indices = node.capture, PAIR_INDICES & graph.dependence[position]
+        layout, per_pair = mod.layouts[capture], len(indices) == 2
+        rows = per_pair and layout.dense and "q_idx" not in graph.dependence[node.args[-1]]
+        found.append(_Load(graph.captures[capture].dtype.itemsize, layout.aligned, bool(indices), per_pair, rows))
     return tuple(found)
 
 

@@ -73,7 +73,7 @@ class TileRow:
 
 def rows_text(rows: Iterable[TileRow]) -> str:
     """Return a table as sorted JSON text. Equal tables give equal text."""
-    ordered = sorted(rows, key=lambda row: (row.architecture, row.key.kernel, row.key.bytes, *_place(row.key)))
+    ordered = sorted(rows, key=lambda row: (row.architecture, row.key.kernel, row.key.bytes, *_order(row.key)))
     lines = ",\n".join(f"  {json.dumps(_record(row))}" for row in ordered)
     return f'{{\n "format": {FORMAT},\n "tiles": [\n{lines}\n ]\n}}\n'
 
@@ -87,11 +87,11 @@ def read_rows(text: str, name: str) -> tuple[TileRow, ...]:
         return tuple(_row(record) for record in table["tiles"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         found = f"{type(error).__name__}: {error}"
-        mend = "Correct or delete it."
-        raise ArgumentError(message(name, found, f"a table of tiles in format {FORMAT}", mend)) from error
+        fix = "Correct or delete it."
+        raise ArgumentError(message(name, found, f"a table of tiles in format {FORMAT}", fix)) from error
 
 
-def _place(key: TileKey) -> tuple[int, int, int, int, bool, str]:
+def _order(key: TileKey) -> tuple[int, int, int, int, bool, str]:
     """Return the sort key for the rows of a kernel. The smallest head dims come first."""
     return KINDS.index(key.kind), max(key.D, key.Dv), key.D, key.Dv, key.masked, key.dtype
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -13,9 +12,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.func import vjp
 
-from flexattn.call.problem import Gradients, Needs, Problem
+from flexattn.call.problem import Gradients, Needs, Problem, requires_grad
 from flexattn.engines.second_order import tangents
-from flexattn.engines.watched import is_watched, watched
+from flexattn.engines.watched import Direction, is_watched, watched
 from flexattn.errors import MutationError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.process.config import settings
@@ -55,7 +54,7 @@ def attention(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor, Tensor 
     tensors = tensors_of(problem)
     if _requires_gradient(tensors):
         return AttentionFunction.apply(engine, problem, *tensors)
-    out, lse, max_scores = without_autocast(problem, engine.forward, problem)
+    out, lse, max_scores = run_engine("forward", problem, engine.forward, problem)
     return out, _shown(lse, problem), max_scores
 
 
@@ -76,11 +75,8 @@ def wants_gradient(problem: Problem) -> bool:
     return _requires_gradient(tensors_of(problem))
 
 
-_learns = attrgetter("requires_grad")
-
-
 def _requires_gradient(tensors: Sequence[Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(map(_learns, tensors))
+    return torch.is_grad_enabled() and any(map(requires_grad, tensors))
 
 
 class AttentionFunction(Function):
@@ -123,7 +119,7 @@ _NOTHING = torch.empty(0, device="cpu")  # in the place of tensors that save_for
 
 
 def _run(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
-    return without_autocast(problem, partial(_forward_unviewed, engine), problem)
+    return run_engine("forward", problem, partial(_forward_unviewed, engine), problem)
 
 
 def _forward_unviewed(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -270,8 +266,8 @@ def _gradients(
     """Return one gradient, or None, per tensor of the problem."""
     q, k, v = needs[:3]
     of_sink = problem.sink is not None and needs[-1]
-    dq, dk, dv, captured, d_sink = without_autocast(
-        problem, engine.backward, problem, out, lse, d_out, d_lse, (q, k, v, of_sink)
+    dq, dk, dv, captured, d_sink = run_engine(
+        "backward", problem, engine.backward, problem, out, lse, d_out, d_lse, (q, k, v, of_sink)
     )
     sink = () if problem.sink is None else (d_sink,)
     of_mask = (None,) * (len(needs) - 3 - len(captured) - len(sink))
@@ -305,10 +301,13 @@ def with_captures(bound: BoundMod | None, captures: Sequence[Tensor]) -> BoundMo
     return None if bound is None else BoundMod(bound.graph, tuple(captures), bound.numbers)
 
 
-def without_autocast(problem: Problem, function: Callable[..., Any], *args: Any) -> Any:
-    """Run with autocast disabled. The inputs already have their dtypes, and engines accumulate in float32."""
+def run_engine(direction: Direction, problem: Problem, function: Callable[..., Any], *args: Any) -> Any:
+    """Run an engine's function without autocast, and as one operation if a profiler or a mode watches.
+
+    The inputs already have their dtypes, and engines accumulate in float32.
+    """
     if is_watched():
-        function, args = watched, (problem, function, *args)
+        function, args = watched, (direction, problem, function, *args)
     kind = problem.query.device.type
     if not torch.is_autocast_enabled(kind):
         return function(*args)
@@ -326,9 +325,9 @@ def unpack(ctx: Any, problem: Callable[[], Problem], shapes: Sequence[torch.Size
             raise
         shape = tuple(int(size) for size in found[1].split(",") if size.strip())
         names = [name for name, other in zip(_names(problem()), shapes, strict=True) if other == shape]
-        mend = "Change it after the backward, or pass a clone."
+        fix = "Change it after the backward, or pass a clone."
         expected = "the values that the forward saw"
-        raise MutationError(message(" or ".join(names), f"shape {shape} changed in place", expected, mend)) from error
+        raise MutationError(message(" or ".join(names), f"shape {shape} changed in place", expected, fix)) from error
 
 
 def _names(problem: Problem) -> tuple[str, ...]:

@@ -15,10 +15,11 @@ from torch.autograd import forward_ad, profiler
 
 from flexattn.block_mask import BlockMask
 from flexattn.call.layout import Layout, LayoutArguments
-from flexattn.call.packed import Packed, PackedArguments, packed_mask, packed_score
 from flexattn.call.pose import autocast
 from flexattn.call.positions import at_positions, mask_at_positions
 from flexattn.call.problem import Problem
+from flexattn.call.varlen.arguments import Packed, PackedArguments
+from flexattn.call.varlen.mods import packed_mask, packed_score
 from flexattn.engines.mask_state import Masked, MaskState, TraceSettings, memory_form
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.mod_graph import ModGraph
@@ -179,7 +180,7 @@ def _packed_kind(
 ) -> CallKind | None:
     """Return the kind of a call with packed sequences. `tensors` are query, key and value."""
     query, other = tensors[:2]
-    packed = Packed.without_lengths(given, query, other)
+    packed = Packed.recalled(given, query, other)
     if packed is None:
         return None
     graph, bound = None, None

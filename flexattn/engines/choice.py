@@ -55,8 +55,8 @@ def _reads_layout(engine: Engine, problem: Problem) -> bool:
         return True
     if problem.layout.is_quantized:
         return False
-    mask = problem.block_mask
-    if mask is not None and mask.seq_lengths[1] != problem.N:  # its lists of query blocks have more rows than key
+    blocks = problem.block_mask
+    if blocks is not None and blocks.seq_lengths[1] != problem.N:  # its lists of query blocks have more rows than key
         return False
     shared = problem.key.size(0) == 1 < problem.query.size(0)  # dK/dV would need a length per batch
     return not problem.is_paged and not (shared and problem.layout.seqused_k is not None)
@@ -81,10 +81,10 @@ def gpu_engine_of(problem: Problem) -> Engine:
 
 def _checked_triton(device: torch.device, backend: str) -> Engine:
     if backend == "CPU":
-        mend = "Leave BACKEND out, or move the tensors to the CPU."
-        raise OptionError(message("kernel_options", f"BACKEND='CPU' with tensors on {device}", "AUTO or TRITON", mend))
+        fix = "Leave BACKEND out, or move the tensors to the CPU."
+        raise OptionError(message("kernel_options", f"BACKEND='CPU' with tensors on {device}", "AUTO or TRITON", fix))
     if device.type == "cpu" and not is_interpreting():
-        mend = "Leave BACKEND out, or set TRITON_INTERPRET=1 before Python starts to run kernels in the interpreter."
+        fix = "Leave BACKEND out, or set TRITON_INTERPRET=1 before Python starts to run kernels in the interpreter."
         found = f"BACKEND={backend!r} with tensors on the CPU"
-        raise OptionError(message("kernel_options", found, "AUTO or CPU", mend))
+        raise OptionError(message("kernel_options", found, "AUTO or CPU", fix))
     return triton

@@ -159,14 +159,14 @@ def _backward(
     wide = computing_dtype(problem.query)
     pairs = zip((problem.query, problem.key, problem.value), needs[:3], strict=True)
     dq, dk, dv = (_zeros_in_order_of(x, x.shape, wide) if need else None for x, need in pairs)
-    learned = problem.score is not None and problem.score_grad is not None and problem.score_grad.sites
+    has_sites = problem.score is not None and problem.score_grad is not None and problem.score_grad.sites
     if problem.query.numel() == 0:
-        return _Sums(dq, dk, dv, CaptureGradients.of(problem, wide) if learned else None)
+        return _Sums(dq, dk, dv, CaptureGradients.of(problem, wide) if has_sites else None)
     parts = shares(problem, _threads(problem))
 
     def work(i: int) -> CaptureGradients | None:
         tiles = Scores(problem)
-        captures = CaptureGradients.of(problem, wide) if learned else None
+        captures = CaptureGradients.of(problem, wide) if has_sites else None
         for strip in _strips(problem, parts[i]):
             if strip.tiles:
                 _backward_strip(tiles, strip, given, _Sums(dq, dk, dv, captures), guard)

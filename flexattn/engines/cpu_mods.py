@@ -23,14 +23,14 @@ class Outside:
     dimension: int
     size: int
     index: Tensor
-    places: Tensor  # bool, broadcasts to the tile
+    outside: Tensor  # bool, broadcasts to the tile
 
     def check(self, live: Tensor | None) -> None:
         """Raise if a position in `live` (None: all positions) has an out-of-range index."""
-        places = self.places if live is None else self.places & live
-        if not places.any():
+        outside = self.outside if live is None else self.outside & live
+        if not outside.any():
             return
-        index = int(torch.where(places, self.index, 0).flatten()[places.flatten().int().argmax()])
+        index = int(torch.where(outside, self.index, 0).flatten()[outside.flatten().int().argmax()])
         raise self.graph.index_error(self.capture, self.dimension, self.size, index, " at an attended position")
 
 
@@ -107,10 +107,10 @@ class TileGraph:
         index = [self._inside(node, d, values[a]) for d, a in enumerate(node.args)]
         if source.numel() == 0:
             return torch.zeros((), dtype=node.dtype, device=self.device)
-        place = flat_index(index, source.shape, source.stride())
+        offset = flat_index(index, source.shape, source.stride())
         span = sum((n - 1) * s for n, s in zip(source.shape, source.stride(), strict=True)) + 1
         line = source.as_strided((span,), (1,))
-        return line.index_select(0, place.reshape(-1)).view(place.shape).to(node.dtype)
+        return line.index_select(0, offset.reshape(-1)).view(offset.shape).to(node.dtype)
 
     def _inside(self, node: Load, dimension: int, index: Tensor) -> Tensor:
         """Record positions with an out-of-range index, and clamp the index."""
@@ -119,8 +119,8 @@ class TileGraph:
         low, high = (int(x) for x in index.aminmax())
         if low >= -size and high < size:
             return index
-        places = (index < -size) | (index >= size)
-        self.outside.append(Outside(self.graph, capture.name, dimension, size, index, places))
+        outside = (index < -size) | (index >= size)
+        self.outside.append(Outside(self.graph, capture.name, dimension, size, index, outside))
         return index.clamp(-size, max(size - 1, -size))
 
 
@@ -179,11 +179,11 @@ class CaptureGradients:
                 into += grad.reshape(())
                 continue
             index = [i.clamp(-n, n - 1) for i, n in zip(index, into.shape, strict=True)]
-            place = flat_index(index, into.shape, into.stride()).expand(grad.shape)
+            offset = flat_index(index, into.shape, into.stride()).expand(grad.shape)
             if into.is_cpu:
-                into.view(-1).scatter_add_(0, place.reshape(-1), grad.reshape(-1))
+                into.view(-1).scatter_add_(0, offset.reshape(-1), grad.reshape(-1))
             else:  # sorts by index, so sums have one order; scatter_add_ on CUDA uses atomics, and gradcheck sees it
-                into.view(-1).index_put_((place.reshape(-1),), grad.reshape(-1), accumulate=True)
+                into.view(-1).index_put_((offset.reshape(-1),), grad.reshape(-1), accumulate=True)
 
 
 def _five_dims(x: Tensor) -> Tensor:

@@ -96,9 +96,9 @@ class Scores:
     def kept(self, strip: Strip, tile: Tile) -> Tensor:
         """Return the dropout factors of the weights, [batches * key heads, group * rows, keys]."""
         assert self.problem.dropout is not None
-        places, dropout = self.indices(strip, tile), self.problem.dropout
-        batch_head = places["b"] * self.problem.query.shape[1] + places["h"]
-        keep = dropout.keep(batch_head, places["q_idx"], tile.keys).expand(self.shape(strip, tile))
+        indices, dropout = self.indices(strip, tile), self.problem.dropout
+        batch_head = indices["b"] * self.problem.query.shape[1] + indices["h"]
+        keep = dropout.keep(batch_head, indices["q_idx"], tile.keys).expand(self.shape(strip, tile))
         return keep.flatten(2, 3).flatten(0, 1).to(self.dtype).mul_(dropout.keep_scale)
 
     def plain_scores(self, strip: Strip, tile: Tile, query: Tensor, factor: float, name: str = "scores") -> Tensor:

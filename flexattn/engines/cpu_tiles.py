@@ -135,19 +135,19 @@ class _Part:
 
 
 def _parts(problem: Problem, piece: Piece, limits: _Limits) -> Iterator[_Part]:
-    mask, M, N = problem.block_mask, problem.query.shape[2], problem.key.shape[2]
+    block_mask, M, N = problem.block_mask, problem.query.shape[2], problem.key.shape[2]
     G = problem.query.shape[1] // problem.key.shape[1]
     batches, (h0, h1) = piece.batches, piece.key_heads
     merges = max(M, 64) * N <= _MERGED_PAIRS
     heads = [(piece.key_heads, (0, G), range(1))]
-    if mask is not None and mask.H > 1:
+    if block_mask is not None and block_mask.H > 1:
         at_once = max(1, limits.shared // max(1, G * M * N))
         together = [(h, min(h + at_once, h1)) for h in range(h0, h1, at_once)]
         heads = [((a, b), (0, G), range(a * G, b * G)) for a, b in together]
         if not merges:
             heads = [((h, h + 1), (g, g + 1), range(h * G + g, h * G + g + 1)) for h in range(h0, h1) for g in range(G)]
     for key_heads, group, of_heads in heads:
-        if mask is None or mask.B == 1:
+        if block_mask is None or block_mask.B == 1:
             yield _Part(batches, key_heads, group, range(1), of_heads)
             continue
         pairs = (key_heads[1] - key_heads[0]) * (group[1] - group[0]) * M * N
@@ -161,9 +161,9 @@ def _chunks(batches: range, size: int) -> list[range]:
 
 
 def _strips_of(problem: Problem, part: _Part, limits: _Limits) -> Iterator[Strip]:
-    (h0, h1), (g0, g1), mask = part.key_heads, part.group, problem.block_mask
+    (h0, h1), (g0, g1), block_mask = part.key_heads, part.group, problem.block_mask
     heads_at_once = min(h1 - h0, _MAX_HEADS) * (g1 - g0)
-    one_mask = mask is None or mask.H == 1
+    one_mask = block_mask is None or block_mask.H == 1
     for rows, ranges in _rows(problem, part, limits.rows if heads_at_once > 4 else 2 * limits.rows):
         m, keys = rows[1] - rows[0], ranges.count
         groups = list(_head_groups(limits, part, m, keys)) if one_mask else [(part.key_heads, part.group)]
@@ -195,17 +195,17 @@ def fixed_strips(problem: Problem, share: Share | None = None) -> Iterator[Strip
     """
     Hq, M = problem.query.shape[1:3]
     Hkv, N = problem.key.shape[1:3]
-    mask = problem.block_mask
-    assert mask is not None and not any(size % FIXED_ROWS for size in mask.BLOCK_SIZE)
-    partial, blocks = _as_numpy(mask.kv_runs.partial), -(-M // mask.BLOCK_SIZE[0])
+    block_mask = problem.block_mask
+    assert block_mask is not None and not any(size % FIXED_ROWS for size in block_mask.BLOCK_SIZE)
+    partial, blocks = _as_numpy(block_mask.kv_runs.partial), -(-M // block_mask.BLOCK_SIZE[0])
     G = Hq // Hkv
     for piece in share or whole(problem):
         heads = range(piece.key_heads[0] * G, piece.key_heads[1] * G)
-        for mask_b, batches in [(0, piece.batches)] if mask.B == 1 else [(b, (b,)) for b in piece.batches]:
-            for mask_h, its_heads in [(0, heads)] if mask.H == 1 else [(h, (h,)) for h in heads]:
+        for mask_b, batches in [(0, piece.batches)] if block_mask.B == 1 else [(b, (b,)) for b in piece.batches]:
+            for mask_h, its_heads in [(0, heads)] if block_mask.H == 1 else [(h, (h,)) for h in heads]:
                 for m0 in reversed(range(0, M, FIXED_ROWS)):
-                    row = (mask_b * mask.H + mask_h) * blocks + m0 // mask.BLOCK_SIZE[0]
-                    runs = partial[1][partial[0][row] : partial[0][row + 1]] * mask.BLOCK_SIZE[1]
+                    row = (mask_b * block_mask.H + mask_h) * blocks + m0 // block_mask.BLOCK_SIZE[0]
+                    runs = partial[1][partial[0][row] : partial[0][row + 1]] * block_mask.BLOCK_SIZE[1]
                     tiles = tuple(_fixed_tiles(np.minimum(runs, N), min(FIXED_ROWS, M - m0), problem.query.device))
                     for batch in batches:
                         for h, g in (divmod(head, G) for head in its_heads):
@@ -270,15 +270,15 @@ class _Ranges:
 
 def _rows(problem: Problem, part: _Part, wanted: int) -> Iterator[tuple[tuple[int, int], _Ranges]]:
     """Yield ranges of about `wanted` rows (several query blocks or a part of one) with their keys."""
-    mask, M, N = problem.block_mask, problem.query.shape[2], problem.key.shape[2]
-    if mask is None:
+    block_mask, M, N = problem.block_mask, problem.query.shape[2], problem.key.shape[2]
+    if block_mask is None:
         for m0 in reversed(range(0, M, wanted)):
             yield (m0, min(m0 + wanted, M)), _Ranges([(0, N)] if N else [], [])
         return
-    block_m, block_n = mask.BLOCK_SIZE
-    partial, full = _as_numpy(mask.kv_runs.partial), _as_numpy(mask.kv_runs.full)
-    blocks = (len(partial[0]) - 1) // (mask.B * mask.H)
-    entries = np.asarray(part.mask_batches)[:, None] * mask.H + np.asarray(part.mask_heads)
+    block_m, block_n = block_mask.BLOCK_SIZE
+    partial, full = _as_numpy(block_mask.kv_runs.partial), _as_numpy(block_mask.kv_runs.full)
+    blocks = (len(partial[0]) - 1) // (block_mask.B * block_mask.H)
+    entries = np.asarray(part.mask_batches)[:, None] * block_mask.H + np.asarray(part.mask_heads)
     group = part.group[1] - part.group[0] if len(part.mask_heads) > 1 else 1
     at_once = max(1, wanted // block_m)
     # The last rows come first: under a causal mask they have the most keys, so threads finish together.
@@ -317,9 +317,9 @@ def _block_states(
     width = max(int(runs[:, 1].max()) for _, _, runs in listed) - first + 1
     steps = np.zeros(len(rows) * width, np.int8)
     for state, owners, runs in listed:
-        place = owners * width - first
-        steps[place + runs[:, 0]] += state  # runs of a row never share a start or an end
-        steps[place + runs[:, 1]] -= state
+        start = owners * width - first
+        steps[start + runs[:, 0]] += state  # runs of a row never share a start or an end
+        steps[start + runs[:, 1]] -= state
     return steps.reshape(len(rows), width).cumsum(1, dtype=np.int8)[:, :-1], first
 
 
@@ -329,8 +329,8 @@ def _runs_of(lists: tuple[np.ndarray, np.ndarray], rows: np.ndarray) -> tuple[np
     first, end = ptr[rows], ptr[rows + 1]
     count = end - first
     owners = np.repeat(np.arange(len(rows)), count)
-    place = (end - count.cumsum())[owners]  # position of run i in `runs`, minus i
-    return owners, runs[place + np.arange(len(owners))]
+    shift = (end - count.cumsum())[owners]  # position of run i in `runs`, minus i
+    return owners, runs[shift + np.arange(len(owners))]
 
 
 def _key_ranges(blocks: np.ndarray, first_block: int, block_n: int, N: int) -> list[tuple[int, int]]:

@@ -17,9 +17,9 @@ from torch.autograd import Function
 
 from flexattn.block_mask import BlockMask
 from flexattn.call.layout import Layout, LayoutArguments
-from flexattn.call.packed import PackedArguments
 from flexattn.call.pose import mask_of
 from flexattn.call.problem import Problem
+from flexattn.call.varlen.arguments import PackedArguments
 from flexattn.compile.arguments import Part
 from flexattn.engines import triton
 from flexattn.engines.autograd import AttentionFunction, gradients, tensors_of, unpack, with_tensors

@@ -86,27 +86,27 @@ class _Mod:
     def of(bound: BoundMod | None) -> _Mod | None:
         return None if bound is None else _Mod(bound.graph, bound.numbers)
 
-    def at(self, places: Tensor, indices: Indices, captures: Tensors) -> Tensor:
-        """Return the values at the true entries of `places`, as a 1-D tensor."""
-        inputs = _select(indices, places)
+    def at(self, selected: Tensor, indices: Indices, captures: Tensors) -> Tensor:
+        """Return the values at the true entries of `selected`, as a 1-D tensor."""
+        inputs = _select(indices, selected)
         (found,) = self.graph.evaluate(inputs, captures, self.numbers, _load)
         assert found is not None
         return found.expand(inputs["q_idx"].shape)
 
     def tangent_at(
-        self, places: Tensor, indices: Indices, captures: Tensors, d_score: Tensor,
+        self, selected: Tensor, indices: Indices, captures: Tensors, d_score: Tensor,
         directions: Tensors,
     ) -> Tensor:  # fmt: skip
         """Return the derivative at these positions when the score moves along `d_score` and captures along theirs."""
-        learned = tuple(i for i, c in enumerate(captures) if c.is_floating_point())
-        gradient = differentiate(self.graph, learned)
+        floating = tuple(i for i, c in enumerate(captures) if c.is_floating_point())
+        gradient = differentiate(self.graph, floating)
         sites = [gradient.loads[s] for s in gradient.sites]
-        inputs = _select(indices, places)
+        inputs = _select(indices, selected)
         inputs["grad"] = torch.ones_like(inputs["score"])
         wanted = (*gradient.outputs, *(a for site in sites for a in site.args))
         values = iter(gradient.evaluate(inputs, captures, self.numbers, _load, wanted))
         factors = [next(values) for _ in gradient.outputs]
-        moved = [d_score.masked_select(places)]
+        moved = [d_score.masked_select(selected)]
         for site in sites:
             index = [next(values) for _ in site.args]
             moved.append(_load(directions[site.capture], tuple(i for i in index if i is not None)))
@@ -114,8 +114,8 @@ class _Mod:
         return sum(terms, torch.zeros_like(moved[0]))
 
 
-def _select(indices: Indices, places: Tensor) -> Indices:
-    return {name: x.expand(places.shape).masked_select(places) for name, x in indices.items()}
+def _select(indices: Indices, selected: Tensor) -> Indices:
+    return {name: x.expand(selected.shape).masked_select(selected) for name, x in indices.items()}
 
 
 def _load(source: Tensor, index: Tensors) -> Tensor:
@@ -227,14 +227,14 @@ class _Strip:
             partial = partial.masked_scatter(partial, self.mask.at(partial, indices, captures))
         return partial | full
 
-    def _listed(self, runs: Runs, mask: BlockMask, indices: Indices) -> Tensor:
+    def _listed(self, runs: Runs, block_mask: BlockMask, indices: Indices) -> Tensor:
         """Return which pairs lie in blocks of these lists, broadcasting to [heads, G, rows, N]."""
-        block_m, block_n = mask.BLOCK_SIZE
-        head = indices["h"] if mask.H > 1 else torch.zeros_like(indices["h"][:1, :1])
-        first = (self.start[0] * mask.H if mask.B > 1 else 0) + head
-        row = first * mask.kv_runs.order.shape[1] + indices["q_idx"] // block_m  # [heads, G, rows, 1]
+        block_m, block_n = block_mask.BLOCK_SIZE
+        head = indices["h"] if block_mask.H > 1 else torch.zeros_like(indices["h"][:1, :1])
+        first = (self.start[0] * block_mask.H if block_mask.B > 1 else 0) + head
+        row = first * block_mask.kv_runs.order.shape[1] + indices["q_idx"] // block_m  # [heads, G, rows, 1]
         column = indices["kv_idx"] // block_n
-        blocks = runs.take(row.flatten().long()).dense(-(-mask.seq_lengths[1] // block_n))
+        blocks = runs.take(row.flatten().long()).dense(-(-block_mask.seq_lengths[1] // block_n))
         return blocks[:, column.long()].view(*row.shape[:3], len(column))
 
 

@@ -120,7 +120,7 @@ class KnownBackward:
         q, k, v = problem.query, problem.key, problem.value
         columns = 32 * pieces_of(q.size(-1)) if "dq_sum_ptr" in arrays else 0
         captures = 0 if problem.score is None else len(problem.score.captures)
-        results = tuple([(tuple(x.shape), _strides(x.shape, x.stride())) for x in (q, k, v)])
+        results = tuple([(tuple(x.shape), dense_strides(x.shape, x.stride())) for x in (q, k, v)])
         return KnownBackward(_padded_rows(q), columns, learned, captures, results, kernels)  # type: ignore[arg-type]
 
     def __call__(
@@ -380,15 +380,19 @@ def _with_rows(problem: Problem) -> Problem:
 def _like_strides(tensor: Tensor, width: int) -> Tensor:
     """Return an empty [B, H, rows, width] with the dim order of `tensor` in memory, the last dim innermost."""
     shape = (*tensor.shape[:3], width)
-    return torch.empty_strided(shape, _strides(shape, tensor.stride()), dtype=tensor.dtype, device=tensor.device)
+    return torch.empty_strided(shape, dense_strides(shape, tensor.stride()), dtype=tensor.dtype, device=tensor.device)
 
 
 @lru_cache(4096)
-def _strides(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
+def dense_strides(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a dense tensor whose first three dims are in the order of other strides."""
-    order = [0, 1, 2] if 0 in like[:3] else sorted(range(3), key=lambda d: -like[d])
     strides, step = [0, 0, 0, 1], shape[3]
-    for d in reversed(order):
+    for d in reversed(order_in_memory(like)):
         strides[d] = step
         step *= max(1, shape[d])
     return tuple(strides)
+
+
+def order_in_memory(strides: Sequence[int]) -> list[int]:
+    """Return the first three dims from the outermost to the innermost in memory."""
+    return [0, 1, 2] if 0 in strides[:3] else sorted(range(3), key=lambda d: -strides[d])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from flexattn.block_mask import BlockMask
 from flexattn.call.problem import Needs, Problem
 
+Direction = Literal["forward", "backward"]
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _COUNTS = frozenset(("_FlopCounterMode", "FlopCounterMode"))
 # Selective checkpointing stores the results of operators by order. An engine's own operators may run in any order, in
@@ -35,9 +36,11 @@ def is_watched() -> bool:
     return profiler._is_profiler_enabled or _dispatch_modes() > 0
 
 
-def watched(problem: Problem, function: Callable[..., Any], *args: Any) -> Any:
-    """Call an engine's forward or backward: as a named range of the profiler, and as one operator for counters."""
-    direction = "forward" if len(args) == 1 else "backward"
+def watched(direction: Direction, problem: Problem, function: Callable[..., Any], *args: Any) -> Any:
+    """Call an engine's forward or backward: as a named range of the profiler, and as one operator for counters.
+
+    The last argument of a backward is `needs`.
+    """
     with ExitStack() as stack:
         if profiler._is_profiler_enabled:
             stack.enter_context(torch.profiler.record_function(range_name(problem, direction)))
@@ -47,14 +50,14 @@ def watched(problem: Problem, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
-def range_name(problem: Problem, direction: str) -> str:
+def range_name(problem: Problem, direction: Direction) -> str:
     """Return the name of a pass of a problem in profiles: flexattn.forward(score_mod=alibi, mask_mod=causal)."""
     mods = {"score_mod": problem.score, "mask_mod": problem.mask}
     named = ", ".join(f"{kind}={mod.graph.name}" for kind, mod in mods.items() if mod is not None)
     return f"flexattn.{direction}({named})"
 
 
-def _hidden(problem: Problem, direction: str, needs: Needs | None) -> AbstractContextManager[object] | None:
+def _hidden(problem: Problem, direction: Direction, needs: Needs | None) -> AbstractContextManager[object] | None:
     """Count the operations for each FlopCounterMode, and return the context that hides the engine's own operators."""
     modes = _get_current_dispatch_mode_stack() if _dispatch_modes() else []
     counters: list[Any] = [mode for mode in modes if type(mode).__name__ in _COUNTS]
@@ -85,8 +88,8 @@ def flops(problem: Problem, needs: Needs | None) -> int:
         dims = D + Dv
     else:
         dq, dk, dv, _ = needs
-        learned = problem.score_grad is not None and len(problem.score_grad.sites) > 0
-        dims = D + Dv * dv + Dv * (dq or dk or learned) + D * dq + D * dk
+        captured = problem.score_grad is not None and len(problem.score_grad.sites) > 0
+        dims = D + Dv * dv + Dv * (dq or dk or captured) + D * dq + D * dk
     return 2 * dims * attending_pairs(problem)
 
 
@@ -97,14 +100,14 @@ def attending_pairs(problem: Problem) -> int:
     keys, used or not. With a mask, all its rows are counted, also those that q_offsets leave out.
     """
     B, H, M, _ = problem.query.shape
-    mask = problem.block_mask
-    if mask is None:
+    blocks = problem.block_mask
+    if blocks is None:
         return B * H * M * problem.N
-    known = _pairs.get(mask)
-    if known is None or known[0] is not mask.mask_mod:
+    known = _pairs.get(blocks)
+    if known is None or known[0] is not blocks.mask_mod:
         with _disable_current_modes():
-            known = _pairs[mask] = mask.mask_mod, mask.pairs().useful
-    return known[1] * (B // mask.B) * (H // mask.H)
+            known = _pairs[blocks] = blocks.mask_mod, blocks.pairs().useful
+    return known[1] * (B // blocks.B) * (H // blocks.H)
 
 
 _pairs: WeakKeyDictionary[BlockMask, tuple[Any, int]] = WeakKeyDictionary()

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.builder import Builder, Expr, rewrite
-from flexattn.graph.dependence import PLACES, each_place
+from flexattn.graph.dependence import PAIR_INDICES, varies_per_pair
 from flexattn.graph.mod_graph import ModGraph
 
 _LARGEST = 2**24  # elements of a tensor that is copied
 
 
-def places_last(bound: BoundMod) -> BoundMod:
+def pair_axes_last(bound: BoundMod) -> BoundMod:
     """Return the mod with captured tensors copied if this makes its loads more contiguous."""
     orders = tuple([
         (i, order) for i, order in _orders(bound.graph) if _is_worth_a_copy(bound.captures[i], order)
@@ -45,9 +45,9 @@ def _orders(graph: ModGraph) -> tuple[tuple[int, tuple[int, ...]], ...]:
     found: dict[int, set[tuple[int, ...]]] = {}
     at_each = set[int]()
     for n, load in graph.loads.items():
-        order = sorted(range(len(load.args)), key=lambda axis: bool(graph.dependence[load.args[axis]] & PLACES))
+        order = sorted(range(len(load.args)), key=lambda axis: bool(graph.dependence[load.args[axis]] & PAIR_INDICES))
         found.setdefault(load.capture, set()).add(tuple(order))
-        at_each |= {load.capture} if each_place(graph, n) else set()
+        at_each |= {load.capture} if varies_per_pair(graph, n) else set()
     return tuple(
         (i, order) for i, orders in found.items() for order in orders
         if len(orders) == 1 and i in at_each and order != tuple(sorted(order))
@@ -65,6 +65,6 @@ def _reordered(graph: ModGraph, orders: tuple[tuple[int, tuple[int, ...]], ...])
             return None
         return builder.load(load.capture, load.dtype, [made[load.args[axis]] for axis in order_of[load.capture]])
 
-    names = (f"{c.name}_places_last" if i in order_of else c.name for i, c in enumerate(graph.captures))
+    names = (f"{c.name}_pairs_last" if i in order_of else c.name for i, c in enumerate(graph.captures))
     captures = tuple(replace(c, name=name) for c, name in zip(graph.captures, names, strict=True))
     return rewrite(graph, reordered, captures=captures)

@@ -6,24 +6,24 @@ from functools import lru_cache
 
 from flexattn.graph.mod_graph import ModGraph
 
-PLACES = frozenset(("q_idx", "kv_idx"))
+PAIR_INDICES = frozenset(("q_idx", "kv_idx"))
 
 
-def each_place(graph: ModGraph, position: int) -> bool:
+def varies_per_pair(graph: ModGraph, position: int) -> bool:
     """Return whether a node depends on both q_idx and kv_idx."""
-    return graph.dependence[position] >= PLACES
+    return graph.dependence[position] >= PAIR_INDICES
 
 
 @lru_cache(512)
-def loads_each_place(graph: ModGraph) -> tuple[int, ...]:
+def loads_per_pair(graph: ModGraph) -> tuple[int, ...]:
     """Return the loads whose index depends on both q_idx and kv_idx."""
-    return tuple(n for n in graph.loads if each_place(graph, n))
+    return tuple(n for n in graph.loads if varies_per_pair(graph, n))
 
 
 @lru_cache(512)
-def after_loads_each_place(graph: ModGraph) -> tuple[bool, ...]:
+def after_loads_per_pair(graph: ModGraph) -> tuple[bool, ...]:
     """For each node, whether it is such a load or computed from one."""
-    loads = frozenset(loads_each_place(graph))
+    loads = frozenset(loads_per_pair(graph))
     found: list[bool] = []
     for n, node in enumerate(graph.nodes):
         found.append(n in loads or any(found[a] for a in node.args))

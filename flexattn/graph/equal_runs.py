@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.builder import Builder, Expr, rewrite
-from flexattn.graph.dependence import PLACES
+from flexattn.graph.dependence import PAIR_INDICES
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Capture, Input, Load, Node
 
@@ -86,6 +86,6 @@ def _compared(graph: ModGraph, node: Node) -> tuple[int, tuple[int, ...], int, i
     integers = not graph.captures[capture].dtype.is_floating_point and graph.captures[capture].dtype != torch.bool
     if set(names) != {"q_idx", "kv_idx"} or not integers:
         return None
-    if any(graph.dependence[a] & PLACES for a in x.args[:-1]):
+    if any(graph.dependence[a] & PAIR_INDICES for a in x.args[:-1]):
         return None
     return capture, x.args[:-1], names["q_idx"], names["kv_idx"]

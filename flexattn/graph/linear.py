@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from flexattn.graph.dependence import PLACES
+from flexattn.graph.dependence import PAIR_INDICES
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const, Operation
 from flexattn.graph.ranges import never_wraps
@@ -81,7 +81,7 @@ def linear_forms(graph: ModGraph, moving: frozenset[str] | None = None) -> tuple
             case Operation("mul") if not parts[0].terms or not parts[1].terms:
                 factor, other = (parts[0], parts[1]) if not parts[0].terms else (parts[1], parts[0])
                 form = replace(other.times(factor.constant), exact=other.exact and factor.exact)
-            case Operation("cast") if is_integer(graph, node.args[0]) and (safe[i] or _is_of_places(graph, i)):
+            case Operation("cast") if is_integer(graph, node.args[0]) and (safe[i] or _casts_index(graph, i)):
                 form = parts[0]
         if form is None or len(form.terms) > _LONGEST:
             form = Linear(((i, 1),))
@@ -91,9 +91,9 @@ def linear_forms(graph: ModGraph, moving: frozenset[str] | None = None) -> tuple
     return tuple(found)
 
 
-def _is_of_places(graph: ModGraph, position: int) -> bool:
+def _casts_index(graph: ModGraph, position: int) -> bool:
     """Return whether a cast is expanded even if it may wrap around: a cast of q_idx or kv_idx to int32 or int64."""
-    return graph.nodes[position].dtype in (torch.int32, torch.int64) and bool(graph.dependence[position] & PLACES)
+    return graph.nodes[position].dtype in (torch.int32, torch.int64) and bool(graph.dependence[position] & PAIR_INDICES)
 
 
 def is_sum(graph: ModGraph, position: int) -> bool:
@@ -124,10 +124,10 @@ class Affine:
 @lru_cache(1024)
 def affine(graph: ModGraph, position: int) -> Affine | None:
     """Return a node as an Affine, None if it is not linear in q_idx and kv_idx, or too long."""
-    form = linear_forms(graph, PLACES)[position]
+    form = linear_forms(graph, PAIR_INDICES)[position]
     q, kv = (sum(f for n, f in form.terms if graph.is_input(n, name)) for name in ("q_idx", "kv_idx"))
-    rest = tuple((n, f) for n, f in form.terms if not graph.is_input(n, *PLACES))
-    known = not any(graph.dependence[n] & PLACES for n, _ in rest)
+    rest = tuple((n, f) for n, f in form.terms if not graph.is_input(n, *PAIR_INDICES))
+    known = not any(graph.dependence[n] & PAIR_INDICES for n, _ in rest)
     return Affine(q, kv, rest) if known and len(rest) <= _MOST_TERMS else None
 
 
@@ -142,7 +142,7 @@ def shift_invariant(graph: ModGraph, assuming_exact: bool = False) -> tuple[bool
     found: list[bool] = []
     for i, node in enumerate(graph.nodes):
         sums = compared_or_summed(graph, i)
-        if not graph.dependence[i] & PLACES:
+        if not graph.dependence[i] & PAIR_INDICES:
             found.append(True)
         elif not node.args:
             found.append(False)
@@ -150,8 +150,8 @@ def shift_invariant(graph: ModGraph, assuming_exact: bool = False) -> tuple[bool
             found.append(all(found[a] for a in node.args))
         else:
             total = forms[sums[0]] if len(sums) == 1 else forms[sums[0]].plus(forms[sums[1]], -1)
-            growth = sum(f for n, f in total.terms if graph.is_input(n, *PLACES))
-            others = (n for n, _ in total.terms if not graph.is_input(n, *PLACES))
+            growth = sum(f for n, f in total.terms if graph.is_input(n, *PAIR_INDICES))
+            others = (n for n, _ in total.terms if not graph.is_input(n, *PAIR_INDICES))
             found.append(not growth and all(found[n] for n in others))
     return tuple(found)
 
@@ -159,7 +159,7 @@ def shift_invariant(graph: ModGraph, assuming_exact: bool = False) -> tuple[bool
 def compared_or_summed(graph: ModGraph, position: int) -> tuple[int, ...]:
     """Return the sums of a node: the node itself, or the two sides of an integer comparison."""
     node = graph.nodes[position]
-    if not graph.dependence[position] & PLACES:
+    if not graph.dependence[position] & PAIR_INDICES:
         return ()
     if node.op in COMPARISONS and is_integer(graph, node.args[0]):
         return node.args

@@ -156,8 +156,8 @@ class ModGraph:
         where_is = f" ({self.location})" if self.location else ""
         found = f"index {index} in dimension {dimension} of the captured tensor `{capture}`{where}"
         expected = f"{-size} to {size - 1}, as its size is {size}"
-        mend = f"Pad `{capture}` up to the lengths of query and key, or clamp the index in the mod."
-        return IndexRangeError(message(mod + where_is, found, expected, mend))
+        fix = f"Pad `{capture}` up to the lengths of query and key, or clamp the index in the mod."
+        return IndexRangeError(message(mod + where_is, found, expected, fix))
 
     def __repr__(self) -> str:
         return _print(self)

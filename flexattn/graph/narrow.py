@@ -69,9 +69,9 @@ def _limits(graph: ModGraph) -> tuple[tuple[int, int, int], ...]:
 
 
 def _does_not_fit(graph: ModGraph, position: int, value: int | float, low: int, high: int) -> ModError:
-    mend = "Convert the tensor that it is combined with by .long(), or leave the number out."
+    fix = "Convert the tensor that it is combined with by .long(), or leave the number out."
     name = f"captured number `{graph.numbers[position].name}` of {graph.name}"
-    return ModError(message(name, value, f"{low} to {high}, the range of the dtype it is computed in", mend))
+    return ModError(message(name, value, f"{low} to {high}, the range of the dtype it is computed in", fix))
 
 
 @lru_cache(512)

@@ -68,8 +68,8 @@ def loads(text: str) -> ModGraph:
     try:
         version, *parts = json.loads(text)
         if type(version) is int and version != FORMAT:
-            mend = "Make it again with this version of flexattn."
-            raise FormatError(message("graph", f"format {version}", f"format {FORMAT}", mend))
+            fix = "Make it again with this version of flexattn."
+            raise FormatError(message("graph", f"format {version}", f"format {FORMAT}", fix))
         return _graph(*parts)
     except FormatError:
         raise

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.builder import Builder, Expr, without_unused
-from flexattn.graph.dependence import PLACES, computed_from
+from flexattn.graph.dependence import PAIR_INDICES, computed_from
 from flexattn.graph.linear import shift_invariant
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Capture, Load, Number
@@ -68,7 +68,10 @@ def _sites(graph: ModGraph) -> tuple[_Site, ...]:
 def _is_costly_distance(graph: ModGraph, index: int) -> bool:
     ops = {graph.nodes[n].op for n in computed_from(graph, index)}
     return (
-        shift_invariant(graph)[index] and graph.dependence[index] <= PLACES and "load" not in ops and not ops <= _CHEAP
+        shift_invariant(graph)[index]
+        and graph.dependence[index] <= PAIR_INDICES
+        and "load" not in ops
+        and not ops <= _CHEAP
     )
 
 

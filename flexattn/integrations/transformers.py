@@ -99,8 +99,8 @@ def attention(
     elif isinstance(attention_mask, Tensor):
         added = attention_mask[..., : key.shape[2]]
     elif attention_mask is not None:
-        mend = "Pass a BlockMask or a tensor."
-        raise DtypeError(message("attention_mask", f"a {type(attention_mask).__name__}", "a mask", mend))
+        fix = "Pass a BlockMask or a tensor."
+        raise DtypeError(message("attention_mask", f"a {type(attention_mask).__name__}", "a mask", fix))
     elif (getattr(module, "is_causal", False) if is_causal is None else is_causal) and query.shape[2] > 1:
         block_mask = _causal(query, key)
     score_mod = _score_mod(softcap, position_bias, added)

@@ -36,7 +36,7 @@ class Tokens:
     key: Tensor
     value: Tensor
     query: Tensor | None
-    rows: Tensor | None  # int32 [B], the sequences; None: all
+    rows: Tensor | None  # int64 [B], the sequences; None: all
     counts: Tensor | None  # int32 [B], how many of the M tokens; None: M
     cos: Tensor | None  # [positions, rotary dims // 2]
     sin: Tensor | None

@@ -87,14 +87,14 @@ class PagedKVCache:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ArgumentError(message(name, repr(size), "an int from 1 on", "Pass a size."))
         if page_size < SMALLEST_PAGE or page_size & (page_size - 1):
-            mend = "Choose 16, 32, 64, ... tokens."
-            raise ArgumentError(message("page_size", page_size, "a power of two from 16 on", mend))
+            fix = "Choose 16, 32, 64, ... tokens."
+            raise ArgumentError(message("page_size", page_size, "a power of two from 16 on", fix))
         if max_tokens > INDEX_LIMIT - page_size:
-            mend = "Keep fewer tokens."
-            raise ArgumentError(message("max_tokens", max_tokens, f"at most {INDEX_LIMIT - page_size}", mend))
+            fix = "Keep fewer tokens."
+            raise ArgumentError(message("max_tokens", max_tokens, f"at most {INDEX_LIMIT - page_size}", fix))
         if dtype not in _DTYPES:
-            mend = "Choose bfloat16."
-            raise DtypeError(message("dtype", dtype, ", ".join(map(str, _DTYPES)), mend))
+            fix = "Choose bfloat16."
+            raise DtypeError(message("dtype", dtype, ", ".join(map(str, _DTYPES)), fix))
         if kv_layout not in ("NHD", "HND"):
             raise ArgumentError(message("kv_layout", repr(kv_layout), "'NHD' or 'HND'", "See PagedKVCache."))
         self.page_size, self.max_tokens, self.kv_layout = page_size, max_tokens, kv_layout
@@ -201,7 +201,7 @@ class PagedKVCache:
             rotary_interleaved,
         )  # fmt: skip
         rotated = append(self._pages, tokens)
-        exact = on_device is None or not isinstance(lengths, Tensor)
+        exact = not isinstance(lengths, Tensor)
         for row, count in zip(rows, counts, strict=True):
             self._most[row] += count
             self._least[row] += count if exact else 0
@@ -218,8 +218,8 @@ class PagedKVCache:
             self.synchronize()
         for row, n in zip(rows, kept, strict=True):
             if n > self._least[row]:
-                mend = "Keep at most the tokens that it has."
-                raise ArgumentError(message("keep", n, f"the length of sequence {row}, {self._least[row]}", mend))
+                fix = "Keep at most the tokens that it has."
+                raise ArgumentError(message("keep", n, f"the length of sequence {row}, {self._least[row]}", fix))
         entries = []
         for row, n in zip(rows, kept, strict=True):
             columns = -(-n // self.page_size)
@@ -239,8 +239,8 @@ class PagedKVCache:
             raise ArgumentError(message("targets", rows, f"other sequences than source, {source}", "Leave it out."))
         for row in rows:
             if self._pool.of[row] or self._most[row]:
-                mend = f"Remove its tokens and pages with erase([{row}])."
-                raise ArgumentError(message("targets", f"{self._most[row]} tokens of {row}", "empty sequences", mend))
+                fix = f"Remove its tokens and pages with erase([{row}])."
+                raise ArgumentError(message("targets", f"{self._most[row]} tokens of {row}", "empty sequences", fix))
         if self._least[source] != self._most[source]:
             self.synchronize()
         length = self._least[source]
@@ -270,8 +270,8 @@ class PagedKVCache:
         self._least, self._most = list(lengths), list(lengths)
         if full:
             self._set_lengths(full, [lengths[row] for row in full])
-            mend = "Call reserve for all tokens of the replays before the first one. Append the missing tokens again."
-            raise CacheFullError(message("sequences", f"{full} without room in a CUDA graph", "reserved pages", mend))
+            fix = "Call reserve for all tokens of the replays before the first one. Append the missing tokens again."
+            raise CacheFullError(message("sequences", f"{full} without room in a CUDA graph", "reserved pages", fix))
         return lengths
 
     def _refresh(self) -> None:
@@ -284,9 +284,9 @@ class PagedKVCache:
             self._is_captured = True
             for row, n in zip(rows, tokens, strict=True):
                 if self._most[row] + n > len(self._pool.of[row]) * self.page_size:
-                    mend = f"Call reserve({n}) before the capture, with the tokens of all replays."
+                    fix = f"Call reserve({n}) before the capture, with the tokens of all replays."
                     room = len(self._pool.of[row]) * self.page_size - self._most[row]
-                    raise CacheFullError(message("key", f"{n} tokens", f"at most {room}, which are reserved", mend))
+                    raise CacheFullError(message("key", f"{n} tokens", f"at most {room}, which are reserved", fix))
             return
         self._refresh()
         needs = self._needs(rows, tokens)
@@ -295,9 +295,9 @@ class PagedKVCache:
                 self.synchronize()
                 needs = self._needs(rows, tokens)
             if row := self._exceeds(rows, tokens):
-                mend = "Make the cache with a larger max_tokens, or erase tokens."
+                fix = "Make the cache with a larger max_tokens, or erase tokens."
                 found = f"{row[1]} tokens of sequence {row[0]}"
-                raise CacheFullError(message("max_tokens", found, f"at most {self.max_tokens}", mend))
+                raise CacheFullError(message("max_tokens", found, f"at most {self.max_tokens}", fix))
             if (short := self._pool.missing(needs)) > 0:
                 raise self._full(short)
         self._apply(self._pool.grow(needs))
@@ -316,9 +316,9 @@ class PagedKVCache:
         return next((found for found in lengths if found[1] > self.max_tokens), None)
 
     def _full(self, short: int) -> CacheFullError:
-        mend = "Erase sequences, or make the cache with more pages."
+        fix = "Erase sequences, or make the cache with more pages."
         free = self.free_pages
-        return CacheFullError(message("pages", f"{free + short} needed", f"at most {free}, which are free", mend))
+        return CacheFullError(message("pages", f"{free + short} needed", f"at most {free}, which are free", fix))
 
     @torch.no_grad()
     def _apply(self, changes: Changes) -> None:
@@ -347,8 +347,8 @@ class PagedKVCache:
             return list(range(most))
         rows = list(sequences)
         if any(not isinstance(row, int) or not 0 <= row < most for row in rows) or len(set(rows)) < len(rows):
-            mend = "Pass Python ints. sequences of the constructor is their number."
-            raise ArgumentError(message("sequences", rows, f"different ints from 0 to {most - 1}", mend))
+            fix = "Pass Python ints. sequences of the constructor is their number."
+            raise ArgumentError(message("sequences", rows, f"different ints from 0 to {most - 1}", fix))
         return rows
 
     def _check_tokens(self, key: object, value: object, query: object, B: int) -> None:
@@ -369,15 +369,15 @@ class PagedKVCache:
                 text = ", ".join("any" if n is None else str(n) for n in expected)
                 raise ArgumentError(message(name, f"shape {list(x.shape)}", f"[{text}]", "See PagedKVCache.append."))
             if x.device != self.key.device:
-                mend = f"Move it: {name}.to(cache.key.device)."
-                raise DeviceError(message(name, f"device {x.device}", f"that of the cache, {self.key.device}", mend))
+                fix = f"Move it: {name}.to(cache.key.device)."
+                raise DeviceError(message(name, f"device {x.device}", f"that of the cache, {self.key.device}", fix))
             allowed = _DTYPES[:-1] if self.key.dtype == FLOAT8 else (self.key.dtype,)
             if x.dtype not in allowed:
                 found, expected_dtype = short_dtype(x.dtype), " or ".join(map(short_dtype, allowed))
                 raise DtypeError(message(name, found, f"{expected_dtype}, for this cache", f"Cast it: {name}.to(...)."))
             if x.requires_grad and torch.is_grad_enabled():
-                mend = "Call append under torch.no_grad(), or detach it."
-                raise UnsupportedError(message(name, "a tensor that requires a gradient", "one that does not", mend))
+                fix = "Call append under torch.no_grad(), or detach it."
+                raise UnsupportedError(message(name, "a tensor that requires a gradient", "one that does not", fix))
 
     def _check_rotary(self, cos: object, sin: object) -> tuple[Tensor | None, Tensor | None]:
         if cos is None and sin is None:
@@ -391,12 +391,12 @@ class PagedKVCache:
                 expected = f"[positions, R / 2] with R up to the head dim, {D}"
                 raise ArgumentError(message(name, f"shape {list(x.shape)}", expected, "See PagedKVCache.append."))
             if x.device != self.key.device:
-                mend = f"Move it: {name}.to(cache.key.device)."
-                raise DeviceError(message(name, f"device {x.device}", f"that of the cache, {self.key.device}", mend))
+                fix = f"Move it: {name}.to(cache.key.device)."
+                raise DeviceError(message(name, f"device {x.device}", f"that of the cache, {self.key.device}", fix))
         assert isinstance(cos, Tensor) and isinstance(sin, Tensor)
         if cos.shape != sin.shape:
-            mend = "Give both the same shape."
-            raise ArgumentError(message("rotary_sin", f"shape {list(sin.shape)}", f"{list(cos.shape)}", mend))
+            fix = "Give both the same shape."
+            raise ArgumentError(message("rotary_sin", f"shape {list(sin.shape)}", f"{list(cos.shape)}", fix))
         return cos, sin
 
     def _counts(self, lengths: Any, B: int, M: int) -> tuple[list[int], Tensor | None]:
@@ -411,8 +411,8 @@ class PagedKVCache:
             return [M] * B, lengths.contiguous()
         counts = _numbers("lengths", lengths, B)
         if any(n > M for n in counts):
-            mend = "Append at most the tokens that key has."
-            raise ArgumentError(message("lengths", max(counts), f"at most the length of key, {M}", mend))
+            fix = "Append at most the tokens that key has."
+            raise ArgumentError(message("lengths", max(counts), f"at most the length of key, {M}", fix))
         return counts, None if all(n == M for n in counts) else self._on_device(counts).int()
 
 
@@ -420,8 +420,8 @@ def _numbers(name: str, given: int | Sequence[int], count: int) -> list[int]:
     """Return one number for each sequence."""
     numbers = [given] * count if isinstance(given, int) else list(given)
     if len(numbers) != count or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers):
-        mend = "Pass Python ints."
-        raise ArgumentError(message(name, repr(given), f"an int from 0 on, or one for each of {count}", mend))
+        fix = "Pass Python ints."
+        raise ArgumentError(message(name, repr(given), f"an int from 0 on, or one for each of {count}", fix))
     return numbers
 
 
@@ -434,8 +434,8 @@ def _checked_scale(name: str, scale: object, key: Tensor, heads: int) -> Tensor 
         )
     if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or tuple(scale.shape) != (heads,):
         found = "None" if scale is None else f"{getattr(scale, 'dtype', '')} {list(getattr(scale, 'shape', ()))}"
-        mend = "Pass the largest absolute value of each head, divided by 448."
-        raise ArgumentError(message(name, found, f"float32 [{heads}] for a float8 cache", mend))
+        fix = "Pass the largest absolute value of each head, divided by 448."
+        raise ArgumentError(message(name, found, f"float32 [{heads}] for a float8 cache", fix))
     if scale.device != key.device:
         raise DeviceError(message(name, f"device {scale.device}", f"{key.device}", f"Move it: {name}.to(device)."))
     return scale.contiguous()

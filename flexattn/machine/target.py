@@ -29,6 +29,10 @@ class Target:
     warp_size: int
 
     @property
+    def is_hopper(self) -> bool:
+        return self.backend == "cuda" and self.arch == 90
+
+    @property
     def shared_memory(self) -> int:
         """Bytes of shared memory that a plan may use."""
         if self.backend == "cuda":

@@ -60,8 +60,8 @@ def _outside_transforms(make: Callable[P, R]) -> Callable[P, R]:
         batched = next((t for t in reached if is_batched(t)), None)
         if batched is not None:
             found = f"a captured tensor of shape {tuple(batched.shape)} that differs between the entries of torch.vmap"
-            mend = "Build the mask for all entries before, or exclude pairs with -inf in score_mod."
-            raise UnsupportedError(message("mask_mod", found, "one mask for all entries", mend))
+            fix = "Build the mask for all entries before, or exclude pairs with -inf in score_mod."
+            raise UnsupportedError(message("mask_mod", found, "one mask for all entries", fix))
         with outside():
             return make(*args, **kwargs)
 
@@ -104,8 +104,8 @@ def create_block_mask(
             stacklevel=4,
         )
     if not isinstance(dq_kv_order, bool):
-        mend = "Tensor schedules go to BlockMask.from_kv_blocks."
-        raise ArgumentError(message("dq_kv_order", type(dq_kv_order).__name__, "a bool", mend))
+        fix = "Tensor schedules go to BlockMask.from_kv_blocks."
+        raise ArgumentError(message("dq_kv_order", type(dq_kv_order).__name__, "a bool", fix))
     _check_sizes(B, H, Q_LEN, KV_LEN)
     block_size = _block_size(BLOCK_SIZE)
     bound = trace(mask_mod, "mask")
@@ -194,10 +194,10 @@ def classify(
     if device.type == "cuda":
         fallback("mask built on the host", "its kernels do not support its size or one of its operations")
     there = torch.device("cpu") if device.type == "meta" else device  # meta tensors have no values
-    placed = bound.on(there)
+    moved = bound.on(there)
 
     def evaluate(blocks: np.ndarray) -> np.ndarray:
-        return _evaluate_blocks(placed, blocks, sizes, block_size, there)
+        return _evaluate_blocks(moved, blocks, sizes, block_size, there)
 
     if {x.dtype for x in (*bound.graph.captures, *bound.graph.nodes)} <= DTYPES:
         here = replace(bound, captures=tuple(c.cpu() for c in bound.captures))
@@ -228,10 +228,10 @@ def _evaluate_blocks(
     q_size, kv_size = (n if bound.graph.reads(x) else 1 for n, x in zip(block_size, ("q_idx", "kv_idx"), strict=True))
     few, every = (_spread(q_size), _spread(kv_size)), (torch.arange(q_size), torch.arange(kv_size))
     if q_size * kv_size < 4 * few[0].numel() * few[1].numel():
-        return _evaluate_places(bound, blocks, every, sizes, block_size, device)
-    classes = _evaluate_places(bound, blocks, few, sizes, block_size, device)
+        return _evaluate_pairs(bound, blocks, every, sizes, block_size, device)
+    classes = _evaluate_pairs(bound, blocks, few, sizes, block_size, device)
     left = classes != PARTIAL
-    classes[left] = _evaluate_places(bound, blocks[left], every, sizes, block_size, device)
+    classes[left] = _evaluate_pairs(bound, blocks[left], every, sizes, block_size, device)
     return classes
 
 
@@ -241,14 +241,14 @@ def _spread(size: int) -> Tensor:
     return torch.cat([torch.tensor([0, size - 1]), inside]).unique() if size > 16 else torch.arange(size)
 
 
-def _evaluate_places(
+def _evaluate_pairs(
     bound: BoundMod, blocks: np.ndarray, offsets: tuple[Tensor, Tensor], sizes: tuple[int, int, int, int],
     block_size: tuple[int, int], device: torch.device,
 ) -> np.ndarray:  # fmt: skip
     """Return the classes of blocks, evaluated at the positions with these offsets."""
-    places = torch.from_numpy(blocks).to(device)
+    index = torch.from_numpy(blocks).to(device)
     q_offsets, kv_offsets = (x.to(device) for x in offsets)
-    b, h = places[:, 0] // sizes[1], places[:, 0] % sizes[1]
+    b, h = index[:, 0] // sizes[1], index[:, 0] % sizes[1]
     some = torch.zeros(len(blocks), dtype=torch.uint8, device=device)
     every = torch.ones_like(some)
     q_size, kv_size = q_offsets.numel(), kv_offsets.numel()
@@ -262,7 +262,7 @@ def _evaluate_places(
             for kv_start in range(0, kv_size, kv_step):
                 q, kv = (
                     # Past the end the last position is repeated, which does not change any() or all() of the others.
-                    (places[chunk, axis, None] * block + x[first : first + n]).clamp(max=length - 1).int()
+                    (index[chunk, axis, None] * block + x[first : first + n]).clamp(max=length - 1).int()
                     for axis, block, x, first, n, length in (
                         (1, block_size[0], q_offsets, q_start, q_step, sizes[2]),
                         (2, block_size[1], kv_offsets, kv_start, kv_step, sizes[3]),
@@ -274,7 +274,7 @@ def _evaluate_places(
                 every[chunk] = every[chunk].minimum(live.amin(1).amin(1))
     for axis in (0, 1):
         if sizes[2 + axis] % block_size[axis]:  # a block that extends past the lengths is at most partial
-            every[places[:, 1 + axis] == sizes[2 + axis] // block_size[axis]] = 0
+            every[index[:, 1 + axis] == sizes[2 + axis] // block_size[axis]] = 0
     return torch.where(every.bool(), FULL, torch.where(some.bool(), PARTIAL, EMPTY)).to(torch.uint8).cpu().numpy()
 
 
@@ -312,8 +312,8 @@ def _device(bound: BoundMod, device: torch.device | str | int | None) -> torch.d
     captured = {t.device: c.name for c, t in pairs if not c.literal and (t.dim() or not t.is_cpu)}
     for found, name in captured.items():
         if found.type == "meta":
-            mend = "Build the mask once the tensor has values."
-            raise DeviceError(message(f"mask_mod's captured tensor {name!r}", "meta", "a tensor with values", mend))
+            fix = "Build the mask once the tensor has values."
+            raise DeviceError(message(f"mask_mod's captured tensor {name!r}", "meta", "a tensor with values", fix))
     if device is None and len(captured) == 1:
         return next(iter(captured))
     if device is None:
@@ -324,8 +324,8 @@ def _device(bound: BoundMod, device: torch.device | str | int | None) -> torch.d
         chosen = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.empty(0, device=chosen).device
     for found, name in captured.items():
         if found != chosen:
-            mend = f"Move {name} there, or pass device={str(found)!r}."
-            raise DeviceError(message(f"mask_mod's captured tensor {name!r}", found, f"{chosen}", mend))
+            fix = f"Move {name} there, or pass device={str(found)!r}."
+            raise DeviceError(message(f"mask_mod's captured tensor {name!r}", found, f"{chosen}", fix))
     return chosen
 
 

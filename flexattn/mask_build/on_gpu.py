@@ -1,7 +1,7 @@
 """on_gpu: the run lists of a mask, built by generated kernels on the device of its captured tensors.
 
 The launches are range tables, classification, then count, scan and fill (for a small mask, all three at once). The host
-waits once, to learn the number of runs. If bounds and samples leave undecided blocks, these are evaluated, and the host
+waits once, to read the number of runs. If bounds and samples leave undecided blocks, these are evaluated, and the host
 waits a second time. If the maximum number of runs takes little memory, everything is launched before the host waits.
 """
 

@@ -74,8 +74,8 @@ def _size(environment: Mapping[str, str], name: str, default: int) -> int | None
         return default
     match = re.fullmatch(r"([0-9]{1,15})([KMGT]?)(?:I?B)?", value)
     if match is None:
-        mend = f"Set {name}=2G, or unset it."
-        raise ArgumentError(message(name, repr(environment[name]), "bytes, e.g. 500M or 2G, or 0 for no limit", mend))
+        fix = f"Set {name}=2G, or unset it."
+        raise ArgumentError(message(name, repr(environment[name]), "bytes, e.g. 500M or 2G, or 0 for no limit", fix))
     return int(match[1]) * _UNITS[match[2]] or None
 
 

@@ -44,8 +44,8 @@ class OutOfResources(CompileError):
     """A kernel needs more resources than the device has. A smaller tile may fit."""
 
     def __init__(self, kernel: str, resource: str, asked: int, available: int) -> None:
-        mend = "Use smaller tiles or fewer stages."
-        super().__init__(message(f"kernel {kernel}", f"{asked} of {resource}", f"at most {available}", mend))
+        fix = "Use smaller tiles or fewer stages."
+        super().__init__(message(f"kernel {kernel}", f"{asked} of {resource}", f"at most {available}", fix))
         self.resource = resource
         self.asked = asked
         self.available = available
@@ -258,8 +258,8 @@ def _kernel(source: KernelSource, target: Target, key: str, loader: Loader) -> K
             continue
         _dump(kernel, text)
         return kernel
-    mend = "Set FLEXATTN_CACHE_DIR or a larger FLEXATTN_CACHE_SIZE."
-    raise CompileError(message(f"kernel {source.name}", "its files deleted repeatedly", "them to be kept", mend))
+    fix = "Set FLEXATTN_CACHE_DIR or a larger FLEXATTN_CACHE_SIZE."
+    raise CompileError(message(f"kernel {source.name}", "its files deleted repeatedly", "them to be kept", fix))
 
 
 def digest(source: KernelSource, target: Target) -> str:
@@ -360,11 +360,11 @@ def _compile(source: KernelSource, target: Target, key: str, store: KernelStore,
     text = _file_text(source, target, key)
     files = {f"{source.name}.py": text.encode()}
     if target.backend != "interpreter":
-        place = str(store.root / key / f"{source.name}.py")
+        path = str(store.root / key / f"{source.name}.py")
         stubs = store.folder(cache_size.STUBS)
         with store.staging() as folder:
             compiled = compile_with(
-                Job(source, (target.backend, target.arch, target.warp_size), text, place, str(folder), str(stubs))
+                Job(source, (target.backend, target.arch, target.warp_size), text, path, str(folder), str(stubs))
             )
         files |= {f"{source.name}.{ending}": compiled[ending] for ending in _KEPT_FILES if _worth(compiled, ending)}
     with _lock:
@@ -396,9 +396,9 @@ def _dump(kernel: Kernel, text: str) -> None:
             if ptx:
                 (folder / f"{stem}.ptx").write_text(ptx)
         except OSError as error:
-            mend = "Set it to a folder of yours, or unset it."
+            fix = "Set it to a folder of yours, or unset it."
             raise ArgumentError(
-                message("FLEXATTN_DUMP", f"{str(folder)!r} ({error.strerror})", "a folder to write to", mend)
+                message("FLEXATTN_DUMP", f"{str(folder)!r} ({error.strerror})", "a folder to write to", fix)
             ) from error
 
 

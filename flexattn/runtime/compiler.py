@@ -22,7 +22,7 @@ class Job:
     source: KernelSource
     target: tuple[str, int | str, int]  # backend, architecture, warp size
     text: str  # of the file: the source with its header
-    place: str  # the path of the file, which may not exist yet; Triton writes it into the PTX
+    path: str  # the path of the file, which may not exist yet; Triton writes it into the PTX
     folder: str  # for Triton's files
     stubs: str  # where Triton's launchers are kept
 
@@ -35,7 +35,7 @@ def compile_job(job: Job) -> dict[str, bytes]:
         options["maxnreg"] = source.maxnreg
     if not source.fp_fusion:
         options["enable_fp_fusion"] = False
-    function = import_kernel(Path(job.place), job.text, source)
+    function = import_kernel(Path(job.path), job.text, source)
     try:
         with triton_versions.cache_folder(Path(job.folder)):
             return triton_versions.compile_kernel(function, request_of(source, function), job.target, options)
@@ -61,11 +61,11 @@ def request_of(source: KernelSource, function: Any = None) -> triton_versions.Re
     return triton_versions.Request(source.name, source.signature, source.divisible, gluon)
 
 
-def import_kernel(place: Path, text: str, source: KernelSource) -> Any:
+def import_kernel(path: Path, text: str, source: KernelSource) -> Any:
     """Run a generated file as a module and return its kernel. The file may not be on disk yet."""
     module = types.ModuleType(f"flexattn_generated_{source.name}")
     # Triton writes the file name into the PTX as a quoted string.
-    file = module.__file__ = str(place) if _is_plain(str(place)) else "/".join(place.parts[-2:])
+    file = module.__file__ = str(path) if _is_plain(str(path)) else "/".join(path.parts[-2:])
     # Triton and tracebacks read the source of each function from linecache.
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     try:

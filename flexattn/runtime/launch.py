@@ -44,7 +44,6 @@ from flexattn.runtime.build import Kernel
 from flexattn.runtime.load import load, load_ahead
 
 _REMEMBERED = 4096
-_HOPPER = 90  # architecture
 
 V = TypeVar("V")
 Filler = Callable[[Problem, Tensors], Any]  # returns an argument that differs between launches
@@ -79,15 +78,9 @@ class Launch:
 _launches: OrderedDict[tuple[object, ...], Launch] = OrderedDict()
 
 
-def run_kernel(
-    spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors, backward_of: Problem | None = None
-) -> None:
-    """Run a kernel on its variant of a problem (`KernelProblems.seen_by`).
-
-    `tensors` are the spec's tensors, [B, H, rows, D] with a last stride of 1. `arrays` are contiguous and passed only
-    by address (lse_ptr, ...). For `backward_of` see launch_of.
-    """
-    launch_of(spec, problem, tensors, arrays, backward_of)(problem, {**tensors, **arrays})
+def run_kernel(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -> None:
+    """Run a kernel, for tuning and tests. The arguments are those of `launch_of`."""
+    launch_of(spec, problem, tensors, arrays)(problem, {**tensors, **arrays})
 
 
 def launch_of(
@@ -95,15 +88,20 @@ def launch_of(
 ) -> Launch:
     """Return the launch of a kernel, cached by key.
 
-    `backward_of`: the problem of a forward that a backward may follow. If the launch is not cached, the backward's
-    kernels are compiled in other processes while the forward's is compiled here.
+    Args:
+        spec: the kernel.
+        problem: its variant of a problem (`KernelProblems.seen_by`).
+        tensors: the spec's tensors, [B, H, rows, D] with a last stride of 1.
+        arrays: contiguous arrays that are passed only by address (lse_ptr, ...).
+        backward_of: the problem of a forward that a backward may follow. If the launch is not cached, the backward's
+            kernels are compiled in other processes while the forward's is compiled here.
     """
     key = launch_key(spec, problem, tensors, arrays)
     launch = _launches.get(key)
     if launch is None:
         target = target_of(problem.query.device)
         plan, reason = plan_best_form(spec, problem, target, tensors, arrays)
-        if reason is not None and target.arch == _HOPPER:
+        if reason is not None and target.is_hopper:
             fallback(f"{spec.name} without its Hopper kernel", reason)
         if backward_of is not None and spec.products and wants_backward(backward_of):
             load_ahead(expected_backward(backward_of, tensors, target))
@@ -124,7 +122,7 @@ def launch_key(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Ite
 
     Of `arrays` the names matter.
     """
-    mask, q, k = problem.block_mask, problem.query, problem.key
+    blocks, q, k = problem.block_mask, problem.query, problem.key
     return (
         spec, q.dtype, q.device, q.shape, k.shape, problem.value.shape, problem.scale,
         math.copysign(1.0, problem.scale),  # because 0.0 == -0.0
@@ -133,18 +131,18 @@ def launch_key(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Ite
         None if problem.sink is None else (problem.sink.shape, problem.sink.stride()),
         None if problem.dropout is None else problem.dropout.drop_below,
         is_deterministic(),
-        None if mask is None else (mask.B, mask.H, mask.BLOCK_SIZE, mask.full_overhangs),
-        None if problem.layout is None else _layout_key(problem.layout, mask),
+        None if blocks is None else (blocks.B, blocks.H, blocks.BLOCK_SIZE, blocks.full_overhangs),
+        None if problem.layout is None else _layout_key(problem.layout, blocks),
         *[(t.stride(), t.data_ptr() & 15) for t in tensors.values()],
         *_mod_key(problem.score), *_mod_key(problem.mask),
     )  # fmt: skip
 
 
-def _layout_key(layout: Layout, mask: BlockMask | None) -> tuple[object, ...]:
+def _layout_key(layout: Layout, blocks: BlockMask | None) -> tuple[object, ...]:
     table = layout.block_table
     pages = None if table is None else table.shape  # the size of a page is in the shape of key
     descales = [x.dim() for x in (layout.k_descale, layout.v_descale) if x is not None]
-    return (layout.names, pages, *descales, None if mask is None else mask.seq_lengths)
+    return (layout.names, pages, *descales, None if blocks is None else blocks.seq_lengths)
 
 
 def _mod_key(mod: BoundMod | None) -> tuple[object, ...]:
@@ -251,11 +249,11 @@ class DescriptorLayout:
         """Return Triton's descriptor of a tensor, or of what is at an address. Raises if TMA cannot address it."""
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        where = _Place(base, self.dtype) if isinstance(base, int) else base
+        where = _Address(base, self.dtype) if isinstance(base, int) else base
         return TensorDescriptor(where, list(self.shape), list(self.strides), list(tile))
 
 
-class _Place:
+class _Address:
     """The part of a tensor that a descriptor needs. It does not keep the tensor's memory."""
 
     __slots__ = ("address", "dtype")

@@ -38,7 +38,7 @@ class Operands:
         return (self.query, self.key, self.value, *self.captures, *sink)
 
 
-def attend(operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
+def call_operators(operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return out, lse as the user sees it and, if requested, the row maxima."""
     out, lse, *largest = _Attention.apply(operands, *operands.differentiable)
     wide = torch.float64 if operands.query.dtype == torch.float64 else torch.float32
@@ -62,8 +62,8 @@ class _Attention(Function):
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # flexattn::backward has no derivative
             found = "a backward with create_graph=True of a call in a graph or a FlopCounterMode"
-            mend = "Call it outside of compiled functions, make_fx and FlopCounterMode."
-            raise UnsupportedError(message("flex_attention", found, "a backward without a graph", mend))
+            fix = "Call it outside of compiled functions, make_fx and FlopCounterMode."
+            raise UnsupportedError(message("flex_attention", found, "a backward without a graph", fix))
         out, lse, *saved = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:]
         if d_out is None and d_lse is None:

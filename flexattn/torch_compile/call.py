@@ -38,7 +38,7 @@ def traced_call(
     device = query.device
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     score = torch.empty((), dtype=dtype, device=device)
-    places = [torch.empty((), dtype=torch.int64, device=device) for _ in range(4)]
+    indices = [torch.empty((), dtype=torch.int64, device=device) for _ in range(4)]
     seed = None
     if dropout_p != 0.0:  # Dynamo does not trace random_
         seed = torch.ops.aten.random.default(torch.empty(1, dtype=torch.int64, device=device))
@@ -51,17 +51,17 @@ def traced_call(
         sizes = (*block_mask.seq_lengths, block_mask.B, block_mask.H)
     options = option_texts(kernel_options)
 
-    def body(query: Tensor, key: Tensor, value: Tensor, score: Tensor, *places: Tensor) -> Any:
-        result = score if score_mod is None else score_mod(score, *places)
-        keep = None if block_mask is None else block_mask._mask_mod(*places)
+    def body(query: Tensor, key: Tensor, value: Tensor, score: Tensor, *indices: Tensor) -> Any:
+        result = score if score_mod is None else score_mod(score, *indices)
+        keep = None if block_mask is None else block_mask._mask_mod(*indices)
         is_tensor = isinstance(sink, Tensor)
         return tuple(CALL_MARKER(  # in the order of _FIELDS in call_marker.py
-            _as_tensor(result, score), _as_tensor(keep, score), [score, *places], REVISION,
+            _as_tensor(result, score), _as_tensor(keep, score), [score, *indices], REVISION,
             query, key, value, lists, sizes, form, scale, enable_gqa, options, sink if is_tensor else None,
             None if is_tensor else sink, dropout_p, seed, max_scores,
         ))  # fmt: skip
 
-    out, lse, *largest = HOP(body, query, key, value, score, *places)
+    out, lse, *largest = HOP(body, query, key, value, score, *indices)
     return out, lse, largest[0] if max_scores else None
 
 

@@ -24,7 +24,7 @@ Results = tuple[Tensor, Tensor, Tensor | None]
 
 
 # Not `api._through_all_stages`: that comes later in the order of imports, records in modes, and keeps calls for
-# `repeated`, which is not asked here.
+# `repeated`, which is not consulted here.
 @undisturbed("flex_attention")
 def _apart(cause: str, *arguments: Any) -> Results:
     fallback("torch.compile", f"a call breaks the graph: {cause}")
@@ -58,7 +58,7 @@ layout_with_graph_break = uncompiled(
 )
 
 
-def _of_body(body: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> Results:
+def _with_untraced_mod(body: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> Results:
     """Compute the call whose body Dynamo could not trace, because one of its mods breaks the graph."""
     given = inspect.getclosurevars(body).nonlocals
     options = dict(text.split("=", 1) for text in given["options"])
@@ -70,8 +70,8 @@ def _of_body(body: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor
     )  # fmt: skip
 
 
-of_body = uncompiled(
-    _of_body,
+body_with_graph_break = uncompiled(
+    _with_untraced_mod,
     "Dynamo cannot trace a mod of this call of flex_attention, so the call is one graph break. Remove fullgraph=True, "
     "or change the mod",
 )
@@ -82,8 +82,8 @@ def _prepared(block_mask: Any) -> BlockMask:
         return block_mask.prepare()
     if isinstance(block_mask, upstream.BlockMask):
         return from_torch(block_mask).prepare()
-    mend = "Make one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)."
-    raise DtypeError(message("block_mask", f"a {type(block_mask).__name__}", "a BlockMask or None", mend))
+    fix = "Make one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)."
+    raise DtypeError(message("block_mask", f"a {type(block_mask).__name__}", "a BlockMask or None", fix))
 
 
 prepared = uncompiled(

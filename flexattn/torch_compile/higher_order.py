@@ -19,10 +19,10 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
-from flexattn.torch_compile.attention import attend
+from flexattn.torch_compile.attention import call_operators
 from flexattn.torch_compile.call_arguments import operands_of
 from flexattn.torch_compile.call_marker import CALL_MARKER, MarkedCall, make_constant
-from flexattn.torch_compile.graph_break import of_body
+from flexattn.torch_compile.graph_break import body_with_graph_break
 from flexattn.torch_compile.spec import revision
 from flexattn.torch_compile.subgraph import ModInGraph, bind_mod, is_item
 from flexattn.trace.interception import gather
@@ -47,18 +47,18 @@ class FlexAttentionHOP(HigherOrderOperator):
 
     def __call__(self, subgraph: Any, *operands: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         if not isinstance(subgraph, fx.GraphModule):  # a mod breaks the graph, so Dynamo calls the body itself
-            return tuple(x for x in of_body(subgraph, *operands[:3]) if x is not None)
+            return tuple(x for x in body_with_graph_break(subgraph, *operands[:3]) if x is not None)
         placeholders = [n for n in subgraph.graph.nodes if n.op == "placeholder"]
         values = dict(zip(placeholders, operands, strict=True))
         (node,) = (n for n in subgraph.graph.nodes if n.target is CALL_MARKER)
-        joined = MarkedCall(node, values)
-        given = joined.given
+        marked = MarkedCall(node, values)
+        given = marked.given
         wide = torch.float64 if given.query.dtype == torch.float64 else torch.float32
         score, mask = (
             None if result is None else bind_mod(ModInGraph(subgraph, result, scalars, values), kind, wide)
-            for kind, result, scalars in joined.mods
+            for kind, result, scalars in marked.mods
         )
-        return tuple(x for x in attend(operands_of(given, score, mask)) if x is not None)
+        return tuple(x for x in call_operators(operands_of(given, score, mask)) if x is not None)
 
 
 class Gathers(TorchFunctionMode):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import BlockMask
-from flexattn.block_mask.packed import unpack
+from flexattn.block_mask.one_tensor import unpack
 from flexattn.block_mask.prepared import MaskForm, Origin
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import EqualRuns

@@ -15,7 +15,6 @@ host time per call. The derivative is in attention.py, outside of them. Argument
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from flexattn.call.problem import Problem
 from flexattn.call.sinks import constant_sink
 from flexattn.call.validate import check_scale
 from flexattn.engines import triton
-from flexattn.engines.autograd import without_autocast
+from flexattn.engines.autograd import run_engine
 from flexattn.engines.choice import engine_of, lse_dtype_of
 from flexattn.engines.watched import is_watched
 from flexattn.graph.bound_mod import BoundMod
@@ -45,16 +44,14 @@ _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor[] captures, Tensor[] lists, Tensor? sink, Tensor? seed, "
     "SymInt[] ints, Tensor[] floats, float? scale, str spec"
 )
-_FORWARD = f"({_ARGUMENTS}) -> Tensor[]"
-_BACKWARD = f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, {_ARGUMENTS}, bool[] needs) -> Tensor[]"
+_FORWARD_SCHEMA = f"({_ARGUMENTS}) -> Tensor[]"
+_BACKWARD_SCHEMA = f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, {_ARGUMENTS}, bool[] needs) -> Tensor[]"
 _EXACT = torch.Tag.needs_exact_strides  # the strides of the results follow from those of query
 # A CUDA graph would record the value of a float as a constant.
 _UNSAFE = torch.Tag.cudagraph_unsafe
 for _suffix, _tags in (("", (_EXACT,)), (".floats", (_EXACT, _UNSAFE))):
-    _LIBRARY.define(f"forward{_suffix}{_FORWARD}", tags=_tags)
-    _LIBRARY.define(f"backward{_suffix}{_BACKWARD}", tags=_tags)
-
-Gradient = tuple[bool, ...]
+    _LIBRARY.define(f"forward{_suffix}{_FORWARD_SCHEMA}", tags=_tags)
+    _LIBRARY.define(f"backward{_suffix}{_BACKWARD_SCHEMA}", tags=_tags)
 
 
 def forward(
@@ -62,17 +59,17 @@ def forward(
     seed: Tensor | None, ints: list[int], floats: list[Tensor], scale: float | None, spec: str,
 ) -> list[Tensor]:  # fmt: skip
     """Return out, lse in the dtype of `lse_dtype_of` and, if requested, the row maxima."""
-    given = Arguments(query, key, value, captures, lists, sink, seed, ints, floats, scale, spec)
-    kind = None if is_watched() else key_of(given)
-    known = None if kind is None else find(given, kind)
+    arguments = Arguments(query, key, value, captures, lists, sink, seed, ints, floats, scale, spec)
+    kind = None if is_watched() else key_of(arguments)
+    known = None if kind is None else find(arguments, kind)
     if known is not None:
         out, lse, largest = known[0].run(query, key, value, known[1])
         return [out, lse] if largest is None else [out, lse, largest]
-    problem = _problem(*given, gradient=False)
+    problem = _problem(*arguments, gradient=False)
     engine = engine_of(problem)
-    out, lse, largest = without_autocast(problem, engine.forward, problem)
+    out, lse, largest = run_engine("forward", problem, engine.forward, problem)
     if kind is not None and engine is triton:
-        keep(given, kind, problem, triton.known_forward(problem))
+        keep(arguments, kind, problem, triton.known_forward(problem))
     found = [_laid_out(out, query), lse.to(lse_dtype_of(query, problem.options))]
     return found if largest is None else [*found, largest]
 
@@ -87,58 +84,58 @@ def backward(
     kind = None if is_watched() else key_of(arguments, d_lse is None, *needs, memory_form(d_out), memory_form(out))
     known = None if kind is None else find(arguments, kind)
     if known is not None:
-        wanted = needs[0], needs[1], needs[2], False
+        without_sink = needs[0], needs[1], needs[2], False
         (dq, dk, dv, of_score, _), _ = known[0].run(
-            query, key, value, captures, known[1], out, lse, d_out, d_lse, wanted
+            query, key, value, captures, known[1], out, lse, d_out, d_lse, without_sink
         )
         return [gradient for gradient in (dq, dk, dv, *of_score) if gradient is not None]
     of_captures = needs[3 : 3 + len(captures)]
     with torch.enable_grad():
-        given = [c.detach().requires_grad_(need) for c, need in zip(captures, of_captures, strict=True)]
-        problem = _problem(query, key, value, given, lists, sink, seed, ints, floats, scale, spec, gradient=True)
+        leaves = [c.detach().requires_grad_(need) for c, need in zip(captures, of_captures, strict=True)]
+        problem = _problem(query, key, value, leaves, lists, sink, seed, ints, floats, scale, spec, gradient=True)
     of_sink = sink is not None and needs[-1]
     engine = engine_of(problem)
     with torch.no_grad():
         inputs = problem, out, lse, d_out, d_lse, (needs[0], needs[1], needs[2], of_sink)
-        dq, dk, dv, computed, d_sink = without_autocast(problem, engine.backward, *inputs)
-    found = [dq, dk, dv, *_of_given(given, problem.score, computed)]
+        dq, dk, dv, computed, d_sink = run_engine("backward", problem, engine.backward, *inputs)
+    found = [dq, dk, dv, *_of_leaves(leaves, problem.score, computed)]
     has_all = all((gradient is not None) == need for gradient, need in zip(found, needs, strict=False))
     if kind is not None and engine is triton and has_all:
-        wanted = needs[0], needs[1], needs[2], False
-        keep(arguments, kind, problem, triton.known_backward(problem, out, d_out, d_lse is not None, wanted))
+        without_sink = needs[0], needs[1], needs[2], False
+        keep(arguments, kind, problem, triton.known_backward(problem, out, d_out, d_lse is not None, without_sink))
     if sink is not None:
         found.append(d_sink)
     every = (query, key, value, *captures, *(() if sink is None else (sink,)))
     like = [x for x, need in zip(every, needs, strict=True) if need]
     computed = [gradient for gradient, need in zip(found, needs, strict=True) if need]
-    wanted = [
+    filled = [
         torch.zeros_like(x, memory_format=torch.contiguous_format) if gradient is None else gradient
         for gradient, x in zip(computed, like, strict=True)
     ]
     heads = sum(needs[:3])
-    laid_out = [_laid_out(gradient, x) for gradient, x in zip(wanted[:heads], like[:heads], strict=True)]
-    return [*laid_out, *(gradient.contiguous() for gradient in wanted[heads:])]
+    laid_out = [_laid_out(gradient, x) for gradient, x in zip(filled[:heads], like[:heads], strict=True)]
+    return [*laid_out, *(gradient.contiguous() for gradient in filled[heads:])]
 
 
-def _of_given(given: list[Tensor], score: BoundMod | None, computed: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the gradients of the given captures from those of the captures that kernels read.
+def _of_leaves(leaves: list[Tensor], score: BoundMod | None, computed: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the gradients of the captures from those of the captures that kernels read.
 
     `complete` may have replaced a capture by a copy, or by a table by distance (graph/tables_by_distance.py).
     """
-    found: list[Tensor | None] = [None] * len(given)
+    found: list[Tensor | None] = [None] * len(leaves)
     roots, gradients = [], []
     for read, gradient in zip(() if score is None else score.captures, computed, strict=True):
         if gradient is None:
             continue
-        place = next((i for i, c in enumerate(given) if c is read), None)
-        if place is not None:
-            found[place] = gradient
+        index = next((i for i, c in enumerate(leaves) if c is read), None)
+        if index is not None:
+            found[index] = gradient
         elif read.requires_grad:
             roots.append(read)
             gradients.append(gradient)
     if roots:
-        inputs = [i for i, c in enumerate(given) if c.requires_grad]
-        through = torch.autograd.grad(roots, [given[i] for i in inputs], gradients, allow_unused=True)
+        inputs = [i for i, c in enumerate(leaves) if c.requires_grad]
+        through = torch.autograd.grad(roots, [leaves[i] for i in inputs], gradients, allow_unused=True)
         for i, gradient in zip(inputs, through, strict=True):
             before = found[i]
             found[i] = gradient if before is None else before if gradient is None else before + gradient
@@ -147,29 +144,30 @@ def _of_given(given: list[Tensor], score: BoundMod | None, computed: Sequence[Te
 
 def _problem(
     query: Tensor, key: Tensor, value: Tensor, captures: list[Tensor], lists: list[Tensor], sink: Tensor | None,
-    seed: Tensor | None, ints: Sequence[int], floats: Sequence[Tensor], scale: float | None, text: str, gradient: bool,
+    seed: Tensor | None, ints: Sequence[int], floats: Sequence[Tensor], scale: float | None, spec: str, gradient: bool,
 ) -> Problem:  # fmt: skip
     """Return the problem that the arguments of an operator describe."""
-    spec = loads(text)
+    parsed = loads(spec)
     numbers = iter(ints), (x.item() for x in floats)
-    split = 0 if spec.score is None else len(spec.score.captures)
-    score = _bound(spec.score, captures[:split], *numbers)
-    mask = _bound(spec.mask, [c.detach() if c.requires_grad else c for c in captures[split:]], *numbers)
-    blocks, runs = None, ()
-    if spec.form is not None:
-        blocks = mask_of_lists(lists, spec.form, query, key)
+    split = 0 if parsed.score is None else len(parsed.score.captures)
+    score = _bound(parsed.score, captures[:split], *numbers)
+    mask = _bound(parsed.mask, [c.detach() if c.requires_grad else c for c in captures[split:]], *numbers)
+    blocks, equal_runs = None, ()
+    if parsed.form is not None:
+        blocks = mask_of_lists(lists, parsed.form, query, key)
         if mask is not None:
             Origin.of(lists[0]).check(mask)
-            runs = equal_runs_of(lists, spec.form, mask)
-    if spec.sink is not None:
-        sink = constant_sink(spec.sink, query)
-    dropout = None if seed is None or spec.drop_below is None else Dropout(spec.drop_below, seed)
-    if spec.has_scale:
+            equal_runs = equal_runs_of(lists, parsed.form, mask)
+    if parsed.sink is not None:
+        sink = constant_sink(parsed.sink, query)
+    dropout = None if seed is None or parsed.drop_below is None else Dropout(parsed.drop_below, seed)
+    if parsed.has_scale:
         scale = floats[-1].item()
     scale = check_scale(scale, query.shape[3])
     problem = Problem(
-        query, key, value, scale, score, mask, blocks, None, runs, spec.options, sink, dropout, spec.max_scores
-    )
+        query, key, value, scale, score, mask, blocks, None, equal_runs, parsed.options, sink, dropout,
+        parsed.max_scores,
+    )  # fmt: skip
     return complete(problem, gradient)
 
 
@@ -184,25 +182,10 @@ def _bound(
 
 def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     """Return the tensor with its dims in the order of `like` in memory, as the fake kernels promise."""
-    expected = _strides(tensor.shape, like.stride())
+    expected = triton.dense_strides(tensor.shape, like.stride())
     if tensor.stride() == expected or tensor.numel() == 0:
         return tensor
     return tensor.new_empty_strided(tensor.shape, expected).copy_(tensor)
-
-
-@lru_cache(4096)
-def _strides(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a dense [B, H, rows, width] whose first three dims are in the order of other strides."""
-    strides, step = [0, 0, 0, 1], shape[3]
-    for d in reversed(_order(like)):
-        strides[d] = step
-        step *= max(1, shape[d])
-    return tuple(strides)
-
-
-def _order(strides: Sequence[int]) -> list[int]:
-    """Return the first three dims from the outermost to the innermost in memory, as engines lay out their results."""
-    return [0, 1, 2] if 0 in strides[:3] else sorted(range(3), key=lambda d: -strides[d])
 
 
 # Fake kernels.
@@ -210,7 +193,7 @@ def _order(strides: Sequence[int]) -> list[int]:
 
 def _fake_like(tensor: Tensor, width: int) -> Tensor:
     """Return [B, H, rows, width] with the dims of `tensor` in memory order, the last dim innermost."""
-    order, shape = _order(tensor.stride()), tensor.shape
+    order, shape = triton.order_in_memory(tensor.stride()), tensor.shape
     empty = tensor.new_empty([*(shape[d] for d in order), width])
     return empty.permute([*(order.index(d) for d in range(3)), 3])
 

@@ -18,7 +18,7 @@ from flexattn.call.pose import autocast
 from flexattn.errors import DtypeError, UnsupportedError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.narrow import specialized
-from flexattn.torch_compile.attention import attend
+from flexattn.torch_compile.attention import call_operators
 from flexattn.torch_compile.call_arguments import CallArguments, check_given, operands_of, option_texts
 from flexattn.torch_compile.graph_break import prepared
 from flexattn.torch_compile.subgraph import bind
@@ -32,19 +32,19 @@ from flexattn.trace.trace import trace_symbolic
 def recorded_call(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return out, lse and the row maxima of a call, which are tensors of the graph or have no values."""
     if any(type(mode) is Interception for mode in _get_current_function_mode_stack()):
-        mend = "Call it before, and let the mod capture its result."
-        raise UnsupportedError(message("flex_attention", "a call inside of a mod", "a call outside of mods", mend))
+        fix = "Call it before, and let the mod capture its result."
+        raise UnsupportedError(message("flex_attention", "a call inside of a mod", "a call outside of mods", fix))
     if call.layout is not None:
-        mend = "Call it outside of make_fx, torch.export and fake tensors."
+        fix = "Call it outside of make_fx, torch.export and fake tensors."
         found = "a layout (seqused_k, q_offsets, kv_positions, block_table)"
-        raise UnsupportedError(message("flex_attention", found, "none in recorded graphs", mend))
+        raise UnsupportedError(message("flex_attention", found, "none in recorded graphs", fix))
     query, key, value = autocast(call.query, call.key, call.value)
     if not isinstance(query, Tensor) or not isinstance(key, Tensor) or not isinstance(value, Tensor):
         raise DtypeError(message("query, key, value", "other objects", "tensors", "Pass tensors."))
     if not is_recording() and not all(map(has_no_values, (query, key, value))):
-        mend = "Pass three tensors without values, or call inside of FakeTensorMode."
+        fix = "Pass three tensors without values, or call inside of FakeTensorMode."
         found = "tensors with and without values"
-        raise UnsupportedError(message("query, key, value", found, "three of one kind", mend))
+        raise UnsupportedError(message("query, key, value", found, "three of one kind", fix))
     mask = _mask(call.block_mask)
     seed = None
     if call.dropout_p != 0.0:
@@ -61,7 +61,7 @@ def recorded_call(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     score = None if call.score_mod is None else _bound(call.score_mod, "score", wide)
     keep = None if mask is None else _bound(mask.mask_mod, "mask", torch.float32)
-    return attend(operands_of(given, score, keep))
+    return call_operators(operands_of(given, score, keep))
 
 
 def _mask(block_mask: Any) -> BlockMask | None:

@@ -54,8 +54,8 @@ def loads(text: str) -> Spec:
     """Inverse of `Spec.dumps`. Raise FormatError if another version of flexattn wrote the text."""
     version, *parts = json.loads(text)
     if version != FORMAT:
-        mend = "Compile or export the model again with this version of flexattn."
-        raise FormatError(message("spec", f"format {version} of a compiled graph", f"format {FORMAT}", mend))
+        fix = "Compile or export the model again with this version of flexattn."
+        raise FormatError(message("spec", f"format {version} of a compiled graph", f"format {FORMAT}", fix))
     score, mask, form, options, *rest = parts
     graphs = [None if g is None else serialize.loads(g) for g in (score, mask)]
     form = None if form is None else MaskForm.loads(form)

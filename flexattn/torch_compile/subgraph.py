@@ -39,7 +39,7 @@ def bind_mod(source: ModInGraph, kind: Kind, score_dtype: torch.dtype) -> BoundM
     body, lifted = _cut(source)
     with outside_of_modes():
         leaves = [Leaf(_name(n), _hint(n, source.values)) for n in lifted]
-        traced = trace_body(body, kind, leaves, *_place(source.result, kind), score_dtype)
+        traced = trace_body(body, kind, leaves, *_location(source.result, kind), score_dtype)
     tensors = [source.values[n] for n, leaf in zip(lifted, leaves, strict=True) if isinstance(leaf.value, Tensor)]
     numbers = [
         source.values[_source(n)] for n, leaf in zip(lifted, leaves, strict=True) if not isinstance(leaf.value, Tensor)
@@ -98,14 +98,15 @@ def _cut(source: ModInGraph) -> tuple[Callable[..., Any], list[fx.Node]]:
     return module.forward, lifted
 
 
+# The file and the name of the function that calls the mods. call.py cannot be imported here: it imports higher_order.
+_BODY = "torch_compile/call.py", "body"
 _FRAME = re.compile(r'File "(.*)", line (\d+), in (\S+)')
 
 
-def _place(result: fx.Node, kind: Kind) -> tuple[str, str]:
+def _location(result: fx.Node, kind: Kind) -> tuple[str, str]:
     """Return the name of the user's function, and file:line of its result, from the stack that Dynamo recorded."""
     frames = _FRAME.findall(result.stack_trace or "")
-    of_body = "torch_compile/call.py", "body"
-    called = [i for i, (file, _, name) in enumerate(frames) if file.endswith(of_body[0]) and name == of_body[1]]
+    called = [i for i, (file, _, name) in enumerate(frames) if file.endswith(_BODY[0]) and name == _BODY[1]]
     if not called or called[-1] + 1 == len(frames):
         return f"{kind}_mod", ""
     file, line, name = frames[called[-1] + 1]

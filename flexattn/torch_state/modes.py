@@ -83,8 +83,8 @@ def _own_device(name: str) -> AbstractContextManager[object]:
         kind = type(mode).__name__
         if kind in _RECORDING:
             found = f"a call inside of {kind}, as in torch.export and make_fx"
-            mend = "Call it on tensors with values, outside of the recorded region."
-            raise UnsupportedError(message(name, found, "a call that computes its result", mend))
+            fix = "Call it on tensors with values, outside of the recorded region."
+            raise UnsupportedError(message(name, found, "a call that computes its result", fix))
     # A default device is a mode too. torch.get_default_device fails inside torch.func's transforms.
     default = next((mode.device for mode in reversed(functions) if isinstance(mode, DeviceContext)), None)
     return nullcontext() if default is None or default.type == "cpu" else _on_the_cpu(default)

@@ -20,7 +20,7 @@ _STRIDED = torch.strided
 _DEFAULT_FUNCTIONS = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
 
 # How to get a plain tensor, by class name, because most of these modules are imported only when used.
-_MENDS = {
+_FIXES = {
     "FakeTensor": "It has no values: call on tensors that do, outside of torch.export, make_fx and FakeTensorMode.",
     "FunctionalTensor": "It records a graph: call outside of torch.export and make_fx.",
     "DTensor": "Pass {0}.to_local() if it is sharded by batch or heads, else {0}.full_tensor().",
@@ -58,9 +58,9 @@ def check_plain(argument: str, x: Tensor, capture: str = "") -> None:
     """Raise UnsupportedError if `x` is not plain. It is an argument, or a tensor captured by a mod argument."""
     if is_plain(x):
         return
-    found, mend = _about(x)
+    found, fix = _about(x)
     found = f"the captured tensor {capture}, {found}" if capture else found
-    raise UnsupportedError(message(argument, found, "a plain, dense tensor", mend.format(capture or argument)))
+    raise UnsupportedError(message(argument, found, "a plain, dense tensor", fix.format(capture or argument)))
 
 
 def _about(x: Tensor) -> tuple[str, str]:
@@ -70,5 +70,5 @@ def _about(x: Tensor) -> tuple[str, str]:
         return "a nested tensor", _NESTED
     if cls in PLAIN:
         return f"a tensor of layout {x.layout}", "Pass {0}.to_dense()."
-    mend = _OTHER_DISPATCH if _dispatches(cls) else _OTHER_FUNCTION
-    return f"a {cls.__module__}.{cls.__qualname__}", _MENDS.get(cls.__name__, mend)
+    fix = _OTHER_DISPATCH if _dispatches(cls) else _OTHER_FUNCTION
+    return f"a {cls.__module__}.{cls.__qualname__}", _FIXES.get(cls.__name__, fix)

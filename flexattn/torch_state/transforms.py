@@ -65,16 +65,16 @@ def is_batched(tensor: Tensor) -> bool:
 def refuse_batched(*grads: Tensor | None) -> None:
     """Reject a backward on a batch of gradients (is_grads_batched), which a Function does not support."""
     if any(is_legacy_batchedtensor(g) for g in grads if g is not None):
-        mend = "Use torch.func.jacrev, jacfwd or hessian, or leave out vectorize=True and check_batched_grad=True."
+        fix = "Use torch.func.jacrev, jacfwd or hessian, or leave out vectorize=True and check_batched_grad=True."
         found = "a backward with is_grads_batched=True"
-        raise UnsupportedError(message("flex_attention", found, "one gradient at a time, or torch.func.vmap", mend))
+        raise UnsupportedError(message("flex_attention", found, "one gradient at a time, or torch.func.vmap", fix))
 
 
 def one_by_one(function: type[Function], batch_size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
     """Implement the `vmap` of a Function by applying it to one batch entry after the other."""
     if batch_size == 0:
-        mend = "Skip the call for an empty batch."
-        raise UnsupportedError(message("torch.vmap", "a batch of 0 around flex_attention", "at least one entry", mend))
+        fix = "Skip the call for an empty batch."
+        raise UnsupportedError(message("torch.vmap", "a batch of 0 around flex_attention", "at least one entry", fix))
     entries = [
         function.apply(*(_entry(x, d, i) for x, d in zip(args, in_dims, strict=True))) for i in range(batch_size)
     ]

@@ -19,7 +19,7 @@ _MOST_KEYS = 512
 _MOST_TRACES = 64  # per key; the newest is tried first
 
 
-class Known(NamedTuple):
+class GuardedTrace(NamedTuple):
     """A trace and its guard."""
 
     guard: Guard
@@ -27,11 +27,11 @@ class Known(NamedTuple):
     source: str  # source code of the guard
 
 
-_known: OrderedDict[tuple[Any, ...], list[Known]] = OrderedDict()
+_known: OrderedDict[tuple[Any, ...], list[GuardedTrace]] = OrderedDict()
 _same_code: dict[types.CodeType, int] = {}  # code object -> id of the first equal code object
 
 
-def find(mod: Any, variant: tuple[Any, ...]) -> Sequence[Known]:
+def find(mod: Any, variant: tuple[Any, ...]) -> Sequence[GuardedTrace]:
     """Return the traces whose guards may pass for a mod."""
     root = mod.__code__ if type(mod) is types.FunctionType else _root(mod)
     found = _known.get((id(root), *variant))
@@ -40,15 +40,15 @@ def find(mod: Any, variant: tuple[Any, ...]) -> Sequence[Known]:
     return found or ()
 
 
-def keep(mod: Any, variant: tuple[Any, ...], known: Known) -> None:
+def keep(mod: Any, variant: tuple[Any, ...], known: GuardedTrace) -> None:
     """Store a trace for mods with the same code."""
     root = _root(mod)
-    place = id(root)
+    key = id(root)
     if isinstance(root, types.CodeType):
         if len(_same_code) >= _MOST_KEYS:
             _same_code.clear()
-        place = _same_code.setdefault(root, place)
-    traces = _known.setdefault((place, *variant), [])
+        key = _same_code.setdefault(root, key)
+    traces = _known.setdefault((key, *variant), [])
     traces.insert(0, known)
     del traces[_MOST_TRACES:]
     while len(_known) > _MOST_KEYS:

@@ -138,10 +138,10 @@ def _output(elements: Elements, result: Any, kind: Kind, name: str, dtype: torch
     if isinstance(result, fx.Node):
         value = result.meta["val"]
         if value.ndim > 0:
-            mend = "Index the captured tensor down to one element, for example scale[0]."
+            fix = "Index the captured tensor down to one element, for example scale[0]."
             raise ModError(
                 f"{name}, line {line_of_node(result)}: found a result of shape {list(value.shape)}, "
-                f"expected a scalar (a 0-d tensor). {mend}"
+                f"expected a scalar (a 0-d tensor). {fix}"
             )
         if kind == "score" and (value.is_complex() or value.dtype == torch.bool):
             raise ModError(
@@ -160,9 +160,9 @@ def _output(elements: Elements, result: Any, kind: Kind, name: str, dtype: torch
     if kind == "score" and not boolean and isinstance(result, (int, float, torch.SymInt, torch.SymFloat)):
         return elements.scalar(result, dtype)
     wanted = "a bool tensor" if kind == "mask" else "a scalar tensor"
-    mend = _BOOL_SCORE if boolean else _COMPLEX_SCORE if isinstance(result, complex) else "Return one."
+    fix = _BOOL_SCORE if boolean else _COMPLEX_SCORE if isinstance(result, complex) else "Return one."
     found = _NUMBERS.get(type(result), type(result)).__name__
-    raise ModError(f"{name}: found a result of type {found}, expected {wanted}. {mend}")
+    raise ModError(f"{name}: found a result of type {found}, expected {wanted}. {fix}")
 
 
 _BOOL_SCORE = "It looks like a mask_mod: pass it as block_mask=create_block_mask(mask_mod, ...)."

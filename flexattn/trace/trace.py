@@ -99,7 +99,7 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
             _count_failed_guard(f"{kind}_mod {traced.graph.name} ({traced.graph.location}): {reason}")
         if not record.reason:
             guard, source = guard_of(record, traced.conditions)
-            memo.keep(mod, variant, memo.Known(guard, traced, source))
+            memo.keep(mod, variant, memo.GuardedTrace(guard, traced, source))
         if is_logging():
             how = f"traced at each call: {record.reason}" if record.reason else "kept"
             debug("trace", f"{kind}_mod {traced.graph.location} ({how})\n{traced.graph}")
@@ -110,7 +110,7 @@ def trace(mod: Mod, kind: Kind, score_dtype: torch.dtype = torch.float32) -> Bou
 
 def recall(
     mod: Mod, variant: tuple[object, ...]
-) -> tuple[memo.Known, tuple[Sequence[Tensor], Sequence[int | float]]] | None:
+) -> tuple[memo.GuardedTrace, tuple[Sequence[Tensor], Sequence[int | float]]] | None:
     """Return the trace of a mod whose guard passes, with the tensors and numbers that the mod reads now."""
     for known in memo.find(mod, variant):
         found = known.guard(mod)
@@ -126,10 +126,10 @@ def count_hits(count: int) -> None:
 
 def _warn(kind: Kind, traced: Traced, record: ReadLog) -> None:
     """Warn once about a mod that is traced at each call. If it may only initialize something, skip its first call."""
-    place = (traced.graph.location, record.reason)
-    count = _retraced.get(place, 0) + 1
+    key = (traced.graph.location, record.reason)
+    count = _retraced.get(key, 0) + 1
     if len(_retraced) < _MOST_RETRACED:
-        _retraced[place] = count
+        _retraced[key] = count
     if count == (2 if record.may_end else 1):
         where = f" ({traced.graph.location})" if traced.graph.location else ""
         warnings.warn(
@@ -269,14 +269,14 @@ def _check_call(mod: Mod, kind: Kind, name: str) -> None:
     if _binds(signature, len(inputs)):
         return
     where = f" at {location_of(mod)}" if location_of(mod) else ""
-    mend = f"Give it {len(inputs)} positional parameters."
+    fix = f"Give it {len(inputs)} positional parameters."
     if _binds(signature, len(others)):
-        mend = (
+        fix = (
             "It looks like a mask_mod: pass it as block_mask=create_block_mask(mask_mod, ...)."
             if kind == "score"
             else "It looks like a score_mod: pass it to flex_attention as score_mod."
         )
-    raise ModError(f"{kind}_mod: found {name}{signature}{where}, expected a callable {wanted}. {mend}")
+    raise ModError(f"{kind}_mod: found {name}{signature}{where}, expected a callable {wanted}. {fix}")
 
 
 def _binds(signature: inspect.Signature, count: int) -> bool:

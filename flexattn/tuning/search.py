@@ -87,9 +87,9 @@ def tune_problem(problem: Problem, effort: Effort, keep: bool) -> Tuning:
     """Measure candidates for each kernel of a problem, and store the best if `keep` is set."""
     if keep:
         remembered_rows()  # raises before anything is measured if the table cannot be read
-    learns = wants_gradient(problem)
+    with_backward = wants_gradient(problem)
     with torch.no_grad(), _current(problem.query.device):
-        calls = _calls(problem, learns)
+        calls = _calls(problem, with_backward)
         tuned = [call for call in calls if call.kernel in effort.kernels and not call.plan.is_hopper]
         plans = {call.kernel: candidates(call.plan, call.problem, call.tensors) for call in tuned}
         needed = [*(call.plan for call in calls), *(plan for some in plans.values() for plan in some)]
@@ -106,7 +106,7 @@ def tune_problem(problem: Problem, effort: Effort, keep: bool) -> Tuning:
 
 def candidates(plan: KernelPlan, problem: Problem, tensors: Tensors) -> tuple[KernelPlan, ...]:
     """Return plans that differ from `plan` only in their tiles, all of which may fit; the first is `plan` itself."""
-    tiles = dict.fromkeys((*_near(plan), *tiles_in_table(plan.kernel)))
+    tiles = dict.fromkeys((*_near(plan), *tiles_in_table(plan.spec.name)))
     tiles.pop(plan.tile, None)
     others = (plan_with_tile(plan.spec, problem, plan.target, tensors, tile) for tile in tiles)
     return plan, *(other for other in others if other is not None)
@@ -130,7 +130,7 @@ def _near(plan: KernelPlan) -> Iterator[Tile]:
         yield replace(tile, PARTIAL_M=0 if tile.PARTIAL_M else 32)
 
 
-def _calls(problem: Problem, learns: bool) -> tuple[_Call, ...]:
+def _calls(problem: Problem, with_backward: bool) -> tuple[_Call, ...]:
     """Return the kernels of a forward, and of a backward if the problem needs gradients, without running any."""
     target, calls = target_of(problem.query.device), []
 
@@ -139,7 +139,7 @@ def _calls(problem: Problem, learns: bool) -> tuple[_Call, ...]:
         calls.append(_Call(spec, problem, tensors, arrays, plan))
 
     out, lse, _ = triton.forward(problem, keep)
-    if learns:
+    if with_backward:
         generator = torch.Generator(out.device).manual_seed(0)
         d_out = torch.empty_like(out).normal_(generator=generator)
         triton.backward(problem, out, lse, d_out, None, (True, True, True, False), keep)

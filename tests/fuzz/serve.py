@@ -69,7 +69,7 @@ def kernels_of(space: Space, case: Case) -> list[str]:
             call.query, call.key, call.value, call.score_mod, call.mask, call.scale, enable_gqa=True,
             kernel_options=call.options,
         )  # fmt: skip
-        return [plan.kernel for plan in explained.plans]
+        return [plan.spec.name for plan in explained.plans]
     return []
 
 

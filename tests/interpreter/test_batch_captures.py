@@ -49,7 +49,7 @@ def kernels(call: Call) -> list[str]:
     tensors = (x.detach().requires_grad_() for x in (call.query, call.key, call.value))
     options = {"BACKEND": "TRITON"}
     shown = explain(*tensors, call.score_mod, call.mask, enable_gqa=True, kernel_options=options)
-    return [plan.kernel for plan in shown.plans]
+    return [plan.spec.name for plan in shown.plans]
 
 
 @pytest.mark.parametrize(("mask_mod", "exactly"), [(None, False), (mods.causal, True)], ids=["", "deterministic"])

@@ -82,7 +82,7 @@ def test_steps_follow_the_size_of_gradients(name: str, plans: list[KernelPlan]) 
             assert bool(ours.any()) == (factor > 0)
     measured = name == "unmasked-gate"
     kernels = ["forward", "backward_delta", *(["backward_sizes"] if measured else []), "backward_captures"]
-    planned = [(plan.kernel, plan.sums) for plan in plans if plan.kernel not in ("forward", "backward_delta")]
+    planned = [(plan.spec.name, plan.sums) for plan in plans if plan.spec.name not in ("forward", "backward_delta")]
     assert [kernel for kernel, _ in planned] == [*kernels[2:], "backward_captures"], "dq, dk and dv are not computed"
     assert [sums for _, sums in planned[-2:]] == ["integer", "float"]
 

@@ -13,7 +13,7 @@ from test_repeated_calls import afresh, is_repeated
 from torch import Tensor
 
 from flexattn import mods, varlen_attn
-from flexattn.call import packed
+from flexattn.call.varlen import arguments
 from flexattn.errors import MutationError
 from flexattn.runtime import launch
 
@@ -146,5 +146,5 @@ def test_what_a_mask_mod_reads_is_not_kept() -> None:
     table = torch.rand(64)
     for _ in range(2):
         attend(q, k, v, cu, mask_mod=lambda b, h, q_idx, kv_idx: table[kv_idx] < 0.5)
-    states = [mask._state for _, mask in packed.masks.found.values() if mask._state is not None]
+    states = [mask._state for _, mask in arguments.masks.found.values() if mask._state is not None]
     assert states and all(not t.numel() for state in states for t in (*state.captures, *state.bound.captures))

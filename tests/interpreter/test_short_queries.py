@@ -180,7 +180,7 @@ def test_kernels_that_explain_shows() -> None:
     def kernels(case: Case, **options: Any) -> list[str]:
         q, k, v = case.tensors()
         found = flexattn.explain(q, k, v, enable_gqa=True, kernel_options=options, target="sm_90")
-        return [plan.kernel for plan in found.plans if plan.is_forward]
+        return [plan.spec.name for plan in found.plans if plan.is_forward]
 
     long = replace(Case(M=1), N=2048)
     assert kernels(long) == ["forward_split", "merge_splits"]

@@ -58,7 +58,7 @@ def test_tune_remembers_what_later_calls_use(machine: Path, monkeypatch: pytest.
     shown = flexattn.explain(q, k, v, score_mod, mask, kernel_options=TRITON)
     best = {t.key.kernel: t.best.tile for t in tuned.kernels}
     assert all(tile.BLOCK_M == 16 for tile in best.values())
-    assert {plan.kernel: plan.tile for plan in shown.plans if plan.kernel in best} == best
+    assert {plan.spec.name: plan.tile for plan in shown.plans if plan.spec.name in best} == best
     assert str(shown).count("(tuned on this machine, ") == 3
     assert not launch._launches, "planned anew"
     for ours, theirs in zip(results(), before, strict=True):

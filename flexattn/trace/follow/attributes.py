@@ -77,7 +77,7 @@ class Attributes:
                 if name in base.__dict__:
                     return base.__dict__[name]
                 continue
-            self.record.class_place(base)
+            self.record.assign_class(base)
             if name in base.__dict__:
                 return self.record.read_item(base, "{}.__dict__[{}]", name, base.__dict__[name], name)
             self.record.check(base, "{1} not in {0}.__dict__", name)

@@ -64,7 +64,7 @@ def _is_instance(f: Calls, value: Any, cls: Any) -> bool:
     if isinstance(value, LIFTED):
         return isinstance(value.original, cls)
     if isinstance(value, Tensor) or method is type.__instancecheck__:
-        f.record.class_place(type(value))
+        f.record.assign_class(type(value))
         return isinstance(value, cls)
     return _asked_again(f, isinstance, value, cls)
 
@@ -74,7 +74,7 @@ def _is_subclass(f: Calls, value: Any, cls: Any) -> bool:
     if isinstance(method, types.FunctionType) and not is_library_class(type(cls)):
         return f.truth(f.call(method, (cls, value)))
     if isinstance(value, type):
-        f.record.class_place(value)
+        f.record.assign_class(value)
     return issubclass(value, cls) if method is type.__subclasscheck__ else _asked_again(f, issubclass, value, cls)
 
 

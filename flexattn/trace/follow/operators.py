@@ -251,7 +251,7 @@ class Operators(Attributes):
 
     def is_subclass(self, cls: type, base: type) -> bool:
         """Return whether a class derives from another, and guard its bases."""
-        self.record.class_place(cls)
+        self.record.assign_class(cls)
         return base in cls.__mro__
 
     def unary(self, symbol: str, x: Any) -> Any:

@@ -79,7 +79,7 @@ class ReadLog:
     number_variables: list[str] = field(default_factory=list)
     reason: str = ""  # why the guard cannot prove that nothing changed; empty if it can
     may_end: bool = False  # the mod has only set something that it had not read, which it may do once
-    _places: dict[int, tuple[Any, str]] = field(default_factory=dict)  # id -> the object, its variable
+    _variables: dict[int, tuple[Any, str]] = field(default_factory=dict)  # id -> the object, its variable
     _known: dict[str, Any] = field(default_factory=dict)  # text of a read -> the object found
     _constant_names: dict[tuple[str, int], str] = field(default_factory=dict)
     _count: int = 0
@@ -111,85 +111,85 @@ class ReadLog:
 
     def has(self, owner: object) -> bool:
         """Return whether an object existed before the mod ran."""
-        return id(owner) in self._places
+        return id(owner) in self._variables
 
     def read(self, owner: object, template: str, value: Any, name: str = "captured", literal: bool = False) -> Any:
         """Return `value`, located at `template` of `owner`, as the mod sees it, and guard it.
 
         `template` is Python text with {} for the owner. A number is returned lifted, unless `literal`.
         """
-        place = self._places.get(id(owner))
-        return value if place is None else self._at(template.format(place[1]), value, name, literal)
+        entry = self._variables.get(id(owner))
+        return value if entry is None else self._at(template.format(entry[1]), value, name, literal)
 
     def read_item(
         self, owner: object, template: str, key: Any, value: Any, name: str = "", literal: bool = False
     ) -> Any:
         """Like `read`, for an item: `template` has {} for the owner and {} for the key."""
-        place = self._places.get(id(owner))
-        if place is None:
+        entry = self._variables.get(id(owner))
+        if entry is None:
             return value
-        return self._at(template.format(place[1], self.text_of(key)), value, name or _name_of(key), literal)
+        return self._at(template.format(entry[1], self.text_of(key)), value, name or _name_of(key), literal)
 
     def alias(self, owner: object, template: str, part: object) -> None:
         """Give a part of an object, which is never replaced, a variable; guard that two owners still share it."""
-        place = self._places.get(id(owner))
-        if place is None:
+        entry = self._variables.get(id(owner))
+        if entry is None:
             return
-        text, known = template.format(place[1]), self._places.get(id(part))
+        text, known = template.format(entry[1]), self._variables.get(id(part))
         if known is None:
-            self._places[id(part)] = (part, text)
+            self._variables[id(part)] = (part, text)
         elif known[1] != text:
             self._line(f"if {text} is not {known[1]}: return None")
 
     def permanent(self, value: object) -> None:
         """Give a library object, which is never replaced, a variable."""
-        if id(value) not in self._places:
-            self._places[id(value)] = (value, self._constant("c", value, value))
+        if id(value) not in self._variables:
+            self._variables[id(value)] = (value, self._constant("c", value, value))
 
     def check(self, owner: object, template: str, *values: Any) -> None:
         """Guard a condition: text with {} for the owner and for each value."""
-        place = self._places.get(id(owner))
-        if place is not None:
-            self._line(f"if not ({template.format(place[1], *map(self.text_of, values))}): return None")
+        entry = self._variables.get(id(owner))
+        if entry is not None:
+            self._line(f"if not ({template.format(entry[1], *map(self.text_of, values))}): return None")
 
     def check_same(self, x: object, y: object, same: bool) -> None:
         """Guard whether two objects are identical."""
-        places = [self._places.get(id(o)) for o in (x, y)]
-        texts = [p[1] if p is not None else self.identity(o) for p, o in zip(places, (x, y), strict=True)]
-        if any(p is not None for p in places):
+        entries = [self._variables.get(id(o)) for o in (x, y)]
+        texts = [p[1] if p is not None else self.identity(o) for p, o in zip(entries, (x, y), strict=True)]
+        if any(p is not None for p in entries):
             self._line(f"if {texts[0]} is {'not ' * same}{texts[1]}: return None")
 
-    def class_place(self, cls: type) -> None:
+    def assign_class(self, cls: type) -> None:
         """Give a class whose identity is guarded a variable, and guard its base order."""
-        if id(cls) in self._places or not cls.__flags__ & HEAP_TYPE:
+        if id(cls) in self._variables or not cls.__flags__ & HEAP_TYPE:
             return
-        self._place(cls, self.identity(cls))
+        self._assign(cls, self.identity(cls))
         self.check_bases(cls)
 
     def check_bases(self, cls: type) -> None:
         """Guard the method resolution order of a class."""
         for i, base in enumerate(cls.__mro__):
             if i and base is not object:
-                self._line(f"if {self._places[id(cls)][1]}.__mro__[{i}] is not {self.identity(base)}: return None")
+                self._line(f"if {self._variables[id(cls)][1]}.__mro__[{i}] is not {self.identity(base)}: return None")
         self.check(cls, "len({}.__mro__) == {}", len(cls.__mro__))
 
     def snapshot(self, owner: object, value: Any) -> bool:
         """Guard the whole contents of a container of plain data; return False if it contains anything else."""
-        place = self._places.get(id(owner))
-        if place is None:
+        entry = self._variables.get(id(owner))
+        if entry is None:
             return True
         if not _is_marshalled(value):
             return False
         found = marshal.dumps(value, 2)
-        self._line(f"if {self.constant(marshal.dumps)}({place[1]}, 2) != {self.constant(found)}: return None")
+        self._line(f"if {self.constant(marshal.dumps)}({entry[1]}, 2) != {self.constant(found)}: return None")
         return True
 
     def text_of(self, value: Any) -> str:
         """Return how the guard writes a constant, or an object that it has read."""
         if value is None or type(value) in (bool, int, str):
             return repr(value)
-        place = self._places.get(id(value))
-        return place[1] if place is not None and not isinstance(value, _CONTAINERS) else self.constant(value)
+        entry = self._variables.get(id(value))
+        return entry[1] if entry is not None and not isinstance(value, _CONTAINERS) else self.constant(value)
 
     def constant(self, value: Any) -> str:
         """Return the name of a constant of the guard."""
@@ -209,10 +209,10 @@ class ReadLog:
         if key not in self._constant_names:
             self._constant_names[key] = f"{kind}{len(self._constant_names)}"
             self.constants[self._constant_names[key]] = kept
-            self._place_nothing(value)
+            self._retain(value)
         return self._constant_names[key]
 
-    def _place_nothing(self, value: Any) -> None:
+    def _retain(self, value: Any) -> None:
         """Keep a reference to a constant, so that its id is not reused while the mod runs."""
         self._known[f"constant {id(value)}"] = value
 
@@ -224,12 +224,12 @@ class ReadLog:
         if len(self.lines) > MOST_LINES:
             self.unguarded("it reads too many values to compare at each call")
 
-    def _place(self, value: Any, text: str) -> str:
+    def _assign(self, value: Any, text: str) -> str:
         """Give an object a variable of the guard."""
         variable = f"v{self._count}"
         self._count += 1
         self._line(f"{variable} = {text}")
-        self._places[id(value)] = (value, variable)
+        self._variables[id(value)] = (value, variable)
         return variable
 
     def _at(self, text: str, value: Any, name: str, literal: bool) -> Any:
@@ -257,9 +257,9 @@ class ReadLog:
         if kind in _TORCH_CONSTANTS:
             self._line(f"if {text} != {self.constant(value)}: return None")
             return value
-        place = self._places.get(id(value))
-        if place is not None and not (kind is tuple and not value):
-            self._line(f"if {text} is not {place[1]}: return None")
+        entry = self._variables.get(id(value))
+        if entry is not None and not (kind is tuple and not value):
+            self._line(f"if {text} is not {entry[1]}: return None")
             return value
         self._object(text, value, name)
         return value
@@ -300,15 +300,15 @@ class ReadLog:
     def _object(self, text: str, value: Any, name: str) -> None:
         """Guard the kind of an object. What is read from it later is guarded then."""
         if isinstance(value, Tensor):
-            self._tensor(self._place(value, text), value, name)
+            self._tensor(self._assign(value, text), value, name)
             return
         if isinstance(value, (type, types.ModuleType)) or _is_permanent(value):
-            variable = self._place(value, text)
+            variable = self._assign(value, text)
             self._line(f"if {variable} is not {self.identity(value)}: return None")
             if isinstance(value, type) and value.__flags__ & HEAP_TYPE:
                 self.check_bases(value)
             return
-        variable = self._place(value, text)
+        variable = self._assign(value, text)
         if isinstance(value, types.FunctionType):
             code = self.constant(value.__code__)
             self._line(f"if {variable}.__code__ is not {code} and {variable}.__code__ != {code}: return None")

@@ -1,4 +1,4 @@
-"""packed_lists: the block lists of packed sequences, from the interval of keys of each row."""
+"""block_lists: the block lists of packed sequences, from the interval of keys of each row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import BlockMask, RunLists, Runs
-from flexattn.call.packing import LONGEST, Packing, has_kernels
+from flexattn.call.varlen.packing import LONGEST, Packing, has_kernels
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.linear import Linear
 from flexattn.graph.row_bounds import Both, Complement, Condition, Either, RowInterval, Solved, WholeRows, row_bounds
@@ -24,13 +24,14 @@ def mask_of_rows(
 ) -> BlockMask:
     """Return the block lists of a packed mask. `both`: for a backward too.
 
-    `window`: that of a mask of nothing else. Otherwise the mask's intervals are evaluated by torch operations.
+    `window`: of a mask that consists of sequences and a window only. It is None if there is also a mask_mod, whose
+    intervals are then evaluated in torch.
     """
     with outside(), torch.no_grad():
         H = H if bound.graph.reads("h") else 1
-        kernels = has_kernels(packing.sequence.device)
-        intervals = None if window is not None and kernels else _intervals(bound, lengths, H)
-        if kernels:
+        on_device = has_kernels(packing.sequence.device)
+        intervals = None if window is not None and on_device else _intervals(bound, lengths, H)
+        if on_device:
             kv_runs, q_runs = _launch(packing, window, intervals, lengths, H, both)
         else:
             assert intervals is not None
@@ -53,10 +54,10 @@ def _launch(
     packing: Packing, window: tuple[int, int] | None, intervals: Intervals | None, lengths: tuple[int, int], H: int,
     both: bool,
 ) -> tuple[RunLists, RunLists | None]:  # fmt: skip
-    from flexattn.call import packing_kernels
+    from flexattn.call.varlen import kernels
 
-    of_rows: Any = packing_kernels.blocks_of_rows
-    of_columns: Any = packing_kernels.blocks_of_columns
+    of_rows: Any = kernels.blocks_of_rows
+    of_columns: Any = kernels.blocks_of_columns
     (T_q, T_k), first = lengths, packing.sequence
     rows, columns = -(-T_q // BLOCK), -(-T_k // BLOCK)
     low, high, exact = (None, None, True) if intervals is None else intervals
@@ -90,9 +91,9 @@ def _empty_lists(H: int, rows: int, device: torch.device) -> RunLists:
 
 
 def _order(lists: RunLists, H: int, rows: int) -> None:
-    from flexattn.call import packing_kernels
+    from flexattn.call.varlen import kernels
 
-    kernel: Any = packing_kernels.longest_first
+    kernel: Any = kernels.longest_first
     kernel[(-(-rows // _ROWS), H)](lists.partial.runs, lists.order, rows, ROWS=_ROWS)
 
 
@@ -135,7 +136,7 @@ Ends = tuple[Tensor | None, Tensor | None, bool]
 
 
 def _ends(tree: RowInterval, values: dict[int, Any], zero: Tensor) -> Ends:
-    """Return the ends of an interval, None where it has none, and whether it is all of the mask."""
+    """Return the ends of an interval, None where it has none, and whether the interval is exact."""
     match tree:
         case Solved(side, bound):
             found = _sum_of(bound, values, zero)
@@ -197,11 +198,11 @@ def _blocks(low: Tensor, high: Tensor, T_k: int, exact: bool) -> tuple[Tensor, T
 def _lists(begin: Tensor, end: Tensor, full_begin: Tensor, full_end: Tensor) -> RunLists:
     """Return lists with two partial runs and one full run per row of blocks. Runs may be empty."""
     heads, rows = begin.shape
-    places = torch.arange(heads * rows + 1, dtype=torch.int32, device=begin.device)
+    row_ptr = torch.arange(heads * rows + 1, dtype=torch.int32, device=begin.device)
     partial = torch.stack((begin, full_begin, full_end, end), -1).int().view(-1, 2)
     full = torch.stack((full_begin, full_end), -1).int().view(-1, 2)
     order = (end - begin).argsort(dim=-1, descending=True, stable=True).int()
-    return RunLists(Runs(places * 2, partial), Runs(places, full), order)
+    return RunLists(Runs(row_ptr * 2, partial), Runs(row_ptr, full), order)
 
 
 def _transposed(

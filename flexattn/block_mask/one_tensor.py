@@ -1,4 +1,4 @@
-"""packed: the run lists of a mask as one int32 tensor, whose layout follows from its size and the mask's shape.
+"""one_tensor: the run lists of a mask as one int32 tensor, whose layout follows from its size and the mask's shape.
 
 An operator in a compiled graph takes one tensor for each set of lists. The lengths of the lists differ between masks of
 the same shape, and each length that a graph sees would compile it again. So the runs of all lists have the same

@@ -64,9 +64,9 @@ def _launch(
     cu_seq_q: Tensor, cu_seq_k: Tensor, used_q: Tensor | None, used_k: Tensor | None, lengths: tuple[int, int],
     checks: tuple[str, str] | None,
 ) -> Packing:  # fmt: skip
-    from flexattn.call import packing_kernels
+    from flexattn.call.varlen import kernels
 
-    kernel: Any = packing_kernels.pack_rows
+    kernel: Any = kernels.pack_rows
     T_q, sequences = lengths[0], cu_seq_q.size(0) - 1
     width = -(-T_q // 4) * 4  # so that each column is aligned to 16 bytes
     columns = torch.empty(5, width, dtype=torch.int32, device=cu_seq_q.device)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from flexattn import BlockMask, mods
 from flexattn.block_mask import Runs
-from flexattn.call import packed_lists, packing
-from flexattn.call.packed import packed_mask
-from flexattn.call.packing import Packing, packing_of
+from flexattn.call.varlen import block_lists, packing
+from flexattn.call.varlen.mods import packed_mask
+from flexattn.call.varlen.packing import Packing, packing_of
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.trace.trace import trace
 
@@ -36,10 +36,10 @@ def integers(*values: int) -> Tensor:
 def both_ways(monkeypatch: pytest.MonkeyPatch, make: Callable[[], object]) -> list[object]:
     """Return the results of kernels and of torch operations."""
     found = []
-    for module in (packing, packed_lists):
+    for module in (packing, block_lists):
         assert module.has_kernels(torch.device("cpu"))
     found.append(make())
-    for module in (packing, packed_lists):
+    for module in (packing, block_lists):
         monkeypatch.setattr(module, "has_kernels", lambda device: False)
     return [*found, make()]
 
@@ -78,7 +78,7 @@ def check_lists(monkeypatch: pytest.MonkeyPatch, name: str, bound: BoundMod | No
     mask = packed_mask(bound, rows, window)
 
     def make() -> BlockMask:
-        return packed_lists.mask_of_rows(mask, rows, None if bound else window, lengths, 3, both=True)
+        return block_lists.mask_of_rows(mask, rows, None if bound else window, lengths, 3, both=True)
 
     ours, theirs = both_ways(monkeypatch, make)
     assert isinstance(ours, BlockMask) and isinstance(theirs, BlockMask)
@@ -94,7 +94,7 @@ def check_blocks(lists: BlockMask, mask: BoundMod) -> None:
     h, q_idx, kv_idx = (torch.arange(n, dtype=torch.int32) for n in (3, T_q, T_k))
     inputs = {"b": integers(0), "h": h[:, None, None], "q_idx": q_idx[:, None], "kv_idx": kv_idx}
     (keep,) = mask.graph.evaluate(inputs, mask.captures, mask.numbers, outputs=[mask.graph.output])
-    B = packed_lists.BLOCK
+    B = block_lists.BLOCK
     rows, columns = (-(-n // B) for n in (T_q, T_k))
     padded = torch.zeros(3, rows * B, columns * B, dtype=torch.bool)
     padded[:, :T_q, :T_k] = keep
@@ -124,9 +124,9 @@ def blocks_in(runs: Runs, tiles: Tensor) -> Tensor:
     [((0, 3, 3, 9), 9, True), ((0, 3, 2, 9), 9, False), ((1, 3, 9), 9, False), ((0, 3, 10), 9, False)],
 )
 def test_ascending_values(values: tuple[int, ...], most: int, good: bool) -> None:
-    from flexattn.call import packing_kernels
+    from flexattn.call.varlen import kernels
 
-    kernel: object = packing_kernels.pack_rows
+    kernel: object = kernels.pack_rows
     cu, columns = integers(*values), torch.empty(5, 12, dtype=torch.int32)
     ascends = torch.empty(2, dtype=torch.bool)
     kernel[(3,)](cu, cu, None, None, columns, ascends, len(values) - 1, most, 9, 12, 2, ROWS=4, CHECKS=True)  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""packing_kernels: Triton kernels that describe packed sequences: their rows, and the block lists of their mask.
+"""kernels: Triton kernels that describe packed sequences: their rows, and the block lists of their mask.
 
 In torch operations the same takes 60 launches for a forward and 110 with a backward.
 """
@@ -118,15 +118,21 @@ def blocks_of_columns(
     partial_of_rows_ptr, row_ptr_ptr, partial_ptr, full_row_ptr_ptr, full_ptr, rows, columns,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write the lists of each column of blocks, from those of the rows. All rows between two of a column are in it."""
+    """Write the lists of each column of blocks, from those of the rows.
+
+    A column lists all rows from its first to its last.
+    """
     c, h = tl.program_id(0), tl.program_id(1)
     start, stop = tl.full([ROWS], 2147483647, tl.int32), tl.zeros([ROWS], tl.int32)
     full_start, full_stop, full_count = start, stop, stop
     for r0 in range(0, rows, ROWS):
         r = r0 + tl.arange(0, ROWS)
-        place = partial_of_rows_ptr + 4 * (h * rows + r)
-        begin, end = tl.load(place, mask=r < rows, other=0), tl.load(place + 3, mask=r < rows, other=0)
-        full_begin, full_end = tl.load(place + 1, mask=r < rows, other=0), tl.load(place + 2, mask=r < rows, other=0)
+        base = partial_of_rows_ptr + 4 * (h * rows + r)
+        begin, end = tl.load(base, mask=r < rows, other=0), tl.load(base + 3, mask=r < rows, other=0)
+        full_begin, full_end = (
+            tl.load(base + 1, mask=r < rows, other=0),
+            tl.load(base + 2, mask=r < rows, other=0),
+        )
         holds, full = (begin <= c) & (c < end), (full_begin <= c) & (c < full_end)
         start, stop = tl.where(holds, tl.minimum(start, r), start), tl.where(holds, tl.maximum(stop, r + 1), stop)
         full_start = tl.where(full, tl.minimum(full_start, r), full_start)
@@ -148,13 +154,13 @@ def longest_first(partial_ptr, order_ptr, rows, ROWS: tl.constexpr):
     """Write the order of the rows of blocks, by length, then by position. Each program finds the ranks of some rows."""
     h = tl.program_id(1)
     mine = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    place = partial_ptr + 4 * (h * rows + mine)
-    length = tl.load(place + 3, mask=mine < rows, other=0) - tl.load(place, mask=mine < rows, other=0)
+    base = partial_ptr + 4 * (h * rows + mine)
+    length = tl.load(base + 3, mask=mine < rows, other=0) - tl.load(base, mask=mine < rows, other=0)
     rank = tl.zeros([ROWS], tl.int32)
     for r0 in range(0, rows, ROWS):
         r = r0 + tl.arange(0, ROWS)
-        place = partial_ptr + 4 * (h * rows + r)
-        other = tl.load(place + 3, mask=r < rows, other=0) - tl.load(place, mask=r < rows, other=0)
+        base = partial_ptr + 4 * (h * rows + r)
+        other = tl.load(base + 3, mask=r < rows, other=0) - tl.load(base, mask=r < rows, other=0)
         before = (other[None, :] > length[:, None]) | (
             (other[None, :] == length[:, None]) & (r[None, :] < mine[:, None])
         )

@@ -1,0 +1,160 @@
+"""arguments: the arguments of packed sequences -> Packed: checked, with their packing and block lists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.block_mask import BlockMask
+from flexattn.call.layout import check_integers
+from flexattn.call.varlen.block_lists import mask_of_rows
+from flexattn.call.varlen.memory import Memory
+from flexattn.call.varlen.mods import mask_at_rows
+from flexattn.call.varlen.packing import LONGEST, Packing, packing_of
+from flexattn.errors import ArgumentError, message
+from flexattn.graph.bound_mod import BoundMod
+from flexattn.torch_state.transforms import outside
+
+packings, masks = Memory(), Memory()
+
+
+class PackedArguments(NamedTuple):
+    """The arguments of `varlen_attn` that describe packed sequences, unchecked."""
+
+    cu_seq_q: Tensor
+    cu_seq_k: Tensor
+    max_q: int
+    max_k: int
+    window_size: tuple[int, int] = (-1, -1)
+    mask_mod: Any = None
+    seqused_q: Tensor | None = None  # rows of query from there on are holes, without keys
+    seqused_k: Tensor | None = None
+
+
+def check_packed(given: PackedArguments, query: Tensor, key: Tensor) -> None:
+    """Check lengths and offsets against query [1, Hq, T_q, D] and key [1, Hkv, T_k, D]."""
+    for name, cu, rows in (("cu_seq_q", given.cu_seq_q, query.size(2)), ("cu_seq_k", given.cu_seq_k, key.size(2))):
+        check_integers(name, cu, query, 1)
+        if cu.size(0) < 2 or cu.size(0) != given.cu_seq_q.size(0):
+            found = f"{cu.size(0)} entries"
+            expected = "one more than sequences, at least 2" if name == "cu_seq_q" else f"{given.cu_seq_q.size(0)}"
+            raise ArgumentError(message(name, found, expected, "Give 0 and the end of each sequence."))
+        if rows > LONGEST:
+            fix = "Split the batch."
+            raise ArgumentError(
+                message("query" if name == "cu_seq_q" else "key", f"{rows} rows", f"at most {LONGEST}", fix)
+            )
+        _check_ascending(name, cu, rows)
+    for name, most, cu in (("max_q", given.max_q, given.cu_seq_q), ("max_k", given.max_k, given.cu_seq_k)):
+        if not isinstance(most, int) or isinstance(most, bool) or most < 0:
+            raise ArgumentError(message(name, repr(most), "the length of the longest sequence", "Pass an int."))
+        longest = int(cu.diff().max()) if cu.is_cpu else 0
+        if longest > most:
+            fix = f"Pass {name}={longest}, or any larger number."
+            raise ArgumentError(message(name, most, f"at least the length of the longest sequence, {longest}", fix))
+    check_window(given.window_size)
+    if given.seqused_k is not None:
+        check_integers("seqused_k", given.seqused_k, query, 1)
+        _check_used(given.seqused_k, given.cu_seq_k)
+
+
+def check_window(window: object) -> None:
+    """Check window_size: how many keys before and after its own a query attends to, -1 for all."""
+    good = isinstance(window, (tuple, list)) and len(window) == 2
+    if not good or any(not isinstance(x, int) or x < -1 for x in window):  # type: ignore[attr-defined]
+        fix = "(-1, 0) is causal, (255, 0) a causal window of 256."
+        raise ArgumentError(message("window_size", repr(window), "two ints from -1 on", fix))
+
+
+def _check_ascending(name: str, cu: Tensor, rows: int) -> None:
+    """Check values on the CPU. On a GPU a kernel of `packing_of` asserts them, which the host does not wait for."""
+    if cu.is_cpu:
+        first, last, ascends = int(cu[0]), int(cu[-1]), bool((cu.diff() >= 0).all())
+        if first != 0 or last > rows or not ascends:
+            found = (
+                f"values that start at {first}" if first else f"an end at {last}" if ascends else "descending values"
+            )
+            fix = "Pass the cumulative sum of the lengths, with 0 in front."
+            raise ArgumentError(message(name, found, f"ascending values from 0 to at most {rows}", fix))
+
+
+def assertions(T_q: int, T_k: int) -> tuple[str, str] | None:
+    """Return messages of assertions about cu_seq_q and cu_seq_k; None in a CUDA graph, where nothing is asserted."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return None
+    return (
+        f"varlen_attn: cu_seq_q must ascend from 0 to at most {T_q}",
+        f"varlen_attn: cu_seq_k must ascend from 0 to at most {T_k}",
+    )
+
+
+def _check_used(used: Tensor, cu: Tensor) -> None:
+    if used.size(0) != cu.size(0) - 1:
+        fix = "Give one length per sequence."
+        raise ArgumentError(message("seqused_k", f"shape {list(used.shape)}", f"[{cu.size(0) - 1}]", fix))
+    if used.is_cpu and bool(((used < 0) | (used > cu.diff())).any()):
+        fix = "A sequence cannot use more keys than it has."
+        raise ArgumentError(message("seqused_k", "an entry out of range", "0 to the lengths in cu_seq_k", fix))
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """The checked arguments of packed sequences."""
+
+    packing: Packing
+    window: tuple[int, int]
+    used_rows: Tensor | None  # bool [T_k]: which rows of key hold a token that is used; None: all
+
+    @staticmethod
+    def of(given: PackedArguments, query: Tensor, key: Tensor) -> Packed:
+        """Check the arguments and compute the packing, once for the same tensors."""
+        check_packed(given, query, key)
+        used_q, used_k = given.seqused_q, given.seqused_k
+        tensors = tuple(t for t in (given.cu_seq_q, given.cu_seq_k, used_q, used_k) if t is not None)
+        T_q, T_k = query.size(2), key.size(2)
+
+        def make() -> tuple[Packing, Tensor | None]:
+            packing = packing_of(given.cu_seq_q, given.cu_seq_k, used_q, used_k, (T_q, T_k), assertions(T_q, T_k))
+            return packing, None if used_k is None else _used_rows(given.cu_seq_k, used_k, T_k)
+
+        packing, rows = packings.get((T_q, T_k, used_q is None, used_k is None), tensors, make)
+        return Packed(packing, tuple(given.window_size), rows)  # type: ignore[arg-type]
+
+    @staticmethod
+    def recalled(given: PackedArguments, query: Tensor, key: Tensor) -> Packed | None:
+        """Return the packing, without checks if it is known; None for calls with used lengths."""
+        window = given.window_size
+        if given.seqused_q is not None or given.seqused_k is not None:
+            return None
+        if type(window) is not tuple or [type(x) for x in window] != [int, int]:
+            return None
+        if not isinstance(given.cu_seq_q, Tensor) or not isinstance(given.cu_seq_k, Tensor):
+            return None
+        found = packings.known((query.size(2), key.size(2), True, True), (given.cu_seq_q, given.cu_seq_k))
+        return Packed.of(given, query, key) if found is None else Packed(found[0][0], window, None)
+
+    def tensors_of(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return key and value with 0 in rows that are not used. They may be NaN, and share tiles with used rows."""
+        if self.used_rows is None:
+            return key, value
+        unused = ~self.used_rows[:, None]
+        return key.masked_fill(unused, 0.0), value.masked_fill(unused, 0.0)
+
+    def blocks_of(self, mask: BoundMod, lengths: tuple[int, int], H: int, both: bool) -> BlockMask:
+        """Return the block lists of a packed mask, computed once for the same tensors."""
+        window = self.window if mask.graph == mask_at_rows(None, self.window) else None
+        key = (mask.graph, mask.numbers, lengths, H, both)
+        return masks.get(key, mask.captures, lambda: mask_of_rows(mask, self.packing, window, lengths, H, both))
+
+
+@torch.no_grad()
+def _used_rows(cu: Tensor, used: Tensor, rows: int) -> Tensor:
+    with outside():
+        row = torch.arange(rows, dtype=torch.int32, device=cu.device)
+        index = torch.searchsorted(cu[1:], row, right=True)
+        last = cu.size(0) - 2
+        exists, index = index <= last, index.clamp(max=last)
+        return exists & (row - cu[index] < used[index])

@@ -1,0 +1,80 @@
+"""memory: results that depend on tensors, kept for the same tensors at the same version."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.block_mask import Seen, is_same, seen
+from flexattn.process.forks import Lock
+
+_REMEMBERED = 16
+
+
+class _At(NamedTuple):
+    """A tensor that a result was computed from: a weak reference, its version and its address."""
+
+    seen: Seen
+    address: int
+
+    def holds(self, tensor: Tensor) -> bool:
+        return is_same(self.seen, tensor) and tensor.data_ptr() == self.address
+
+
+class Memory:
+    """The latest results for tensors, found by the tensors themselves at the same version.
+
+    Tensors of inference mode have no version, so nothing is kept for them. The results must not refer to the tensors.
+    """
+
+    def __init__(self) -> None:
+        self.found: OrderedDict[object, tuple[tuple[_At, ...], Any]] = OrderedDict()
+        self.lock = Lock()
+
+    def get(self, key: object, tensors: tuple[Tensor, ...], make: Any) -> Any:
+        """Return make(), or the earlier result for this key and these tensors. CUDA graphs capture make()."""
+        if _is_capturing(tensors):
+            return make()
+        known = self.known(key, tensors)
+        if known is not None:
+            return known[0]
+        made, key = make(), (key, *map(id, tensors))
+        if any(t.is_inference() for t in tensors):
+            return made
+        with self.lock:
+            for other in [k for k, (at, _) in self.found.items() if any(x.seen[0]() is None for x in at)]:
+                del self.found[other]
+            self.found[key] = tuple(_At(seen(t), t.data_ptr()) for t in tensors), made
+            self.found.move_to_end(key)
+            while len(self.found) > _REMEMBERED:
+                self.found.popitem(last=False)
+        return made
+
+    def known(self, key: object, tensors: tuple[Tensor, ...]) -> tuple[Any] | None:
+        """Return the earlier result in a tuple, or None."""
+        if _is_capturing(tensors):
+            return None
+        key = (key, *map(id, tensors))
+        with self.lock:
+            known = self.found.get(key)
+        if known is None or not all(x.holds(t) for x, t in zip(known[0], tensors, strict=True)):
+            return None
+        return (known[1],)
+
+
+def _is_capturing(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether a CUDA graph is captured. Its tensors may change between replays."""
+    return tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+_assertions = Memory()
+
+
+def assert_once(text: str, tensors: tuple[Tensor, ...], condition: Callable[..., Tensor]) -> None:
+    """Let a kernel assert condition(*tensors), once for these tensors at this version, but in no CUDA graph."""
+    if not torch.cuda.is_current_stream_capturing():
+        _assertions.get(text, tensors, lambda: torch.ops.aten._assert_async.msg(condition(*tensors), text))
