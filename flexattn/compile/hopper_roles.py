@@ -19,6 +19,7 @@ from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.lower import loads_where_live
 from flexattn.compile.mod_plan import TRITON_DTYPE
 from flexattn.compile.operands import MaskLists
+from flexattn.compile.row_bounds import row_ends_of
 from flexattn.compile.scalars import FEW_SPLITS
 from flexattn.compile.templates import environment
 
@@ -84,6 +85,7 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
             "to_exp2": "" if plan.score else " * qk_scale", "exponent": _exponent(plan),
             "parts": parts, "with_sink": as_gluon(environment().get_template("with_sink.py.jinja").render()),
             "numbers": numbers, "recorded": [*numbers, "b_kv", "h_kv", *runs],
+            "ends": row_ends_of(plan.mask, "kv_idx") if plan.mask else (),
             "consumers": consumers, "shared_lists": shared_lists, "shares_output": plan.shares_output,
             "roles": [*(f"consumer_{i}" for i in range(consumers)), "producer", "scheduler"],
             "worker_warps": [4] * (consumers - 1) + [1, 1],
