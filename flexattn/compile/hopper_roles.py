@@ -60,9 +60,10 @@ class _Own:
     names: dict[str, object]
 
 
-# Tiles of keys that are left to load when the next tile of queries is claimed. 6 is as good; with 2 a sliding window is 4 %
-# slower.
+# The next tile of queries is claimed when so many tiles of keys are left to load. 6 are as good. With 2 a
+# sliding window is 4 % slower.
 EARLY = 3
+RECORDS = 2  # tiles of queries that are looked up ahead, if they have no more tiles of keys than that
 
 
 def _hopper_forward_names(plan: KernelPlan) -> _Own:
@@ -78,7 +79,7 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
     return _Own(
         [
             ("CONSUMERS", consumers), ("Q_STAGES", plan.tiles_of_queries), ("SAFE", plan.score is not None),
-            ("RECORDS", 2), ("EARLY", EARLY),
+            ("RECORDS", RECORDS), ("EARLY", EARLY),
         ],
         buffers,
         {
