@@ -14,7 +14,7 @@ from flexattn import mods
 from flexattn.compile.lower import Dialect
 from flexattn.compile.mod_plan import ModPlan
 from flexattn.compile.plan import number_type
-from flexattn.compile.row_bounds import lower_row_bounds
+from flexattn.compile.row_bounds import lower_row_bounds, lower_with_ends, row_ends_of
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.trace.trace import trace
 
@@ -56,9 +56,13 @@ CASES: dict[str, tuple[Any, int, int]] = {
 
 
 def lowered(name: str, columns: str, **kinds: bool) -> tuple[str, BoundMod]:
-    bound = trace(CASES[name][0], "mask")
-    mod = ModPlan(bound.graph, "mask", (), tuple(map(number_type, bound.numbers)))
+    mod, bound = traced(name)
     return lower_row_bounds(mod, "mask_mod", Dialect(columns=columns), **kinds), bound
+
+
+def traced(name: str) -> tuple[ModPlan, BoundMod]:
+    bound = trace(CASES[name][0], "mask")
+    return ModPlan(bound.graph, "mask", (), tuple(map(number_type, bound.numbers))), bound
 
 
 @pytest.mark.parametrize(("limited", "rows"), [(True, False), (False, True), (True, True)])
@@ -80,6 +84,25 @@ def test_text_says_what_the_mask_says(name: str, columns: str, limited: bool, ro
         ends = (*((limit,) if limited else ()), *((own % 5 != 0,) if rows else ()))
         found = names["mask_mod"](b, h, q, kv, *places, *ends, None, *bound.numbers)
         assert torch.equal(found.expand(48, 16), expected), text
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ends_of_rows_may_be_computed_before(name: str) -> None:
+    mod, bound = traced(name)
+    names: dict[str, Any] = {"tl": TL, "triton": SimpleNamespace(jit=lambda f: f)}
+    for text in lower_with_ends(mod, Dialect(columns="kv_idx")):
+        exec(text, names)
+        assigned = re.findall(r"^    (t\d+) = ", text, re.MULTILINE)
+        assert all(len(re.findall(rf"\b{t}\b", text)) > 1 for t in assigned), text
+    q, column = torch.arange(13, 61, dtype=torch.int32)[:, None], torch.arange(16, dtype=torch.int32)
+    b, h = (torch.tensor(i, dtype=torch.int32) for i in (1, 2))
+    for start, limit in ((0, 100), (16, 29), (48, 50)):
+        ends = names["row_ends"](b, h, q, limit, *bound.numbers)
+        ends = ends if isinstance(ends, tuple) else (ends,)
+        assert len(ends) == len(row_ends_of(mod, "kv_idx"))
+        kv, places = (start + column)[None, :], ((start + (column & 7))[None, :], (column & ~7)[None, :])
+        found = names["mask_mod"](b, h, q, kv, *places, *ends, None, *bound.numbers)
+        assert torch.equal(found.expand(48, 16), (bound(b, h, q, kv) & (kv < limit)).expand(48, 16))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -6,7 +6,7 @@ import re
 
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.lower import Dialect, lower, lower_score
-from flexattn.compile.row_bounds import lower_row_bounds
+from flexattn.compile.row_bounds import lower_row_bounds, lower_with_ends
 
 
 def hopper_mods(plan: KernelPlan) -> list[str]:
@@ -23,7 +23,9 @@ def as_gluon(text: str) -> str:
 def _lowered(plan: KernelPlan) -> list[str]:
     dialect = Dialect(float_index=plan.float_index, columns="q_idx" if plan.transposed else "kv_idx")
     found = []
-    if plan.mask is not None:
+    if plan.mask is not None and plan.kernel == "hopper_forward":
+        found += lower_with_ends(plan.mask, dialect.of_masks(ptx=True))
+    elif plan.mask is not None:
         # Weights of queries past the end are 0 without a limit, but the derivative of score_mod may be anything there.
         limited = not plan.transposed or plan.scales_gradient
         found.append(

@@ -19,6 +19,7 @@ from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.lower import loads_where_live
 from flexattn.compile.mod_plan import TRITON_DTYPE
 from flexattn.compile.operands import MaskLists
+from flexattn.compile.row_bounds import row_ends_of
 from flexattn.compile.scalars import FEW_SPLITS
 from flexattn.compile.templates import environment
 
@@ -59,25 +60,37 @@ class _Own:
     names: dict[str, object]
 
 
+# The next tile of queries is claimed when so many tiles of keys are left to load. 6 are as good. With 2 a
+# sliding window is 4 % slower.
+EARLY = 3
+RECORDS = 2  # tiles of queries that are looked up ahead, if they have no more tiles of keys than that
+
+
 def _hopper_forward_names(plan: KernelPlan) -> _Own:
     consumers = plan.tile.BLOCK_M // ROWS
     shared_lists = ("starts",) if plan.blocks else ()
     parts = split_head_dim(plan.widths[0])
     buffers = (
         *(f"{x}_bufs_{p.index}" for x in ("q", "k") for p in parts), "v_bufs", "o_bufs", "q_full", "q_empty", "k_full",
-        "k_empty", "v_full", "v_empty", "own", *shared_lists,
+        "k_empty", "v_full", "v_empty", "own", *shared_lists, "work", "work_full", "work_empty",
     )  # fmt: skip
+    numbers = ["b", "h", "m0", *(["partial", "full"] if plan.blocks else [])]  # of a tile of queries, for consumers
+    runs = [f"{kind}_{place}" for kind in ("partial", "full") for place in ("run", "end")] if plan.blocks else []
     return _Own(
-        [("CONSUMERS", consumers), ("Q_STAGES", plan.tiles_of_queries), ("SAFE", plan.score is not None)],
+        [
+            ("CONSUMERS", consumers), ("Q_STAGES", plan.tiles_of_queries), ("SAFE", plan.score is not None),
+            ("RECORDS", RECORDS), ("EARLY", EARLY),
+        ],
         buffers,
         {
             "to_exp2": "" if plan.score else " * qk_scale", "exponent": _exponent(plan),
             "parts": parts, "with_sink": as_gluon(environment().get_template("with_sink.py.jinja").render()),
-            "numbers": ["b", "h", "m0", *(["partial", "full"] if plan.blocks else [])],
+            "numbers": numbers, "recorded": [*numbers, "b_kv", "h_kv", *runs],
+            "ends": row_ends_of(plan.mask, "kv_idx") if plan.mask else (),
             "consumers": consumers, "shared_lists": shared_lists, "shares_output": plan.shares_output,
-            "roles": [*(f"consumer_{i}" for i in range(consumers)), "producer"],
-            "worker_warps": [4] * (consumers - 1) + [1],
-            "worker_registers": [CONSUMER_REGISTERS] * (consumers - 1) + [PRODUCER_REGISTERS],
+            "roles": [*(f"consumer_{i}" for i in range(consumers)), "producer", "scheduler"],
+            "worker_warps": [4] * (consumers - 1) + [1, 1],
+            "worker_registers": [CONSUMER_REGISTERS] * (consumers - 1) + [PRODUCER_REGISTERS] * 2,
         },
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ from flexattn.graph.row_bounds import (
     Solved,
     WholeRows,
     bounded_sides,
+    conditions_of,
     row_bounds,
 )  # fmt: skip
 
@@ -33,7 +34,9 @@ def lower_row_bounds(mod: ModPlan, function: str, dialect: Dialect, *, limited: 
     With `limited` it takes `limit`, which all columns are below. With `rows` it takes `row`: which rows attend at all.
     """
     writer = _RowBounds(mod, dialect)
-    low, high = writer.ends(row_bounds(mod.graph, dialect.columns))
+    interval = row_bounds(mod.graph, dialect.columns)
+    low, high = writer.ends(interval)
+    conditions = [writer.value(node) for node in conditions_of(interval)]
     if limited:
         high = writer.combined("minimum", high, "limit")
     if rows and low is not None:
@@ -44,16 +47,36 @@ def lower_row_bounds(mod: ModPlan, function: str, dialect: Dialect, *, limited: 
     texts += [] if low is None else [f"(offset >= {low} - near)"]
     parameters = ["near", "offset", *(["limit"] if limited else []), *(["row"] if rows else []), "live"]
     return writer.function(
-        function, [*mod_parameters(mod.graph), *parameters], [f"return {' & '.join([*texts, *writer.conditions])}"]
+        function, [*mod_parameters(mod.graph), *parameters], [f"return {' & '.join([*texts, *conditions])}"]
     )
 
 
-class _RowBounds(Writer):
-    """Writes the intervals of a mask's rows. Conditions that are not intervals are collected separately."""
+def lower_with_ends(mod: ModPlan, dialect: Dialect) -> tuple[str, str]:
+    """Return the texts of `row_ends`, and of a mask_mod that takes the ends of its rows, `row_ends_of(mod)`.
 
-    def __init__(self, mod: ModPlan, dialect: Dialect) -> None:
-        super().__init__(mod, dialect)
-        self.conditions: list[str] = []
+    For kernels whose programs own queries. They call `row_ends` once for each tile, before its products, so that no
+    product waits for what it loads.
+    """
+    interval = row_bounds(mod.graph, dialect.columns)
+    ends, pairs = _RowBounds(mod, dialect), Writer(mod, dialect)
+    low, high = ends.ends(interval)
+    high = ends.combined("minimum", high, "limit")
+    names = row_ends_of(mod, dialect.columns)
+    found = ", ".join(str(text) for text in (low, high) if text is not None)
+    before = ends.function("row_ends", ["b", "h", "q_idx", "limit"], [f"return {found}"])
+    texts = ["(offset < high - near)", *(["(offset >= low - near)"] if "low" in names else [])]
+    texts += [pairs.value(node) for node in conditions_of(interval)]
+    parameters = [*mod_parameters(mod.graph), "near", "offset", *names, "live"]
+    return before, pairs.function("mask_mod", parameters, [f"return {' & '.join(texts)}"])
+
+
+def row_ends_of(mod: ModPlan, columns: str) -> tuple[str, ...]:
+    """Return which ends `row_ends` returns. All columns are below a limit, so there is always a high end."""
+    return ("low", "high") if "low" in bounded_sides(row_bounds(mod.graph, columns)) else ("high",)
+
+
+class _RowBounds(Writer):
+    """Writes the intervals of a mask's rows. Conditions that are not intervals have no ends."""
 
     def ends(self, interval: RowInterval) -> Ends:
         """Write the ends of an interval."""
@@ -63,8 +86,7 @@ class _RowBounds(Writer):
                 return (bound, None) if side == "low" else (None, bound)
             case WholeRows(node):
                 return None, self.assign(f"tl.where({self.value(node)}, {_FAR}, {-_FAR})")
-            case Condition(node):
-                self.conditions.append(self.value(node))
+            case Condition():
                 return None, None
             case Complement(of):
                 low, high = self.ends(of)

@@ -126,6 +126,16 @@ def bounded_sides(interval: RowInterval) -> frozenset[str]:
             return frozenset()
 
 
+def conditions_of(interval: RowInterval) -> tuple[int, ...]:
+    """Return the nodes of the Conditions. They are conjuncts of the mask, so only intersections contain them."""
+    match interval:
+        case Condition(node):
+            return (node,)
+        case Both(x, y):
+            return conditions_of(x) + conditions_of(y)
+    return ()
+
+
 def _totals(op: str, difference: Linear) -> list[Linear]:
     """Return the sums that are at most 0 if and only if `difference op 0` holds."""
     if op in ("lt", "gt"):  # for integers, a < b is a <= b - 1
