@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from flexattn.block_mask import BlockMask
 from flexattn.call.call import Call, Mod
@@ -24,10 +24,11 @@ from flexattn.machine.target import Target, named, target_of
 from flexattn.mask_build.create import create_block_mask
 from flexattn.mask_build.kernels import plan_mask
 from flexattn.mask_build.launch_plan import sources
+from flexattn.process.frozen_class import frozen
 from flexattn.trace.trace import trace
 
 
-@dataclass(frozen=True)
+@frozen
 class Explanation:
     """Everything between a call of flex_attention and its kernels; `print` it to read it. None: stage not present."""
 

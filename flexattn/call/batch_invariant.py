@@ -12,7 +12,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -27,6 +27,7 @@ from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import MASK_INPUTS, Capture
 from flexattn.mods.combine import noop_mask
 from flexattn.options import LARGEST_TILE
+from flexattn.process.frozen_class import frozen
 from flexattn.torch_state.transforms import outside
 
 
@@ -47,7 +48,7 @@ def as_batch_invariant(problem: Problem) -> Problem:
     return replace(problem, block_mask=known.mask, mask=bound)
 
 
-@dataclass(frozen=True)
+@frozen
 class _OneClass:
     kv_runs: RunLists  # the lists that `mask` was made from
     q_runs: RunLists | None

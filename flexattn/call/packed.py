@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from flexattn.graph.builder import Builder, Expr, rewrite
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import MASK_INPUTS, Capture
 from flexattn.process.forks import Lock
+from flexattn.process.frozen_class import frozen
 from flexattn.torch_state.transforms import outside
 
 _REMEMBERED = 16
@@ -267,7 +267,7 @@ def _check_used(used: Tensor, cu: Tensor) -> None:
         raise ArgumentError(message("seqused_k", "an entry out of range", "0 to the lengths in cu_seq_k", mend))
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Packed:
     """The checked arguments of packed sequences."""
 

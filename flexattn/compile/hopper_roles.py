@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -21,6 +21,7 @@ from flexattn.compile.mod_plan import TRITON_DTYPE
 from flexattn.compile.operands import MaskLists
 from flexattn.compile.scalars import FEW_SPLITS
 from flexattn.compile.templates import environment
+from flexattn.process.frozen_class import frozen
 
 
 def hopper_names(plan: KernelPlan) -> dict[str, object]:
@@ -50,7 +51,7 @@ def hopper_names(plan: KernelPlan) -> dict[str, object]:
     }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@frozen
 class _Own:
     """The variables of one Hopper template."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.frozen import FrozenMod
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.process.config import settings
+from flexattn.process.frozen_class import frozen
 from flexattn.runtime.known import Pointer, pointers_of
 from flexattn.runtime.launch import CACHES, allows_tf32, is_deterministic, remember
 from flexattn.torch_state.subclasses import PLAIN
@@ -140,7 +141,7 @@ class _Found(NamedTuple):
     of_mask: tuple[Tensor, ...] = ()  # with a layout: the tensors of the mask
 
 
-@dataclass(frozen=True)
+@frozen
 class RepeatedCall:
     """A kind of call, and its kernels."""
 

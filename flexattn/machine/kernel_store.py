@@ -24,11 +24,11 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from flexattn.process.events import debug
 from flexattn.process.forks import temporary
+from flexattn.process.frozen_class import frozen
 
 try:
     import fcntl
@@ -41,7 +41,7 @@ _STAGING_AGE = 24 * 3600  # seconds after which a staging directory must belong 
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
-@dataclass(frozen=True)
+@frozen
 class KernelStore:
     root: Path
 

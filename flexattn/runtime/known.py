@@ -12,7 +12,7 @@ Caches, outermost first: `repeat._calls` (a whole call), `torch_compile/repeated
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from flexattn.call.problem import Problem
 from flexattn.compile.arguments import PARTS, DescriptorOf, FromProblem, FromTensors, Part, Tensors
 from flexattn.compile.kernel_plan import KernelSpec
 from flexattn.machine.triton_versions import FlatLaunch, launches_are_watched
+from flexattn.process.frozen_class import frozen
 from flexattn.runtime import build
 from flexattn.runtime.build import Kernel
 from flexattn.runtime.launch import DescriptorLayout, FillerSource, Launch, launch_key, launch_of
@@ -69,7 +70,7 @@ class LaunchLog:
         return any(launch.shares_tiles for launch, _ in self.launches)
 
 
-@dataclass(frozen=True)
+@frozen
 class Step:
     """The launch of one kernel. `slots` are (position of an argument, index of its pointer), also in `described`."""
 
@@ -82,7 +83,7 @@ class Step:
     ]  # with the tensor's form and the tile's shape
 
 
-@dataclass(frozen=True)
+@frozen
 class FlatStep:
     """A step on one device, with each descriptor replaced by what the launcher takes in its place."""
 
@@ -93,7 +94,7 @@ class FlatStep:
     described: tuple[tuple[int, int, int, Callable[[Pointer], list[Any]]], ...]  # (begin, end, index, its arguments)
 
 
-@dataclass(frozen=True)
+@frozen
 class KnownKernels:
     """The kernels of one pass, in order. `parts` are those of the problem that they read."""
 
