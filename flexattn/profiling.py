@@ -1,4 +1,4 @@
-"""profile: the clock cycles of each tile of a forward on the GPU, and its number of (q, kv) pairs."""
+"""profiling: profile, the clock cycles of each tile of a forward on the GPU, and its number of (q, kv) pairs."""
 
 from __future__ import annotations
 
