@@ -15,7 +15,6 @@ from pathlib import Path
 import jinja2
 from jinja2.bccache import Bucket
 
-from flexattn.compile.templates import templates_folder
 from flexattn.machine.kernel_store import KernelStore, open_store
 from flexattn.process.config import settings
 
@@ -55,10 +54,10 @@ def _file(store: KernelStore, bucket: Bucket) -> Path:
     return store.folder(_FOLDER) / name
 
 
-def make_environment() -> jinja2.Environment:
-    """Return a new environment for all templates."""
+def make_environment(folder: Path) -> jinja2.Environment:
+    """Return a new environment for the templates of a folder."""
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(templates_folder()),
+        loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -28,4 +28,4 @@ def environment() -> jinja2.Environment:
     # It imports jinja2, which takes 25 ms. Only calls that need kernels render templates.
     from flexattn.compile.jinja import make_environment
 
-    return make_environment()
+    return make_environment(templates_folder())

@@ -3,6 +3,7 @@
 root/<digest>/      the generated source, the compiled files and manifest.json with the sha256 of each
 root/locks/         one file lock per first byte of a digest; released when a process dies
 root/triton/        Triton's own C stubs
+root/templates/     compiled jinja2 templates (compile/jinja.py)
 root/tiles.json     tiles tuned on this machine (tile_choice.py)
 root/.new-*/        files being written or removed; deleted afterwards, or a day later if the process died
 
