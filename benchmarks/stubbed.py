@@ -1,6 +1,6 @@
 """The host time of known calls without a GPU: plans are made for an H200 and launches are left out.
 
-Arguments are those of a launch on the GPU, except that pointers are tensors. Memory is set to zero by the CPU here, so
+Arguments are those of a launch on the GPU, with addresses of CPU tensors. Memory is set to zero by the CPU here, so
 lengths are short.
 """
 
@@ -21,7 +21,7 @@ from flexattn.compile import scalars
 from flexattn.compile.shared_memory import fit
 from flexattn.machine.target import Target
 from flexattn.machine.triton_versions import FlatLaunch
-from flexattn.runtime import launch
+from flexattn.runtime import known, launch
 from flexattn.runtime.load import LoadedKernel
 
 H200 = Target("cuda", 90, 32)
@@ -38,7 +38,7 @@ class Unlaunched:
 
     def flat(self) -> FlatLaunch:
         """A descriptor is replaced by itself, its shape and its strides, as for Triton's C launcher."""
-        return FlatLaunch(self._launch_flat, lambda n, descriptor: [descriptor] * 9)
+        return FlatLaunch(self._launch_flat, lambda *launch: launch, lambda n, descriptor: [descriptor] * 9)
 
     def _launch_flat(self, programs: int, stream: int, arguments: list[Any]) -> None:
         Unlaunched.launches += 1
@@ -56,6 +56,7 @@ def launches_left_out() -> Iterator[None]:
             processors=lambda device: 132,
         ),
         patch.object(scalars, "l2_bytes", lambda device: 50 << 20),
+        patch.object(known, "takes_addresses", lambda device: True),
         patch.object(api, "engine_of", lambda problem: api.triton),
     ):
         yield

@@ -2,8 +2,13 @@
 
 It calls these stages. Indented stages are called by the stage above them.
 
-    repeated                    engines/repeat.py    a call of the same kind as an earlier one launches its kernels;
-                                                     the stages below are skipped
+    repeated                    engines/repeated_calls.py   a call of the same kind as an earlier one launches its
+                                                     kernels; the stages further below are skipped
+        kind_of                 engines/call_kind.py     the guards of the mods run; the key of the call
+        RepeatedCall            engines/repeated_calls.py   through _RepeatedAttention if a backward may follow
+            KnownForward, KnownBackward  engines/triton.py   allocate, and collect the pointers
+                KnownKernels.run    runtime/known.py     fills in the arguments of each kernel
+                    FlatLaunch      machine/triton_versions.py   Triton's C launcher, which Kernel.launch calls too
     Call                        call/call.py         the arguments, as given
     pose                        call/pose.py         Call -> Problem: checked, traced, differentiated
         trace                   trace/trace.py       score_mod, mask_mod -> BoundMod
@@ -29,14 +34,14 @@ It calls these stages. Indented stages are called by the stage above them.
                         build   runtime/build.py     KernelSource -> Kernel: compiled, or from the disk cache
                         Kernel.load     runtime/build.py     its files -> a function that calls Triton's C launcher
                 Launch          runtime/launch.py    adds the addresses, and calls Kernel.launch (runtime/build.py)
-    keep                        engines/repeat.py    keeps the call for `repeated`
+    keep                        engines/repeated_calls.py   keeps the call for `repeated`
 
 Inside torch.compile, Dynamo traces flex_attention up to traced_call (torch_compile/call.py). The mods and the call
 become one node of Dynamo's graph (torch_compile/higher_order.py), which AOTAutograd replaces by the operators
 flexattn::forward and flexattn::backward (torch_compile/attention.py, operators.py). An operator launches the kernels of
-an equal earlier one (torch_compile/repeated.py). Otherwise it makes a Problem, chooses the engine with engine_of and
-calls engine.forward or engine.backward itself, without `attention`. make_fx, torch.export and fake tensors record the
-same operators (torch_compile/recorded.py).
+an equal earlier one (torch_compile/repeated_operators.py). Otherwise it makes a Problem, chooses the engine with
+engine_of and calls engine.forward or engine.backward itself, without `attention`. make_fx, torch.export and fake
+tensors record the same operators (torch_compile/recorded.py).
 """
 
 from __future__ import annotations
@@ -58,7 +63,7 @@ from flexattn.call.pose import pose
 from flexattn.engines import triton
 from flexattn.engines.autograd import attention
 from flexattn.engines.choice import engine_of, form_for
-from flexattn.engines.repeat import keep, repeated
+from flexattn.engines.repeated_calls import keep, repeated
 from flexattn.errors import ArgumentError, DtypeError, message
 from flexattn.torch_compile.call import traced_call
 from flexattn.torch_compile.recorded import recorded_call

@@ -33,7 +33,7 @@ from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
 from flexattn.compile.kernels import DELTA, FORWARD, KERNELS
 from flexattn.compile.schedule import backward_kernels, plan_best_form
 from flexattn.compile.shared_memory import fit
-from flexattn.engines import repeat, triton
+from flexattn.engines import call_kind, repeated_calls, triton
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.machine.target import Target
 from flexattn.runtime import launch
@@ -388,15 +388,15 @@ def test_equal_keys_mean_equal_known_calls(meanings: Meanings) -> None:
 
 # The first elements of the key of a repeated call, in order, and those that no call here needs.
 KIND = [ast.unparse(x) for x in next(
-    node.value.elts for node in ast.walk(tree_of(repeat.find_call))
-    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "place" and isinstance(node.value, ast.Tuple)
+    node.value.elts for node in ast.walk(tree_of(call_kind.kind_of))
+    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "call_key" and isinstance(node.value, ast.Tuple)
 )]  # fmt: skip
 ONE_HERE = {
     "there is one device here": {"query.device", "key.device", "value.device"},
     "those of query, key and value are equal": {"query.dtype", "key.dtype", "value.dtype"},
     "key and value are equal but for the head dim, and query's is key's": {"key.shape"},
     "grouped heads are allowed in each call here": {"enable_gqa"},
-    "they do not change here": {"default", "torch.is_grad_enabled()"},
+    "they do not change here": {"settings", "torch.is_grad_enabled()"},
 }
 
 
@@ -413,8 +413,8 @@ def kinds() -> list[tuple[tuple[object, ...], object]]:
                 arguments = call.arguments()
                 problem = pose(arguments)
                 mask = problem.block_mask
-                kept = mask is None or repeat._keep_mask(mask, tuple(vars(arguments).values()), problem)
-                kind = repeat.find_call(*vars(arguments).values()) if kept else None
+                kept = mask is None or repeated_calls._keep_mask(mask, tuple(vars(arguments).values()), problem)
+                kind = call_kind.kind_of(*vars(arguments).values()) if kept else None
             if kind is None or problem.batch_invariant:
                 zero = call.scale == 0.0 or call.negative_zero
                 assert call.sink != "none" or call.dropout or zero or problem.batch_invariant or arguments.layout, call

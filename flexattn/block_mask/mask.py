@@ -63,7 +63,7 @@ class BlockMask(upstream.BlockMask):
     dq_kv_order_spt: bool | None
     build_counts: BuildCounts | None = None  # set by create_block_mask; None for any other mask
     _prepared: Prepared | None = None
-    _known: Any = None  # what repeated calls need of it (engines/repeat.py)
+    _state: Any = None  # what repeated calls need of it: a MaskState (engines/mask_state.py)
 
     @uncompiled
     @undisturbed("BlockMask")
@@ -260,7 +260,7 @@ class BlockMask(upstream.BlockMask):
             found = type(mask_mod).__name__
             raise ArgumentError(message("mask_mod", found, "a function of (b, h, q_idx, kv_idx)", "Or use noop_mask."))
         self._mask_mod = mask_mod
-        self._prepared = self._known = None
+        self._prepared = self._state = None
         self._sets: dict[tuple[int, int], tuple[RunLists, RunLists | None]] = {}  # by further sizes of blocks
         self._build_lists: Callable[[BlockMask, tuple[int, int]], tuple[RunLists, RunLists]] | None = None
         self._record: CaptureRecord | None = None
@@ -813,7 +813,7 @@ class BlockMask(upstream.BlockMask):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update(
-            copy.deepcopy(self.__dict__ | {"_record": None, "_prepared": None, "_known": None}, memo)
+            copy.deepcopy(self.__dict__ | {"_record": None, "_prepared": None, "_state": None}, memo)
         )
         copied._record = None if self._record is None else self._record.deepcopied(memo)
         return copied if self._prepared is None else copied.prepare()

@@ -27,7 +27,7 @@ from flexattn.options import option
 from flexattn.process.events import fallback
 from flexattn.process.frozen_class import frozen
 from flexattn.runtime import build
-from flexattn.runtime.known import COUNTER, KnownKernels, LaunchLog, Pointer, known_key, pointers_of
+from flexattn.runtime.known import COUNTER, KnownKernels, LaunchLog, Pointer, known_key
 from flexattn.runtime.launch import CACHES, remember, scheduled_backward
 
 # Runs one kernel, as LaunchLog does. Tuning and profile pass functions that also record the calls. If one is
@@ -65,29 +65,33 @@ class KnownForward:
         self, query: Tensor, key: Tensor, value: Tensor, parts: Iterable[Pointer]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute out, lse and row maxima. `parts` are pointers to what `kernels.parts` names."""
-        device = query.device
+        device, pointer = query.device, self.kernels.pointer
         empty = empty_of(device)
         out, lse = empty(*self.out, query.dtype), empty(*self.lse, torch.float32)
         largest = torch.empty_like(lse) if self.returns_largest else None
         # A new counter for each launch: a CUDA graph captures the zeroing, and concurrent launches must not share one.
         counter = lse.new_zeros(1, dtype=torch.int32) if self.counts else lse
-        tensors = (query, key, value, out, lse, lse if largest is None else largest, counter)
-        pointers = pointers_of(tensors, query.is_cuda)
+        unread = pointer(lse)
+        splits: list[Pointer] = [unread, unread]
         if self.splits[0]:
             memory = empty((sum(self.splits),), (1,), torch.float32)
-            pointers += _split_pointers(memory, self.splits[0], query.is_cuda)
-        else:
-            pointers += pointers[4:5] * 2  # no kernel reads them
-        self.kernels.run([*pointers, *parts], device)
+            splits = _parts_of(memory, (0, self.splits[0]), pointer)
+        self.kernels.run(
+            [
+                pointer(query), pointer(key), pointer(value), pointer(out), unread,
+                unread if largest is None else pointer(largest), pointer(counter), *splits, *parts,
+            ],
+            device,
+        )  # fmt: skip
         return out, lse, largest
 
 
-def _split_pointers(memory: Tensor, elements: int, on_gpu: bool) -> list[Pointer]:
-    """Return pointers to the results of splits, and to their lse."""
-    if on_gpu:
+def _parts_of(memory: Tensor, begins: Sequence[int], pointer: Callable[[Tensor], Pointer]) -> list[Pointer]:
+    """Return pointers to the parts of float32 memory that begin at these elements."""
+    if pointer is Tensor.data_ptr:
         address = memory.data_ptr()
-        return [address, address + 4 * elements]
-    return [memory[:elements], memory[elements:]]
+        return [address + 4 * begin for begin in begins]
+    return [memory[begin:] for begin in begins]
 
 
 # The tensors of a backward in the order of its pointers.
@@ -126,7 +130,7 @@ class KnownBackward:
     ) -> tuple[Gradients, Tensor]:  # fmt: skip
         """Compute the gradients except that of a sink. Return them, and memory that begins with delta [rows]."""
         of_q, of_k, of_v = self.results
-        dtype, device, on_gpu = query.dtype, query.device, query.is_cuda
+        dtype, device, pointer = query.dtype, query.device, self.kernels.pointer
         empty = empty_of(device)
         nothing = lse  # in the place of tensors that no kernel reads or writes
         dq = empty(*of_q, dtype) if needs[0] else nothing
@@ -137,9 +141,14 @@ class KnownBackward:
         rows = self.rows
         memory = empty((rows * (2 + self.dq_columns),), (1,), torch.float32)
         sums = [torch.zeros(captures[i].shape, dtype=torch.float32, device=device) for i in self.learned]
-        pointers = pointers_of((query, key, value, out, d_out, dq, dk, dv, lse, dlse, *sums), on_gpu)
-        pointers[10:10] = _row_pointers(memory, rows, on_gpu)  # before the sums, as in _BACKWARD
-        self.kernels.run([*pointers, *parts], device)
+        self.kernels.run(
+            [
+                pointer(query), pointer(key), pointer(value), pointer(out), pointer(d_out), pointer(dq), pointer(dk),
+                pointer(dv), pointer(lse), pointer(dlse), *_parts_of(memory, (0, rows, 2 * rows), pointer),
+                *map(pointer, sums), *parts,
+            ],
+            device,
+        )  # fmt: skip
         captured: list[Tensor | None] = [None] * self.captures
         for i, gradient in zip(self.learned, sums, strict=True):
             captured[i] = gradient.to(captures[i].dtype)
@@ -158,14 +167,6 @@ def empty_of(device: torch.device) -> Callable[[Sequence[int], Sequence[int], to
 
 
 _empty_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # type: ignore[attr-defined]
-
-
-def _row_pointers(memory: Tensor, rows: int, on_gpu: bool) -> list[Pointer]:
-    """Return pointers to delta, shift and the sums of dq."""
-    if on_gpu:
-        address = memory.data_ptr()
-        return [address, address + 4 * rows, address + 8 * rows]
-    return [memory[:rows], memory[rows : 2 * rows], memory[2 * rows :]]
 
 
 _forwards: OrderedDict[tuple[object, ...], KnownForward] = OrderedDict()

@@ -134,9 +134,13 @@ def _stand_in(request: Request) -> Any:
 
 @frozen
 class FlatLaunch:
-    """The launch of a kernel with the least host time. Each descriptor is replaced by several arguments."""
+    """The launch of a kernel with the least host time. Each descriptor is replaced by several arguments.
 
-    call: Callable[[int, int, Sequence[Any]], None]  # (programs, stream, arguments)
+    `launch(*complete(programs, stream, arguments))` runs the kernel. Equal launches can keep the completed arguments.
+    """
+
+    launch: Callable[..., None]
+    complete: Callable[[int, int, Sequence[Any]], tuple[Any, ...]]
     expand: Callable[[int, Any], list[Any]]  # (n, the n-th descriptor) -> what replaces it
 
 
@@ -178,8 +182,13 @@ def launcher(compiled: Any, direct: bool = True) -> Launcher:
 
 def launches_are_watched() -> bool:
     """Return whether a profiler for Triton kernels, such as Proton, is active."""
-    runtime: Any = sys.modules["triton.knobs"].runtime
+    runtime: Any = _knobs().runtime
     return _hooked(runtime.launch_enter_hook) or _hooked(runtime.launch_exit_hook)
+
+
+@functools.cache
+def _knobs() -> Any:
+    return sys.modules["triton.knobs"]
 
 
 def _hooked(hook: Any) -> bool:
@@ -202,7 +211,7 @@ def _with_descriptors(compiled: Any, flat: FlatLaunch) -> LaunchFunction:
                 n += 1
             else:
                 expanded.append(argument)
-        flat.call(programs, stream, expanded)
+        flat.launch(*flat.complete(programs, stream, expanded))
 
     return launch
 
@@ -220,25 +229,25 @@ def _flat_launch(compiled: Any, run: Any) -> FlatLaunch | None:
 
     if release == ("3", "6"):
 
-        def launch(programs: int, stream: int, arguments: Sequence[Any]) -> None:
+        def complete(programs: int, stream: int, arguments: Sequence[Any]) -> tuple[Any, ...]:
             # grid, stream, function, cooperative, dependent, 2 scratch, packed, metadata, 2 hooks, arguments
-            c_launch(
+            return (
                 programs, 1, 1, stream, function, cooperative, dependent,
                 None, None, packed, None, None, None, *arguments,
             )  # fmt: skip
 
-        return FlatLaunch(launch, expand)
+        return FlatLaunch(c_launch, complete, expand)
 
     annotations, kinds = run.arg_annotations, run.kernel_signature
 
-    def launch_37(programs: int, stream: int, arguments: Sequence[Any]) -> None:
+    def complete_37(programs: int, stream: int, arguments: Sequence[Any]) -> tuple[Any, ...]:
         # grid, stream, function, cooperative, dependent, packed, metadata, 2 hooks, 2 scratch, kinds, arguments
-        c_launch(
+        return (
             programs, 1, 1, stream, function, cooperative, dependent,
             packed, None, None, None, None, None, annotations, kinds, arguments,
         )  # fmt: skip
 
-    return FlatLaunch(launch_37, expand)
+    return FlatLaunch(c_launch, complete_37, expand)
 
 
 def descriptor_launcher(launch: Any) -> tuple[Any, Callable[[int, Any], list[Any]]]:

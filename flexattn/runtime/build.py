@@ -71,7 +71,8 @@ class Kernel:
     def flat(self) -> FlatLaunch:
         """Return the launch with the least host time on the current device."""
         return FlatLaunch(
-            lambda programs, stream, arguments: self.launch(programs, tuple(arguments), stream),
+            self.launch,
+            lambda programs, stream, arguments: (programs, tuple(arguments), stream),
             lambda n, descriptor: [descriptor],
         )
 

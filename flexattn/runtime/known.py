@@ -1,17 +1,17 @@
 """known: a forward or backward whose launches are known from an equal one.
 
 Nothing is planned for it. Its kernels get their pointers from one list: the tensors that the engine names, then those
-of the problem (block lists, captures, sink, seed; see `arguments.PARTS`). On a GPU a pointer is an address, which saves
-a driver call; elsewhere it is a tensor.
+of the problem (block lists, captures, sink, seed; see `arguments.PARTS`). A pointer is an address on a GPU, and a
+tensor elsewhere.
 
-Caches, outermost first: `repeat._calls` (a whole call), `torch_compile/repeated._known` (an operator in a graph),
+Caches, outermost first: `repeated_calls._calls` (a whole call), `repeated_operators._known` (an operator in a graph),
 `triton._forwards` and `_backwards` (one pass), `launch._backward_schedules` (which kernels a backward runs),
 `launch._launches` (one kernel).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -34,7 +34,7 @@ Pointer = Tensor | int
 def known_key(
     spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: tuple[str, ...], needs: tuple[bool, ...]
 ) -> tuple[object, ...]:
-    """Return the key of a pass, whose first kernel is `spec`: everything that its launches depend on.
+    """Return the key of a pass: everything that its launches depend on. `spec` stands for it: FORWARD or DELTA.
 
     Of `tensors` only those are needed that the caller provides. The layout of the others follows from these.
     """
@@ -45,9 +45,14 @@ def known_key(
     return (launch_key(spec, problem, tensors, arrays), needs, *runs)
 
 
-def pointers_of(tensors: Iterable[Tensor], on_gpu: bool) -> list[Pointer]:
-    """Return what kernels take as pointers to tensors."""
-    return [t.data_ptr() for t in tensors] if on_gpu else [t.detach() for t in tensors]
+def pointer_of(device: torch.device) -> Callable[[Tensor], Pointer]:
+    """Return the function from a tensor to what kernels on a device take as its pointer."""
+    return Tensor.data_ptr if takes_addresses(device) else Tensor.detach
+
+
+def takes_addresses(device: torch.device) -> bool:
+    """Return whether kernels on a device take addresses. An address saves a driver call for each pointer."""
+    return device.type == "cuda"
 
 
 class LaunchLog:
@@ -83,15 +88,51 @@ class Step:
     ]  # with the tensor's form and the tile's shape
 
 
+_MOST_ADDRESSES = 128  # sets of addresses that a pass keeps the arguments of, and addresses of a descriptor
+
+
 @frozen
 class FlatStep:
     """A step on one device, with each descriptor replaced by what the launcher takes in its place."""
 
-    call: Callable[[int, int, list[Any]], None]
+    flat: FlatLaunch
     programs: int
     arguments: list[Any]
     slots: tuple[tuple[int, int], ...]
     described: tuple[tuple[int, int, int, Callable[[Pointer], list[Any]]], ...]  # (begin, end, index, its arguments)
+
+    def filled(self, pointers: Sequence[Pointer], stream: int) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        """Return a function and the arguments with which it launches the kernel."""
+        arguments = self.arguments.copy()
+        for position, i in self.slots:
+            arguments[position] = pointers[i]
+        for begin, end, i, expanded in self.described:
+            arguments[begin:end] = expanded(pointers[i])
+        return self.flat.launch, self.flat.complete(self.programs, stream, arguments)
+
+
+@frozen
+class FlatPass:
+    """The steps of a pass on one device, and their arguments for recent sets of addresses.
+
+    A training loop repeats its addresses, because the allocator reuses memory.
+    """
+
+    steps: tuple[FlatStep, ...]
+    _filled: dict[tuple[Pointer, ...], list[tuple[Callable[..., None], tuple[Any, ...]]]] = field(default_factory=dict)
+
+    def run(self, pointers: Sequence[Pointer], stream: int) -> None:
+        """Launch all steps on a stream."""
+        key = (stream, *pointers)
+        filled = self._filled.get(key)
+        if filled is None:
+            filled = [step.filled(pointers, stream) for step in self.steps]
+            if type(pointers[0]) is int:  # a tensor would be kept alive
+                if len(self._filled) >= _MOST_ADDRESSES:
+                    self._filled.clear()
+                self._filled[key] = filled
+        for launch, arguments in filled:
+            launch(*arguments)
 
 
 @frozen
@@ -100,7 +141,8 @@ class KnownKernels:
 
     steps: tuple[Step, ...]
     parts: tuple[Part, ...]
-    _flat: dict[int, tuple[FlatStep, ...]] = field(default_factory=dict)  # by device
+    pointer: Callable[[Tensor], Pointer]  # of a tensor
+    _flat: dict[int, FlatPass] = field(default_factory=dict)  # by device
 
     @staticmethod
     def of(
@@ -115,11 +157,11 @@ class KnownKernels:
             for i in range(len(PARTS[part](problem))):
                 index[part, i] = len(index)
         steps = tuple(_step(launch, forms, index) for launch, forms in launches if launch.programs)
-        return KnownKernels(steps, tuple(used))
+        return KnownKernels(steps, tuple(used), pointer_of(problem.query.device))
 
     def pointers(self, problem: Problem) -> list[Pointer]:
         """Return the pointers to the parts of a problem."""
-        return pointers_of([t for part in self.parts for t in PARTS[part](problem)], problem.query.is_cuda)
+        return [self.pointer(t) for part in self.parts for t in PARTS[part](problem)]
 
     def run(self, pointers: Sequence[Pointer], device: torch.device) -> None:
         """Launch the kernels on the current stream of a device."""
@@ -132,17 +174,10 @@ class KnownKernels:
         if launches_are_watched():
             self._run_whole(pointers)
             return
-        steps = self._flat.get(current)
-        if steps is None:
-            steps = self._flat[current] = tuple([_flat(step, pointers) for step in self.steps])
-        stream = build.current_stream(current) if on_gpu else 0
-        for step in steps:
-            arguments = step.arguments.copy()
-            for position, i in step.slots:
-                arguments[position] = pointers[i]
-            for begin, end, i, expanded in step.described:
-                arguments[begin:end] = expanded(pointers[i])
-            step.call(step.programs, stream, arguments)
+        flat = self._flat.get(current)
+        if flat is None:
+            flat = self._flat[current] = FlatPass(tuple([_flat(step, pointers) for step in self.steps]))
+        flat.run(pointers, build.current_stream(current) if on_gpu else 0)
 
     def _run_whole(self, pointers: Sequence[Pointer]) -> None:
         """Launch the kernels with whole descriptors, so that profilers see them."""
@@ -176,9 +211,6 @@ def _place(source: FillerSource, counted: bool) -> str | tuple[Part, int]:
     return COUNTER if counted else "lse_ptr"  # any address: it is not read
 
 
-_MOST_ADDRESSES = 64  # per descriptor of a launch; a training loop uses a few
-
-
 def _flat(step: Step, pointers: Sequence[Pointer]) -> FlatStep:
     """Return a step for the current device. Arguments behind a descriptor move by the number of those replacing it."""
     flat = step.kernel.flat()
@@ -196,7 +228,7 @@ def _flat(step: Step, pointers: Sequence[Pointer]) -> FlatStep:
         else:
             arguments.append(argument)
     slots = tuple([(moved[position], i) for position, i in step.slots])
-    return FlatStep(flat.call, step.programs, arguments, slots, tuple(described))
+    return FlatStep(flat, step.programs, arguments, slots, tuple(described))
 
 
 def _expander(

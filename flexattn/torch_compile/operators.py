@@ -35,7 +35,7 @@ from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.narrow import narrowed
 from flexattn.torch_compile.lists import equal_runs_of, mask_of_lists
-from flexattn.torch_compile.repeated import Arguments, find, keep, key_of, memory_form
+from flexattn.torch_compile.repeated_operators import Arguments, find, keep, key_of, memory_form
 from flexattn.torch_compile.spec import loads
 
 NAMESPACE = "flexattn"
@@ -66,7 +66,7 @@ def forward(
     kind = None if is_watched() else key_of(given)
     known = None if kind is None else find(given, kind)
     if known is not None:
-        out, lse, largest = known[0].launches(query, key, value, known[1])
+        out, lse, largest = known[0].run(query, key, value, known[1])
         return [out, lse] if largest is None else [out, lse, largest]
     problem = _problem(*given, gradient=False)
     engine = engine_of(problem)
@@ -88,7 +88,7 @@ def backward(
     known = None if kind is None else find(arguments, kind)
     if known is not None:
         wanted = needs[0], needs[1], needs[2], False
-        (dq, dk, dv, of_score, _), _ = known[0].launches(
+        (dq, dk, dv, of_score, _), _ = known[0].run(
             query, key, value, captures, known[1], out, lse, d_out, d_lse, wanted
         )
         return [gradient for gradient in (dq, dk, dv, *of_score) if gradient is not None]

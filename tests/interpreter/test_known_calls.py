@@ -12,10 +12,10 @@ from quick import slow_unless
 from torch import Tensor
 
 from flexattn import api, create_block_mask, flex_attention, mods
-from flexattn.engines import repeat, triton
+from flexattn.engines import repeated_calls, triton
 from flexattn.errors import MutationError
 from flexattn.runtime import launch
-from flexattn.torch_compile import operators, repeated
+from flexattn.torch_compile import operators, repeated_operators
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of masked places
@@ -49,7 +49,7 @@ def test_a_known_call_computes_the_same(name: str, monkeypatch: pytest.MonkeyPat
     known = results(second, "ours")
     assert equal(found, known)
     assert not torch.equal(other[0], known[0]), "the calls differ"  # type: ignore[arg-type]
-    assert len(repeat._calls) == (name not in POSED)
+    assert len(repeated_calls._calls) == (name not in POSED)
     if name not in POSED:
         monkeypatch.setattr(api, "pose", None)
         monkeypatch.setattr(triton, "forward", None)
@@ -82,7 +82,7 @@ def test_a_known_operator_computes_the_same(captures_parameter: bool, monkeypatc
     launch.forget_launches()
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     assert equal(run(compiled, 1), expected[0])
-    assert len(repeated._known) == 2
+    assert len(repeated_operators._known) == 2
     monkeypatch.setattr(operators, "_problem", None)
     for seed in (2, 1, 2):
         assert equal(run(compiled, seed), expected[seed - 1])

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flexattn
 from flexattn import api, create_block_mask, mods
-from flexattn.engines import repeat
+from flexattn.engines import repeated_calls
 from flexattn.errors import ArgumentError, MaskError, MutationError
 from flexattn.runtime import launch
 
@@ -221,7 +221,7 @@ def test_dropped_masks_are_freed() -> None:
     del mask
     assert alive() is None, "without the collector of cycles"
     gc.collect()
-    assert len(repeat._calls) == 1
+    assert len(repeated_calls._calls) == 1
 
 
 CONTEXTS: dict[str, Callable[[], Any]] = {

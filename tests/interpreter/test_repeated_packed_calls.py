@@ -146,5 +146,5 @@ def test_what_a_mask_mod_reads_is_not_kept() -> None:
     table = torch.rand(64)
     for _ in range(2):
         attend(q, k, v, cu, mask_mod=lambda b, h, q_idx, kv_idx: table[kv_idx] < 0.5)
-    states = [mask._known for _, mask in packed.masks.found.values() if mask._known is not None]
+    states = [mask._state for _, mask in packed.masks.found.values() if mask._state is not None]
     assert states and all(not t.numel() for state in states for t in (*state.captures, *state.bound.captures))

@@ -1,7 +1,7 @@
-"""repeated: operators whose arguments are of a known kind. They launch the kernels of an equal earlier one.
+"""repeated_operators: operators whose arguments are of a known kind. They launch the kernels of an equal earlier one.
 
-The first one goes through `operators._problem`, an engine and the compiler. `engines/repeat.py` is the same for calls
-outside of graphs.
+The first one goes through `operators._problem`, an engine and the compiler. `engines/repeated_calls.py` is the same for
+calls outside of graphs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flexattn.call.problem import Problem
 from flexattn.compile.arguments import PARTS, Part
 from flexattn.engines.triton import KnownBackward, KnownForward
 from flexattn.process.frozen_class import frozen
-from flexattn.runtime.known import Pointer, pointers_of
+from flexattn.runtime.known import Pointer
 from flexattn.runtime.launch import CACHES, allows_tf32, is_deterministic, remember
 
 
@@ -37,12 +37,11 @@ class Arguments(NamedTuple):
 
 
 @frozen
-class Known:
+class RepeatedOperator:
     """An operator whose launches are known."""
 
-    launches: Any  # a KnownForward or a KnownBackward
-    parts: tuple[Part, ...]  # of a problem, whose pointers it needs
-    scored: int  # number of the captures that are those of score_mod
+    run: Any  # a KnownForward or a KnownBackward
+    score_captures: int  # number of the captures that are those of score_mod
 
 
 _MOST_KINDS = 64  # of arguments that one mask is passed with
@@ -57,7 +56,7 @@ class _Lists:
 
 
 Key = tuple[object, ...]
-_known: OrderedDict[Key, Known] = OrderedDict()
+_known: OrderedDict[Key, RepeatedOperator] = OrderedDict()
 CACHES.append(_known)
 
 
@@ -81,7 +80,7 @@ def memory_form(t: Tensor) -> tuple[object, ...]:
     return t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15
 
 
-def find(given: Arguments, key: Key) -> tuple[Known, list[Pointer]] | None:
+def find(given: Arguments, key: Key) -> tuple[RepeatedOperator, list[Pointer]] | None:
     """Return what to run for arguments of a known kind, and the pointers that it needs."""
     known = _known.get(key)
     if known is None:
@@ -92,16 +91,16 @@ def find(given: Arguments, key: Key) -> tuple[Known, list[Pointer]] | None:
         state = origin.masks.get(key)
         if state is None or state.addresses != [t.data_ptr() for t in given.lists]:
             return None
-        if not origin.has_passed(given.captures[known.scored :]):
+        if not origin.has_passed(given.captures[known.score_captures :]):
             return None
         lists = state.pointers
     found: list[Pointer] = []
-    on_gpu = given.query.is_cuda
-    for part in known.parts:
+    pointer = known.run.kernels.pointer
+    for part in known.run.kernels.parts:
         if part == "score":
-            found += pointers_of(given.captures[: known.scored], on_gpu)
+            found += map(pointer, given.captures[: known.score_captures])
         elif part == "mask":
-            found += pointers_of(given.captures[known.scored :], on_gpu)
+            found += map(pointer, given.captures[known.score_captures :])
             found += lists[part]
         else:
             found += lists[part]
@@ -120,10 +119,10 @@ def keep(given: Arguments, key: Key, problem: Problem, run: KnownForward | Known
         return
     if any(t.is_neg() for t in given.captures):
         return
-    remember(_known, key, Known(run, run.kernels.parts, len(score)))
+    remember(_known, key, RepeatedOperator(run, len(score)))
     if given.lists:
         pointers: dict[Part, list[Pointer]] = {
-            part: pointers_of(PARTS[part](problem)[len(mask) if part == "mask" else 0 :], given.query.is_cuda)
+            part: list(map(run.kernels.pointer, PARTS[part](problem)[len(mask) if part == "mask" else 0 :]))
             for part in run.kernels.parts
             if part != "score"
         }
