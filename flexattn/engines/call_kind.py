@@ -111,7 +111,7 @@ def kind_of(
         if type(layout) is PackedArguments:
             return _packed_kind(*of_call, layout, settings)
         return _kind_with_layout(*of_call, layout, block_mask, settings)
-    if state is None:
+    if block_mask is None or state is None:
         return CallKind(call_key, tensors, graph, None)
     if not _has_fixed_sizes(block_mask) or not state.holds(block_mask, settings):
         return None
@@ -145,7 +145,8 @@ def _kind_with_layout(
     key += (given.kv_layout, *forms)
     if blocks is None:
         return CallKind(key, tensors, graph, None, layout.read_by_engines(tensors[0], None))
-    state: MaskState = blocks._state
+    state = blocks._state
+    assert state is not None  # kind_of
     if not _has_fixed_sizes(blocks) or not state.holds(blocks, settings):
         return None
     key += (state.kind, blocks.seq_lengths, blocks.BLOCK_SIZE)
@@ -197,7 +198,8 @@ def _packed_kind(
     blocks = packed.blocks_of(mask, (query.size(2), other.size(2)), query.size(1), learns)
     if blocks._state is None:
         keep_packed(blocks, Problem(*tensors[:3], scale=1.0, mask=mask, block_mask=blocks))
-    state: MaskState = blocks._state
+    state = blocks._state
+    assert state is not None
     key += ("packed", state.kind, blocks.seq_lengths)
     return CallKind(key, tensors + mask.captures, graph, (blocks, state))
 

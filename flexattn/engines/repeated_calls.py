@@ -204,7 +204,7 @@ class _RepeatedAttention(AttentionFunction):
 
 
 # Function.apply removes functorch's wrappers first. kind_of refuses calls with them.
-_apply: Any = super(Function, _RepeatedAttention).apply
+_apply: Any = getattr(super(Function, _RepeatedAttention), "apply")  # noqa: B009
 
 
 def _gradients(
