@@ -6,33 +6,41 @@ The names of torch.nn.attention.flex_attention are available with the same meani
 call, and `tune` measures the tiles of its kernels.
 """
 
-from flexattn import mods as mods
-from flexattn import reference as reference
-from flexattn.api import AuxOutput as AuxOutput
-from flexattn.api import AuxRequest as AuxRequest
-from flexattn.api import explain as explain
-from flexattn.api import flex_attention as flex_attention
-from flexattn.api import tune as tune
-from flexattn.block_mask import BlockMask as BlockMask
-from flexattn.call.dropout import dropout_mask as dropout_mask
-from flexattn.counters import Counters as Counters
-from flexattn.counters import counters as counters
-from flexattn.errors import FlexAttentionError as FlexAttentionError
-from flexattn.explain import Explanation as Explanation
-from flexattn.kv_cache import PagedKVCache as PagedKVCache
-from flexattn.mask_build.create import create_block_mask as create_block_mask
-from flexattn.mask_build.create import create_mask as create_mask
-from flexattn.merge import merge_attention as merge_attention
-from flexattn.mods import and_masks as and_masks
-from flexattn.mods import noop_mask as noop_mask
-from flexattn.mods import or_masks as or_masks
-from flexattn.options import FlexKernelOptions as FlexKernelOptions
-from flexattn.profile import Profile as Profile
-from flexattn.profile import profile as profile
-from flexattn.trace.registered import register_operator as register_operator
-from flexattn.tuning.report import Tuning as Tuning
-from flexattn.varlen import varlen_attn as varlen_attn
-from flexattn.varlen import varlen_attn_out as varlen_attn_out
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from flexattn.process.collector import paused
+
+with paused():
+    from flexattn import mods as mods
+    from flexattn.api import AuxOutput as AuxOutput
+    from flexattn.api import AuxRequest as AuxRequest
+    from flexattn.api import flex_attention as flex_attention
+    from flexattn.block_mask import BlockMask as BlockMask
+    from flexattn.call.dropout import dropout_mask as dropout_mask
+    from flexattn.counters import Counters as Counters
+    from flexattn.counters import counters as counters
+    from flexattn.errors import FlexAttentionError as FlexAttentionError
+    from flexattn.mask_build.create import create_block_mask as create_block_mask
+    from flexattn.mask_build.create import create_mask as create_mask
+    from flexattn.mods import and_masks as and_masks
+    from flexattn.mods import noop_mask as noop_mask
+    from flexattn.mods import or_masks as or_masks
+    from flexattn.options import FlexKernelOptions as FlexKernelOptions
+    from flexattn.trace.registered import register_operator as register_operator
+
+if TYPE_CHECKING:
+    from flexattn import reference as reference
+    from flexattn.explanation import Explanation as Explanation
+    from flexattn.explanation import explain as explain
+    from flexattn.kv_cache import PagedKVCache as PagedKVCache
+    from flexattn.merge import merge_attention as merge_attention
+    from flexattn.profiling import Profile as Profile
+    from flexattn.profiling import profile as profile
+    from flexattn.tuning.report import Tuning as Tuning
+    from flexattn.tuning.tune import tune as tune
+    from flexattn.varlen import varlen_attn as varlen_attn
+    from flexattn.varlen import varlen_attn_out as varlen_attn_out
 
 __version__ = "0.1.0"
 
@@ -65,5 +73,31 @@ __all__ = [
     "varlen_attn",
     "varlen_attn_out",
 ]
+
+# Names that no call of flex_attention needs. The module of each is imported when the name is first used. No module of
+# this package is called like one of them, except `reference`, which is one: importing it would hide the name.
+_ON_FIRST_USE = {
+    "Explanation": "flexattn.explanation",
+    "PagedKVCache": "flexattn.kv_cache",
+    "Profile": "flexattn.profiling",
+    "Tuning": "flexattn.tuning.report",
+    "explain": "flexattn.explanation",
+    "merge_attention": "flexattn.merge",
+    "profile": "flexattn.profiling",
+    "reference": "flexattn.reference",
+    "tune": "flexattn.tuning.tune",
+    "varlen_attn": "flexattn.varlen",
+    "varlen_attn_out": "flexattn.varlen",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(_ON_FIRST_USE[name])
+    found = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
+    globals()[name] = found
+    return found
+
 
 __dir__ = [*__all__, "__version__"].copy

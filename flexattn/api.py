@@ -1,6 +1,6 @@
-"""api: flex_attention, explain and tune, the functions that users call.
+"""api: flex_attention.
 
-flex_attention calls these stages. Indented stages are called by the stage above them.
+It calls these stages. Indented stages are called by the stage above them.
 
     repeated                    engines/repeated_calls.py   a call of the same kind as an earlier one launches its
                                                      kernels; the stages further below are skipped
@@ -48,9 +48,8 @@ tensors record the same operators (torch_compile/recorded.py).
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal, NamedTuple, overload
 
@@ -67,16 +66,12 @@ from flexattn.engines import triton
 from flexattn.engines.autograd import attention
 from flexattn.engines.choice import engine_of, form_for
 from flexattn.engines.repeated_calls import keep, repeated
-from flexattn.errors import ArgumentError, DtypeError, OptionError, UnsupportedError, message
-from flexattn.explain import Explanation, explain_call, explain_mods, reject_sizes
-from flexattn.options import tile_options
+from flexattn.errors import ArgumentError, DtypeError, message
 from flexattn.torch_compile.call import traced_call
 from flexattn.torch_compile.recorded import recorded_call
 from flexattn.torch_state.modes import undisturbed
 from flexattn.torch_state.subclasses import has_no_values
 from flexattn.torch_state.uncompiled import uncompiled
-from flexattn.tuning.report import Tuning
-from flexattn.tuning.search import TUNED, Effort, tune_problem
 
 
 class AuxRequest(NamedTuple):
@@ -330,137 +325,6 @@ def _through_all_stages(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]
     if engine is triton:
         keep(arguments, problem)
     return result
-
-
-@uncompiled
-@undisturbed("explain")
-def explain(
-    query: Tensor | None = None,
-    key: Tensor | None = None,
-    value: Tensor | None = None,
-    score_mod: Mod | None = None,
-    block_mask: BlockMask | upstream.BlockMask | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    kernel_options: Mapping[str, object] | None = None,
-    *,
-    sink: Tensor | float | None = None,
-    dropout_p: float = 0.0,
-    seqused_k: Tensor | None = None,
-    q_offsets: Tensor | None = None,
-    kv_positions: Tensor | None = None,
-    block_table: Tensor | None = None,
-    kv_layout: KVLayout = "NHD",
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    mask_mod: Mod | None = None,
-    B: int | None = None,
-    H: int | None = None,
-    Q_LEN: int | None = None,
-    KV_LEN: int | None = None,
-    BLOCK_SIZE: int | tuple[int, int] = 128,
-    target: str | None = None,
-) -> Explanation:
-    """Return every stage of a call of flex_attention without running it. Print the result to read it.
-
-    Without tensors, score_mod and mask_mod are explained on their own: their graphs, the facts proved about them, and
-    the graph that bounds a mask_mod over boxes of positions. With lengths, the BlockMask of mask_mod is also built, and
-    the work that this took is shown.
-
-    Args:
-        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink: as in flex_attention.
-        dropout_p: as in flex_attention. Nothing is drawn from the generator.
-        seqused_k, q_offsets, kv_positions, block_table, kv_layout, k_descale, v_descale: as in flex_attention.
-        mask_mod: `(b, h, q_idx, kv_idx) -> bool`, only without tensors.
-        B, H, Q_LEN, KV_LEN, BLOCK_SIZE: as in create_block_mask, to build the mask of mask_mod on the default device.
-            Without Q_LEN and KV_LEN no mask is built.
-        target: a GPU architecture ("sm_90") to show the kernels for, on any machine.
-
-    Raises what flex_attention and create_block_mask raise, and ArgumentError for arguments that exclude each other.
-
-    Example:
-        >>> import torch
-        >>> q = k = v = torch.randn(1, 2, 64, 32)
-        >>> explain(q, k, v, lambda score, b, h, q_idx, kv_idx: -score).score
-        def score_mod(score, b, h, q_idx, kv_idx):
-            t0 = neg(score)  # f32
-            return t0
-        >>> explain(mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, Q_LEN=512, KV_LEN=512).block_mask.counts()
-        (6, 4, 6)
-    """
-    sizes = {"B": B, "H": H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
-    if query is None and key is None and value is None and block_mask is None:
-        return explain_mods(score_mod, mask_mod, sizes, BLOCK_SIZE)
-    if mask_mod is not None:
-        fix = "Pass block_mask=create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) instead."
-        raise ArgumentError(message("mask_mod", "one with other arguments", "only score_mod and mask_mod", fix))
-    reject_sizes(sizes, "a mask_mod without tensors", "Leave it out: the tensors and block_mask define it.")
-    layout = LayoutArguments(
-            seqused_k, q_offsets, kv_positions, block_table, kv_layout, k_descale, v_descale
-        )  # fmt: skip
-    call = Call(
-        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, dropout_p,
-        layout=None if layout.is_empty else layout,
-    )  # fmt: skip
-    return explain_call(call, target)
-
-
-@uncompiled
-@undisturbed("tune")
-def tune(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Mod | None = None,
-    block_mask: BlockMask | upstream.BlockMask | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    kernel_options: Mapping[str, object] | None = None,
-    *,
-    kernels: Sequence[str] = TUNED,
-    seconds: float = 120.0,
-    processes: int | None = None,
-    rounds: int = 10,
-    remember: bool = True,
-) -> Tuning:
-    """Find the fastest tiles for the Triton kernels of this call on this GPU, and save them.
-
-    Later calls, in this and other processes, use a saved tile if architecture, kernel, dtype, head dims, kind of
-    score_mod and presence of a mask are the same. `explain` prints where a tile comes from. The backward is measured
-    too if a tensor requires a gradient. Calling tune again continues from the best tiles. Hopper kernels have one tile
-    each and are not tuned.
-
-    Args:
-        query, key, value, score_mod, block_mask, scale, enable_gqa: as in flex_attention. They are not changed.
-        kernel_options: as in flex_attention, except options that choose a tile. {"BACKEND": "TRITON"} tunes the kernels
-            that Hopper kernels would replace.
-        kernels: which to tune, of forward, backward_dq and backward_dkdv.
-        seconds: time limit for compiling candidates. Those that are not ready in time are skipped.
-        processes: number of compile processes. If None, one per core, at most 8.
-        rounds: how often each candidate is timed. Medians are compared.
-        remember: save the best tiles in tiles.json in the kernel cache folder. Delete the file to forget them.
-
-    Raises:
-        What flex_attention raises, UnsupportedError if no Triton kernel runs, OptionError for an option that chooses a
-        tile, and ArgumentError for other kernels or if tiles.json cannot be read.
-
-    Example:
-        >>> import torch
-        >>> q = k = v = torch.randn(1, 2, 64, 32, device="cuda", requires_grad=True)  # doctest: +SKIP
-        >>> print(tune(q, k, v))  # doctest: +SKIP
-    """
-    if unknown := set(kernels) - set(TUNED):
-        raise ArgumentError(message("kernels", sorted(unknown), f"names of {', '.join(TUNED)}", "Leave them out."))
-    problem = pose(Call(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options))
-    if engine_of(problem) is not triton:
-        found = f"{str(query.dtype).removeprefix('torch.')} {tuple(query.shape)} on {query.device}"
-        fix = "Pass tensors of float32 or less on a GPU."
-        raise UnsupportedError(message("query", found, "one that a Triton kernel supports", fix))
-    if names := tile_options(problem.options):
-        fix = "Leave it out. tune finds the tile."
-        raise OptionError(message("kernel_options", ", ".join(names), "no option that chooses a tile", fix))
-    effort = Effort(tuple(kernels), seconds, processes or min(8, os.cpu_count() or 1), rounds)
-    return tune_problem(problem, effort, remember)
 
 
 def _request(return_lse: bool, return_aux: AuxRequest | upstream.AuxRequest | None) -> AuxRequest:

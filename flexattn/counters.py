@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from flexattn.machine.cache_size import items
 from flexattn.machine.kernel_store import open_store
 from flexattn.process import events
 from flexattn.process.config import settings
+from flexattn.process.frozen_class import frozen
 from flexattn.runtime import build
 from flexattn.trace import trace
 
 
-@dataclass(frozen=True)
+@frozen
 class Counters:
     """Counts of this process. Print it to read it."""
 

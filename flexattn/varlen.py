@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from flexattn.call.varlen.arguments import PackedArguments, assertions, check_pa
 from flexattn.call.varlen.packing import packing_of
 from flexattn.errors import ArgumentError, DtypeError, message
 from flexattn.mods import and_masks, band, shifted
+from flexattn.process.frozen_class import frozen
 
 
 def varlen_attn(
@@ -117,7 +117,7 @@ def varlen_attn_out(out: Tensor, query: Tensor, *args: Any, **options: Any) -> T
     return out if lse is None else (out, lse)
 
 
-@dataclass(frozen=True)
+@frozen
 class _Given:
     """The arguments of varlen_attn."""
 

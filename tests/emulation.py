@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexattn import api
 from flexattn.compile import scalars
-from flexattn.explain import target_named
+from flexattn.explanation import target_named
 from flexattn.machine.triton_versions import LaunchFunction, Request
 from flexattn.runtime import build as build_module
 from flexattn.runtime import launch, load

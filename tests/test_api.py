@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
 import flexattn
-from flexattn import AuxOutput, AuxRequest, api, create_block_mask, explain, flex_attention, reference
+from flexattn import AuxOutput, AuxRequest, api, create_block_mask, explain, explanation, flex_attention, reference
 from flexattn.block_mask import BuildCounts
 from flexattn.graph.interval_bounds import bound
 from flexattn.mods import document_causal
 from flexattn.process import config
+from flexattn.tuning import tune
 
 
 def inputs(
@@ -51,7 +52,7 @@ def causal_mask(M: int = 33, N: int = 33) -> flexattn.BlockMask:
 
 
 def test_examples_in_docstrings() -> None:
-    failed, attempted = doctest.testmod(api)
+    failed, attempted = map(sum, zip(*map(doctest.testmod, (api, explanation, tune)), strict=True))
     assert failed == 0 and attempted >= 9  # Dynamo adds functions to the module after a graph break
 
 

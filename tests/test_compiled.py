@@ -60,6 +60,23 @@ def run(call: Callable[..., Any], args: tuple[Any, ...], learned: list[Tensor]) 
     return [o.detach() for o in outs] + [x.grad.clone() for x in learned]
 
 
+def test_a_name_that_is_first_used_in_a_compiled_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo imports its module while it traces the function."""
+    flexattn.merge_attention  # noqa: B018
+    monkeypatch.delitem(vars(flexattn), "merge_attention")
+
+    def halves(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        request = flexattn.AuxRequest(lse=True)
+        parts = [flex_attention(q, k[:, :, s], v[:, :, s], return_aux=request) for s in (slice(64), slice(64, T))]
+        return flexattn.merge_attention([out for out, _ in parts], [aux.lse for _, aux in parts])[0]
+
+    compiled = torch.compile(halves, backend="aot_eager", fullgraph=True)
+    for arguments, learned in steps(2):
+        for one, other in zip(run(compiled, arguments, learned), run(halves, arguments, learned), strict=True):
+            torch.testing.assert_close(one, other)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 def compilations(
     f: Callable[..., Any], given: Iterable[Step], backend: str = "aot_eager", dynamic: bool | None = None
 ) -> list[int]:

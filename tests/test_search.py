@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flexattn
-from flexattn import api, mods
+from flexattn import mods
 from flexattn.call.call import Call
 from flexattn.call.pose import pose
 from flexattn.compile.kernel_source import KernelSource
@@ -25,6 +25,7 @@ from flexattn.process.config import settings
 from flexattn.runtime.build import digest
 from flexattn.runtime.compile_processes import build_apart
 from flexattn.tuning import search as tuning
+from flexattn.tuning import tune
 from flexattn.tuning.report import KernelTuning, Trial, Tuning
 from flexattn.tuning.search import TUNED, candidates
 
@@ -155,7 +156,7 @@ def test_tune_refuses_what_it_cannot_tune(monkeypatch):
         flexattn.tune(q, q, q)
     with pytest.raises(ArgumentError, match=r"kernels: found \['backward'\], expected names of forward, backward_dq"):
         flexattn.tune(q, q, q, kernels=("backward",))
-    monkeypatch.setattr(api, "engine_of", lambda problem: triton)
+    monkeypatch.setattr(tune, "engine_of", lambda problem: triton)
     with pytest.raises(OptionError, match="kernel_options: found BLOCK_M, bwd_num_stages, expected no option that"):
         flexattn.tune(q, q, q, kernel_options={"BLOCK_M": 32, "bwd_num_stages": 1, "EXACT": True})
 

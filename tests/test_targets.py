@@ -18,7 +18,7 @@ from flexattn.compile.shared_memory import fit, shared_bytes, units
 from flexattn.compile.tile_choice import choose
 from flexattn.compile.tiles import TileKey
 from flexattn.errors import ArgumentError, CompileError, OptionError
-from flexattn.explain import target_named
+from flexattn.explanation import target_named
 from flexattn.machine.target import Target
 from flexattn.runtime.build import build
 

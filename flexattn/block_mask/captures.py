@@ -26,6 +26,7 @@ from torch import Tensor
 
 from flexattn.graph.frozen import FrozenMod
 from flexattn.process.forks import cached_property
+from flexattn.process.frozen_class import frozen
 from flexattn.torch_state.subclasses import is_plain
 
 Place = tuple[str, Any]  # location of a child: ("cell", 0), ("global", "table"), ("attribute", "scale"), ("item", 2)...
@@ -51,7 +52,7 @@ _UNNAMED = frozenset((
 _MOST_LIFTED = 64  # numbers of longer containers stay literals, to limit the number of kernel arguments
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class CodeFacts:
     """What a code object can read. Equal code shares one object, so the object represents the code in keys."""
 

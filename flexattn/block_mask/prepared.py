@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from functools import lru_cache
 from typing import Any
 
@@ -18,9 +18,10 @@ from flexattn.block_mask.record import AnyOf, CaptureRecord, changed, is_unchang
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.narrow import specialized
 from flexattn.process.forks import cached_property
+from flexattn.process.frozen_class import frozen
 
 
-@dataclass(frozen=True)
+@frozen
 class MaskForm:
     """What kernels need to know about a mask besides its lists and its mod."""
 
@@ -44,7 +45,7 @@ class MaskForm:
         return MaskForm(BLOCK_SIZES=sizes, runs=tuple(given.pop("runs")), **given)
 
 
-@dataclass(frozen=True)
+@frozen
 class Prepared:
     """The arguments of operators for a mask."""
 

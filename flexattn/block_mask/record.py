@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from flexattn.errors import MutationError
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import EqualRuns
 from flexattn.graph.mod_graph import ModGraph
+from flexattn.process.frozen_class import frozen
 
 Mod = Callable[..., Any]
 Seen = tuple["weakref.ref[Tensor]", int | None]  # a tensor and its version
@@ -142,7 +143,7 @@ def move(mod: Mod, device: torch.device) -> Mod:
     return substitute(mod, moved, found.numbers)[0] if moved else mod
 
 
-@dataclass(frozen=True)
+@frozen
 class Shell:
     """A mod without its captured tensors. Equal for closures of one definition whose other values are equal."""
 

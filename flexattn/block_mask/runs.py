@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flexattn.process.frozen_class import frozen
 from flexattn.torch_state.transforms import outside
 
 
-@dataclass(frozen=True)
+@frozen
 class Runs:
     """For each row, half-open runs of blocks, ascending and disjoint. Runs may be empty or adjacent."""
 
@@ -59,7 +60,7 @@ class Runs:
         return Runs(row_ptr.int(), self.runs[source])
 
 
-@dataclass(frozen=True)
+@frozen
 class RunLists:
     """The blocks of one direction. Rows are (b, h, block) in row-major order; broadcast b and h have size 1."""
 

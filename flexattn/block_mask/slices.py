@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexattn.errors import IndexRangeError, message
+from flexattn.process.frozen_class import frozen
 
 AXES = ("batch", "head", "Q-block")
 
 
-@dataclass(frozen=True)
+@frozen
 class SlicedMod:
     """The mask_mod of a slice of a mask: maps indices of the slice to indices of the whole mask.
 

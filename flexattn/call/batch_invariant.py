@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -26,6 +26,7 @@ from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import MASK_INPUTS, Capture
 from flexattn.mods.combine import noop_mask
 from flexattn.options import LARGEST_TILE
+from flexattn.process.frozen_class import frozen
 
 
 def as_batch_invariant(problem: Problem) -> Problem:
@@ -44,7 +45,7 @@ def as_batch_invariant(problem: Problem) -> Problem:
     return replace(problem, block_mask=known.blocks, mask=mask)
 
 
-@dataclass(frozen=True)
+@frozen
 class _OneClass:
     kv_runs: RunLists  # the lists that `blocks` was made from
     q_runs: RunLists | None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
@@ -11,13 +10,12 @@ from torch.nn.attention import flex_attention as upstream
 from flexattn.block_mask import BlockMask
 from flexattn.call.layout import LayoutArguments
 from flexattn.call.varlen.arguments import PackedArguments
-from flexattn.process.quick_init import quick_init
+from flexattn.process.frozen_class import frozen
 
 Mod = Callable[..., object]
 
 
-@quick_init
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Call:
     """The arguments of flex_attention, unchecked."""
 

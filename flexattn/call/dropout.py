@@ -10,13 +10,13 @@ weight is dropped if its 16-bit number is below p * 65536.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flexattn.call.arguments import as_float
 from flexattn.errors import ArgumentError, message
+from flexattn.process.frozen_class import frozen
 from flexattn.torch_state.transforms import outside
 from flexattn.torch_state.uncompiled import uncompiled
 
@@ -28,7 +28,7 @@ _KEYS = 0x9E3779B9, 0xBB67AE85
 _WORD = 0xFFFFFFFF
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Dropout:
     """The dropout probability, and the seed: one int64 on the device of the query."""
 

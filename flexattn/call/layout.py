@@ -7,7 +7,7 @@ these constants by int32 tensors on the device, so a cache grows without a new m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -18,7 +18,7 @@ from flexattn.block_mask import BlockMask
 from flexattn.errors import ArgumentError, DeviceError, DtypeError, MaskError, UnsupportedError, message
 from flexattn.graph.nodes import short_dtype
 from flexattn.graph.ranges import INDEX_LIMIT
-from flexattn.process.quick_init import quick_init
+from flexattn.process.frozen_class import frozen
 from flexattn.torch_state.subclasses import check_plain
 from flexattn.torch_state.transforms import outside
 
@@ -44,8 +44,7 @@ class LayoutArguments(NamedTuple):
         return self.kv_layout == "NHD" and all(x is None for x in (*self[:4], *self[5:]))
 
 
-@quick_init
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Layout:
     """The checked layout of a call. Tensors are contiguous int32, descales float32; None means the default."""
 

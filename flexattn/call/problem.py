@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +14,7 @@ from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import EqualRuns
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.options import option
-from flexattn.process.quick_init import quick_init
+from flexattn.process.frozen_class import frozen
 
 requires_grad = attrgetter("requires_grad")  # for map()
 # Which of query, key, value and the sink require a gradient. `score_grad.sites` shows which captured tensors do.
@@ -24,8 +23,7 @@ Needs = tuple[bool, bool, bool, bool]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...], Tensor | None]
 
 
-@quick_init
-@dataclass(frozen=True)
+@frozen
 class Problem:
     """What to compute: tensors, mods with their values, and the scale. A mod is None if it does nothing.
 

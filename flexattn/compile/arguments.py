@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
 
 from flexattn.block_mask import BlockMask
 from flexattn.call.problem import Problem
+from flexattn.process.frozen_class import frozen
 
 Tensors = Mapping[str, Tensor]  # by their names in the templates: q, k, v, o, do, dq, dk, dv, lse_ptr, ...
 NO_ARRAYS: Tensors = {}
 
 
-@dataclass(frozen=True)
+@frozen
 class FromShapes:
     """A number that is the same for all launches with the same shapes, strides and numbers."""
 
     value: Callable[[Problem, Tensors], int | float]
 
 
-@dataclass(frozen=True)
+@frozen
 class FromTensors:
     """A tensor or array that the engine passes under this name."""
 
@@ -44,7 +44,7 @@ Part = Literal[
 ]
 
 
-@dataclass(frozen=True)
+@frozen
 class FromProblem:
     """A tensor of the problem: the one at `index` of a part."""
 
@@ -109,7 +109,7 @@ PARTS: dict[Part, Callable[[Problem], tuple[Tensor, ...]]] = {
 }
 
 
-@dataclass(frozen=True)
+@frozen
 class DescriptorOf:
     """A TMA descriptor of a tensor that the engine passes under this name."""
 
@@ -117,12 +117,12 @@ class DescriptorOf:
     block: tuple[int, ...]  # shape of a tile
 
 
-@dataclass(frozen=True)
+@frozen
 class TileCounter:
     """An int32 counter, 0 at each launch, from which persistent programs take tile indices."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Argument:
     """One runtime argument of a kernel: its name in the template, its Triton type and the source of its value."""
 

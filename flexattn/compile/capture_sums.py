@@ -8,7 +8,6 @@ call. It is large enough that no element's sum overflows, and at most 2**-57 of 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from flexattn.compile.scatter import scatter_captures
 from flexattn.graph.magnitudes import gradient_factors
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import MASK_INPUTS, Input, Load
+from flexattn.process.frozen_class import frozen
 
 # Sums stay below 2**SUM_BITS steps. 4 bits are spare, because the weights of a row sum to 1 only up to rounding.
 SUM_BITS = 59
@@ -47,7 +47,7 @@ def has_known_bounds(problem: Problem) -> bool:
     return None not in _factors_of(problem)
 
 
-@dataclass(frozen=True)
+@frozen
 class CaptureSums:
     """Gradient accumulators by capture position; `sizes` and `lost` have one entry per buffer, in the same order."""
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+
+from flexattn.process.frozen_class import frozen
 
 # Widths (of q and k, of v) that Hopper's kernels support. TMA pads narrower heads with zeros.
 WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256), (576, 512))
 
 
-@dataclass(frozen=True)
+@frozen
 class HeadDimPart:
     """A slice of a head dim for one matrix product: `width` is a power of two, `used` of its columns exist."""
 

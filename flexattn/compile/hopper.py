@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -30,6 +30,7 @@ from flexattn.compile.tiles import Tile
 from flexattn.graph.dependence import computed_from, loads_per_pair
 from flexattn.machine.triton_versions import has_gluon
 from flexattn.options import option
+from flexattn.process.frozen_class import frozen
 
 # Forward tiles by widths. BLOCK_M is hopper_descriptors.ROWS per consumer. Consumers share the registers
 # that are left of 65,536.
@@ -59,7 +60,7 @@ DQ_TILES: dict[tuple[int, int], Tile] = {
 RejectionRule = Callable[[KernelPlan, Problem], str | None]  # why a plan has no Hopper form, None if it may have one
 
 
-@dataclass(frozen=True)
+@frozen
 class HopperForm:
     """A Gluon kernel that may replace a portable plan: its tiles, and the reasons to reject it."""
 

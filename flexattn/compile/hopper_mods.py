@@ -23,7 +23,7 @@ def as_gluon(text: str) -> str:
 def _lowered(plan: KernelPlan) -> list[str]:
     dialect = Dialect(float_index=plan.float_index, columns="q_idx" if plan.transposed else "kv_idx")
     found = []
-    if plan.mask is not None and plan.kernel == "hopper_forward":
+    if plan.mask is not None and plan.spec.row_ends:
         found += lower_with_ends(plan.mask, dialect.of_masks(ptx=True))
     elif plan.mask is not None:
         # Weights of queries past the end are 0 without a limit, but the derivative of score_mod may be anything there.

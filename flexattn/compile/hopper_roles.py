@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -22,6 +22,7 @@ from flexattn.compile.operands import MaskLists
 from flexattn.compile.row_bounds import row_ends_of
 from flexattn.compile.scalars import FEW_SPLITS
 from flexattn.compile.templates import environment
+from flexattn.process.frozen_class import frozen
 
 
 def hopper_names(plan: KernelPlan) -> dict[str, object]:
@@ -51,7 +52,7 @@ def hopper_names(plan: KernelPlan) -> dict[str, object]:
     }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@frozen
 class _Own:
     """The variables of one Hopper template."""
 

@@ -7,7 +7,6 @@ strides are multiples of 16 bytes is a field, because loads are vectorized only 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -20,13 +19,14 @@ from flexattn.compile.kernel_source import kernel_name
 from flexattn.compile.mod_plan import ModPlan
 from flexattn.compile.tiles import Tile
 from flexattn.machine.target import Target
+from flexattn.process.frozen_class import frozen
 
 Phase = Literal["fwd", "bwd"]
 
 MEMORY = {"float": "float32 sums: 4 bytes", "integer": "int64 sums, the same in any order: 8 bytes"}
 
 
-@dataclass(frozen=True)
+@frozen
 class Rings:
     """Number of shared memory buffers in the rings of Hopper's backward."""
 
@@ -49,7 +49,7 @@ class Operand(Protocol):
     def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]: ...
 
 
-@dataclass(frozen=True)
+@frozen
 class Feature:
     """An optional part of a kernel. It is an operand that adds its operands to plans that have the feature."""
 
@@ -65,7 +65,7 @@ class Feature:
         return tuple(a for operand in self.operands for a in operand.arguments(plan))
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class KernelSpec:
     """One kernel. Its signature, launch arguments, strides and features are derived from `operands`, in that order."""
 
@@ -87,6 +87,7 @@ class KernelSpec:
     # Programs own queries of all heads that share a key head, and one split of the keys. merge_splits follows.
     splits_keys: bool = False
     persistent: bool = False  # at most one program per SM, which processes several tiles
+    row_ends: bool = False  # it computes the bounds of the mask's rows once per tile, and its loops read them
     tile_options: tuple[str, str] | None = None  # kernel_options for BLOCK_M and BLOCK_N
     tiled_as: str = ""  # the kernel whose rows of the tile table it uses; "": its own
     fixed_tile: Tile | None = None  # used instead of the tile table
@@ -114,7 +115,7 @@ class KernelSpec:
         return tuple(argument for operand in self.operands for argument in operand.arguments(plan))
 
 
-@dataclass(frozen=True)
+@frozen
 class KernelPlan:
     """One kernel. Equal plans give the same source, byte for byte."""
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from flexattn.process.frozen_class import frozen
 
 _LONGEST_NAME = 120  # characters; a file name has at most 255
 
 
-@dataclass(frozen=True)
+@frozen
 class KernelSource:
     """One kernel as a complete Python file. Constants are part of the text, so all arguments are runtime arguments."""
 

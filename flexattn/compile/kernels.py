@@ -312,6 +312,7 @@ HOPPER_FORWARD = KernelSpec(
     shared_bytes=hopper_forward_bytes,
     gluon=True,
     persistent=True,
+    row_ends=True,
 )  # fmt: skip
 HOPPER_LATENT = KernelSpec(
     "hopper_latent",

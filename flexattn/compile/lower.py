@@ -14,7 +14,7 @@ masked by the bounds of the captured tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -29,6 +29,7 @@ from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const, Input, Load, Node, NumberRef, RangeLoad, Scalar
 from flexattn.graph.operators import OPS
 from flexattn.graph.ranges import ranges
+from flexattn.process.frozen_class import frozen
 
 MOST_OPERATIONS = 20_000  # in a mod; Triton takes minutes to compile this many
 
@@ -44,7 +45,7 @@ def _kind(node: Node) -> str:
     return "int" if not node.dtype.is_floating_point else "double" if node.dtype == torch.float64 else "float"
 
 
-@dataclass(frozen=True)
+@frozen
 class Dialect:
     """How to write operations for a target."""
 

@@ -7,8 +7,6 @@ minimum and maximum of a captured tensor over a range of indices are read from a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from flexattn.compile.lower import Dialect, Writer, literal
@@ -17,9 +15,10 @@ from flexattn.graph.builder import Builder, Expr, rewrite
 from flexattn.graph.interval_bounds import bound
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Input, Load, Node, NumberRef, RangeLoad
+from flexattn.process.frozen_class import frozen
 
 
-@dataclass(frozen=True)
+@frozen
 class TableSpec:
     """Minima and maxima of a captured tensor along one axis, [2, levels, other axes, entries].
 
@@ -49,7 +48,7 @@ def table_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point else torch.int64
 
 
-@dataclass(frozen=True)
+@frozen
 class BoundsText:
     """A lowered bounding graph: the function and the tables that it reads."""
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from flexattn.call.problem import Problem
 from flexattn.compile.arguments import Argument, FromProblem, FromShapes
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.mod_graph import ModGraph
+from flexattn.process.frozen_class import frozen
 
 TRITON_DTYPE = {
     torch.float64: "float64", torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16",
@@ -23,7 +22,7 @@ TRITON_POINTER = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@frozen
 class CaptureLayout:
     """What generated code assumes about a captured tensor's memory. Sizes and strides are runtime values."""
 
@@ -32,7 +31,7 @@ class CaptureLayout:
     wide: bool  # offsets may exceed 2**31: addresses are int64
 
 
-@dataclass(frozen=True)
+@frozen
 class ModPlan:
     """A graph and everything about its runtime arguments that changes the generated text."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -14,11 +13,12 @@ from flexattn.compile.kernel_plan import KernelPlan, Operand
 from flexattn.compile.mod_plan import TRITON_POINTER
 from flexattn.compile.scalars import SCALARS
 from flexattn.compile.scatter import capture_sum_arguments
+from flexattn.process.frozen_class import frozen
 
 _KEY_TENSORS = ("k", "v", "dk", "dv")  # tensors with a row per key
 
 
-@dataclass(frozen=True)
+@frozen
 class Pointers:
     """Pointers to [B, H, rows, D] tensors."""
 
@@ -30,7 +30,7 @@ class Pointers:
         return tuple(Argument(f"{name}_ptr", types[name], FromTensors(name), plan.aligned) for name in self.names)
 
 
-@dataclass(frozen=True)
+@frozen
 class Strides:
     """Strides of batch, head and row of [B, H, rows, D] tensors; the last stride is 1.
 
@@ -58,7 +58,7 @@ def _stride(plan: KernelPlan, tensor: torch.Tensor, d: int) -> int:
     return 0 if shared else tensor.stride(d) // unit
 
 
-@dataclass(frozen=True)
+@frozen
 class Array:
     """A pointer to a contiguous array that the engine allocates."""
 
@@ -70,7 +70,7 @@ class Array:
         return (Argument(self.name, self.type, FromTensors(self.name), self.divisible),)
 
 
-@dataclass(frozen=True)
+@frozen
 class OfProblem:
     """A pointer to a tensor of the problem."""
 
@@ -82,7 +82,7 @@ class OfProblem:
         return (Argument(self.name, self.type, FromProblem(self.part)),)
 
 
-@dataclass(frozen=True)
+@frozen
 class Scalars:
     """Numbers of SCALARS."""
 
@@ -97,7 +97,7 @@ class Scalars:
         return Argument(name, kind, FromShapes(lambda problem, _: value(plan, problem)))
 
 
-@dataclass(frozen=True)
+@frozen
 class Counter:
     """The counter from which persistent programs take tile indices."""
 
@@ -105,7 +105,7 @@ class Counter:
         return (Argument("counter_ptr", "*i32", TileCounter()),)
 
 
-@dataclass(frozen=True)
+@frozen
 class When:
     """Operands of the plans that satisfy a condition."""
 
@@ -116,7 +116,7 @@ class When:
         return tuple(a for operand in self.operands for a in operand.arguments(plan)) if self.condition(plan) else ()
 
 
-@dataclass(frozen=True)
+@frozen
 class ScoreScale:
     """The factor of q k^T; see KernelPlan.scale."""
 
@@ -124,7 +124,7 @@ class ScoreScale:
         return Scalars((plan.scale,)).arguments(plan)
 
 
-@dataclass(frozen=True)
+@frozen
 class MaskLists:
     """The block lists along the axis that programs own, and their strides by batch and head."""
 
@@ -143,7 +143,7 @@ _BY_KEY: tuple[str, Part] = ("q", "q_runs")
 _BY_QUERY: tuple[str, Part] = ("kv", "kv_runs")
 
 
-@dataclass(frozen=True)
+@frozen
 class ModArguments:
     """The captured tensors and numbers of score_mod and mask_mod."""
 
@@ -151,7 +151,7 @@ class ModArguments:
         return tuple(argument for mod in (plan.score, plan.mask) if mod for argument in mod.arguments())
 
 
-@dataclass(frozen=True)
+@frozen
 class CaptureSumArguments:
     """The gradient accumulators of captured tensors."""
 
@@ -159,7 +159,7 @@ class CaptureSumArguments:
         return capture_sum_arguments(plan.grad, plan.sums) if plan.grad is not None and plan.sums else ()
 
 
-@dataclass(frozen=True)
+@frozen
 class DescriptorOperand:
     """A TMA descriptor: its argument name, the tensor or array that it describes, and the shape of a tile."""
 
@@ -187,7 +187,7 @@ def streamed_descriptors(plan: KernelPlan, rows: int, partial: bool = False) -> 
     )
 
 
-@dataclass(frozen=True)
+@frozen
 class Descriptors:
     """TMA descriptors. They depend on the plan's tile and head dims."""
 

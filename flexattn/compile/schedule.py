@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from flexattn.call.problem import Problem
 from flexattn.compile.arguments import NO_ARRAYS, Tensors
@@ -30,9 +30,10 @@ from flexattn.errors import UnsupportedError, message
 from flexattn.graph.equal_runs import with_runs
 from flexattn.machine.target import Target
 from flexattn.options import option
+from flexattn.process.frozen_class import frozen
 
 
-@dataclass(frozen=True)
+@frozen
 class KernelProblems:
     """One problem, in a variant for each group of kernels.
 

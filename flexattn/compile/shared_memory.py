@@ -8,7 +8,7 @@ agree.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -19,12 +19,13 @@ from flexattn.compile.mod_plan import ModPlan
 from flexattn.compile.scatter import adds_along_diagonals
 from flexattn.errors import CompileError, message
 from flexattn.graph.dependence import PAIR_INDICES
+from flexattn.process.frozen_class import frozen
 
 _FEWEST_ROWS = 8
 _ALIGNMENT = 1024  # bytes; of wgmma and tcgen05 operands
 
 
-@dataclass(frozen=True)
+@frozen
 class _Tiles:
     """Bytes of the tiles of a portable kernel's program; tuples have one entry per part of a head dim."""
 
@@ -279,7 +280,7 @@ def _per_pair(plan: KernelPlan, *mods: ModPlan | None) -> list[_Load]:
     return [] if _converts_scores(plan) else [load for mod in mods if mod for load in _loads(mod) if load.per_pair]
 
 
-@dataclass(frozen=True)
+@frozen
 class _Load:
     """How a mod reads a captured tensor."""
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-
-import jinja2
+from typing import TYPE_CHECKING
 
 from flexattn.errors import CompileError
+
+if TYPE_CHECKING:
+    import jinja2
 
 
 @cache
@@ -22,12 +24,8 @@ def templates_folder() -> Path:
 
 @cache
 def environment() -> jinja2.Environment:
-    """Return the environment that renders all templates."""
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(templates_folder()),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        cache_size=-1,  # unbounded: jinja2's LRU cache has a lock, which may be held when the process forks
-    )
+    """Return the jinja2 environment of all templates."""
+    # It imports jinja2, which takes 25 ms. Only calls that need kernels render templates.
+    from flexattn.compile.jinja import make_environment
+
+    return make_environment(templates_folder())

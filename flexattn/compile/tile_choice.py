@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from flexattn.machine.kernel_store import KernelStore, existing_store, open_stor
 from flexattn.machine.target import Target
 from flexattn.process.config import settings
 from flexattn.process.events import debug
+from flexattn.process.frozen_class import frozen
 
 NAME = "tiles.json"
 # The package's table. Its first rows were measured with triton 3.6 at 4,096 to 32,768 tokens, each kernel separately,
@@ -28,7 +28,7 @@ MEASURED = Path(__file__).with_name(NAME)
 _INTERPRETER_TILE = Tile(32, 32, 4, 1)
 
 
-@dataclass(frozen=True)
+@frozen
 class TileChoice:
     """A tile and a description of where it comes from."""
 

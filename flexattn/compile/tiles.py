@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from flexattn.errors import ArgumentError, message
 from flexattn.options import LARGEST_TILE
+from flexattn.process.frozen_class import frozen
 
 FORMAT = 1  # version of the JSON text; other versions are rejected
 
@@ -18,7 +19,7 @@ FORMAT = 1  # version of the JSON text; other versions are rejected
 KINDS = ("transforms", "gathers", "adds", "none", "unaligned")
 
 
-@dataclass(frozen=True)
+@frozen
 class Tile:
     """The tile of scores that a program computes at a time, with its warps and pipeline stages."""
 
@@ -43,7 +44,7 @@ class Tile:
         return self.PARTIAL_M or self.BLOCK_M
 
 
-@dataclass(frozen=True)
+@frozen
 class TileKey:
     """The key that selects a tile on one architecture."""
 
@@ -60,7 +61,7 @@ class TileKey:
         return 2 if self.dtype in ("float16", "bfloat16") else 4
 
 
-@dataclass(frozen=True)
+@frozen
 class TileRow:
     """A tile, the key that it was measured for, and the architecture, device and date."""
 

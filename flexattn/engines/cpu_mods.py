@@ -12,9 +12,10 @@ from flexattn.call.problem import Problem
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const, Input, Load, Node, NumberRef, Operation, Scalar
 from flexattn.graph.operators import OPS
+from flexattn.process.frozen_class import frozen
 
 
-@dataclass(frozen=True)
+@frozen
 class Outside:
     """Positions with an out-of-range index into a captured tensor. It is an error only if one of them attends."""
 

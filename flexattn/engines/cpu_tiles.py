@@ -7,7 +7,6 @@ the keys that every row attends to (no mask_mod needed), then the rest. Columns 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from flexattn.block_mask import Runs
 from flexattn.call.problem import Problem
 from flexattn.graph.interval_bounds import FULL, PARTIAL
+from flexattn.process.frozen_class import frozen
 
 # Elements of a tile of scores, and of a tile of keys or values: 2 and 8 MiB in float32. On two cores with 1 MiB of L2
 # each, tiles of 0.25M to 1M scores were within 2% of each other; smaller ones cost up to 10% more.
@@ -30,7 +30,7 @@ _ON_GPU = 8
 _MERGED_PAIRS = 1 << 14
 
 
-@dataclass(frozen=True)
+@frozen
 class States:
     """Which pairs lie in partial and in full blocks: bool, broadcasting to a tile's columns; None: no such pair."""
 
@@ -44,7 +44,7 @@ class States:
         return found[0] if len(found) == 1 else found[0] | found[1]
 
 
-@dataclass(frozen=True)
+@frozen
 class Tile:
     """Some keys of a strip: `keys` are half-open ranges. All rows attend to the first `full` columns.
 
@@ -57,7 +57,7 @@ class Tile:
     states: States | None  # of the columns after `full`; None if all are in partial blocks
 
 
-@dataclass(frozen=True)
+@frozen
 class Strip:
     """Rows [m0, m1) of some batch entries: for each key head in [n0, n1), its query heads [g0, g1) of the group."""
 
@@ -68,7 +68,7 @@ class Strip:
     tiles: tuple[Tile, ...]
 
 
-@dataclass(frozen=True)
+@frozen
 class Piece:
     """Batch entries and key heads whose rows and keys are all computed by one thread."""
 
@@ -104,7 +104,7 @@ def strips(problem: Problem, share: Share | None = None) -> Iterator[Strip]:
             yield from _strips_of(problem, part, limits)
 
 
-@dataclass(frozen=True)
+@frozen
 class _Limits:
     """Maximum sizes of the strips and tiles of a problem."""
 
@@ -123,7 +123,7 @@ class _Limits:
         )
 
 
-@dataclass(frozen=True)
+@frozen
 class _Part:
     """Batch entries and heads with one list of blocks per row, or with small masks that are merged."""
 
@@ -251,7 +251,7 @@ def _width(limits: _Limits, group: Group, m: int) -> int:
     return max(64, min(by_scores, by_operand))
 
 
-@dataclass(frozen=True)
+@frozen
 class _Ranges:
     """The keys of some rows: ranges that all rows attend to, the other ranges, and their states per block."""
 

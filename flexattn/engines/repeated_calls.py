@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from flexattn.engines.call_kind import CallKind, Key, is_quiet, keep_packed, kin
 from flexattn.engines.mask_state import NOTHING, Masked, MaskState, reads_of
 from flexattn.engines.triton import KnownBackward, KnownForward
 from flexattn.process.config import settings
+from flexattn.process.frozen_class import frozen
 from flexattn.runtime.known import KnownKernels, Pointer
 from flexattn.runtime.launch import CACHES, allows_tf32, is_deterministic, remember
 from flexattn.torch_state.transforms import refuse_batched
@@ -36,7 +37,7 @@ from flexattn.trace.trace import count_hits
 Result = tuple[Tensor, Tensor, Tensor | None]
 
 
-@dataclass(frozen=True)
+@frozen
 class RepeatedCall:
     """A kind of call, and its kernels."""
 

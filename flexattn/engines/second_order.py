@@ -9,7 +9,6 @@ attended pairs, and scores of -inf count as not attended, so no NaN of an exclud
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.mod_graph import ModGraph, load_element
 from flexattn.graph.nodes import wide
+from flexattn.process.frozen_class import frozen
 from flexattn.torch_state.transforms import recomputed
 
 _PAIRS = 1 << 20  # about 30 tensors of this size are alive at once in a second derivative
@@ -75,7 +75,7 @@ def _captures(mod: BoundMod | None) -> Tensors:
     return () if mod is None else mod.captures
 
 
-@dataclass(frozen=True)
+@frozen
 class _Mod:
     """A mod without its captured tensors."""
 
@@ -123,7 +123,7 @@ def _load(source: Tensor, index: Tensors) -> Tensor:
     return found.to(wide(found.dtype))
 
 
-@dataclass(frozen=True)
+@frozen
 class _Strip:
     """An operation on the tensors of some queries of some heads. It returns the derivatives of out and lse."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +25,7 @@ from flexattn.compile.schedule import KernelProblems, backward_kernels, forward_
 from flexattn.machine.target import Target
 from flexattn.options import option
 from flexattn.process.events import fallback
+from flexattn.process.frozen_class import frozen
 from flexattn.runtime import build
 from flexattn.runtime.known import COUNTER, KnownKernels, LaunchLog, Pointer, known_key
 from flexattn.runtime.launch import CACHES, remember, scheduled_backward
@@ -40,7 +41,7 @@ _FORWARD = ("q", "k", "v", "o", "lse_ptr", "max_ptr", COUNTER, "part_ptr", "part
 Sizes = tuple[tuple[int, ...], tuple[int, ...]]  # the shape of a tensor and its strides
 
 
-@dataclass(frozen=True)
+@frozen
 class KnownForward:
     """A forward whose launches are known."""
 
@@ -99,7 +100,7 @@ _BACKWARD = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@frozen
 class KnownBackward:
     """A backward whose launches are known. Arrays that are not returned are parts of one allocation of float32."""
 

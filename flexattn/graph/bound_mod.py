@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexattn.graph.mod_graph import ModGraph
-from flexattn.process.quick_init import quick_init
+from flexattn.process.frozen_class import frozen
 from flexattn.process.tensor_cache import kept
 from flexattn.torch_state.transforms import outside
 
 
-@quick_init
-@dataclass(frozen=True)
+@frozen
 class BoundMod:
     """A graph with the values of one call: numbers, and captured tensors (after the prologue, part of autograd)."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from flexattn.graph.interval_bounds import BOX_INPUTS, EMPTY, FULL, UNKNOWN
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const, Input, Load, NumberRef, Operation, RangeLoad
 from flexattn.graph.operators import OPS
+from flexattn.process.frozen_class import frozen
 
 Values = Any  # a numpy array or scalar
 _INF = float("inf")
@@ -37,7 +38,7 @@ _FULL_RESOLUTION = 2**14  # elements; the tables of larger arrays are over granu
 _LARGEST_TABLE = 2**22  # granules; a table of this many takes half a gigabyte
 
 
-@dataclass(frozen=True)
+@frozen
 class Bounds:
     """A bounding graph with the values of one call."""
 

@@ -6,7 +6,6 @@ comparisons with bounds of the row, instead of a load per column. Document masks
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -17,9 +16,10 @@ from flexattn.graph.builder import Builder, Expr, rewrite
 from flexattn.graph.dependence import PAIR_INDICES
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Capture, Input, Load, Node
+from flexattn.process.frozen_class import frozen
 
 
-@dataclass(frozen=True)
+@frozen
 class EqualRuns:
     """The run of equal elements that contains each element of a captured tensor, along its last dimension."""
 

@@ -7,7 +7,6 @@ sympy is used only for printing: it sorts and expands sums, so equal expressions
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -26,12 +25,13 @@ from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const, Input, Load, NumberRef, Operation
 from flexattn.graph.ranges import nonnegative, ranges
 from flexattn.graph.row_bounds import Interval, row_union
+from flexattn.process.frozen_class import frozen
 
 _ORDER = ("score", "b", "h", "q_idx", "kv_idx", "grad")
 _MOST_WRITTEN = 60  # operations in one printed expression
 
 
-@dataclass(frozen=True)
+@frozen
 class LoadFacts:
     """One read of a captured tensor."""
 
@@ -41,7 +41,7 @@ class LoadFacts:
     nonnegative: tuple[bool, ...]  # for each axis: the index is never negative
 
 
-@dataclass(frozen=True)
+@frozen
 class ModFacts:
     """Facts that hold for every call of a mod: all b, h, q_idx, kv_idx in [0, INDEX_LIMIT), captures and numbers."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +15,12 @@ from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import MASK_INPUTS, Capture, Input, short_dtype
 from flexattn.graph.serialize import dumps, loads
 from flexattn.process.forks import cached_property
+from flexattn.process.frozen_class import frozen
 
 Shift = int | Tensor | None
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@frozen(eq=False, repr=False)
 class FrozenMod:
     """A mask_mod that evaluates a graph on tensors and numbers of its own.
 

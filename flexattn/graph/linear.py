@@ -5,7 +5,7 @@ An int32 or int64 sum is equal to this modulo 2**32 or 2**64. Possible wrap-arou
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -14,6 +14,7 @@ from flexattn.graph.dependence import PAIR_INDICES
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const, Operation
 from flexattn.graph.ranges import never_wraps
+from flexattn.process.frozen_class import frozen
 
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _SUMS = ("add", "sub", "neg", "mul", "cast")
@@ -21,7 +22,7 @@ _LONGEST = 64  # terms; longer sums are not expanded, because a chain of sums ta
 _MOST_TERMS = 16  # in the index of a load
 
 
-@dataclass(frozen=True)
+@frozen
 class Linear:
     """An integer as a sum of constant multiples of nodes."""
 
@@ -112,7 +113,7 @@ def may_wrap(graph: ModGraph, position: int) -> set[int]:
     return found
 
 
-@dataclass(frozen=True)
+@frozen
 class Affine:
     """An index as q * q_idx + kv * kv_idx + the sum of multiples of nodes that depend on neither."""
 

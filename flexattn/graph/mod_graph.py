@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -33,10 +32,11 @@ from flexattn.graph.nodes import (
 )  # fmt: skip
 from flexattn.graph.operators import OPS
 from flexattn.process.forks import cached_property
+from flexattn.process.frozen_class import frozen
 from flexattn.torch_state.transforms import outside
 
 
-@dataclass(frozen=True)
+@frozen
 class ModGraph:
     """The scalar program of one mod.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar, Literal
 
 import torch
+
+from flexattn.process.frozen_class import frozen
 
 SCORE_INPUTS = ("score", "b", "h", "q_idx", "kv_idx")
 MASK_INPUTS = ("b", "h", "q_idx", "kv_idx")
@@ -29,7 +31,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
-@dataclass(frozen=True)
+@frozen
 class Input:
     """An input of the mod: score, b, h, q_idx, kv_idx, or grad. In a bounding graph, an end of a box."""
 
@@ -39,7 +41,7 @@ class Input:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
+@frozen
 class NumberRef:
     """A number of the user's code, by its position in `ModGraph.numbers`."""
 
@@ -49,7 +51,7 @@ class NumberRef:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Const:
     """A constant. Equality is by repr, so 0.0 != -0.0, 1 != True and nan == nan."""
 
@@ -65,7 +67,7 @@ class Const:
         return hash((self.value if self.value == self.value else None, self.dtype))  # hash(nan) differs by object
 
 
-@dataclass(frozen=True)
+@frozen
 class Load:
     """An element of a captured tensor. `args` are its index expressions, one per dimension."""
 
@@ -75,7 +77,7 @@ class Load:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
+@frozen
 class RangeLoad:
     """The minimum or maximum element of a captured tensor over a box of indices. Only in bounding graphs."""
 
@@ -85,7 +87,7 @@ class RangeLoad:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
+@frozen
 class Operation:
     """A scalar operation: `cast` or a key of OPS."""
 
@@ -97,7 +99,7 @@ class Operation:
 Node = Input | NumberRef | Const | Load | RangeLoad | Operation
 
 
-@dataclass(frozen=True)
+@frozen
 class Capture:
     """A tensor that the mod reads: its name in the user's code, dtype and rank. Sizes and strides may vary."""
 
@@ -110,7 +112,7 @@ class Capture:
         return f"{self.name}: {short_dtype(self.dtype)}[{', '.join(':' * self.ndim)}]"
 
 
-@dataclass(frozen=True)
+@frozen
 class Number:
     """A Python int or float in the user's code that is a runtime argument of the kernel."""
 

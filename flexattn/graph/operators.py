@@ -14,16 +14,17 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flexattn.process.frozen_class import frozen
+
 Rule = Callable[..., Any]
 
 
-@dataclass(frozen=True)
+@frozen
 class Op:
     """One scalar operation. The module's docstring describes the fields."""
 

@@ -9,20 +9,20 @@ Integer comparisons are solved for the column (kv_idx, or q_idx). There are two 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from flexattn.graph.linear import COMPARISONS, Linear, is_integer, linear_forms, may_wrap
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const, Operation
+from flexattn.process.frozen_class import frozen
 
 _MOST_NESTED = 12  # nesting depth of operations in an interval
 _MOST_INTERVALS = 4  # in a union; more are not printed
 _NEGATED = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
 
 
-@dataclass(frozen=True)
+@frozen
 class Solved:
     """A comparison solved for the column: column >= bound ("low") or column < bound ("high")."""
 
@@ -30,21 +30,21 @@ class Solved:
     bound: Linear
 
 
-@dataclass(frozen=True)
+@frozen
 class WholeRows:
     """All columns of the rows for which a node is true. The node does not depend on the column."""
 
     node: int
 
 
-@dataclass(frozen=True)
+@frozen
 class Complement:
     """The columns on the other side of a bound."""
 
     of: RowInterval
 
 
-@dataclass(frozen=True)
+@frozen
 class Both:
     """The intersection of two intervals."""
 
@@ -52,7 +52,7 @@ class Both:
     y: RowInterval
 
 
-@dataclass(frozen=True)
+@frozen
 class Either:
     """The union of two intervals that are bounded only on the same side."""
 
@@ -60,7 +60,7 @@ class Either:
     y: RowInterval
 
 
-@dataclass(frozen=True)
+@frozen
 class Condition:
     """The columns for which a node is true, if these are not an interval. It is evaluated per (q, kv) pair."""
 
@@ -153,7 +153,7 @@ def _solve(graph: ModGraph, column: str, total: Linear) -> Solved | None:
     return Solved("low", rest) if factor == -1 else Solved("high", rest.times(-1).plus(Linear((), 1)))
 
 
-@dataclass(frozen=True)
+@frozen
 class Interval:
     """Keys max(low) <= kv_idx < min(high) of a row. If `exact`, the row attends to all of them, otherwise to some."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,12 +9,13 @@ from torch import Tensor
 
 from flexattn.call.layout import FLOAT8 as FLOAT8
 from flexattn.machine.triton_versions import is_interpreting
+from flexattn.process.frozen_class import frozen
 
 _TOKENS = 16  # of a program
 _LARGEST = 448.0  # of FLOAT8
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Pages:
     """The tensors of a cache. key and value are [pages, page_size, Hkv, D], in any order in memory."""
 
@@ -29,7 +29,7 @@ class Pages:
     v_descale: Tensor | None
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Tokens:
     """What is appended: key [B, Hkv, M, D], value [B, Hkv, M, Dv] and, to be rotated, query [B, Hq, M, D]."""
 

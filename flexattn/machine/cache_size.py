@@ -11,11 +11,11 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from flexattn.machine.kernel_store import KernelStore
 from flexattn.process.events import debug
+from flexattn.process.frozen_class import frozen
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _KEPT = 0.75  # fraction of the limit to keep, so that not every new kernel causes an eviction
@@ -26,7 +26,7 @@ _MOST_STUBS = 0.25  # fraction of the limit
 _added: dict[Path, int] = {}
 
 
-@dataclass(frozen=True)
+@frozen
 class Item:
     """An entry, or another file or directory next to the entries."""
 

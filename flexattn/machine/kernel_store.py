@@ -3,6 +3,7 @@
 root/<digest>/      the generated source, the compiled files and manifest.json with the sha256 of each
 root/locks/         one file lock per first byte of a digest; released when a process dies
 root/triton/        Triton's own C stubs
+root/templates/     compiled jinja2 templates (compile/jinja.py)
 root/tiles.json     tiles tuned on this machine (tile_choice.py)
 root/.new-*/        files being written or removed; deleted afterwards, or a day later if the process died
 
@@ -24,11 +25,11 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from flexattn.process.events import debug
 from flexattn.process.forks import temporary
+from flexattn.process.frozen_class import frozen
 
 try:
     import fcntl
@@ -41,7 +42,7 @@ _STAGING_AGE = 24 * 3600  # seconds after which a staging directory must belong 
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
-@dataclass(frozen=True)
+@frozen
 class KernelStore:
     root: Path
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+
+from flexattn.process.frozen_class import frozen
 
 # Bytes of shared memory per program (CUDA C++ Programming Guide, technical specifications).
 _SHARED_MEMORY = {
@@ -20,7 +21,7 @@ _AMD_PRECISIONS = {"gfx942": ("ieee", "tf32")}  # its XF32; other AMD GPUs have 
 _MATRIX_UNITS = {7: "fma", 8: "mma", 9: "wgmma", 10: "tcgen05"}
 
 
-@dataclass(frozen=True)
+@frozen
 class Target:
     """Where a kernel runs. The interpreter has architecture 0."""
 

@@ -13,12 +13,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from flexattn.process.forks import Lock, temporary
+from flexattn.process.frozen_class import frozen
 
 LaunchFunction = Callable[[int, int, tuple[Any, ...]], None]  # (programs, stream, arguments)
 
@@ -69,7 +69,7 @@ def cache_folder(folder: Path) -> Iterator[None]:
             yield
 
 
-@dataclass(frozen=True)
+@frozen
 class Request:
     """A compile request for Triton: a kernel without constants, with typed runtime arguments."""
 
@@ -132,7 +132,7 @@ def _stand_in(request: Request) -> Any:
     )
 
 
-@dataclass(frozen=True)
+@frozen
 class FlatLaunch:
     """The launch of a kernel with the least host time. Each descriptor is replaced by several arguments.
 
@@ -144,7 +144,7 @@ class FlatLaunch:
     expand: Callable[[int, Any], list[Any]]  # (n, the n-th descriptor) -> what replaces it
 
 
-@dataclass(frozen=True)
+@frozen
 class Launcher:
     """Launches a kernel on one device."""
 

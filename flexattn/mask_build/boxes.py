@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from flexattn.errors import ArgumentError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.boxes import Bounds
 from flexattn.graph.interval_bounds import FULL, PARTIAL, UNKNOWN, bound
+from flexattn.process.frozen_class import frozen
 from flexattn.process.progress import Progress
 
 _FANOUT = 4  # a box is split into 4 x 4
@@ -46,7 +47,7 @@ _SAMPLES = (
 )
 
 
-@dataclass(frozen=True)
+@frozen
 class BlockClasses:
     """The full, partial and unknown blocks of a mask, as disjoint boxes of blocks. All other blocks are empty."""
 

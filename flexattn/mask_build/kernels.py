@@ -6,7 +6,6 @@ kernels are the same for all masks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -22,6 +21,7 @@ from flexattn.graph.equal_runs import captures_compared
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.machine.target import Target
 from flexattn.process.forks import cached_property
+from flexattn.process.frozen_class import frozen
 
 Signature = tuple[tuple[str, str], ...]
 
@@ -44,7 +44,7 @@ TILE = (32, 64)  # tile of the evaluation kernel
 WARPS = {"classify": 8, "evaluate": 4}
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class MaskPlan:
     """A mask, with everything that determines the kernels that classify its blocks."""
 

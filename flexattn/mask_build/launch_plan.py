@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -30,6 +29,7 @@ from flexattn.mask_build.kernels import (
     table_entries,
     table_source,
 )
+from flexattn.process.frozen_class import frozen
 from flexattn.runtime.build import Kernel, build, build_ahead
 
 _FULL_RESOLUTION = 2**14  # smaller tensors have tables of single elements, larger ones of granules
@@ -41,7 +41,7 @@ Sizes = tuple[int, int, int, int]
 Strided = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides of a tensor
 
 
-@dataclass(frozen=True)
+@frozen
 class Step:
     """One launch. The kernel's arguments are pointers, then these constants, then the numbers of the mask."""
 
@@ -53,7 +53,7 @@ class Step:
         self.kernel.launch(self.programs, (*pointers, *self.constants, *numbers), stream)
 
 
-@dataclass(frozen=True)
+@frozen
 class TableRecipe:
     """How to build one range table."""
 
@@ -65,7 +65,7 @@ class TableRecipe:
     constants: tuple[int, ...]  # arguments of the bounds, after the pointer to the table
 
 
-@dataclass(frozen=True)
+@frozen
 class RunsRecipe:
     """How to find the runs of equal elements of one captured tensor."""
 
@@ -78,7 +78,7 @@ class RunsRecipe:
     step: Step | None  # None: the kernel that builds all lists also finds these runs
 
 
-@dataclass(frozen=True)
+@frozen
 class Recipe:
     """Everything about a build that is known in advance. Memory is one or two int32 allocations in 16-byte parts.
 
@@ -219,7 +219,7 @@ def _table_keys(plan: MaskPlan, block_size: tuple[int, int]) -> list[_TableKey]:
     return [(t.capture, t.axis, block_size[t.own == "kv"] if t.own else None) for t in plan.tables]
 
 
-@dataclass(frozen=True)
+@frozen
 class _TableShape:
     granule: int  # elements per entry
     shift: int  # its log2, for tables with levels

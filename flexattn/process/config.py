@@ -7,10 +7,10 @@ import os
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from flexattn.errors import ArgumentError, message
+from flexattn.process.frozen_class import frozen
 
 _TRUE = frozenset({"1", "true", "on", "yes"})
 _FALSE = frozenset({"", "0", "false", "off", "no"})
@@ -20,7 +20,7 @@ CACHE_SIZE = 2**30  # default FLEXATTN_CACHE_SIZE in bytes, enough for thousands
 COMPILE_PROCESSES = 4  # default FLEXATTN_COMPILE_PROCESSES; a training step needs at most that many large kernels
 
 
-@dataclass(frozen=True)
+@frozen
 class Settings:
     """Settings of this process, from environment variables."""
 

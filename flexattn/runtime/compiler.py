@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import linecache
 import types
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.errors import CompileError, message
 from flexattn.machine import triton_versions
+from flexattn.process.frozen_class import frozen
 
 _LONGEST_REASON = 2000  # characters of a Triton error, which may end with the whole PTX
 
 
-@dataclass(frozen=True)
+@frozen
 class Job:
     """One kernel to compile."""
 

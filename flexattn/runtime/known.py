@@ -12,7 +12,7 @@ Caches, outermost first: `repeated_calls._calls` (a whole call), `repeated_opera
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from flexattn.call.problem import Problem
 from flexattn.compile.arguments import PARTS, DescriptorOf, FromProblem, FromTensors, Part, Tensors
 from flexattn.compile.kernel_plan import KernelSpec
 from flexattn.machine.triton_versions import FlatLaunch, launches_are_watched
+from flexattn.process.frozen_class import frozen
 from flexattn.runtime import build
 from flexattn.runtime.build import Kernel
 from flexattn.runtime.launch import DescriptorLayout, FillerSource, Launch, launch_key, launch_of
@@ -74,7 +75,7 @@ class LaunchLog:
         return any(launch.shares_tiles for launch, _ in self.launches)
 
 
-@dataclass(frozen=True)
+@frozen
 class Step:
     """The launch of one kernel. `slots` are (position of an argument, index of its pointer), also in `described`."""
 
@@ -90,7 +91,7 @@ class Step:
 _MOST_ADDRESSES = 128  # sets of addresses that a pass keeps the arguments of, and addresses of a descriptor
 
 
-@dataclass(frozen=True)
+@frozen
 class FlatStep:
     """A step on one device, with each descriptor replaced by what the launcher takes in its place."""
 
@@ -110,7 +111,7 @@ class FlatStep:
         return self.flat.launch, self.flat.complete(self.programs, stream, arguments)
 
 
-@dataclass(frozen=True)
+@frozen
 class FlatPass:
     """The steps of a pass on one device, and their arguments for recent sets of addresses.
 
@@ -134,7 +135,7 @@ class FlatPass:
             launch(*arguments)
 
 
-@dataclass(frozen=True)
+@frozen
 class KnownKernels:
     """The kernels of one pass, in order. `parts` are those of the problem that they read."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -40,6 +39,7 @@ from flexattn.compile.schedule import (
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.machine.target import processors, target_of
 from flexattn.process.events import fallback
+from flexattn.process.frozen_class import frozen
 from flexattn.runtime.build import Kernel
 from flexattn.runtime.load import load, load_ahead
 
@@ -50,7 +50,7 @@ Filler = Callable[[Problem, Tensors], Any]  # returns an argument that differs b
 FillerSource = FromTensors | FromProblem | DescriptorOf | TileCounter
 
 
-@dataclass(frozen=True)
+@frozen
 class Launch:
     """A kernel and its arguments. `fillers` provide the arguments that differ between launches, by position."""
 
@@ -230,7 +230,7 @@ def _no_counter(problem: Problem, tensors: Tensors) -> Tensor:
     return tensors["lse_ptr"]  # any address: it is not read
 
 
-@dataclass(frozen=True)
+@frozen
 class DescriptorLayout:
     """What a tensor descriptor says of a tensor besides its address."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from flexattn.compile.kernel_plan import KernelPlan
@@ -12,11 +11,12 @@ from flexattn.compile.render import render
 from flexattn.compile.shared_memory import fit, smaller_tiles
 from flexattn.errors import CompileError
 from flexattn.process.events import fallback
+from flexattn.process.frozen_class import frozen
 from flexattn.runtime import compile_workers
 from flexattn.runtime.build import Kernel, OutOfResources, build, build_ahead
 
 
-@dataclass(frozen=True)
+@frozen
 class LoadedKernel:
     """A kernel, and the plan and source that it was built from."""
 

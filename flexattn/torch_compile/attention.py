@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,12 +10,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from flexattn.errors import UnsupportedError, message
+from flexattn.process.frozen_class import frozen
 from flexattn.torch_compile.operators import OPS
 
 Symbolic = Any  # an int or a float, or a symbol for one
 
 
-@dataclass(frozen=True)
+@frozen
 class Operands:
     """The arguments of flexattn::forward. `spec` and `scale` are constants of a graph."""
 
@@ -77,7 +77,7 @@ class _Attention(Function):
         return None, *(next(found) if need else None for need in needs)
 
 
-@dataclass(frozen=True)
+@frozen
 class _Counts:
     """Operands without their tensors, which are saved by autograd."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +16,12 @@ from flexattn.call.validate import DEVICES, check_forms, check_mask_reads, check
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.nodes import Const
 from flexattn.options import Options, validate_options
+from flexattn.process.frozen_class import frozen
 from flexattn.torch_compile.attention import Operands
 from flexattn.torch_compile.spec import Spec
 
 
-@dataclass(frozen=True)
+@frozen
 class CallArguments:
     """The arguments of a call, without its mods. `lists`, `sizes` and `form` are those of its mask."""
 

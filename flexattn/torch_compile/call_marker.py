@@ -5,12 +5,12 @@ It ties the results of the mods to the arguments of the call, and tells Dynamo t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from flexattn.process.frozen_class import frozen
 from flexattn.torch_compile.call_arguments import CallArguments, check_given
 from flexattn.trace.scalarize import Kind
 
@@ -27,7 +27,7 @@ CALL_MARKER = torch.ops.flexattn.call_marker
 _OWN = 4  # fields that are not those of CallArguments
 
 
-@dataclass(frozen=True)
+@frozen
 class MarkedCall:
     """A call_marker in a graph of torch.compile. `values` are those of the graph's inputs."""
 

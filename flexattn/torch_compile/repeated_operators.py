@@ -7,7 +7,6 @@ calls outside of graphs.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -16,6 +15,7 @@ from flexattn.block_mask.prepared import Origin
 from flexattn.call.problem import Problem
 from flexattn.compile.arguments import PARTS, Part
 from flexattn.engines.triton import KnownBackward, KnownForward
+from flexattn.process.frozen_class import frozen
 from flexattn.runtime.known import Pointer
 from flexattn.runtime.launch import CACHES, allows_tf32, is_deterministic, remember
 
@@ -36,7 +36,7 @@ class Arguments(NamedTuple):
     spec: str
 
 
-@dataclass(frozen=True)
+@frozen
 class RepeatedOperator:
     """An operator whose launches are known."""
 
@@ -47,7 +47,7 @@ class RepeatedOperator:
 _MOST_KINDS = 64  # of arguments that one mask is passed with
 
 
-@dataclass(frozen=True)
+@frozen
 class _Lists:
     """Pointers to the lists of a mask, and to the runs of equal elements. Kept as long as the packed lists live."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from flexattn.block_mask.prepared import MaskForm
 from flexattn.errors import FormatError, message
 from flexattn.graph import serialize
 from flexattn.graph.mod_graph import ModGraph
+from flexattn.process.frozen_class import frozen
 
 FORMAT = 1  # changes whenever the arguments of the operators or the meaning of this string change
 
@@ -28,7 +28,7 @@ def revision() -> str:
     return digest.hexdigest()[:20]
 
 
-@dataclass(frozen=True)
+@frozen
 class Spec:
     """What an operator computes. A mod is None if it does nothing."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, fx
 from flexattn.errors import UnsupportedError
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.nodes import MASK_INPUTS
+from flexattn.process.frozen_class import frozen
 from flexattn.torch_state.modes import outside_of_modes
 from flexattn.torch_state.symbols import example
 from flexattn.trace.recording import Leaf
@@ -21,7 +21,7 @@ from flexattn.trace.scalarize import Kind, Traced
 from flexattn.trace.trace import trace_body
 
 
-@dataclass(frozen=True)
+@frozen
 class ModInGraph:
     """A mod as part of a graph: the node of its result, its arguments, and the values of the graph's inputs."""
 

@@ -12,7 +12,6 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor, fx
 from flexattn.graph.builder import Builder, Expr
 from flexattn.graph.nodes import wide
 from flexattn.graph.operators import where
+from flexattn.process.frozen_class import frozen
 from flexattn.trace.operator_calls import (
     Refused,
     UnknownOperator,
@@ -46,7 +46,7 @@ class _TooDeep(Exception):
         self.element = node, index
 
 
-@dataclass(frozen=True)
+@frozen
 class Row:
     """How to compute one elementwise operator.
 
@@ -59,7 +59,7 @@ class Row:
     literal_divisor: bool = False  # if the second operand is a number, it is a literal, never a runtime value
 
 
-@dataclass(frozen=True)
+@frozen
 class Over:
     """Arguments of a reduction: dimensions (None or empty: all), keepdim, and others."""
 
@@ -68,7 +68,7 @@ class Over:
     options: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True)
+@frozen
 class Reduction:
     """`combine(elements, node, values, dtype, *options)` reduces the unrolled elements.
 
@@ -80,7 +80,7 @@ class Reduction:
     keeps_dtype: bool = False
 
 
-@dataclass(frozen=True)
+@frozen
 class Tables:
     """The functions that compute an element of an operator's result, by the operator's name (`aten.py`)."""
 

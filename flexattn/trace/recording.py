@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from flexattn.errors import FlexAttentionError, ModError, UnsupportedError
 from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS
 from flexattn.process.forks import temporary
+from flexattn.process.frozen_class import frozen
 from flexattn.torch_state.modes import users_device
 from flexattn.torch_state.subclasses import check_plain, has_no_values
 from flexattn.torch_state.symbols import example
@@ -37,7 +38,7 @@ Decompositions = dict[Any, Callable[..., Any]]
 _MOST_ADOPTED = 64  # tensors that a mod uses but no guard can find
 
 
-@dataclass(frozen=True)
+@frozen
 class Setting:
     """Assumptions of a run. If the run shows that one is wrong, it is repeated with another setting."""
 

@@ -19,6 +19,8 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from flexattn.process.frozen_class import frozen
+
 _GATHER = torch.ops.aten.index.Tensor
 _OTHER_TAGS = frozenset((torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output))
 _META, _CPU = torch.device("meta"), torch.device("cpu")
@@ -38,7 +40,7 @@ class Expression:
     is_number: bool = False  # the trace is valid for this value only, so it is a literal
 
 
-@dataclass(frozen=True)
+@frozen
 class Condition:
     """A condition under which a trace is valid, as a guard of a ShapeEnv."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ from flexattn.graph.builder import Builder, Expr, without_unused
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.narrow import narrowed
 from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS, Capture, Number, wide
+from flexattn.process.frozen_class import frozen
 from flexattn.trace.aten import TABLES, has_row
 from flexattn.trace.elements import Elements, Index
 from flexattn.trace.interception import CONSTANT, DATA_DEPENDENT, IN_PLACE, MOST_SHOWN, RANDOM, line_of_node
@@ -34,7 +35,7 @@ _MOST_NUMBERS = 64  # sets of number values per mod with a cached graph
 _NUMBERS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}  # their types in the user's code
 
 
-@dataclass(frozen=True)
+@frozen
 class RecordedGraph:
     """The result of a run: the FX graph, its inputs, its return value, and the source of every symbol."""
 
@@ -49,7 +50,7 @@ class RecordedGraph:
     environment: Any  # the ShapeEnv, whose guards may still grow, or the ScalarTape
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Traced:
     """A graph, and how to find its values in what the guard of this trace returns."""
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from flexattn.compile.tiles import Tile, TileKey, TileRow
+from flexattn.process.frozen_class import frozen
 
 GAIN = 1.02  # speedup that a tile needs to replace the current one
 
 
-@dataclass(frozen=True)
+@frozen
 class Trial:
     """A tile with the milliseconds of each round, or a note that says why it was not measured."""
 
@@ -32,7 +32,7 @@ class Trial:
         return f"{self.median:9.3f}  {f'{low:.3f}..{high:.3f}':<19}  {self.tile}"
 
 
-@dataclass(frozen=True)
+@frozen
 class KernelTuning:
     """The trials of one kernel, starting with the current tile."""
 
@@ -63,7 +63,7 @@ class KernelTuning:
         return f"  ({', '.join(marks)})" if marks else ""
 
 
-@dataclass(frozen=True)
+@frozen
 class Tuning:
     """Results of `flexattn.tune`; `print` it to read it."""
 

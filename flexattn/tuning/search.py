@@ -11,7 +11,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from flexattn.engines.autograd import wants_gradient
 from flexattn.errors import CompileError
 from flexattn.machine.target import target_of
 from flexattn.options import LARGEST_TILE
+from flexattn.process.frozen_class import frozen
 from flexattn.runtime.build import OutOfResources, build
 from flexattn.runtime.compile_processes import build_apart
 from flexattn.runtime.launch import forget_launches, run_kernel, runner
@@ -49,7 +50,7 @@ _LIMITS = {"BLOCK_M": (16, LARGEST_TILE), "BLOCK_N": (16, LARGEST_TILE), "num_wa
 _STAGES = (1, 4)
 
 
-@dataclass(frozen=True)
+@frozen
 class Effort:
     """What to measure, and how much."""
 
@@ -59,7 +60,7 @@ class Effort:
     rounds: int
 
 
-@dataclass(frozen=True)
+@frozen
 class _Call:
     """One kernel of a problem, as the engine would launch it."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from flexattn.call.varlen.mods import mask_at_rows
 from flexattn.call.varlen.packing import LONGEST, Packing, packing_of
 from flexattn.errors import ArgumentError, message
 from flexattn.graph.bound_mod import BoundMod
+from flexattn.process.frozen_class import frozen
 from flexattn.torch_state.transforms import outside
 
 packings, masks = Memory(), Memory()
@@ -100,7 +100,7 @@ def _check_used(used: Tensor, cu: Tensor) -> None:
         raise ArgumentError(message("seqused_k", "an entry out of range", "0 to the lengths in cu_seq_k", fix))
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Packed:
     """The checked arguments of packed sequences."""
 

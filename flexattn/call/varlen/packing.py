@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,13 +9,14 @@ from torch import Tensor
 
 from flexattn.graph.ranges import INDEX_LIMIT
 from flexattn.machine.triton_versions import is_interpreting
+from flexattn.process.frozen_class import frozen
 from flexattn.torch_state.transforms import outside
 
 LONGEST = INDEX_LIMIT // 2  # rows of the long sequence: sums of three indices stay below 2**31
 _ROWS = 256  # of a program
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Packing:
     """Which sequence each query belongs to, and where the keys of this sequence are: int32 [T_q] each.
 

@@ -1,9 +1,8 @@
-"""profile: the clock cycles of each tile of a forward on the GPU, and its number of (q, kv) pairs."""
+"""profiling: profile, the clock cycles of each tile of a forward on the GPU, and its number of (q, kv) pairs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from flexattn.engines import triton
 from flexattn.engines.choice import engine_of
 from flexattn.errors import UnsupportedError, message
 from flexattn.machine.target import Target, target_of
+from flexattn.process.frozen_class import frozen
 from flexattn.runtime.launch import prepare
 from flexattn.runtime.load import load
 from flexattn.torch_state.modes import undisturbed
@@ -28,7 +28,7 @@ from flexattn.torch_state.uncompiled import uncompiled
 _MOST_SHOWN = 16  # tiles of a printed profile
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Profile:
     """The tiles of a forward, in the order of their queries. Print it for a summary."""
 

@@ -16,7 +16,7 @@ from emulation import emulated
 from flexattn.call.call import Call
 from flexattn.call.pose import pose
 from flexattn.machine.target import Target
-from flexattn.profile import profile_problem
+from flexattn.profiling import profile_problem
 
 OPTIONS = {"PROFILE": True, "BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 1}
 

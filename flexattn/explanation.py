@@ -1,12 +1,16 @@
-"""explain: Explanation, the printable result of each stage of a call."""
+"""explanation: explain, which returns an Explanation: each stage of a call, to print."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from torch import Tensor
+from torch.nn.attention import flex_attention as upstream
 
 from flexattn.block_mask import BlockMask
 from flexattn.call.call import Call, Mod
+from flexattn.call.layout import KVLayout, LayoutArguments
 from flexattn.call.pose import pose
 from flexattn.call.problem import Problem
 from flexattn.compile.kernel_plan import KernelPlan
@@ -24,10 +28,13 @@ from flexattn.machine.target import Target, named, target_of
 from flexattn.mask_build.create import create_block_mask
 from flexattn.mask_build.kernels import plan_mask
 from flexattn.mask_build.launch_plan import sources
+from flexattn.process.frozen_class import frozen
+from flexattn.torch_state.modes import undisturbed
+from flexattn.torch_state.uncompiled import uncompiled
 from flexattn.trace.trace import trace
 
 
-@dataclass(frozen=True)
+@frozen
 class Explanation:
     """Everything between a call of flex_attention and its kernels; `print` it to read it. None: stage not present."""
 
@@ -103,7 +110,78 @@ def _rule(title: str) -> str:
     return f"-- {title} ".ljust(80, "-")
 
 
-def explain_call(call: Call, target: str | None) -> Explanation:
+@uncompiled
+@undisturbed("explain")
+def explain(
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    score_mod: Mod | None = None,
+    block_mask: BlockMask | upstream.BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    kernel_options: Mapping[str, object] | None = None,
+    *,
+    sink: Tensor | float | None = None,
+    dropout_p: float = 0.0,
+    seqused_k: Tensor | None = None,
+    q_offsets: Tensor | None = None,
+    kv_positions: Tensor | None = None,
+    block_table: Tensor | None = None,
+    kv_layout: KVLayout = "NHD",
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    mask_mod: Mod | None = None,
+    B: int | None = None,
+    H: int | None = None,
+    Q_LEN: int | None = None,
+    KV_LEN: int | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    target: str | None = None,
+) -> Explanation:
+    """Return every stage of a call of flex_attention without running it. Print the result to read it.
+
+    Without tensors, score_mod and mask_mod are explained on their own: their graphs, the facts proved about them, and
+    the graph that bounds a mask_mod over boxes of positions. With lengths, the BlockMask of mask_mod is also built, and
+    the work that this took is shown.
+
+    Args:
+        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink: as in flex_attention.
+        dropout_p: as in flex_attention. Nothing is drawn from the generator.
+        seqused_k, q_offsets, kv_positions, block_table, kv_layout, k_descale, v_descale: as in flex_attention.
+        mask_mod: `(b, h, q_idx, kv_idx) -> bool`, only without tensors.
+        B, H, Q_LEN, KV_LEN, BLOCK_SIZE: as in create_block_mask, to build the mask of mask_mod on the default device.
+            Without Q_LEN and KV_LEN no mask is built.
+        target: a GPU architecture ("sm_90") to show the kernels for, on any machine.
+
+    Raises what flex_attention and create_block_mask raise, and ArgumentError for arguments that exclude each other.
+
+    Example:
+        >>> import torch
+        >>> q = k = v = torch.randn(1, 2, 64, 32)
+        >>> explain(q, k, v, lambda score, b, h, q_idx, kv_idx: -score).score
+        def score_mod(score, b, h, q_idx, kv_idx):
+            t0 = neg(score)  # f32
+            return t0
+        >>> explain(mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, Q_LEN=512, KV_LEN=512).block_mask.counts()
+        (6, 4, 6)
+    """
+    sizes = {"B": B, "H": H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
+    if query is None and key is None and value is None and block_mask is None:
+        return _explain_mods(score_mod, mask_mod, sizes, BLOCK_SIZE)
+    if mask_mod is not None:
+        fix = "Pass block_mask=create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) instead."
+        raise ArgumentError(message("mask_mod", "one with other arguments", "only score_mod and mask_mod", fix))
+    _reject_sizes(sizes, "a mask_mod without tensors", "Leave it out: the tensors and block_mask define it.")
+    layout = LayoutArguments(seqused_k, q_offsets, kv_positions, block_table, kv_layout, k_descale, v_descale)
+    call = Call(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, dropout_p,
+        layout=None if layout.is_empty else layout,
+    )  # fmt: skip
+    return _explain_call(call, target)
+
+
+def _explain_call(call: Call, target: str | None) -> Explanation:
     """Explain a call, for a GPU architecture if one is named, else for its own device."""
     problem = pose(call, seeded=False, on_gpu=target is not None)
     score, mask = problem.score, problem.mask
@@ -133,7 +211,7 @@ def explain_call(call: Call, target: str | None) -> Explanation:
     )
 
 
-def explain_mods(
+def _explain_mods(
     score_mod: Mod | None, mask_mod: Mod | None, sizes: Mapping[str, int | None], block_size: int | tuple[int, int]
 ) -> Explanation:
     if score_mod is None and mask_mod is None:
@@ -141,9 +219,9 @@ def explain_mods(
         raise ArgumentError(message("explain", "nothing", "tensors or mods", fix))
     B, H, Q_LEN, KV_LEN = sizes.values()
     if mask_mod is None:
-        reject_sizes(sizes, "a mask_mod to build a mask from", "Pass mask_mod, or leave it out.")
+        _reject_sizes(sizes, "a mask_mod to build a mask from", "Pass mask_mod, or leave it out.")
     elif Q_LEN is None or KV_LEN is None:
-        reject_sizes(sizes, "both Q_LEN and KV_LEN", "Pass both to build the mask, or leave it out.")
+        _reject_sizes(sizes, "both Q_LEN and KV_LEN", "Pass both to build the mask, or leave it out.")
     score = None if score_mod is None else trace(score_mod, "score").graph
     mask = None if mask_mod is None else trace(mask_mod, "mask").graph
     blocks = None
@@ -160,7 +238,7 @@ def explain_mods(
     )
 
 
-def reject_sizes(sizes: Mapping[str, int | None], expected: str, fix: str) -> None:
+def _reject_sizes(sizes: Mapping[str, int | None], expected: str, fix: str) -> None:
     for name, size in sizes.items():
         if size is not None:
             raise ArgumentError(message(name, size, expected, fix))
