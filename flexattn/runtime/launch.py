@@ -133,7 +133,7 @@ def launch_key(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Ite
         None if problem.sink is None else (problem.sink.shape, problem.sink.stride()),
         None if problem.dropout is None else problem.dropout.drop_below,
         is_deterministic(),
-        None if mask is None else (mask.B, mask.H, mask.BLOCK_SIZE, mask.full_overhangs),
+        None if mask is None else (mask.B, mask.H, mask.BLOCK_SIZE, mask.full_overhangs, mask.is_built),
         None if problem.layout is None else _layout_key(problem.layout, mask),
         *[(t.stride(), t.data_ptr() & 15) for t in tensors.values()],
         *_mod_key(problem.score), *_mod_key(problem.mask),
