@@ -164,7 +164,7 @@ def test_latent_keys() -> None:
 
 @pytest.mark.parametrize(("M", "page"), slow_unless(lambda x: x == (1, 0), [(1, 0), (16, 0), (1, 16), (16, 128)]))
 def test_short_queries_with_a_window(M: int, page: int) -> None:
-    """There is one loop, which spills nothing. With block lists there are three; they spill 216 bytes with 16 queries."""
+    """There is one loop, which spills nothing. With block lists there are three, and 16 queries spill 216 bytes."""
     q, k = torch.zeros(2, 8, M, 128, dtype=torch.bfloat16), torch.zeros(2, 2, 4096, 128, dtype=torch.bfloat16)
     mask = create_block_mask(mods.sliding_window(1000), None, None, 4096, 4096, device="cpu")
     given = {"q_offsets": torch.zeros(2, dtype=torch.int32), "seqused_k": torch.full((2,), 4096, dtype=torch.int32)}
