@@ -57,6 +57,7 @@ class SequenceCase:
     score_mod: Mod | None = None
     mask_mod: Mod | None = None
     by_batch: bool = False  # the mask has a list per sequence
+    by_hand: bool = False  # the block lists are the user's
     block: int | tuple[int, int] = 64
     form: Literal["rows", "pages", "ring"] = "rows"
     page_size: int = 16
@@ -119,7 +120,10 @@ class SequenceCase:
         rows = self.M if self.offsets is None else max(self.N, self.M + max(self.offsets))
         B = self.B if self.by_batch else None
         columns = self.N if self.form != "ring" else rows
-        return create_block_mask(self.mask_mod, B, None, rows, columns, device=self.device, BLOCK_SIZE=self.block)
+        mask = create_block_mask(self.mask_mod, B, None, rows, columns, device=self.device, BLOCK_SIZE=self.block)
+        if self.by_hand:
+            mask.mask_mod = self.mask_mod
+        return mask
 
     def sinks(self) -> Tensor | None:
         return torch.linspace(-1, 2, self.Hq, device=self.device) if self.sink else None
@@ -224,6 +228,9 @@ CASES = {
     "one query, causal": SequenceCase(mask_mod=causal),
     "several queries": SequenceCase(M=5, offsets=(0, 100, 200), used=(5, 105, 205), mask_mod=causal),
     "across rows of blocks": SequenceCase(M=40, offsets=(30, 100, 63), used=(70, 140, 103), mask_mod=causal),
+    "across rows of blocks, lists": SequenceCase(
+        M=40, offsets=(30, 100, 63), used=(70, 140, 103), mask_mod=causal, by_hand=True
+    ),
     "many queries": SequenceCase(M=150, offsets=(0, 100, 33), used=(150, 250, 0), mask_mod=causal),
     "window": SequenceCase(M=70, offsets=(30, 100, 63), used=(100, 170, 133), mask_mod=window, score_mod=alibi),
     "sinks and window": SequenceCase(mask_mod=sinks_and_window, score_mod=softcap, block=32),
@@ -243,6 +250,9 @@ CASES = {
     "pages": SequenceCase(form="pages"),
     "pages, causal": SequenceCase(M=5, offsets=(0, 100, 200), used=(5, 105, 205), mask_mod=causal, form="pages"),
     "large pages": SequenceCase(M=3, offsets=(0, 98, 297), mask_mod=window, form="pages", page_size=128),
+    "large pages, lists": SequenceCase(
+        M=3, offsets=(0, 98, 297), mask_mod=window, form="pages", page_size=128, by_hand=True
+    ),
     "pages, heads first": SequenceCase(mask_mod=window, score_mod=alibi, form="pages", heads_first=True, page_size=32),
     "pages, many queries": SequenceCase(
         M=150, offsets=(0, 100, 33), used=(150, 250, 183), mask_mod=causal, form="pages", score_mod=softcap

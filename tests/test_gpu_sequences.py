@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import interval_cases
 import packed_cases
 import pytest
 import sequence_cases
@@ -37,6 +38,13 @@ def test_sequences(name: str, backend: str, dtype: torch.dtype) -> None:
         ("out", "lse"), found, case.expected(q, k, v, None), case.expected(q, k, v), strict=False
     ):
         assert_close_to_oracle(of, x.cpu(), dense, exact)
+
+
+@pytest.mark.parametrize("options", [{}, {"SPLIT_KV": 3}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", interval_cases.CASES)
+def test_intervals_of_keys(name: str, dtype: torch.dtype, options: dict[str, object]) -> None:
+    replace(interval_cases.CASES[name], device="cuda", dtype=dtype).check(**options)
 
 
 @pytest.mark.parametrize("name", ["many queries", "window", "lengths, mask", "by batch", "pages, many queries"])

@@ -78,6 +78,7 @@ class Call:
     mask_heads: int | None = None
     block: int | tuple[int, int] = 128
     separate: bool = True
+    by_hand: bool = False  # the lists are the user's
     overhangs: bool = False  # full blocks reach past the lengths
     ids: int = 256
     sink: str = "none"
@@ -139,6 +140,8 @@ class Call:
             mod, *sizes, device="cpu", BLOCK_SIZE=self.block, separate_full_blocks=self.separate
         )  # fmt: skip
         mask.full_overhangs = self.overhangs
+        if self.by_hand:
+            mask.mask_mod = mod
         return mask
 
     def problem(self) -> Problem:
@@ -181,6 +184,7 @@ DROPPED = Call(dropout=0.1, score="bias")
 PAIRS = Call(score="pairs")
 GATE = Call(score="gate", deterministic=True)
 SHORT = Call(M=1, N=2048, stored=(3, 8, 2048, 128))
+MASKED = replace(SHORT, mask="causal")
 CACHE = Call(M=1, offsets=True, rows=512, mask="causal")
 NARROW = Call(M=1, N=1024, D=96, stored=(3, 4, 1024, 128))
 LATENT = Call(M=1, N=1024, D=576, Dv=512, stored=(3, 2, 1024, 640), latent=True)
@@ -224,6 +228,8 @@ BASES = (PLAIN, TABLE, EXACT, DROPPED, PAIRS, GATE, SHORT, NARROW, CACHE, WIDE)
 CALLS = [
     *dict.fromkeys(itertools.chain.from_iterable(map(variants, BASES))),
     LATENT,
+    MASKED,
+    replace(MASKED, by_hand=True),
     CAPTURED,
     replace(CAPTURED, table_learns=False),
 ]

@@ -12,7 +12,7 @@ from expecttest import TestCase
 from flexattn import create_block_mask, explain, mods
 from flexattn.compile.head_dims import split_head_dim
 from flexattn.compile.kernel_plan import KernelPlan
-from flexattn.compile.kernels import DELTA, DKDV, DQ, FORWARD
+from flexattn.compile.kernels import DELTA, DKDV, DQ, FORWARD, FORWARD_SPLIT
 from flexattn.compile.render import render
 from flexattn.compile.shared_memory import fit, shared_bytes, smaller_tiles, units
 from flexattn.compile.tiles import Tile
@@ -120,6 +120,7 @@ def test_every_field_is_in_the_key():
         "blocks": (forward, (64, 64)), "full_overhangs": (forward, True),
         "page_size": (replace(forward, tma=False), 16), "float_index": (forward, False),
         "precision": (forward, "tf32"), "exact": (forward, True), "features": (forward, ("sink",)),
+        "intervals": (replace(forward, spec=FORWARD_SPLIT, tma=False, blocks=None), True),
         "integer_sums": (dq, True), "batch_invariant": (dq, True),
     }  # fmt: skip
     assert changes.keys() == {f.name for f in fields(KernelPlan)}

@@ -162,6 +162,22 @@ def test_latent_keys() -> None:
     assert apart.plans[0].spec.name == "forward_split" and "first 512 of 576 columns" in str(apart)
 
 
+@pytest.mark.parametrize(("M", "page"), slow_unless(lambda x: x == (1, 0), [(1, 0), (16, 0), (1, 16), (16, 128)]))
+def test_short_queries_with_a_window(M: int, page: int) -> None:
+    """There is one loop, which spills nothing. With block lists there are three, and 16 queries spill 216 bytes."""
+    q, k = torch.zeros(2, 8, M, 128, dtype=torch.bfloat16), torch.zeros(2, 2, 4096, 128, dtype=torch.bfloat16)
+    mask = create_block_mask(mods.sliding_window(1000), None, None, 4096, 4096, device="cpu")
+    given = {"q_offsets": torch.zeros(2, dtype=torch.int32), "seqused_k": torch.full((2,), 4096, dtype=torch.int32)}
+    if page:
+        k = k.new_zeros(8192 // page, page, 2, 128)
+        given["block_table"] = torch.zeros(2, 4096 // page, dtype=torch.int32)
+    made = explain(q, k, k, None, mask, enable_gqa=True, target="sm_90", **given)
+    plan, found = made.plans[0], report(made.sources[0])
+    assert plan.kernel == "forward_split" and plan.intervals
+    assert found.spill_bytes == 0 and not found.warnings and found.sass["LDGSTS"] > 0
+    assert found.shared_bytes <= shared_bytes(plan)
+
+
 @pytest.mark.parametrize(("work", "kernel"), slow_unless(lambda x: x[0] == "full 128", INVARIANT))
 def test_batch_invariant(work: str, kernel: str) -> None:
     """Only the exponent, which uses an explicit fma, is fused. The tiles do not change."""

@@ -54,8 +54,8 @@ class BlockMask(upstream.BlockMask):
 
     seq_lengths: tuple[int, int]  # queries, keys
     BLOCK_SIZE: tuple[int, int]  # queries, keys
-    kv_runs: RunLists  # rows are query blocks, runs of key blocks
     q_runs: RunLists | None  # rows are key blocks, runs of query blocks
+    _kv_runs: RunLists
     # A full block may extend past seq_lengths: only in user-supplied lists, or in rows at an offset (dense_form).
     full_overhangs: bool
     dq_write_order: Tensor | None
@@ -268,6 +268,16 @@ class BlockMask(upstream.BlockMask):
         self._built_from_mod = False
 
     @property
+    def kv_runs(self) -> RunLists:
+        """Rows are query blocks, runs of key blocks. A mask to which other lists are assigned is one made by hand."""
+        return self._kv_runs
+
+    @kv_runs.setter
+    def kv_runs(self, lists: RunLists) -> None:
+        self._kv_runs = lists
+        self._built_from_mod = False
+
+    @property
     def B(self) -> int:
         return self._batch_dims[-2] if len(self._batch_dims) > 1 else 1
 
@@ -420,7 +430,7 @@ class BlockMask(upstream.BlockMask):
             found = f"lists for {', '.join(map(str, (self.BLOCK_SIZE, *self._sets)))}"
             raise MaskError(message("block_mask", found, f"some for {BLOCK_SIZE}", fix))
         fine = copy.copy(self)
-        fine.BLOCK_SIZE, (fine.kv_runs, fine.q_runs) = BLOCK_SIZE, self._sets[BLOCK_SIZE]
+        fine.BLOCK_SIZE, (fine._kv_runs, fine.q_runs) = BLOCK_SIZE, self._sets[BLOCK_SIZE]
         fine._sets, fine._prepared, fine._widths = {}, None, None
         return fine
 
@@ -608,7 +618,7 @@ class BlockMask(upstream.BlockMask):
         if self._record is not None and moved._mask_mod is not self._mask_mod:
             self.check_captures(trace(self._mask_mod, "mask"))
             moved._remember(trace(moved._mask_mod, "mask"))
-        moved.kv_runs = self.kv_runs.map(lambda t: t.to(device))
+        moved._kv_runs = self.kv_runs.map(lambda t: t.to(device))
         moved.q_runs = None if self.q_runs is None else self.q_runs.map(lambda t: t.to(device))
         for name in METADATA:
             value = getattr(self, name)
@@ -754,7 +764,7 @@ class BlockMask(upstream.BlockMask):
         self.__dict__.update(zip(_CONTEXT, fields, strict=True))
         self._mask_mod, self._record = shell.fill(leaves[len(names) :]), None
         self._sets, self._build_lists = {}, None
-        self.kv_runs = RunLists.from_tensors(tuple(named[f"kv_runs_{i}"] for i in range(5)))
+        self._kv_runs = RunLists.from_tensors(tuple(named[f"kv_runs_{i}"] for i in range(5)))
         transposed = tuple(named[f"q_runs_{i}"] for i in range(5)) if "q_runs_0" in named else None
         self.q_runs = None if transposed is None else RunLists.from_tensors(transposed)
         for name in METADATA:

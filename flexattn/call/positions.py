@@ -9,7 +9,7 @@ import torch
 from flexattn.call.layout import FARTHEST, Layout
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.builder import Builder, Expr, rewrite
-from flexattn.graph.equal_runs import EqualRuns
+from flexattn.graph.equal_runs import EqualRuns, with_runs
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import MASK_INPUTS, Capture
 
@@ -69,12 +69,14 @@ def _everywhere(names: tuple[str, ...]) -> ModGraph:
 def mask_at_positions(
     mask: BoundMod | None, runs: tuple[EqualRuns, ...], layout: Layout
 ) -> tuple[BoundMod | None, tuple[EqualRuns, ...]]:
-    """Return a mask at positions, and the runs of equal elements that it can still use.
+    """Return a mask at positions, and the runs of equal elements that are not used in it yet.
 
     Slots without a token are excluded.
     """
     if layout.q_offsets is None and layout.kv_positions is None:
         return mask, runs
+    if mask is not None and layout.kv_positions is None:
+        mask = with_runs(mask, runs, by_key=False)  # the comparisons are recognized only before indices are moved
     if mask is None and layout.kv_positions is None:
         return None, ()
     return at_positions(BoundMod(_everywhere(MASK_INPUTS)) if mask is None else mask, layout), ()

@@ -104,7 +104,7 @@ def _loads_per_pair(plan: KernelPlan) -> bool:
     spills 660 bytes instead of at most 530 with D 256, and 244 instead of 120 with D 192, Dv 128 (triton 3.7, sm_90).
     """
     gradient = plan.grad if plan.scales_gradient or plan.sums else None
-    mods = [mod for mod in (plan.score, plan.mask, gradient) if mod is not None]
+    mods = [mod for mod in (plan.score, plan.mask_of_pairs, gradient) if mod is not None]
     return any(loads_where_live(mod) or not mod.argument_names() for mod in mods)
 
 

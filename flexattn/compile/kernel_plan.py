@@ -133,6 +133,9 @@ class KernelPlan:
     mask: ModPlan | None = None
     blocks: tuple[int, int] | None = None  # BLOCK_SIZE of the mask, None without one
     full_overhangs: bool = False  # a full block may extend past the lengths
+    # Each query attends to an interval of keys, whose bounds the mask_mod gives. The kernel computes them and reads no
+    # block lists: `blocks` is None.
+    intervals: bool = False
     page_size: int = 0  # keys in a page, 0 without a block_table
     float_index: bool = True  # lengths are below 2**22: index differences are exact in float32
     precision: str = "ieee"  # of float32 products: ieee, tf32 or tf32x3
@@ -161,6 +164,11 @@ class KernelPlan:
     def cuts_runs(self) -> bool:
         """Whether the last tile of a run of full blocks may be partial."""
         return self.cuts_blocks or self.full_overhangs or "seqused_k" in self.features or "q_offsets" in self.features
+
+    @property
+    def mask_of_pairs(self) -> ModPlan | None:
+        """The mask_mod, if it is evaluated for (query, key) pairs."""
+        return None if self.intervals else self.mask
 
     @property
     def pages_by_tile(self) -> bool:
@@ -283,13 +291,14 @@ class KernelPlan:
         """Return the printed plan, with the origin of its tile if given."""
         t = self.tile
         kinds = f"{str(self.dtype).removeprefix('torch.')}  D {self.D}  Dv {self.Dv}"
+        without = "each query attends to an interval of keys" if self.intervals else "every pair attends"
         lines = [
             f"KernelPlan {self.name}",
             f"    target   {self.target}",
             f"    dtype    {kinds}  {'aligned' if self.aligned else 'unaligned rows'}{'  tma' if self.tma else ''}",
             f"    tile     BLOCK_M {t.BLOCK_M}  BLOCK_N {t.BLOCK_N}  warps {t.num_warps}  stages {t.num_stages}"
             + (f"  ({origin})" if origin else ""),
-            f"    blocks   {f'{self.blocks[0]} x {self.blocks[1]}' if self.blocks else 'none: every pair attends'}",
+            f"    blocks   {f'{self.blocks[0]} x {self.blocks[1]}' if self.blocks else f'none: {without}'}",
         ]
         lines += [
             f"    {m.role:<8} {m.graph.name}  {m.graph.location}" for m in (self.score, self.mask) if m is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -20,10 +21,11 @@ from flexattn.compile.tile_choice import choose
 from flexattn.compile.tiles import Tile, TileKey
 from flexattn.errors import OptionError, message
 from flexattn.graph.bound_mod import BoundMod
-from flexattn.graph.dependence import adds_to_score, loads_by, loads_per_pair
+from flexattn.graph.dependence import adds_to_score, computed_from, loads_by, loads_per_pair
 from flexattn.graph.magnitudes import FLOAT_INDEX_LIMIT
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.ranges import Range, index_ranges
+from flexattn.graph.row_bounds import is_interval, nodes_of, row_bounds
 from flexattn.machine.target import Target
 from flexattn.options import LARGEST_TILE, option
 
@@ -59,6 +61,8 @@ def _with_products(plan: KernelPlan, problem: Problem, tensors: Tensors) -> Kern
         graph = problem.score_grad if spec.captures else without_sites(problem.score_grad)
         # The role is "score" and not "grad", because the arguments are those of the score_mod.
         grad = _mod_plan(replace(problem.score, graph=graph), "score", problem)
+    if _has_intervals(spec, problem):
+        plan, blocks = replace(plan, intervals=True), None  # its lists are not read
     plan = replace(
         plan, wide_rows=any(t.stride(2) >= 1 << 23 for t in tensors.values()), score=score, grad=grad,
         mask=_mod_plan(problem.mask, "mask", problem), blocks=None if blocks is None else blocks.BLOCK_SIZE,
@@ -73,6 +77,26 @@ def _with_products(plan: KernelPlan, problem: Problem, tensors: Tensors) -> Kern
         plan = replace(plan, tma=not plan.cuts_blocks and all(has_descriptor(tensors[n]) for n in spec.streams))
     plan = replace(plan, full_overhangs=blocks is not None and blocks.full_overhangs, page_size=_page_size(problem))
     return fit(plan)  # descriptor loads need more shared memory
+
+
+def _has_intervals(spec: KernelSpec, problem: Problem) -> bool:
+    """Whether a kernel reads the keys between the bounds of the mask's rows, instead of those in its block lists.
+
+    The blocks must have been computed from the mask_mod, because lists that a user provides take precedence over it.
+    A program reads all keys from the first to the last that one of its queries attends to. So the bounds of several
+    queries must not come from a tensor, whose elements may be far apart.
+    """
+    blocks, mask = problem.block_mask, problem.mask
+    if not (spec.splits_keys and blocks is not None and blocks.is_built and mask is not None):
+        return False
+    interval = row_bounds(mask.graph, "kv_idx")
+    return is_interval(interval) and (problem.query.size(2) == 1 or not _read_by_query(mask.graph, nodes_of(interval)))
+
+
+def _read_by_query(graph: ModGraph, nodes: Iterable[int]) -> bool:
+    """Return whether nodes are computed from elements of captured tensors that differ between queries."""
+    read = {n for node in nodes for n in computed_from(graph, node)}
+    return any("q_idx" in graph.dependence[n] for n in read & graph.loads.keys())
 
 
 def _page_size(problem: Problem) -> int:

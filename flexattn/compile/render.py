@@ -12,6 +12,7 @@ from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.lower import Dialect, early_loads, lower, lower_early_loads, lower_score
 from flexattn.compile.operands import streamed_descriptors
+from flexattn.compile.row_bounds import lower_row_interval
 from flexattn.compile.scatter import (
     adds_along_diagonals,
     contribution_names,
@@ -51,7 +52,8 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "name": plan.name,  # of the kernel function
         # What the kernel computes.
         "has_score": plan.score is not None,  # score_mod is called
-        "has_mask": plan.mask is not None,  # mask_mod is called for partial runs
+        "has_mask": plan.mask_of_pairs is not None,  # mask_mod is called for partial runs
+        "intervals": plan.intervals,  # each query attends to an interval of keys, which row_interval returns
         "has_blocks": plan.blocks is not None,  # the kernel iterates over the block lists of a BlockMask
         "features": plan.features,  # names of the optional parts that the kernel has
         "has_layout": bool({"seqused_k", "q_offsets"} & set(plan.features)),  # numbers of a sequence are loaded
@@ -69,7 +71,9 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         # Names of arguments.
         "parameters": _parameters(plan),  # of the kernel
         "scale": plan.scale,
-        "score_arguments": score, "mask_arguments": mask, "mod_arguments": (*score, *mask),
+        "score_arguments": score, "mask_arguments": mask,
+        "mod_arguments": (*score, *(mask if plan.mask_of_pairs else ())),  # of the inner loop
+        "interval_arguments": ("first_key", "row_lo", "row_hi") if plan.intervals else (),  # of the inner loop
         "dropout_arguments": _dropout_arguments(plan),  # of the inner loop
         "stream_arguments": _stream_arguments(plan),  # of the inner loop: addresses of streamed tiles
         "partial_arguments": _stream_arguments(plan, partial=plan.has_partial_step),  # the same in partial runs
@@ -119,7 +123,12 @@ def _triton_mods(plan: KernelPlan) -> list[str]:
     dialect = Dialect(plan.exact, plan.target.backend == "cuda", plan.float_index)
     found = []
     if plan.mask:
-        found.append(lower(plan.mask, "mask_mod", dialect.of_masks(dialect.ptx)))
+        of_masks = dialect.of_masks(dialect.ptx)
+        found.append(
+            lower_row_interval(plan.mask, "row_interval", of_masks)
+            if plan.intervals
+            else lower(plan.mask, "mask_mod", of_masks)
+        )
     for mod, function in ((plan.score, "score_loads"), (plan.grad if plan.scales_gradient else None, "grad_loads")):
         if mod and early_loads(mod):
             found.append(lower_early_loads(mod, function, dialect, _streamed(plan)))

@@ -4,6 +4,8 @@ This applies to causal, sliding-window, prefix-LM and document masks, and to the
 intervals (`graph/row_bounds.py`). The bounds are computed once per row, in the operations that the user wrote. Each
 pair then takes two comparisons with a constant, because the columns of a thread are `near` + `offset`. A causal
 document mask would otherwise take six.
+
+forward_split takes the bounds themselves: it reads the keys between them, instead of the keys in block lists.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from flexattn.graph.row_bounds import (
     WholeRows,
     bounded_sides,
     conditions_of,
+    is_interval,
     row_bounds,
 )  # fmt: skip
 
@@ -49,6 +52,18 @@ def lower_row_bounds(mod: ModPlan, function: str, dialect: Dialect, *, limited: 
     return writer.function(
         function, [*mod_parameters(mod.graph), *parameters], [f"return {' & '.join([*texts, *conditions])}"]
     )
+
+
+def lower_row_interval(mod: ModPlan, function: str, dialect: Dialect) -> str:
+    """Return the text of a function of (b, h, q_idx) that returns the keys `low <= kv_idx < high` of each query.
+
+    Either bound may be a number instead of a block. The mask must have no conditions besides its intervals.
+    """
+    writer, interval = _RowBounds(mod, dialect), row_bounds(mod.graph, "kv_idx")
+    low, high = writer.ends(interval)
+    assert is_interval(interval)
+    result = f"return {0 if low is None else low}, {_FAR if high is None else high}"
+    return writer.function(function, ["b", "h", "q_idx"], [result])
 
 
 def lower_with_ends(mod: ModPlan, dialect: Dialect) -> tuple[str, str]:

@@ -61,7 +61,7 @@ def tiles_of(plan: KernelPlan, problem: Problem) -> int:
     rows = (problem.key if plan.transposed else problem.query).size(2)
     if plan.spec.splits_keys:
         tiles = problem.query.size(0) * problem.key.size(1) * _row_tiles(plan, problem) * splits_of(problem)
-        return tiles * _touched(problem)
+        return tiles if plan.blocks is None else tiles * _touched(problem)
     if "q_offsets" in plan.features and not plan.transposed:
         return _touched(problem) * plan.tiles_per_block * _heads(plan, problem)
     if plan.spec.fills_padding:

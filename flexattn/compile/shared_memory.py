@@ -188,7 +188,7 @@ def _exchanges_sums(plan: KernelPlan) -> bool:
     """Whether scores are exchanged before they are rounded: a mod loads per (q, kv) pair, or dQ has a mask."""
     masked = not plan.is_forward and not plan.transposed and plan.blocks is not None
     masked &= plan.dtype.itemsize < 4 and _loads_ahead(plan)
-    return masked or any(load.per_pair for mod in (plan.score, plan.mask) if mod for load in _loads(mod))
+    return masked or any(load.per_pair for mod in (plan.score, plan.mask_of_pairs) if mod for load in _loads(mod))
 
 
 def _scores_of_warps(plan: KernelPlan, t: _Tiles) -> int:
@@ -226,7 +226,7 @@ def _ahead_of_mods(plan: KernelPlan) -> int:
     own, streamed = own_rows(plan), streamed_rows(plan)
     steps = plan.tile.num_stages - 1 if plan.target.loads_ahead else 0
     ahead = 0
-    for mod in (plan.score, plan.mask):
+    for mod in (plan.score, plan.mask_of_pairs):
         for load in () if mod is None else _loads(mod):
             if load.reads_rows and (load.size >= 4 or load.aligned):
                 ahead += steps * own * streamed * load.size
@@ -255,7 +255,8 @@ def _exchanged_before(plan: KernelPlan) -> int:
     """Return the bytes of the mods' loads per (q, kv) pair that are converted to the layout of the scores."""
     ahead = plan.tile.num_stages > 1 and plan.target.loads_ahead
     late = not ahead and (units(plan) != "mma" or not plan.is_forward or not _copies(plan))
-    read = [load for load in _per_pair(plan, plan.score, plan.mask) if load.size < 4 or (load.reads_rows and late)]
+    loads = _per_pair(plan, plan.score, plan.mask_of_pairs)
+    read = [load for load in loads if load.size < 4 or (load.reads_rows and late)]
     return max((min(4, max(2, load.size)) * own_rows(plan) * streamed_rows(plan) for load in read), default=0)
 
 

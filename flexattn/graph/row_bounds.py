@@ -136,6 +136,33 @@ def conditions_of(interval: RowInterval) -> tuple[int, ...]:
     return ()
 
 
+def is_interval(interval: RowInterval) -> bool:
+    """Return whether there are no conditions: each row attends to exactly the keys between its bounds."""
+    match interval:
+        case Condition():
+            return False
+        case Complement(of):
+            return is_interval(of)
+        case Both(x, y) | Either(x, y):
+            return is_interval(x) and is_interval(y)
+    return True
+
+
+def nodes_of(interval: RowInterval) -> frozenset[int]:
+    """Return the nodes that the ends of an interval are computed from."""
+    match interval:
+        case Condition():
+            return frozenset()
+        case Solved(_, bound):
+            return frozenset(node for node, _ in bound.terms)
+        case WholeRows(node):
+            return frozenset((node,))
+        case Complement(of):
+            return nodes_of(of)
+        case Both(x, y) | Either(x, y):
+            return nodes_of(x) | nodes_of(y)
+
+
 def _totals(op: str, difference: Linear) -> list[Linear]:
     """Return the sums that are at most 0 if and only if `difference op 0` holds."""
     if op in ("lt", "gt"):  # for integers, a < b is a <= b - 1

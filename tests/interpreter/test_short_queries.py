@@ -55,6 +55,7 @@ class Case:
     mask_mod: Mod | None = None
     heads: int | None = None  # of the mask
     batches: int | None = None
+    by_hand: bool = False  # the block lists are the user's
     sink: bool = False
     splits: int = 3
     dtype: torch.dtype = torch.float32
@@ -69,7 +70,10 @@ class Case:
     def mask(self) -> flexattn.BlockMask | None:
         if self.mask_mod is None:
             return None
-        return create_block_mask(self.mask_mod, self.batches, self.heads, self.M, self.N, BLOCK_SIZE=(128, 16))
+        mask = create_block_mask(self.mask_mod, self.batches, self.heads, self.M, self.N, BLOCK_SIZE=(128, 16))
+        if self.by_hand:
+            mask.mask_mod = self.mask_mod
+        return mask
 
     def run(self, *tensors: Tensor, **options: object) -> tuple[Tensor, Tensor]:
         sink = torch.linspace(-2, 3, self.Hq) if self.sink else None
@@ -90,6 +94,7 @@ CASES = {
     "one split": Case(splits=1),
     "more splits than tiles": Case(splits=40),
     "window and ALiBi": Case(score_mod=alibi, mask_mod=window),
+    "lists of the user": Case(score_mod=alibi, mask_mod=window, by_hand=True),
     "partial blocks, other head dims": Case(M=5, D=24, Dv=40, score_mod=alibi, mask_mod=holes, splits=7),
     "mask by head and batch": Case(M=2, Hq=2, mask_mod=by_head, heads=2, batches=2),
     "nothing attends": Case(score_mod=alibi, mask_mod=lambda b, h, q_idx, kv_idx: (kv_idx < 0) & (q_idx >= 0)),
@@ -167,9 +172,12 @@ def test_calls_that_cannot_be_split(case: Case, reason: str) -> None:
         case.decode(*case.tensors())
 
 
-def test_several_blocks_of_queries() -> None:
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_several_blocks_of_queries(by_hand: bool) -> None:
     case = Case(M=20)
     mask = create_block_mask(mods.causal, None, None, 20, 200, BLOCK_SIZE=16)
+    if by_hand:
+        mask.mask_mod = mods.causal
     q, k, v = case.tensors()
     out = flex_attention(q, k, v, None, mask, enable_gqa=True, kernel_options={"BACKEND": "TRITON_DECODE"})
     dense, _ = reference.attention(q, k, v, mask_mod=mods.causal, dtype=None)

@@ -108,27 +108,13 @@ def _intervals(bound: BoundMod, lengths: tuple[int, int], H: int) -> Intervals:
         "q_idx": torch.arange(T_q, dtype=torch.int32, device=device),
         "kv_idx": torch.zeros((), dtype=torch.int32, device=device),
     }
-    wanted = sorted(_nodes_of(tree))
+    wanted = sorted(nodes_of(tree))
     values = dict(zip(wanted, graph.evaluate(inputs, bound.captures, bound.numbers, outputs=wanted), strict=True))
     low, high, exact = _ends(tree, values, torch.zeros((), dtype=torch.int64, device=device))
     shape = (H, T_q)
     low = torch.zeros(shape, dtype=torch.int64, device=device) if low is None else low.clamp(0, T_k).expand(shape)
     high = low.new_full(shape, T_k) if high is None else high.clamp(0, T_k).expand(shape)
     return low, high, exact
-
-
-def _nodes_of(tree: RowInterval) -> set[int]:
-    match tree:
-        case Solved(_, bound):
-            return {n for n, _ in bound.terms}
-        case WholeRows(node):
-            return {node}
-        case Complement(of):
-            return _nodes_of(of)
-        case Both(x, y) | Either(x, y):
-            return _nodes_of(x) | _nodes_of(y)
-        case Condition():
-            return set()
 
 
 _FAR = 2**40
