@@ -11,7 +11,17 @@ from flexattn.block_mask import BlockMask, RunLists, Runs
 from flexattn.call.varlen.packing import LONGEST, Packing, has_kernels
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.linear import Linear
-from flexattn.graph.row_bounds import Both, Complement, Condition, Either, RowInterval, Solved, WholeRows, row_bounds
+from flexattn.graph.row_bounds import (
+    Both,
+    Complement,
+    Condition,
+    Either,
+    RowInterval,
+    Solved,
+    WholeRows,
+    nodes_of,
+    row_bounds,
+)
 from flexattn.mods.combine import noop_mask
 from flexattn.torch_state.transforms import outside
 
