@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,14 @@ import torch
 from torch import Tensor
 
 from flexattn import mods
+from flexattn.call.layout import Layout
+from flexattn.call.positions import at_positions
 from flexattn.compile.lower import Dialect
 from flexattn.compile.mod_plan import ModPlan
 from flexattn.compile.plan import number_type
 from flexattn.compile.row_bounds import lower_row_bounds, lower_with_ends, row_ends_of
 from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.row_bounds import longest_row
 from flexattn.trace.trace import trace
 
 
@@ -118,3 +122,29 @@ def test_every_line_is_used(name: str) -> None:
     text, _ = lowered(name, "kv_idx", limited=True, rows=False)
     assigned = re.findall(r"^    (t\d+) = ", text, re.MULTILINE)
     assert all(len(re.findall(rf"\b{t}\b", text)) > 1 for t in assigned), text
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (mods.sliding_window(4096), 4096),
+        (mods.and_masks(mods.sliding_window(77), mods.sliding_window(50), mods.causal), 50),
+        (mods.and_masks(mods.sliding_window(9), mods.document(torch.arange(100) // 3)), 9),
+        (lambda b, h, q_idx, kv_idx: (kv_idx <= 2 * q_idx) & (kv_idx > 2 * q_idx - 9), 9),
+        (lambda b, h, q_idx, kv_idx: (kv_idx < q_idx) & (kv_idx > q_idx + 5), 0),
+        (mods.causal, None),
+        (mods.document(torch.arange(100) // 3), None),
+        (mods.or_masks(mods.sliding_window(9), mods.prefix_lm(3)), None),
+        (lambda b, h, q_idx, kv_idx: (kv_idx <= 2 * q_idx) & (kv_idx > q_idx - 9), None),
+    ],
+)
+def test_longest_row(mask: Callable[..., Any], expected: int | None) -> None:
+    bound = trace(mask, "mask")
+    assert longest_row(bound.graph, bound.numbers) == expected
+    moved = at_positions(bound, Layout(None, torch.zeros(3, dtype=torch.int32)))
+    assert longest_row(moved.graph, moved.numbers) == expected
+    b = h = torch.tensor(0)
+    rows = torch.stack([bound(b, h, torch.tensor(i), torch.arange(99)) for i in range(60)])
+    if expected is not None:
+        spans = [int(x[-1] - x[0]) + 1 for x in (row.nonzero().flatten() for row in rows) if len(x)]
+        assert max(spans, default=0) <= expected

@@ -13,6 +13,7 @@ from flexattn.call.problem import Problem
 from flexattn.compile.arguments import block_mask_of
 from flexattn.compile.head_dims import pieces_of
 from flexattn.compile.kernel_plan import KernelPlan
+from flexattn.graph.row_bounds import longest_row
 from flexattn.machine.target import l2_bytes, processors
 from flexattn.options import LARGEST_TILE, option
 
@@ -78,8 +79,7 @@ SPLIT_ROWS = 64  # largest tile of rows of forward_split
 _FEWEST_KEYS, _MOST_SPLITS = 256, 256  # fewest keys of a split, most splits
 _FEWEST_KEYS_OF_WAVES = 1024  # fewest keys of a split, if there is more than one wave of programs
 # Number of waves if programs have different amounts of work: _WAVES if lengths are on the device, _WAVES_OF_MASK with a
-# mask. With a mask, the programs of splits that are not used read its lists. A window of 4,096 of 16,384 keys takes 152
-# us with 9 splits, of which it uses one, and 141 with 4.
+# mask. With a mask, the programs of splits that are not used compute what the row attends to before they end.
 _WAVES, _WAVES_OF_MASK = 6, 2
 FEW_SPLITS = 4
 _LONG = 1024  # keys
@@ -92,7 +92,7 @@ def filling_splits(problem: Problem) -> int:
         return given
     # Two programs per multiprocessor read as much as three, and one with wide heads fills its shared memory.
     resident = 1 if max(problem.query.size(3), problem.value.size(3)) > 256 else 2
-    most = max(1, min(problem.N // _FEWEST_KEYS, _MOST_SPLITS))
+    most = max(1, min(_most_keys(problem) // _FEWEST_KEYS, _MOST_SPLITS))
     return _splits(_programs(problem), resident * processors(problem.query.device), most)
 
 
@@ -100,9 +100,13 @@ def splits_of(problem: Problem) -> int:
     """Return the splits of a sequence that attends to all N keys.
 
     If sequences may attend to different numbers of keys, the kernel divides each in proportion, for balance. Lengths of
-    1 to 32,768 in one batch read 4.0 TB/s in at most 2 splits and 4.3 in 6 (H200, 32 sequences).
+    1 to 32,768 in one batch read 4.0 TB/s in at most 2 splits and 4.3 in 6 (H200, 32 sequences). Rows of a window
+    attend to about the same number of keys: of 16,384 keys, a window of 4,096 takes 144 us in one split, and 156 if
+    there are three more that are not used.
     """
     fill = filling_splits(problem)
+    if _most_keys(problem) < problem.N:
+        return fill
     layout = problem.layout
     varies = problem.block_mask is not None or (layout is not None and layout.seqused_k is not None)
     if option(problem.options, "SPLIT_KV", "fwd") or not varies or problem.query.size(0) == 1:
@@ -110,6 +114,13 @@ def splits_of(problem: Problem) -> int:
     most = max(1, min(problem.N // _FEWEST_KEYS_OF_WAVES, _MOST_SPLITS))
     waves = _WAVES if problem.block_mask is None else _WAVES_OF_MASK
     return max(fill, _splits(_programs(problem), 3 * processors(problem.query.device), most, waves))
+
+
+def _most_keys(problem: Problem) -> int:
+    """Return a bound of the keys that the queries of a sequence attend to."""
+    mask = problem.mask
+    window = None if mask is None else longest_row(mask.graph, mask.numbers)
+    return problem.N if window is None else min(problem.N, window + problem.query.size(2) - 1)
 
 
 def _programs(problem: Problem) -> int:
@@ -145,6 +156,10 @@ def _splits(programs: int, resident: int, most: int, waves: int = 1) -> int:
 
 def _heads_per_group(plan: KernelPlan, problem: Problem) -> int:
     q, v = problem.query, problem.value
+    if plan.is_forward and plan.spec.persistent and problem.block_mask is None:
+        # Programs claim tiles as late as possible, so all work on one head at a time: 1,648 us instead of 1,689 for
+        # 2x16x8192, D 128 (H200).
+        return 1
     rows = q.size(2) * _group_size(plan, problem) if plan.transposed else problem.N
     head_bytes = rows * (q.size(3) + v.size(3)) * q.element_size()
     return heads_per_group(head_bytes, l2_bytes(q.device), _heads(plan, problem))

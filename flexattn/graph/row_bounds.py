@@ -14,7 +14,7 @@ from typing import Literal
 
 from flexattn.graph.linear import COMPARISONS, Linear, is_integer, linear_forms, may_wrap
 from flexattn.graph.mod_graph import ModGraph
-from flexattn.graph.nodes import Const, Operation
+from flexattn.graph.nodes import Const, NumberRef, Operation
 from flexattn.process.frozen_class import frozen
 
 _MOST_NESTED = 12  # nesting depth of operations in an interval
@@ -161,6 +161,41 @@ def nodes_of(interval: RowInterval) -> frozenset[int]:
             return nodes_of(of)
         case Both(x, y) | Either(x, y):
             return nodes_of(x) | nodes_of(y)
+
+
+def longest_row(graph: ModGraph, numbers: tuple[int | float, ...]) -> int | None:
+    """Return a bound of the columns kv_idx of a row from its first to its last, as of a window; None: no bound."""
+    forms = linear_forms(graph)
+    lows, highs = (_bounds_of(row_bounds(graph, "kv_idx"), side) for side in ("low", "high"))
+    lengths = [_value(graph, forms, high.plus(low, -1), numbers) for low in lows for high in highs]
+    return min((max(n, 0) for n in lengths if n is not None), default=None)
+
+
+def _bounds_of(interval: RowInterval, side: str) -> tuple[Linear, ...]:
+    """Return bounds of one side that each column of an interval satisfies."""
+    match interval:
+        case Solved(of, bound) if of == side:
+            return (bound,)
+        case Both(x, y):
+            return _bounds_of(x, side) + _bounds_of(y, side)
+    return ()
+
+
+def _value(graph: ModGraph, forms: tuple[Linear, ...], sum_: Linear, numbers: tuple[int | float, ...]) -> int | None:
+    """Return the value of a sum of nodes; None if it depends on more than the mod's numbers."""
+    total = Linear((), sum_.constant)
+    for node, factor in sum_.terms:
+        total = total.plus(forms[node], factor)
+    value = total.constant
+    for position, factor in total.terms:
+        node = graph.nodes[position]
+        if node.op == "cast":  # of a number that was narrowed to int32, which its value fits
+            node = graph.nodes[node.args[0]]
+        number = numbers[node.position] if isinstance(node, NumberRef) else None
+        if not isinstance(number, int):
+            return None
+        value += factor * number
+    return value
 
 
 def _totals(op: str, difference: Linear) -> list[Linear]:
