@@ -40,7 +40,7 @@ class MaskState:
     def __init__(self, blocks: BlockMask, reads: MaskReads | None, problem: Problem) -> None:
         """`problem` is one with this mask. Without `reads` nothing is kept of what the mask_mod reads."""
         bound, equal_runs = problem.mask, problem.equal_runs
-        self._kv_runs, self._reads = blocks.kv_runs, reads
+        self._kv_runs, self._reads = blocks._kv_runs, reads
         tensors = () if reads is None else reads.tensors
         self._versions = [t._version for t in tensors]
         self._addresses = [t.data_ptr() for t in tensors]
@@ -73,7 +73,7 @@ class MaskState:
         """Return whether the mask, and what its mod reads, are as they were."""
         assert self._reads is not None
         guard, before, known, numbers = self._reads
-        found = guard(blocks._mask_mod) if before == settings and blocks.kv_runs is self._kv_runs else None
+        found = guard(blocks._mask_mod) if before == settings and blocks._kv_runs is self._kv_runs else None
         if found is None or found[1] != numbers:
             return False
         for now, tensor, version, address in zip(found[0], known, self._versions, self._addresses, strict=True):
