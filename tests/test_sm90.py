@@ -173,7 +173,7 @@ def test_short_queries_with_a_window(M: int, page: int) -> None:
         given["block_table"] = torch.zeros(2, 4096 // page, dtype=torch.int32)
     made = explain(q, k, k, None, mask, enable_gqa=True, target="sm_90", **given)
     plan, found = made.plans[0], report(made.sources[0])
-    assert plan.kernel == "forward_split" and plan.intervals
+    assert plan.spec.name == "forward_split" and plan.intervals
     assert found.spill_bytes == 0 and not found.warnings and found.sass["LDGSTS"] > 0
     assert found.shared_bytes <= shared_bytes(plan)
 
