@@ -54,7 +54,7 @@ class BlockMask(upstream.BlockMask):
 
     seq_lengths: tuple[int, int]  # queries, keys
     BLOCK_SIZE: tuple[int, int]  # queries, keys
-    q_runs: RunLists | None  # rows are key blocks, runs of query blocks
+    _q_runs: RunLists | None
     _kv_runs: RunLists
     # A full block may extend past seq_lengths: only in user-supplied lists, or in rows at an offset (dense_form).
     full_overhangs: bool
@@ -261,11 +261,8 @@ class BlockMask(upstream.BlockMask):
             found = type(mask_mod).__name__
             raise ArgumentError(message("mask_mod", found, "a function of (b, h, q_idx, kv_idx)", "Or use noop_mask."))
         self._mask_mod = mask_mod
-        self._prepared = self._state = None
-        self._sets: dict[tuple[int, int], tuple[RunLists, RunLists | None]] = {}  # by further sizes of blocks
-        self._build_lists: Callable[[BlockMask, tuple[int, int]], tuple[RunLists, RunLists]] | None = None
         self._record: CaptureRecord | None = None
-        self._built_from_mod = False
+        self._was_edited()
 
     @property
     def kv_runs(self) -> RunLists:
@@ -275,7 +272,27 @@ class BlockMask(upstream.BlockMask):
     @kv_runs.setter
     def kv_runs(self, lists: RunLists) -> None:
         self._kv_runs = lists
+        self._was_edited()
+
+    @property
+    def q_runs(self) -> RunLists | None:
+        """Rows are key blocks, runs of query blocks, for the backward. Assigning others is as for `kv_runs`."""
+        return self._q_runs
+
+    @q_runs.setter
+    def q_runs(self, lists: RunLists | None) -> None:
+        self._q_runs = lists
+        self._was_edited()
+
+    def _was_edited(self) -> None:
+        """Forget what was derived from the lists and the mod. The lists are no longer those of the mod."""
         self._built_from_mod = False
+        self._forget_derived()
+
+    def _forget_derived(self) -> None:
+        self._prepared = self._state = None
+        self._sets: dict[tuple[int, int], tuple[RunLists, RunLists | None]] = {}  # by further sizes of blocks
+        self._build_lists: Callable[[BlockMask, tuple[int, int]], tuple[RunLists, RunLists]] | None = None
 
     @property
     def B(self) -> int:
@@ -430,8 +447,9 @@ class BlockMask(upstream.BlockMask):
             found = f"lists for {', '.join(map(str, (self.BLOCK_SIZE, *self._sets)))}"
             raise MaskError(message("block_mask", found, f"some for {BLOCK_SIZE}", fix))
         fine = copy.copy(self)
-        fine.BLOCK_SIZE, (fine._kv_runs, fine.q_runs) = BLOCK_SIZE, self._sets[BLOCK_SIZE]
-        fine._sets, fine._prepared, fine._widths = {}, None, None
+        fine._forget_derived()
+        fine.BLOCK_SIZE, (fine._kv_runs, fine._q_runs) = BLOCK_SIZE, self._sets[BLOCK_SIZE]
+        fine._widths = None
         return fine
 
     def _built_at(self, block_size: tuple[int, int]) -> tuple[RunLists, RunLists | None]:
@@ -613,13 +631,14 @@ class BlockMask(upstream.BlockMask):
         """
         device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         moved = copy.copy(self)
-        moved._prepared, moved._sets, moved._build_lists = None, {}, None
+        moved._forget_derived()
         moved._mask_mod = move(self._mask_mod, device)
         if self._record is not None and moved._mask_mod is not self._mask_mod:
             self.check_captures(trace(self._mask_mod, "mask"))
             moved._remember(trace(moved._mask_mod, "mask"))
+            moved._built_from_mod = self._built_from_mod  # lists may have been assigned since
         moved._kv_runs = self.kv_runs.map(lambda t: t.to(device))
-        moved.q_runs = None if self.q_runs is None else self.q_runs.map(lambda t: t.to(device))
+        moved._q_runs = None if self.q_runs is None else self.q_runs.map(lambda t: t.to(device))
         for name in METADATA:
             value = getattr(self, name)
             setattr(moved, name, value if value is None else value.to(device))
@@ -763,10 +782,10 @@ class BlockMask(upstream.BlockMask):
         self = cls.__new__(cls)
         self.__dict__.update(zip(_CONTEXT, fields, strict=True))
         self._mask_mod, self._record = shell.fill(leaves[len(names) :]), None
-        self._sets, self._build_lists = {}, None
+        self._forget_derived()
         self._kv_runs = RunLists.from_tensors(tuple(named[f"kv_runs_{i}"] for i in range(5)))
         transposed = tuple(named[f"q_runs_{i}"] for i in range(5)) if "q_runs_0" in named else None
-        self.q_runs = None if transposed is None else RunLists.from_tensors(transposed)
+        self._q_runs = None if transposed is None else RunLists.from_tensors(transposed)
         for name in METADATA:
             setattr(self, name, named.get(name))
         return self

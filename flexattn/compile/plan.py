@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -21,11 +20,11 @@ from flexattn.compile.tile_choice import choose
 from flexattn.compile.tiles import Tile, TileKey
 from flexattn.errors import OptionError, message
 from flexattn.graph.bound_mod import BoundMod
-from flexattn.graph.dependence import adds_to_score, computed_from, loads_by, loads_per_pair
+from flexattn.graph.dependence import adds_to_score, loads_by, loads_per_pair
 from flexattn.graph.magnitudes import FLOAT_INDEX_LIMIT
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.ranges import Range, index_ranges
-from flexattn.graph.row_bounds import is_interval, nodes_of, row_bounds
+from flexattn.graph.row_bounds import is_interval, moves_with_queries, row_bounds
 from flexattn.machine.target import Target
 from flexattn.options import LARGEST_TILE, option
 
@@ -83,20 +82,14 @@ def _has_intervals(spec: KernelSpec, problem: Problem) -> bool:
     """Whether a kernel reads the keys between the bounds of the mask's rows, instead of those in its block lists.
 
     The blocks must have been computed from the mask_mod, because lists that a user provides take precedence over it.
-    A program reads all keys from the first to the last that one of its queries attends to. So the bounds of several
-    queries must not come from a tensor, whose elements may be far apart.
+    A program reads all keys from the first to the last that one of its queries attends to. So the bounds of neighboring
+    queries must be neighbors: q_idx plus what is the same for all queries.
     """
     blocks, mask = problem.block_mask, problem.mask
     if not (spec.splits_keys and blocks is not None and blocks.is_built and mask is not None):
         return False
     interval = row_bounds(mask.graph, "kv_idx")
-    return is_interval(interval) and (problem.query.size(2) == 1 or not _read_by_query(mask.graph, nodes_of(interval)))
-
-
-def _read_by_query(graph: ModGraph, nodes: Iterable[int]) -> bool:
-    """Return whether nodes are computed from elements of captured tensors that differ between queries."""
-    read = {n for node in nodes for n in computed_from(graph, node)}
-    return any("q_idx" in graph.dependence[n] for n in read & graph.loads.keys())
+    return is_interval(interval) and (problem.query.size(2) == 1 or moves_with_queries(mask.graph, interval))
 
 
 def _page_size(problem: Problem) -> int:

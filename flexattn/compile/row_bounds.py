@@ -10,6 +10,8 @@ forward_split takes the bounds themselves: it reads the keys between them, inste
 
 from __future__ import annotations
 
+import torch
+
 from flexattn.compile.lower import Dialect, Writer, mod_parameters
 from flexattn.compile.mod_plan import ModPlan
 from flexattn.graph.row_bounds import (
@@ -27,6 +29,7 @@ from flexattn.graph.row_bounds import (
 )  # fmt: skip
 
 _FAR = 2**30  # above all lengths; a sum of two does not overflow
+_WIDEST = 2**61  # of the int64 terms of a bound together, and of its constant: their sum is below 2**63
 
 Ends = tuple[str | None, str | None]  # texts of the first column and of the last + 1; None: no bound
 
@@ -120,10 +123,19 @@ class _RowBounds(Writer):
         return x if y is None else y if x is None else self.assign(f"tl.{function}({x}, {y})")
 
     def _bound(self, solved: Solved) -> str:
-        """Write a bound. It is summed in int64 and clamped, so no term can overflow."""
+        """Write a bound. It is summed in int64 and clamped. Terms are clamped first, so that no sum overflows."""
+        wide = [abs(f) for n, f in solved.bound.terms if self.graph.nodes[n].dtype == torch.int64]
+        most = _WIDEST // max(1, sum(wide))
         terms = [
-            f" {'+' if factor > 0 else '-'} tl.cast({self.value(n)}, tl.int64)"
+            f" {'+' if factor > 0 else '-'} {self._term(n, most)}"
             for n, factor in solved.bound.terms for _ in range(abs(factor))
         ]  # fmt: skip
-        total = f"tl.cast(0, tl.int64){''.join(terms)}{f' + {solved.bound.constant}' if solved.bound.constant else ''}"
+        constant = min(max(solved.bound.constant, -_WIDEST), _WIDEST)
+        total = f"tl.cast(0, tl.int64){''.join(terms)}{f' + {constant}' if constant else ''}"
         return self.assign(f"tl.minimum(tl.maximum({total}, {-_FAR}), {_FAR}).to(tl.int32)")
+
+    def _term(self, position: int, most: int) -> str:
+        term = f"tl.cast({self.value(position)}, tl.int64)"
+        if self.graph.nodes[position].dtype != torch.int64:
+            return term
+        return f"tl.minimum(tl.maximum({term}, {-most}), {most})"

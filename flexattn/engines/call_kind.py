@@ -1,7 +1,7 @@
 """call_kind: the kind of a call of flex_attention. Calls of one kind run the same kernels on other addresses.
 
-`kind_of` runs in each call, so it is written for little host time: no exceptions, no loops over dicts, few functions.
-The guards of the mods run here, so no value is stale.
+`kind_of` runs in each call, so it is written for little host time: few functions, and no loop except over
+kernel_options. The guards of the mods run here, so no value is stale.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ def kind_of(
         return None
     settings = trace_settings()
     try:
+        if query.is_neg() or key.is_neg() or value.is_neg():  # kernels read memory; the engine copies these
+            return None
         if torch.is_autocast_enabled(query.device.type):
             query, key, value = autocast(query, key, value)
         options = frozenset([(name, type(x), x) for name, x in kernel_options.items()]) if kernel_options else None

@@ -173,7 +173,7 @@ class _RepeatedAttention(AttentionFunction):
     def forward(ctx: Any, call: RepeatedCall, masked: Masked | None, *tensors: Tensor) -> Result:  # type: ignore[override]
         query, key, value, *captures = tensors
         out, lse, largest = call.forward(query, key, value, call.parts(call.forward.kernels, captures, masked))
-        ctx.call, ctx.masked = call, masked
+        ctx.call, ctx.masked, ctx.hooked = call, masked, _saved_tensors_hooks(False) is not None
         ctx.save_for_backward(*tensors, out, lse)
         ctx.set_materialize_grads(False)
         if largest is not None:
@@ -188,8 +188,10 @@ class _RepeatedAttention(AttentionFunction):
         needs, key = ctx.needs_input_grad, None
         # Once: a checkpoint does not allow it twice.
         saved = unpack(ctx, lambda: call.problem_of(ctx.masked), call.shapes)
-        if d_out is not None and not torch.is_grad_enabled() and is_quiet():
-            key = needs, d_out.stride(), d_out.data_ptr() & 15, d_lse is None, allows_tf32(), is_deterministic()
+        if d_out is not None and not torch.is_grad_enabled() and is_quiet() and not d_out.is_neg():
+            # Hooks of saved tensors (save_on_cpu, checkpoints) may return tensors with other strides.
+            forms = tuple([(t.stride(), t.data_ptr() & 15, t.dtype, t.is_neg()) for t in saved]) if ctx.hooked else ()
+            key = needs, d_out.stride(), d_out.data_ptr() & 15, d_lse is None, allows_tf32(), is_deterministic(), forms
             known = call.backwards.get(key)
             if known is not None:
                 return _gradients(known, call, saved, ctx.masked, d_out, d_lse, needs)
@@ -203,6 +205,8 @@ class _RepeatedAttention(AttentionFunction):
         return None, None, *found
 
 
+_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+_saved_tensors_hooks = _autograd._top_saved_tensors_default_hooks  # of the current thread, None without
 # Function.apply removes functorch's wrappers first. kind_of refuses calls with them.
 _apply: Any = getattr(super(Function, _RepeatedAttention), "apply")  # noqa: B009
 

@@ -163,6 +163,36 @@ def nodes_of(interval: RowInterval) -> frozenset[int]:
             return nodes_of(x) | nodes_of(y)
 
 
+def moves_with_queries(graph: ModGraph, interval: RowInterval) -> bool:
+    """Return whether each end of an interval is the same for all queries, or increases by one from query to query."""
+    forms = linear_forms(graph)
+
+    def moves(end: Linear) -> bool:
+        total = _expanded(forms, end)
+        steps = [factor for node, factor in total.terms if graph.is_input(node, "q_idx")]
+        others = [node for node, _ in total.terms if not graph.is_input(node, "q_idx")]
+        return sum(steps) in (0, 1) and not any("q_idx" in graph.dependence[node] for node in others)
+
+    match interval:
+        case Solved(_, bound):
+            return moves(bound)
+        case WholeRows(node):
+            return "q_idx" not in graph.dependence[node]
+        case Complement(of):
+            return moves_with_queries(graph, of)
+        case Both(x, y) | Either(x, y):
+            return moves_with_queries(graph, x) and moves_with_queries(graph, y)
+    return False
+
+
+def _expanded(forms: tuple[Linear, ...], sum_: Linear) -> Linear:
+    """Return a sum of nodes with each node as its own sum."""
+    total = Linear((), sum_.constant)
+    for node, factor in sum_.terms:
+        total = total.plus(forms[node], factor)
+    return total
+
+
 def longest_row(graph: ModGraph, numbers: tuple[int | float, ...]) -> int | None:
     """Return a bound of the columns kv_idx of a row from its first to its last, as of a window; None: no bound."""
     forms = linear_forms(graph)
@@ -183,9 +213,7 @@ def _bounds_of(interval: RowInterval, side: str) -> tuple[Linear, ...]:
 
 def _value(graph: ModGraph, forms: tuple[Linear, ...], sum_: Linear, numbers: tuple[int | float, ...]) -> int | None:
     """Return the value of a sum of nodes; None if it depends on more than the mod's numbers."""
-    total = Linear((), sum_.constant)
-    for node, factor in sum_.terms:
-        total = total.plus(forms[node], factor)
+    total = _expanded(forms, sum_)
     value = total.constant
     for position, factor in total.terms:
         node = graph.nodes[position]

@@ -71,6 +71,10 @@ class Hangs(BaseException):
     """A program does not end. Nobody catches it on the way."""
 
 
+class PythonHangs(Hangs):
+    """The mod itself does not end, as pow(2, 2**40)."""
+
+
 # One program.
 
 
@@ -102,7 +106,7 @@ def by_python(mod: Any, kind: str) -> Any:
     """Return what the mod gives for each pair, in float64, as Python runs it on real tensors."""
     found = []
     for i, j in PAIRS:
-        place = [torch.tensor(x, dtype=torch.int32) for x in (0, 0, i, j)]
+        place = [torch.tensor(x, dtype=torch.int64) for x in (0, 0, i, j)]
         score = [torch.tensor(0.5 * i - j)] if kind == "score" else []
         found.append(_result(mod(*score, *place)))
     return torch.stack(found).view(M, N)
@@ -120,7 +124,7 @@ def _result(value: Any) -> Tensor:
 def by_trace(mod: Any, kind: Any) -> Tensor:
     """Return the same by the traced mod."""
     bound = trace(mod, kind)
-    rows = torch.tensor(PAIRS, dtype=torch.int32)
+    rows = torch.tensor(PAIRS, dtype=torch.int64)
     place = [torch.zeros_like(rows[:, 0]), torch.zeros_like(rows[:, 0]), rows[:, 0], rows[:, 1]]
     score = [(0.5 * rows[:, 0] - rows[:, 1]).float()] if kind == "score" else []
     return bound(*score, *place).detach().double().expand(M * N).view(M, N)
@@ -173,9 +177,12 @@ class Run:
         self.mod = modules[-1].mod
 
     def python(self) -> Any:
-        if self.made.way == "call":
-            return evaluated(lambda: call_by_python(self.mod))
-        return evaluated(lambda: by_python(self.mod, self.made.kind))
+        try:
+            if self.made.way == "call":
+                return evaluated(lambda: call_by_python(self.mod))
+            return evaluated(lambda: by_python(self.mod, self.made.kind))
+        except Hangs:
+            raise PythonHangs from None
 
     def ours(self) -> Any:
         if self.made.way == "call":
@@ -330,6 +337,8 @@ def run_program(
                 make(made, modules, random.Random(f"steps {seed} {number}"), outcome).all_steps()
         except Difference as difference:
             outcome.failure = str(difference)
+        except PythonHangs:
+            pass
         except (Exception, Hangs) as error:
             outcome.failure = f"{type(error).__name__}: {error}"
         finally:

@@ -46,6 +46,9 @@ def either_end(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         (lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (kv_idx % 3 > 0), 1, False),
         (from_starts("cpu"), 1, True),
         (from_starts("cpu"), 2, False),  # the starts of two queries may be far apart
+        (lambda b, h, q_idx, kv_idx: (kv_idx >= q_idx * 128) & (kv_idx < q_idx * 128 + 20), 1, True),
+        (lambda b, h, q_idx, kv_idx: (kv_idx >= q_idx * 128) & (kv_idx < q_idx * 128 + 20), 3, False),  # these too
+        (lambda b, h, q_idx, kv_idx: kv_idx < (q_idx % 2) * 256 + 20, 3, False),
         (document("cpu"), 1, False),  # runs of equal elements are not known
     ],
 )
@@ -89,3 +92,30 @@ def test_kernels_for_lists_and_for_intervals_are_not_confused() -> None:
     q, k = torch.zeros(1, 2, 1, 16), torch.randn(1, 2, 2048, 16)
     results = [flex_attention(q, k, k, None, m, kernel_options={"BACKEND": "TRITON_DECODE"}) for m in (built, assigned)]
     torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize("name", ["number", "tensor", "difference", "negated"])
+def test_bounds_at_the_ends_of_int64(name: str) -> None:
+    """A bound beyond all positions must not wrap around when it is moved by one."""
+    most = torch.iinfo(torch.int64).max
+    limits = torch.tensor([most, 40])
+
+    def mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return {
+            "number": lambda: kv_idx - q_idx <= most,
+            "tensor": lambda: kv_idx <= limits[b],
+            "difference": lambda: kv_idx - limits[b] <= 0,
+            "negated": lambda: ~(kv_idx > limits[b]),
+        }[name]()
+
+    q, k, v = torch.randn(2, 2, 1, 16), torch.randn(2, 2, 300, 16), torch.randn(2, 2, 300, 16)
+    mask = create_block_mask(mod, 2, None, 300, 300, device="cpu")
+    offsets = torch.tensor([7, 9], dtype=torch.int32)
+    options = {"BACKEND": "TRITON_DECODE"}
+    found = flex_attention(q, k, v, None, mask, q_offsets=offsets, kernel_options=options)
+    attended = [300, 300] if name == "number" else [300, 41]
+    for b, keys in enumerate(attended):
+        exact = reference.attention(q[b : b + 1], k[b : b + 1, :, :keys], v[b : b + 1, :, :keys], dtype=torch.float64)[
+            0
+        ]
+        torch.testing.assert_close(found[b : b + 1], exact.float(), rtol=1e-5, atol=1e-5)

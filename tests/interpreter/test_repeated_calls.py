@@ -244,3 +244,55 @@ def test_settings_around_a_call(setting: str) -> None:
         assert out.requires_grad == (setting not in ("no_grad", "inference"))
         torch.testing.assert_close(out.float(), expected, atol=3e-2 if setting == "autocast" else 0, rtol=0)
         assert torch.equal(call(), expected)
+
+
+def in_other_memory(t: Tensor) -> Tensor:
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+@pytest.mark.parametrize("hooked_first", [False, True])
+def test_hooks_may_return_saved_tensors_with_other_strides(hooked_first: bool) -> None:
+    q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in leaves())
+    mask, d_out = masked(), torch.randn(1, 2, LENGTH, 16)
+
+    def call(hooked: bool) -> tuple[Tensor, ...]:
+        if not hooked:
+            return torch.autograd.grad(attend(q, k, v, None, mask), (q, k, v), d_out)
+        with torch.autograd.graph.saved_tensors_hooks(in_other_memory, lambda t: t):
+            out = attend(q, k, v, None, mask)
+        return torch.autograd.grad(out, (q, k, v), d_out)
+
+    expected = afresh(lambda: call(False))
+    order = [True, False, False, True, True] if hooked_first else [False, False, True, False, True]
+    for hooked in order:
+        for x, y in zip(call(hooked), expected, strict=True):
+            torch.testing.assert_close(x, y)
+
+
+def test_a_negative_bit_is_another_kind() -> None:
+    q, k, v = (x.detach() for x in leaves())
+    d_out = torch.randn_like(q)
+    learned = tuple(x.clone().requires_grad_() for x in (q, k, v))
+    for _ in range(3):
+        attend(q, k, v)
+        torch.autograd.grad(attend(*learned), learned, d_out)
+    assert torch.equal(attend(torch._neg_view(q), k, v), attend(-q, k, v))
+    found = torch.autograd.grad(attend(*learned), learned, torch._neg_view(d_out))
+    expected = torch.autograd.grad(attend(*learned), learned, -d_out)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("replaced", ["other lists", "none"])
+def test_replaced_lists_of_the_backward_are_used(replaced: str) -> None:
+    q, k, v = leaves()
+    mask, other = masked(), create_block_mask(mods.causal, None, None, LENGTH, LENGTH, BLOCK_SIZE=16)
+    call = lambda: torch.autograd.grad(attend(q, k, v, None, mask).sum(), (q, k, v))  # noqa: E731
+    for _ in range(3):
+        call()
+    mask.q_runs = other.q_runs if replaced == "other lists" else None
+    if replaced == "none":
+        with pytest.raises(MaskError, match="q_indices"):
+            call()
+    else:
+        for x, y in zip(call(), afresh(call), strict=True):
+            assert torch.equal(x, y)

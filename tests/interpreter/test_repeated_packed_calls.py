@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexattn import mods, varlen_attn
 from flexattn.call.varlen import arguments
-from flexattn.errors import MutationError
+from flexattn.errors import ArgumentError, MutationError
 from flexattn.runtime import launch
 
 pytest.importorskip("triton")
@@ -148,3 +148,14 @@ def test_what_a_mask_mod_reads_is_not_kept() -> None:
         attend(q, k, v, cu, mask_mod=lambda b, h, q_idx, kv_idx: table[kv_idx] < 0.5)
     states = [mask._state for _, mask in arguments.masks.found.values() if mask._state is not None]
     assert states and all(not t.numel() for state in states for t in (*state.captures, *state.bound.captures))
+
+
+@pytest.mark.parametrize("most", [1, -1, 64.0, True, "x"])
+def test_max_q_is_checked_in_each_call(most: object) -> None:
+    (q, k, v), cu = leaves(), offsets(*LENGTHS)
+    for _ in range(2):
+        varlen_attn(q, k, v, cu, cu, 64, 64)
+    with pytest.raises(ArgumentError, match="max_k"):
+        varlen_attn(q, k, v, cu, cu, 64, most)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="max_q"):
+        varlen_attn(q, k, v, cu, cu, most, 64)  # type: ignore[arg-type]

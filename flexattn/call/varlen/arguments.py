@@ -64,7 +64,7 @@ def check_packed(given: PackedArguments, query: Tensor, key: Tensor) -> None:
 def check_window(window: object) -> None:
     """Check window_size: how many keys before and after its own a query attends to, -1 for all."""
     good = isinstance(window, (tuple, list)) and len(window) == 2
-    if not good or any(not isinstance(x, int) or x < -1 for x in window):  # type: ignore[attr-defined]
+    if not good or any(not isinstance(x, int) or isinstance(x, bool) or x < -1 for x in window):  # type: ignore[attr-defined]
         fix = "(-1, 0) is causal, (255, 0) a causal window of 256."
         raise ArgumentError(message("window_size", repr(window), "two ints from -1 on", fix))
 
@@ -120,7 +120,7 @@ class Packed:
             packing = packing_of(given.cu_seq_q, given.cu_seq_k, used_q, used_k, (T_q, T_k), assertions(T_q, T_k))
             return packing, None if used_k is None else _used_rows(given.cu_seq_k, used_k, T_k)
 
-        packing, rows = packings.get((T_q, T_k, used_q is None, used_k is None), tensors, make)
+        packing, rows = packings.get(_sizes_of(given, query, key), tensors, make)
         return Packed(packing, tuple(given.window_size), rows)  # type: ignore[arg-type]
 
     @staticmethod
@@ -129,11 +129,11 @@ class Packed:
         window = given.window_size
         if given.seqused_q is not None or given.seqused_k is not None:
             return None
-        if type(window) is not tuple or [type(x) for x in window] != [int, int]:
+        if type(window) is not tuple or [type(x) for x in (*window, given.max_q, given.max_k)] != [int] * 4:
             return None
         if not isinstance(given.cu_seq_q, Tensor) or not isinstance(given.cu_seq_k, Tensor):
             return None
-        found = packings.known((query.size(2), key.size(2), True, True), (given.cu_seq_q, given.cu_seq_k))
+        found = packings.known(_sizes_of(given, query, key), (given.cu_seq_q, given.cu_seq_k))
         return Packed.of(given, query, key) if found is None else Packed(found[0][0], window, None)
 
     def tensors_of(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,6 +148,11 @@ class Packed:
         window = self.window if mask.graph == mask_at_rows(None, self.window) else None
         key = (mask.graph, mask.numbers, lengths, H, both)
         return masks.get(key, mask.captures, lambda: mask_of_rows(mask, self.packing, window, lengths, H, both))
+
+
+def _sizes_of(given: PackedArguments, query: Tensor, key: Tensor) -> tuple[object, ...]:
+    """Return what the checks and the packing depend on besides tensors."""
+    return query.size(2), key.size(2), given.seqused_q is None, given.seqused_k is None, given.max_q, given.max_k
 
 
 @torch.no_grad()
