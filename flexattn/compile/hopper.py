@@ -110,7 +110,8 @@ def _refusal_of_tables(plan: KernelPlan, problem: Problem) -> str | None:
 def _refusal_of_latent(plan: KernelPlan, problem: Problem) -> str | None:
     if (plan.D, plan.Dv) != (576, 512) or "values_in_keys" not in plan.features:
         return "value is not the first 512 of 576 columns of key"
-    return None if plan.score is None and plan.mask is None and plan.blocks is None else "it has no mods"
+    has_mods = plan.score is not None or plan.mask is not None or plan.blocks is not None
+    return "its kernel supports no score_mod and no mask" if has_mods else None
 
 
 _DQ = HopperForm(HOPPER_DQ, DQ_TILES, (_refusal_of_captures, _refusal_of_tables))
