@@ -184,7 +184,7 @@ class KernelPlan:
         return self.spec.splits_keys and max(self.D, self.Dv) * self.dtype.itemsize > 512
 
     @property
-    def reads_pairs(self) -> bool:
+    def reads_column_pairs(self) -> bool:
         """Whether two columns of float8 values are loaded as one element."""
         wide = all(p.width >= 32 and p.used % 2 == 0 for p in split_head_dim(self.Dv))
         return "descales" in self.features and self.aligned and wide and self.dtype.itemsize == 2
