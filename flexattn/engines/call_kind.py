@@ -1,6 +1,7 @@
 """call_kind: the kind of a call of flex_attention. Calls of one kind run the same kernels on other addresses.
 
-`kind_of` runs in each call, so it is written for little host time: no exceptions, no loops over dicts, few functions.
+`kind_of` runs in each call, so it is written for little host time: few functions, and no loop over a dict except
+kernel_options.
 The guards of the mods run here, so no value is stale.
 """
 
