@@ -12,8 +12,8 @@ It calls these stages. Indented stages are called by the stage above them.
     Call                        call/call.py         the arguments, as given
     pose                        call/pose.py         Call -> Problem: checked, traced, differentiated
         trace                   trace/trace.py       score_mod, mask_mod -> BoundMod
-        differentiate           graph/differentiate.py   ModGraph -> ModGraph of gradients
-        complete                call/pose.py         captures in the form that kernels read
+        complete                call/pose.py         mods in the form that engines compute
+            differentiate       graph/differentiate.py   ModGraph -> ModGraph of gradients
     engine_of                   engines/choice.py    which engine computes the problem
     form_for                    engines/choice.py    the problem itself if the engine computes its layout, else:
         dense_form              call/dense_form.py   Problem -> Problem without seqused_k, q_offsets, ...
@@ -29,6 +29,7 @@ It calls these stages. Indented stages are called by the stage above them.
                 plan_best_form  compile/schedule.py  Problem -> KernelPlan, for the Hopper or the portable kernel
                     plan_kernel     compile/plan.py      the portable KernelPlan; each ModGraph -> ModPlan
                     hopper_form     compile/hopper.py    its Hopper form, or the reason why it has none
+                load_ahead      runtime/load.py      starts compiling the expected backward in other processes
                 prepare         runtime/launch.py    KernelPlan -> Launch: the arguments that equal calls share
                     load        runtime/load.py      KernelPlan -> loaded kernel, with a smaller tile if necessary
                         render  compile/render.py    KernelPlan -> KernelSource
@@ -38,7 +39,7 @@ It calls these stages. Indented stages are called by the stage above them.
                 Launch          runtime/launch.py    adds the addresses, and calls Kernel.launch (runtime/build.py)
     keep                        engines/repeated_calls.py   keeps the call for `repeated`
 
-Inside torch.compile, Dynamo traces flex_attention up to traced_call (torch_compile/call.py). The mods and the call
+Inside torch.compile, Dynamo traces flex_attention and traced_call (torch_compile/call.py). The mods and the call
 become one node of Dynamo's graph (torch_compile/higher_order.py), which AOTAutograd replaces by the operators
 flexattn::forward and flexattn::backward (torch_compile/attention.py, operators.py). An operator launches the kernels of
 an equal earlier one (torch_compile/repeated_operators.py). Otherwise it makes a Problem, chooses the engine with

@@ -32,8 +32,7 @@ from flexattn.machine.triton_versions import has_gluon
 from flexattn.options import option
 from flexattn.process.frozen_class import frozen
 
-# Forward tiles by widths. BLOCK_M is hopper_descriptors.ROWS per consumer. Consumers share the registers
-# that are left of 65,536.
+# Forward tiles by widths. BLOCK_M is hopper_descriptors.ROWS per consumer.
 TILES: dict[tuple[int, int], Tile] = {
     (64, 64): Tile(128, 128, 4, 3),
     (128, 128): Tile(128, 128, 4, 2),
@@ -42,15 +41,16 @@ TILES: dict[tuple[int, int], Tile] = {
 }
 # Attention of few queries with latent keys, without warp specialization.
 LATENT_TILES: dict[tuple[int, int], Tile] = {(576, 512): Tile(64, 64, 8, 2)}
+# Per thread. The consumers share what the other roles leave of an SM's 65,536 registers.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
-# The same for the backward. With fewer registers ptxas serializes the wgmma instructions.
+# Backward: tiles, and registers of its roles. With fewer registers ptxas serializes the wgmma instructions.
 BACKWARD_TILES: dict[tuple[int, int], Tile] = {
     (64, 64): Tile(64, 128, 4, 3),
     (128, 128): Tile(64, 128, 4, 2),
 }
 WIDE_TILES: dict[tuple[int, int], Tile] = {(192, 128): Tile(64, 64, 4, 2), (256, 256): Tile(64, 64, 4, 2)}
 KEYS_REGISTERS, QUERIES_REGISTERS = 208, 64
-# The same for dq alone. With BLOCK_N 128, ptxas serializes the wgmma instructions at D 128. At D 64, what mods load per
+# Tiles for dq alone. With BLOCK_N 128, ptxas serializes the wgmma instructions at D 128. At D 64, what mods load per
 # key spills 0.5 to 5 KB.
 DQ_TILES: dict[tuple[int, int], Tile] = {
     (64, 64): Tile(128, 64, 4, 4),
@@ -110,13 +110,15 @@ def _refusal_of_tables(plan: KernelPlan, problem: Problem) -> str | None:
 def _refusal_of_latent(plan: KernelPlan, problem: Problem) -> str | None:
     if (plan.D, plan.Dv) != (576, 512) or "values_in_keys" not in plan.features:
         return "value is not the first 512 of 576 columns of key"
-    return None if plan.score is None and plan.mask is None and plan.blocks is None else "it has no mods"
+    has_mods = plan.score is not None or plan.mask is not None or plan.blocks is not None
+    return "its kernel supports no score_mod and no mask" if has_mods else None
 
 
 _DQ = HopperForm(HOPPER_DQ, DQ_TILES, (_refusal_of_captures, _refusal_of_tables))
 FORMS: dict[KernelSpec, HopperForm] = {
     FORWARD: HopperForm(HOPPER_FORWARD, TILES, (_refusal_of_scale, _refusal_of_tables)),
-    # CAPTURES, SIZES and BATCH_CAPTURES are always rejected: they run only if captured tensors require gradients.
+    # CAPTURES, SIZES and BATCH_CAPTURES are listed only so that their reason is reported: they run only if captured
+    # tensors require gradients, which this form rejects.
     **dict.fromkeys((DQ, CAPTURES, SIZES, BATCH_CAPTURES), _DQ),
     FORWARD_SPLIT: HopperForm(
         HOPPER_LATENT, LATENT_TILES, (_refusal_of_scale, _refusal_of_latent), others_are_portable=True

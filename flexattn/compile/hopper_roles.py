@@ -61,10 +61,11 @@ class _Own:
     names: dict[str, object]
 
 
-# The next tile of queries is claimed when so many tiles of keys are left to load. 6 are as good. With 2 a
+# The next tile of queries is claimed when this many tiles of keys are left to load. 6 works as well. With 2 a
 # sliding window is 4 % slower.
 EARLY = 3
-RECORDS = 2  # tiles of queries that are looked up ahead, if they have no more tiles of keys than that
+# Slots of the ring from scheduler to producer. Tiles of at most EARLY tiles of keys are looked up this far ahead.
+RECORDS = 2
 
 
 def _hopper_forward_names(plan: KernelPlan) -> _Own:
@@ -73,7 +74,7 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
     parts = split_head_dim(plan.widths[0])
     buffers = (
         *(f"{x}_bufs_{p.index}" for x in ("q", "k") for p in parts), "v_bufs", "o_bufs", "q_full", "q_empty", "k_full",
-        "k_empty", "v_full", "v_empty", "own", *shared_lists, "work", "work_full", "work_empty",
+        "k_empty", "v_full", "v_empty", "tile_numbers", *shared_lists, "work", "work_full", "work_empty",
     )  # fmt: skip
     numbers = ["b", "h", "m0", *(["partial", "full"] if plan.blocks else [])]  # of a tile of queries, for consumers
     runs = [f"{kind}_{place}" for kind in ("partial", "full") for place in ("run", "end")] if plan.blocks else []
@@ -84,7 +85,7 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
         ],
         buffers,
         {
-            "to_exp2": "" if plan.score else " * qk_scale", "exponent": _exponent(plan),
+            "times_scale": "" if plan.score else " * qk_scale", "exponent": _exponent(plan),
             "parts": parts, "with_sink": as_gluon(environment().get_template("with_sink.py.jinja").render()),
             "numbers": numbers, "recorded": [*numbers, "b_kv", "h_kv", *runs],
             "ends": row_ends_of(plan.mask, "kv_idx") if plan.mask else (),

@@ -184,7 +184,7 @@ class KernelPlan:
         return self.spec.splits_keys and max(self.D, self.Dv) * self.dtype.itemsize > 512
 
     @property
-    def reads_pairs(self) -> bool:
+    def reads_column_pairs(self) -> bool:
         """Whether two columns of float8 values are loaded as one element."""
         wide = all(p.width >= 32 and p.used % 2 == 0 for p in split_head_dim(self.Dv))
         return "descales" in self.features and self.aligned and wide and self.dtype.itemsize == 2
@@ -298,8 +298,9 @@ class KernelPlan:
             f"    dtype    {kinds}  {'aligned' if self.aligned else 'unaligned rows'}{'  tma' if self.tma else ''}",
             f"    tile     BLOCK_M {t.BLOCK_M}  BLOCK_N {t.BLOCK_N}  warps {t.num_warps}  stages {t.num_stages}"
             + (f"  ({origin})" if origin else ""),
-            f"    blocks   {f'{self.blocks[0]} x {self.blocks[1]}' if self.blocks else f'none: {without}'}",
         ]
+        if self.spec.products:
+            lines.append(f"    blocks   {'{} x {}'.format(*self.blocks) if self.blocks else f'none: {without}'}")
         lines += [
             f"    {m.role:<8} {m.graph.name}  {m.graph.location}" for m in (self.score, self.mask) if m is not None
         ]

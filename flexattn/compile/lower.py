@@ -2,9 +2,10 @@
 
 A lowered score_mod is `score_mod(score, sm_scale, b, h, q_idx, kv_idx, live, <captures>, <numbers>)`, where score is
 q k^T, unscaled. A gradient has `grad` first. A mask_mod has no score and no scale. Hopper kernels add `near, offset`
-before `live`. Triton kernels may add `early` after it: values loaded before the score was computed. b and h are
-scalars, q_idx is `[BLOCK_M, 1]` and kv_idx is `[1, BLOCK_N]` (or transposed). An operation that depends only on rows
-therefore computes BLOCK_M values, and one that depends on neither computes a scalar.
+before `live`. Their mask_mods also take bounds of the rows there (row_bounds.py). Triton kernels may add `early` after
+it: values loaded before the score was computed. b and h are scalars, q_idx is `[BLOCK_M, 1]` and kv_idx is
+`[1, BLOCK_N]` (or transposed). An operation that depends only on rows therefore computes BLOCK_M values, and one that
+depends on neither computes a scalar.
 
 `live` is None, or a bool block: whether each (q, kv) pair may be read and written. It masks loads that vary with both
 rows and columns, so nothing is read for pairs that the lengths, the block lists or the mask exclude. Other loads are
@@ -114,13 +115,14 @@ def early_loads(mod: ModPlan) -> tuple[int, ...]:
 
 
 def lower_early_loads(mod: ModPlan, function: str, dialect: Dialect, streamed: str) -> str:
-    """Return the text of a function of (b, h, q_idx, kv_idx, far) that returns the early loads as a tuple.
+    """Return the text of a function of (b, h, q_idx, kv_idx, streamed) that returns the early loads as a tuple.
 
-    `far` is the index that the loop streams (`streamed`: q_idx or kv_idx) as int64, for addresses.
+    `streamed` is the index that the loop iterates over, q_idx or kv_idx. The function also takes it as int64, for
+    addresses.
     """
     writer = Writer(mod, dialect, streamed=streamed)
     values = [writer.value(i) for i in early_loads(mod)]
-    return writer.function(function, ["b", "h", "q_idx", "kv_idx", "far"], [f"return ({', '.join(values)},)"])
+    return writer.function(function, ["b", "h", "q_idx", "kv_idx", "streamed"], [f"return ({', '.join(values)},)"])
 
 
 def mod_parameters(graph: ModGraph) -> list[str]:
@@ -155,7 +157,7 @@ class Writer:
         self.names = {node: f"early[{i}]" for i, node in enumerate(early)}  # of nodes already written
         self.float_names: dict[int, str] = {}
         self.split: dict[str, tuple[str, str]] = {}  # by name of a sum with `offset`: the rest, the sign of `offset`
-        self._near: set[int] | None = None  # nodes whose distant operands are already written or being written
+        self._unrolled: set[int] | None = None  # nodes whose distant operands are already written or being written
         self.checks: list[tuple[int, str]] = []  # (capture, condition that a load is in bounds), if checked
         if bounded and len(mod.graph.nodes) > MOST_OPERATIONS:
             found = f"{len(mod.graph.nodes)} operations in {mod.graph.name} {mod.graph.location}".rstrip()
@@ -180,26 +182,26 @@ class Writer:
 
     def value(self, position: int) -> str:
         if position not in self.names:
-            self._write_far_operands(position)
+            self._write_deep_operands(position)
             self.names[position] = self._write(self.graph.nodes[position], position)
         return self.names[position]
 
-    def _write_far_operands(self, position: int) -> None:
+    def _write_deep_operands(self, position: int) -> None:
         """Write the operands of operands that are many operations away, innermost first.
 
         Operands are written recursively, and a chain of hundreds would exceed Python's recursion limit.
         """
-        if self._near is not None and position in self._near:
+        if self._unrolled is not None and position in self._unrolled:
             return
         stops = _stops(self.graph)
         if not stops:
             return
         needed = computed_from(self.graph, position)
-        outer, self._near = self._near, needed
+        outer, self._unrolled = self._unrolled, needed
         for stop in stops:
             if stop in needed and stop != position and stop not in self.names:
                 self.names[stop] = self._write(self.graph.nodes[stop], stop)
-        self._near = outer
+        self._unrolled = outer
 
     def assign(self, text: str) -> str:
         name = f"t{len(self.lines)}"
@@ -273,7 +275,7 @@ class Writer:
         A division by a scalar becomes a product with its reciprocal, and equal numerators and denominators cancel. This
         changes one or two roundings. An exact dialect keeps the chain as it is.
         """
-        self._write_far_operands(position)
+        self._write_deep_operands(position)
         if self.dialect.exact:
             return self.value(position) if factor is None else self.assign(f"{self.value(position)} * {factor}")
         if factor is not None and (x := self._sum(position, factor)):
@@ -359,7 +361,7 @@ class Writer:
                 guard = self.assign(guard)
                 self.checks.append((capture_position, guard))
         if self.dialect.ptx and guarded and scattered and capture.dtype in _GATHERED and not reads & {"score", "grad"}:
-            address = self._far_address(node, name) or address
+            address = self._streamed_address(node, name) or address
             return self.assign(f"gather{8 * capture.dtype.itemsize}({address}, {guard})")
         text = f"tl.load({address})" if guard == "None" else f"tl.load({address}, mask={guard}, other=0)"
         return self._loaded(text, capture.dtype, guard == "live")
@@ -394,7 +396,7 @@ class Writer:
         ]
         return " + ".join([f"{name}_ptr", *(f"({t})" for t in terms)])
 
-    def _far_address(self, node: Load, name: str) -> str | None:
+    def _streamed_address(self, node: Load, name: str) -> str | None:
         """Return the address of a load whose indices are sums, as an int64 sum with the streamed index first.
 
         The addresses of a thread then differ by constants, which are immediates of the instruction. This takes 1
@@ -405,7 +407,7 @@ class Writer:
         layout = self.mod.layouts[node.capture]
         if self.streamed is None or not layout.dense:
             return None
-        uniform, far, own = [f"{name}_ptr"], [], []
+        uniform, streamed, own = [f"{name}_ptr"], [], []
         transposed = self.streamed == "q_idx"
         unit = f" * {layout_unit(self.graph.captures[node.capture].dtype)}" if layout.aligned else ""
         for d, form in enumerate(sums):
@@ -413,10 +415,10 @@ class Writer:
                 return None
             stride = "" if d == len(sums) - 1 else f" * ({name}_stride{d}{unit})"
             uniform += [f"{_times(factor, self._wide(self.value(n)))}{stride}" for n, factor in form.rest]
-            of_far, of_own = (form.q, form.kv) if transposed else (form.kv, form.q)
-            far += [f"{_times(of_far, 'far')}{stride}"] if of_far else []
+            of_streamed, of_own = (form.q, form.kv) if transposed else (form.kv, form.q)
+            streamed += [f"{_times(of_streamed, 'streamed')}{stride}"] if of_streamed else []
             own += [f"{_times(of_own, self._wide('kv_idx' if transposed else 'q_idx'))}{stride}"] if of_own else []
-        return " + ".join([*uniform, *far, *own])
+        return " + ".join([*uniform, *streamed, *own])
 
     def _wide(self, index: str) -> str:
         return f"tl.cast({index}, tl.int64)"

@@ -189,7 +189,7 @@ def _with_options(tile: Tile, names: tuple[str, str], phase: Phase, problem: Pro
 
 @lru_cache(512)
 def score_kind(graph: ModGraph) -> str:
-    """Return the kind of a score_mod, one of KINDS."""
+    """Return the kind of a score_mod, one of tiles.KINDS."""
     (output,) = graph.outputs
     if output is None or not adds_to_score(graph, output):
         return "transforms"

@@ -56,7 +56,7 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "intervals": plan.intervals,  # each query attends to an interval of keys, which row_interval returns
         "has_blocks": plan.blocks is not None,  # the kernel iterates over the block lists of a BlockMask
         "features": plan.features,  # names of the optional parts that the kernel has
-        "has_layout": bool({"seqused_k", "q_offsets"} & set(plan.features)),  # numbers of a sequence are loaded
+        "loads_sequence": bool({"seqused_k", "q_offsets"} & set(plan.features)),  # by sequence.py.jinja
         "paged": bool(plan.page_size),
         "scales_gradient": plan.scales_gradient,  # score_grad is called
         "early_score": bool(plan.score and early_loads(plan.score)),  # score_loads is called before the product
@@ -67,7 +67,8 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "full_tail": plan.cuts_runs,  # the last tile of a full run may be partial
         "qk_parts": split_head_dim(plan.D), "v_parts": split_head_dim(plan.Dv),  # of the head dims
         "one_loop": plan.one_loop,  # of forward_split
-        "reads_pairs": plan.reads_pairs, "accumulators": _accumulators(plan),  # of the inner loop of the forward
+        "reads_column_pairs": plan.reads_column_pairs,  # two columns of float8 values are loaded as one element
+        "accumulators": _accumulators(plan),  # of the inner loop of the forward
         # Names of arguments.
         "parameters": _parameters(plan),  # of the kernel
         "scale": plan.scale,
@@ -152,7 +153,7 @@ def _most_registers(plan: KernelPlan) -> int | None:
     With 168 registers, three programs of 4 warps fit on an SM. Without a limit, integer sums along diagonals use 181 at
     D 64. T5's dQ took 2.06 ms without the limit and 1.6 ms with it (8x32x2048, H200).
     """
-    if plan.reads_pairs and plan.spec.splits_keys and plan.tile.num_warps == 4 and plan.tile.BLOCK_M <= 32:
+    if plan.reads_column_pairs and plan.spec.splits_keys and plan.tile.num_warps == 4 and plan.tile.BLOCK_M <= 32:
         return 168
     if plan.sums != "integer" or plan.grad is None or not adds_along_diagonals(plan.grad.graph):
         return None
@@ -163,7 +164,7 @@ def _most_registers(plan: KernelPlan) -> int | None:
 def _accumulators(plan: KernelPlan) -> tuple[str, ...]:
     """Return the names of the sums of weighted values."""
     parts = [f"acc_{p.index}" for p in split_head_dim(plan.Dv)]
-    return tuple([f"{part}_{half}" for part in parts for half in ("even", "odd")] if plan.reads_pairs else parts)
+    return tuple([f"{part}_{half}" for part in parts for half in ("even", "odd")] if plan.reads_column_pairs else parts)
 
 
 def _dropout_arguments(plan: KernelPlan) -> tuple[str, ...]:

@@ -81,7 +81,7 @@ _FEWEST_KEYS_OF_WAVES = 1024  # fewest keys of a split, if there is more than on
 # Number of waves if programs have different amounts of work: _WAVES if lengths are on the device, _WAVES_OF_MASK with a
 # mask. With a mask, the programs of splits that are not used compute what the row attends to before they end.
 _WAVES, _WAVES_OF_MASK = 6, 2
-FEW_SPLITS = 4
+FEW_SPLITS = 4  # a sequence that would use fewer splits than this uses one, or filling_splits
 _LONG = 1024  # keys
 
 
@@ -99,10 +99,10 @@ def filling_splits(problem: Problem) -> int:
 def splits_of(problem: Problem) -> int:
     """Return the splits of a sequence that attends to all N keys.
 
-    If sequences may attend to different numbers of keys, the kernel divides each in proportion, for balance. Lengths of
-    1 to 32,768 in one batch read 4.0 TB/s in at most 2 splits and 4.3 in 6 (H200, 32 sequences). Rows of a window
-    attend to about the same number of keys: of 16,384 keys, a window of 4,096 takes 144 us in one split, and 156 if
-    there are three more that are not used.
+    If sequences may attend to different numbers of keys, the kernel divides each in proportion, for balance. A batch
+    with lengths from 1 to 32,768 reads 4.0 TB/s with at most 2 splits and 4.3 with 6 (H200, 32 sequences). Rows of a
+    window attend to about the same number of keys: of 16,384 keys, a window of 4,096 takes 144 us in one split, and
+    156 us with three unused splits besides.
     """
     fill = filling_splits(problem)
     if _most_keys(problem) < problem.N:

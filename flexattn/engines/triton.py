@@ -183,7 +183,7 @@ def forward(problem: Problem, run: Run | None = None) -> tuple[Tensor, Tensor, T
     known = _forwards.get(key)
     if known is not None:
         return known(problem.query, problem.key, problem.value, known.kernels.pointers(problem))
-    recorded = LaunchLog(backward_of=problem)
+    recorded = LaunchLog(compile_backward_of=problem)
     found, arrays = _forward(problem, recorded)
     if not option(problem.options, "PROFILE"):
         remember(_forwards, key, KnownForward.of(problem, recorded, found[0], arrays))

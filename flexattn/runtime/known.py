@@ -58,12 +58,12 @@ def takes_addresses(device: torch.device) -> bool:
 class LaunchLog:
     """Runs kernels, and keeps their launches with the layouts of the tensors that they describe."""
 
-    def __init__(self, backward_of: Problem | None = None) -> None:
-        self.backward_of = backward_of  # see launch_of
+    def __init__(self, compile_backward_of: Problem | None = None) -> None:
+        self.compile_backward_of = compile_backward_of  # see launch_of
         self.launches: list[tuple[Launch, dict[str, DescriptorLayout]]] = []
 
     def __call__(self, spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors) -> None:
-        launch = launch_of(spec, problem, tensors, arrays, self.backward_of)
+        launch = launch_of(spec, problem, tensors, arrays, self.compile_backward_of)
         everything = {**tensors, **arrays}
         launch(problem, everything)
         named = {s.name for s in launch.sources if isinstance(s, DescriptorOf)}
@@ -77,15 +77,16 @@ class LaunchLog:
 
 @frozen
 class Step:
-    """The launch of one kernel. `slots` are (position of an argument, index of its pointer), also in `described`."""
+    """The launch of one kernel. `slots` are (position of an argument, index of its pointer).
+
+    `described` has the same for descriptors, then the tensor's layout and the tile's shape.
+    """
 
     kernel: Kernel
     programs: int
     arguments: tuple[Any, ...]
     slots: tuple[tuple[int, int], ...]
-    described: tuple[
-        tuple[int, int, DescriptorLayout, tuple[int, ...]], ...
-    ]  # with the tensor's form and the tile's shape
+    described: tuple[tuple[int, int, DescriptorLayout, tuple[int, ...]], ...]
 
 
 _MOST_ADDRESSES = 128  # sets of addresses that a pass keeps the arguments of, and addresses of a descriptor
@@ -153,7 +154,8 @@ class KnownKernels:
         used: dict[Part, None] = {
             s.part: None for launch, _ in launches for s in launch.sources if isinstance(s, FromProblem)
         }
-        for part in used:  # equal for each variant of a problem: `_mask` appends the bounds of runs
+        # Equal for each variant of a problem: `_mask` in compile/arguments.py appends the bounds of runs.
+        for part in used:
             for i in range(len(PARTS[part](problem))):
                 index[part, i] = len(index)
         steps = tuple(_step(launch, forms, index) for launch, forms in launches if launch.programs)

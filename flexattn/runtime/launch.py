@@ -84,7 +84,7 @@ def run_kernel(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Ten
 
 
 def launch_of(
-    spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors, backward_of: Problem | None = None
+    spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Tensors, compile_backward_of: Problem | None = None
 ) -> Launch:
     """Return the launch of a kernel, cached by key.
 
@@ -93,8 +93,8 @@ def launch_of(
         problem: its variant of a problem (`KernelProblems.seen_by`).
         tensors: the spec's tensors, [B, H, rows, D] with a last stride of 1.
         arrays: contiguous arrays that are passed only by address (lse_ptr, ...).
-        backward_of: the problem of a forward that a backward may follow. If the launch is not cached, the backward's
-            kernels are compiled in other processes while the forward's is compiled here.
+        compile_backward_of: the problem of a forward that a backward may follow. If the launch is not cached, the
+            backward's kernels are compiled in other processes while the forward's is compiled here.
     """
     key = launch_key(spec, problem, tensors, arrays)
     launch = _launches.get(key)
@@ -103,8 +103,8 @@ def launch_of(
         plan, reason = plan_best_form(spec, problem, target, tensors, arrays)
         if reason is not None and target.is_hopper:
             fallback(f"{spec.name} without its Hopper kernel", reason)
-        if backward_of is not None and spec.products and wants_backward(backward_of):
-            load_ahead(expected_backward(backward_of, tensors, target))
+        if compile_backward_of is not None and spec.products and wants_backward(compile_backward_of):
+            load_ahead(expected_backward(compile_backward_of, tensors, target))
         launch = prepare(plan, problem, tensors)
         remember(_launches, key, launch)
     return launch
