@@ -164,24 +164,31 @@ def nodes_of(interval: RowInterval) -> frozenset[int]:
 
 
 def moves_with_queries(graph: ModGraph, interval: RowInterval) -> bool:
-    """Return whether each end of an interval is the same for all queries, or increases by one from query to query."""
-    forms = linear_forms(graph)
+    """Return whether each end of an interval is the same for all queries, or increases by one from query to query.
 
-    def moves(end: Linear) -> bool:
-        total = _expanded(forms, end)
-        steps = [factor for node, factor in total.terms if graph.is_input(node, "q_idx")]
-        others = [node for node, _ in total.terms if not graph.is_input(node, "q_idx")]
-        return sum(steps) in (0, 1) and not any("q_idx" in graph.dependence[node] for node in others)
+    Rows may also be empty, which adds no keys to those of their neighbors.
+    """
+    match interval:
+        case WholeRows():
+            return True
+        case Both(x, y):
+            return moves_with_queries(graph, x) and moves_with_queries(graph, y)
+    return _ends_move(graph, interval)
 
+
+def _ends_move(graph: ModGraph, interval: RowInterval) -> bool:
     match interval:
         case Solved(_, bound):
-            return moves(bound)
+            terms = _expanded(linear_forms(graph), bound).terms
+            own = [factor for node, factor in terms if graph.is_input(node, "q_idx")]
+            others = [node for node, _ in terms if not graph.is_input(node, "q_idx")]
+            return sum(own) in (0, 1) and not any("q_idx" in graph.dependence[node] for node in others)
         case WholeRows(node):
             return "q_idx" not in graph.dependence[node]
         case Complement(of):
-            return moves_with_queries(graph, of)
+            return _ends_move(graph, of)
         case Both(x, y) | Either(x, y):
-            return moves_with_queries(graph, x) and moves_with_queries(graph, y)
+            return _ends_move(graph, x) and _ends_move(graph, y)
     return False
 
 

@@ -49,6 +49,8 @@ def either_end(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         (lambda b, h, q_idx, kv_idx: (kv_idx >= q_idx * 128) & (kv_idx < q_idx * 128 + 20), 1, True),
         (lambda b, h, q_idx, kv_idx: (kv_idx >= q_idx * 128) & (kv_idx < q_idx * 128 + 20), 3, False),  # these too
         (lambda b, h, q_idx, kv_idx: kv_idx < (q_idx % 2) * 256 + 20, 3, False),
+        (lambda b, h, q_idx, kv_idx: (kv_idx < q_idx) & (q_idx % 3 > 0), 3, True),  # some rows are empty
+        (lambda b, h, q_idx, kv_idx: (kv_idx < q_idx) | (q_idx % 3 > 0), 3, False),  # and some have all keys
         (document("cpu"), 1, False),  # runs of equal elements are not known
     ],
 )
