@@ -19,24 +19,27 @@ It calls these stages. Indented stages are called by the stage above them.
         dense_form              call/dense_form.py   Problem -> Problem without seqused_k, q_offsets, ...
     attention                   engines/autograd.py  the differentiable operation around the engine
         forward, backward       engines/triton.py    a pass whose launches are known runs them (runtime/known.py).
-                                                     Otherwise: arrays, and each kernel once through a LaunchLog
+                                                     Otherwise it allocates the arrays, and runs each kernel
+                                                     through a LaunchLog
             KernelProblems      compile/schedule.py  the problem, in a variant for each group of kernels
             scheduled_backward  runtime/launch.py    the backward's kernels, cached for equal calls
                 backward_kernels    compile/schedule.py  chooses them, in order
                     fused_backward      compile/hopper.py    dQ, dK and dV in one kernel, if possible
             forward_kernels     compile/schedule.py  FORWARD, or FORWARD_SPLIT and MERGE_SPLITS for short queries
-            launch_of           runtime/launch.py    the cached Launch of an equal kernel. On a miss:
-                plan_best_form  compile/schedule.py  Problem -> KernelPlan, for the Hopper or the portable kernel
-                    plan_kernel     compile/plan.py      the portable KernelPlan; each ModGraph -> ModPlan
-                    hopper_form     compile/hopper.py    its Hopper form, or the reason why it has none
-                load_ahead      runtime/load.py      starts compiling the expected backward in other processes
-                prepare         runtime/launch.py    KernelPlan -> Launch: the arguments that equal calls share
-                    load        runtime/load.py      KernelPlan -> loaded kernel, with a smaller tile if necessary
-                        render  compile/render.py    KernelPlan -> KernelSource
-                            lower, lower_score  compile/lower.py  ModPlan -> the text of a function
-                        build   runtime/build.py     KernelSource -> Kernel: compiled, or from the disk cache
-                        Kernel.load     runtime/build.py     its files -> a function that calls Triton's C launcher
-                Launch          runtime/launch.py    adds the addresses, and calls Kernel.launch (runtime/build.py)
+            LaunchLog           runtime/known.py     runs one kernel, and keeps its Launch
+                launch_of           runtime/launch.py    the cached Launch of an equal kernel. On a miss:
+                    plan_best_form  compile/schedule.py  Problem -> KernelPlan, for the Hopper or the portable kernel
+                        plan_kernel     compile/plan.py      the portable KernelPlan; each ModGraph -> ModPlan
+                        hopper_form     compile/hopper.py    its Hopper form, or the reason why it has none
+                    load_ahead      runtime/load.py      starts compiling the expected backward in other processes
+                    prepare         runtime/launch.py    KernelPlan -> Launch: the arguments that equal calls share
+                        load        runtime/load.py      KernelPlan -> loaded kernel, with a smaller tile if necessary
+                            render  compile/render.py    KernelPlan -> KernelSource
+                                lower, lower_score  compile/lower.py  ModPlan -> the text of a function
+                            build   runtime/build.py     KernelSource -> Kernel: compiled, or from the disk cache
+                            Kernel.load     runtime/build.py     its files -> a function that calls Triton's C launcher
+                Launch              runtime/launch.py    called with the tensors: fills in what differs,
+                                                         and calls Kernel.launch (runtime/build.py)
     keep                        engines/repeated_calls.py   keeps the call for `repeated`
 
 Inside torch.compile, Dynamo traces flex_attention and traced_call (torch_compile/call.py). The mods and the call

@@ -2,8 +2,8 @@
 
 A lowered score_mod is `score_mod(score, sm_scale, b, h, q_idx, kv_idx, live, <captures>, <numbers>)`, where score is
 q k^T, unscaled. A gradient has `grad` first. A mask_mod has no score and no scale. Hopper kernels add `near, offset`
-before `live`. Their mask_mods also take bounds of the rows there (row_bounds.py). Triton kernels may add `early` after
-it: values loaded before the score was computed. b and h are scalars, q_idx is `[BLOCK_M, 1]` and kv_idx is
+before `live`, and in mask_mods also bounds of the rows (row_bounds.py). Triton kernels may add `early` after `live`:
+values loaded before the score was computed. b and h are scalars, q_idx is `[BLOCK_M, 1]` and kv_idx is
 `[1, BLOCK_N]` (or transposed). An operation that depends only on rows therefore computes BLOCK_M values, and one that
 depends on neither computes a scalar.
 

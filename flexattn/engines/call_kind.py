@@ -1,7 +1,7 @@
 """call_kind: the kind of a call of flex_attention. Calls of one kind run the same kernels on other addresses.
 
-`kind_of` runs in each call, so it is written for little host time: few functions, and no loop except over
-kernel_options. The guards of the mods run here, so no value is stale.
+`kind_of` runs in each call, so it is written for little host time: few functions, and no loops except
+over kernel_options, captures and numbers. The guards of the mods run here, so no value is stale.
 """
 
 from __future__ import annotations

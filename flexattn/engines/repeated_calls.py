@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from flexattn.block_mask import BlockMask
+from flexattn.call.call import Call
 from flexattn.call.layout import Layout, LayoutArguments
 from flexattn.call.pose import mask_of
 from flexattn.call.problem import Problem
@@ -129,7 +130,7 @@ def keep(arguments: Sequence[Any], problem: Problem) -> None:
     tensors, score_captures = tensors_of(problem), 0
     if problem.score is not None:
         score_captures = len(problem.score.captures)
-        # Captured tensors may have been replaced by tables, which other graphs read, or copied.
+        # `complete` may have given the mod another graph (read_tables_by_distance, pair_axes_last).
         if problem.score.graph is not kind.score:
             return
     if any(t.device != problem.query.device or t.is_neg() for t in kind.tensors):
@@ -144,12 +145,13 @@ def keep(arguments: Sequence[Any], problem: Problem) -> None:
 
 def _keep_mask(blocks: BlockMask, arguments: Sequence[Any], problem: Problem) -> bool:
     """Keep what calls need of a mask. Return whether there is something to keep."""
-    *_, given, _, _, _, _, _, _, layout = arguments
+    call = Call(*arguments)
+    layout = call.layout
     if type(layout) is PackedArguments:
         if blocks._state is None:
             keep_packed(blocks, problem)
         return True
-    if blocks is not given or (blocks._record is not None and blocks._record.mod is not blocks._mask_mod):
+    if blocks is not call.block_mask or (blocks._record is not None and blocks._record.mod is not blocks._mask_mod):
         return False
     now = trace_settings()
     if blocks._state is not None and blocks._state.holds(blocks, now):
@@ -167,7 +169,11 @@ def _keep_mask(blocks: BlockMask, arguments: Sequence[Any], problem: Problem) ->
 
 
 class _RepeatedAttention(AttentionFunction):
-    """Attention of a known kind. Its first backward is found in the engine's cache; later ones are launched here."""
+    """Attention of a known kind.
+
+    Its first backward runs through `gradients` and the engine, which caches a KnownBackward. Later backwards launch
+    that one here.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: RepeatedCall, masked: Masked | None, *tensors: Tensor) -> Result:  # type: ignore[override]
@@ -186,7 +192,7 @@ class _RepeatedAttention(AttentionFunction):
         call: RepeatedCall = ctx.call
         refuse_batched(d_out, d_lse)
         needs, key = ctx.needs_input_grad, None
-        # Once: a checkpoint does not allow it twice.
+        # Saved tensors are read once: under a checkpoint a second read raises.
         saved = unpack(ctx, lambda: call.problem_of(ctx.masked), call.shapes)
         if d_out is not None and not torch.is_grad_enabled() and is_quiet() and not d_out.is_neg():
             # Hooks of saved tensors (save_on_cpu, checkpoints) may return tensors with other strides.
@@ -207,7 +213,8 @@ class _RepeatedAttention(AttentionFunction):
 
 _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
 _saved_tensors_hooks = _autograd._top_saved_tensors_default_hooks  # of the current thread, None without
-# Function.apply removes functorch's wrappers first. kind_of refuses calls with them.
+# The apply of Function's base class, which calls _RepeatedAttention.forward. Function.apply would first unwrap
+# functorch's tensors; kind_of refuses calls with them.
 _apply: Any = getattr(super(Function, _RepeatedAttention), "apply")  # noqa: B009
 
 

@@ -71,15 +71,15 @@ class KnownForward:
         largest = torch.empty_like(lse) if self.returns_largest else None
         # A new counter for each launch: a CUDA graph captures the zeroing, and concurrent launches must not share one.
         counter = lse.new_zeros(1, dtype=torch.int32) if self.counts else lse
-        unread = pointer(lse)
-        splits: list[Pointer] = [unread, unread]
+        at_lse = pointer(lse)  # also in the place of arrays that no kernel reads or writes
+        splits: list[Pointer] = [at_lse, at_lse]
         if self.splits[0]:
             memory = empty((sum(self.splits),), (1,), torch.float32)
             splits = _parts_of(memory, (0, self.splits[0]), pointer)
         self.kernels.run(
             [
-                pointer(query), pointer(key), pointer(value), pointer(out), unread,
-                unread if largest is None else pointer(largest), pointer(counter), *splits, *parts,
+                pointer(query), pointer(key), pointer(value), pointer(out), at_lse,
+                at_lse if largest is None else pointer(largest), pointer(counter), *splits, *parts,
             ],
             device,
         )  # fmt: skip

@@ -56,7 +56,7 @@ def takes_addresses(device: torch.device) -> bool:
 
 
 class LaunchLog:
-    """Runs kernels, and keeps their launches with the layouts of the tensors that they describe."""
+    """Runs kernels, and keeps their launches with the layouts of the tensors that their TMA descriptors describe."""
 
     def __init__(self, compile_backward_of: Problem | None = None) -> None:
         self.compile_backward_of = compile_backward_of  # see launch_of
@@ -154,7 +154,8 @@ class KnownKernels:
         used: dict[Part, None] = {
             s.part: None for launch, _ in launches for s in launch.sources if isinstance(s, FromProblem)
         }
-        # Equal for each variant of a problem: `_mask` in compile/arguments.py appends the bounds of runs.
+        # All variants of a problem have the same number of tensors in each part: `_mask` (compile/arguments.py) appends
+        # the bounds of runs.
         for part in used:
             for i in range(len(PARTS[part](problem))):
                 index[part, i] = len(index)

@@ -1,6 +1,7 @@
 """call_marker: flexattn::call_marker, the last operation of the body that Dynamo traces. It is never executed.
 
-It ties the results of the mods to the arguments of the call, and tells Dynamo the shapes of the results.
+It ties the results of the mods to the arguments of the call, and tells Dynamo the shapes of the results. `revision`:
+so that a graph in AOTAutograd's cache on disk is not used by other code of this package.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from flexattn.trace.scalarize import Kind
 
 _LIBRARY = torch.library.Library("flexattn", "FRAGMENT")
 _FIELDS = {
-    "score": "Tensor?", "keep": "Tensor?", "scalars": "Tensor[]", "version": "str",
+    "score": "Tensor?", "keep": "Tensor?", "scalars": "Tensor[]", "revision": "str",
     # The fields of CallArguments
     "query": "Tensor", "key": "Tensor", "value": "Tensor", "lists": "Tensor[]", "sizes": "SymInt[]", "form": "str?",
     "scale": "Scalar?", "enable_gqa": "bool", "options": "str[]", "sink": "Tensor?", "sink_number": "float?",

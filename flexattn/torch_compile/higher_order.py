@@ -46,7 +46,9 @@ class FlexAttentionHOP(HigherOrderOperator):
         self._cacheable = True  # AOTAutograd's cache on disk may keep a graph: all that matters is in the sub-graph
 
     def __call__(self, subgraph: Any, *operands: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        if not isinstance(subgraph, fx.GraphModule):  # a mod breaks the graph, so Dynamo calls the body itself
+        if not isinstance(
+            subgraph, fx.GraphModule
+        ):  # a mod breaks the graph: Python calls this with the function `body`
             return tuple(x for x in body_with_graph_break(subgraph, *operands[:3]) if x is not None)
         placeholders = [n for n in subgraph.graph.nodes if n.op == "placeholder"]
         values = dict(zip(placeholders, operands, strict=True))

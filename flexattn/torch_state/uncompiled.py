@@ -18,9 +18,9 @@ _REASON = (
 def uncompiled(function: F, reason: str = _REASON) -> F:
     """Make torch.compile call a function without tracing it, as `torch.compiler.disable` does.
 
-    `torch.compiler.disable` imports Dynamo and wraps each call. Here the function itself receives the wrapper's
-    attributes, at which Dynamo stops tracing, and its code object is marked so that Dynamo skips its frame and all
-    frames below. This adds no cost to a call.
+    `torch.compiler.disable` imports Dynamo and wraps each call. Here the function itself gets the attributes that such
+    a wrapper has. Dynamo stops tracing at a function with them. Its code object is marked so that Dynamo skips its
+    frame and all frames below. This adds no cost to a call.
     """
     try:
         dynamo: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]

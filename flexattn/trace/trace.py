@@ -1,8 +1,8 @@
 """Trace: a score_mod or mask_mod in Python -> BoundMod. Its ModGraph is cached.
 
-A mod runs once on 0-d tensors (`recording`). The FX graph is then split (`scalarize`). Operations on
-captured tensors alone form a *prologue* that torch runs at each call, under autograd. The rest becomes scalar
-expressions.
+A trace runs the mod on 0-d tensors (`recording`), and again if the run shows that an assumption was wrong. The FX
+graph is then split (`scalarize`). Operations on captured tensors alone form a *prologue* that torch runs at each call,
+under autograd. The rest becomes scalar expressions.
 
 What the run read becomes a guard (`follow`). At each call, the guards of traces for the mod's code (`memo`) read the
 same locations again. If one passes, it returns this call's tensors and numbers. Otherwise the mod is retraced.
