@@ -5,7 +5,8 @@ It calls these stages. Indented stages are called by the stage above them.
     repeated                    engines/repeated_calls.py   a call of the same kind as an earlier one launches its
                                                      kernels; the stages further below are skipped
         kind_of                 engines/call_kind.py     the guards of the mods run; the key of the call
-        RepeatedCall            engines/repeated_calls.py   through _RepeatedAttention if a backward may follow
+        RepeatedCall            engines/repeated_calls.py   through _RepeatedAttention if a backward may follow.
+                                                     If d_out must be copied, engines/triton.py runs the backward
             KnownForward, KnownBackward  engines/triton.py   allocate, and collect the pointers
                 KnownKernels.run    runtime/known.py     fills in the arguments of each kernel
                     FlatLaunch      machine/triton_versions.py   Triton's C launcher, which Kernel.launch calls too
@@ -31,7 +32,7 @@ It calls these stages. Indented stages are called by the stage above them.
                     plan_best_form  compile/schedule.py  Problem -> KernelPlan, for the Hopper or the portable kernel
                         plan_kernel     compile/plan.py      the portable KernelPlan; each ModGraph -> ModPlan
                         hopper_form     compile/hopper.py    its Hopper form, or the reason why it has none
-                    load_ahead      runtime/load.py      starts compiling the expected backward in other processes
+                    load_ahead      runtime/load.py      starts compiling the backward in other processes
                     prepare         runtime/launch.py    KernelPlan -> Launch: the arguments that equal calls share
                         load        runtime/load.py      KernelPlan -> loaded kernel, with a smaller tile if necessary
                             render  compile/render.py    KernelPlan -> KernelSource

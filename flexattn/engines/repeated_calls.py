@@ -172,7 +172,8 @@ class _RepeatedAttention(AttentionFunction):
     """Attention of a known kind.
 
     Its first backward runs through `gradients` and the engine, which caches a KnownBackward. Later backwards launch
-    that one here.
+    that one here. A backward with a tensor that must be copied first, such as the expanded d_out of
+    `out.sum().backward()`, always runs through `gradients`; the engine then launches its own cached KnownBackward.
     """
 
     @staticmethod
@@ -211,8 +212,8 @@ class _RepeatedAttention(AttentionFunction):
         return None, None, *found
 
 
-_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
-_saved_tensors_hooks = _autograd._top_saved_tensors_default_hooks  # of the current thread, None without
+_private: Any = torch._C
+_saved_tensors_hooks = _private._autograd._top_saved_tensors_default_hooks  # of the current thread, None without
 # The apply of Function's base class, which calls _RepeatedAttention.forward. Function.apply would first unwrap
 # functorch's tensors; kind_of refuses calls with them.
 _apply: Any = getattr(super(Function, _RepeatedAttention), "apply")  # noqa: B009

@@ -166,7 +166,8 @@ def empty_of(device: torch.device) -> Callable[[Sequence[int], Sequence[int], to
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-_empty_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # type: ignore[attr-defined]
+_private: Any = torch._C
+_empty_cuda: Any = getattr(_private._dynamo.guards, "_empty_strided_cuda", None)
 
 
 _forwards: OrderedDict[tuple[object, ...], KnownForward] = OrderedDict()

@@ -52,7 +52,10 @@ class OutOfResources(CompileError):
 
 
 class Kernel:
-    """A built kernel. Launches go to the current device, on its current stream unless one is given."""
+    """A built kernel. Launches go to the current device, on its current stream unless one is given.
+
+    `_GpuKernel` and `_InterpretedKernel` implement it.
+    """
 
     def __init__(self, source: KernelSource, target: Target, digest: str, folder: Path) -> None:
         self.name = source.name

@@ -241,7 +241,7 @@ def _expander(
     known: dict[int, list[Any]] = {}
 
     def expanded(pointer: Pointer) -> list[Any]:
-        address = pointer if type(pointer) is int else pointer.data_ptr()  # type: ignore[union-attr]
+        address = pointer.data_ptr() if isinstance(pointer, Tensor) else pointer
         found = known.get(address)
         if found is None:
             if len(known) >= _MOST_ADDRESSES:

@@ -1,7 +1,7 @@
 """launch: run one kernel of a problem on its tensors.
 
 All arguments of a launch except the addresses depend only on shapes, strides, alignment, mods and numbers. They are
-computed once per key and cached, so a repeated call does not plan and only fills in addresses.
+computed once per key and cached, so an equal launch is not planned again: only its addresses are filled in.
 """
 
 from __future__ import annotations
@@ -93,8 +93,9 @@ def launch_of(
         problem: its variant of a problem (`KernelProblems.seen_by`).
         tensors: the spec's tensors, [B, H, rows, D] with a last stride of 1.
         arrays: contiguous arrays that are passed only by address (lse_ptr, ...).
-        compile_backward_of: the problem of a forward that a backward may follow. If the launch is not cached, the
-            backward's kernels are compiled in other processes while the forward's is compiled here.
+        compile_backward_of: the problem of the forward. If its launch is not cached, and query, key or value require a
+            gradient (`wants_backward`), the backward's kernels are compiled in other processes while the forward's is
+            compiled here.
     """
     key = launch_key(spec, problem, tensors, arrays)
     launch = _launches.get(key)

