@@ -51,7 +51,7 @@ def launches_left_out() -> Iterator[None]:
     with (
         patch.multiple(
             launch,
-            load=lambda plan: LoadedKernel(fit(plan), None, Unlaunched()),  # type: ignore[arg-type]
+            load=lambda plan: LoadedKernel(fit(plan), None, Unlaunched()),
             target_of=lambda device: H200,
             processors=lambda device: 132,
         ),

@@ -70,7 +70,7 @@ class PackedCase:
             q, k, v, cu_q, cu_k, max(self.q_lengths), max(self.k_lengths), enable_gqa=self.Hq != self.Hkv,
             score_mod=self.score_mod(*table) if table else None, mask_mod=self.mask_mod, sink=self.sinks(),
             window_size=self.window_size, return_aux=AuxRequest(lse=True), **options,
-        )  # type: ignore[return-value] # fmt: skip
+        )  # fmt: skip
 
     def expected(
         self, q: Tensor, k: Tensor, v: Tensor, *table: Tensor, dtype: torch.dtype | None = torch.float64

@@ -62,7 +62,7 @@ def call(
             q, k, v, score_mod, mask, enable_gqa=True, sink=sinks, kernel_options=options,
             return_aux=AuxRequest(lse=True),
         )  # fmt: skip
-        return out, aux.lse  # type: ignore[return-value]
+        return out, aux.lse
 
     def dense(dtype: torch.dtype | None) -> Tensor:
         return reference.attention(q, k, v, score_mod, mask_mod, dtype=dtype, sink=sinks)[0]

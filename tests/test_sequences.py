@@ -114,14 +114,14 @@ PAGED_ERRORS: dict[str, tuple[dict[str, object], type[Exception], str]] = {
 @pytest.mark.parametrize(("changes", "error", "text"), ERRORS.values(), ids=ERRORS)
 def test_errors_name_the_argument(changes: dict[str, object], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        flex_attention(q, **{"key": k, "value": k, **changes})  # type: ignore[arg-type]
+        flex_attention(q, **{"key": k, "value": k, **changes})
 
 
 @pytest.mark.parametrize(("changes", "error", "text"), PAGED_ERRORS.values(), ids=PAGED_ERRORS)
 def test_errors_of_pages_name_the_argument(changes: dict[str, object], error: type[Exception], text: str) -> None:
     arguments = {"key": PAGES, "value": PAGES, "block_table": TABLE, **changes}
     with pytest.raises(error, match=text):
-        flex_attention(q, **arguments)  # type: ignore[arg-type]
+        flex_attention(q, **arguments)
 
 
 def test_masks_that_do_not_cover_the_positions_are_rejected() -> None:

@@ -87,7 +87,7 @@ def test_pages(cu_seq_k: Tensor | None, heads_first: bool) -> None:
     found = varlen_attn(
         X, pages, pages, CU, cu_seq_k, 13, 32, block_table=TABLE, seqused_k=integers(9, 30), window_size=(12, 0),
         score_mod=alibi, mask_mod=lambda b, h, q_idx, kv_idx: kv_idx % 5 > b, **options,
-    )  # type: ignore[arg-type] # fmt: skip
+    )  # fmt: skip
     rows = torch.cat([PAGES[3, :9], PAGES[0], PAGES[1, :14]])
     expected = varlen_attn(
         X, rows, rows, CU, integers(0, 9, 39), 13, 32, window_size=(12, 0), score_mod=alibi,
@@ -171,7 +171,7 @@ def test_new_lengths_compile_nothing() -> None:
 
 def test_a_window_that_is_a_list() -> None:
     for _ in range(2):
-        found = varlen_attn(X, X, X, CU, CU, 13, 13, window_size=[3, 0])  # type: ignore[arg-type]
+        found = varlen_attn(X, X, X, CU, CU, 13, 13, window_size=[3, 0])
         assert torch.equal(found, varlen_attn(X, X, X, CU, CU, 13, 13, window_size=(3, 0)))
 
 
@@ -218,7 +218,7 @@ def test_errors_name_the_argument(
     varlen_attn(X, X, X, CU, CU, 13, 13)  # what is known of a call like it makes no difference
     given = {"query": X, "key": X, "value": X, "cu_seq_q": CU, "cu_seq_k": CU, "max_q": 13, "max_k": 13}
     with pytest.raises(error, match=text):
-        varlen_attn(**{"num_splits": num_splits, **given, **changes})  # type: ignore[arg-type]
+        varlen_attn(**{"num_splits": num_splits, **given, **changes})
 
 
 OFFSETS = torch.tensor([0, 30, 30, 95, 140])
@@ -321,4 +321,4 @@ JAGGED_ERRORS: dict[str, tuple[dict[str, object], type[Exception], str]] = {
 @pytest.mark.parametrize(("changes", "error", "text"), JAGGED_ERRORS.values(), ids=JAGGED_ERRORS)
 def test_errors_of_jagged_tensors(changes: dict[str, object], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        flex_attention(**{"query": N, "key": N, "value": N, **changes})  # type: ignore[arg-type]
+        flex_attention(**{"query": N, "key": N, "value": N, **changes})

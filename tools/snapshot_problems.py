@@ -283,7 +283,7 @@ def _with_runs(p: Problem) -> BlockMask:
         mods.document_causal(document), None, None, p.M, p.keys, device="cpu", BLOCK_SIZE=p.block
     )
     assert mask.equal_runs() == ()
-    mask.equal_runs = lambda: (SimpleNamespace(capture=0, starts=starts, ends=ends),)  # type: ignore[method-assign]
+    mask.equal_runs = lambda: (SimpleNamespace(capture=0, starts=starts, ends=ends),)
     return mask
 
 

@@ -32,7 +32,7 @@ POSED = {"sink-heads-None-late_rows", "dropout_tile-16x32-captured"}
 
 
 def equal(a: tuple[Tensor | None, ...], b: tuple[Tensor | None, ...]) -> bool:
-    return all((x is None and y is None) or torch.equal(x, y) for x, y in zip(a, b, strict=True))  # type: ignore[arg-type]
+    return all((x is None and y is None) or torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in ("plain", "score-relative"), KINDS))
@@ -48,7 +48,7 @@ def test_a_known_call_computes_the_same(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(triton, "_backward", None)
     known = results(second, "ours")
     assert equal(found, known)
-    assert not torch.equal(other[0], known[0]), "the calls differ"  # type: ignore[arg-type]
+    assert not torch.equal(other[0], known[0]), "the calls differ"
     assert len(repeated_calls._calls) == (name not in POSED)
     if name not in POSED:
         monkeypatch.setattr(api, "pose", None)

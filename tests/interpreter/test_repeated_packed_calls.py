@@ -156,6 +156,6 @@ def test_max_q_is_checked_in_each_call(most: object) -> None:
     for _ in range(2):
         varlen_attn(q, k, v, cu, cu, 64, 64)
     with pytest.raises(ArgumentError, match="max_k"):
-        varlen_attn(q, k, v, cu, cu, 64, most)  # type: ignore[arg-type]
+        varlen_attn(q, k, v, cu, cu, 64, most)
     with pytest.raises(ArgumentError, match="max_q"):
-        varlen_attn(q, k, v, cu, cu, most, 64)  # type: ignore[arg-type]
+        varlen_attn(q, k, v, cu, cu, most, 64)

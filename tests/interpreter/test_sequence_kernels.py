@@ -67,7 +67,7 @@ def test_a_sequence_with_a_wrong_number_is_nan(
 ) -> None:
     right = CASES[name]
     q, k, v = right.tensors()
-    wrong = replace(right, **changes)  # type: ignore[arg-type]
+    wrong = replace(right, **changes)
     mask = right.mask()
     monkeypatch.setattr(SequenceCase, "mask", lambda self: mask)
     monkeypatch.setattr(layout, "_check_values", lambda *_: None)  # as on a GPU, where this would wait

@@ -129,5 +129,5 @@ def test_ascending_values(values: tuple[int, ...], most: int, good: bool) -> Non
     kernel: object = kernels.pack_rows
     cu, columns = integers(*values), torch.empty(5, 12, dtype=torch.int32)
     ascends = torch.empty(2, dtype=torch.bool)
-    kernel[(3,)](cu, cu, None, None, columns, ascends, len(values) - 1, most, 9, 12, 2, ROWS=4, CHECKS=True)  # type: ignore[index]
+    kernel[(3,)](cu, cu, None, None, columns, ascends, len(values) - 1, most, 9, 12, 2, ROWS=4, CHECKS=True)
     assert ascends[0] == good
