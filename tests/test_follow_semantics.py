@@ -347,3 +347,18 @@ def test_a_str_that_is_no_function() -> None:
     Some.__str__ = 3
     with pytest.raises(ModError, match="not callable"):
         value(read)
+
+
+@pytest.mark.parametrize("read", [lambda x, n: getattr(x, n, 3), hasattr, object.__getattribute__])
+def test_the_name_of_an_attribute_is_a_string(read: Callable[..., Any]) -> None:
+    held, name = Low(1), "n"
+
+    def mod(score, b, h, q, k):
+        return score + read(held, name)
+
+    trace(mod, "score")
+    name = True
+    with pytest.raises(Exception, match="attribute name must be string, not 'bool'"):
+        mod(torch.tensor(0.0), *PLACE)
+    with pytest.raises(Exception, match="attribute name must be string, not 'bool'"):
+        trace(mod, "score")

@@ -87,10 +87,17 @@ def _asked_again(f: Calls, ask: Callable[[Any, Any], bool], value: Any, cls: Any
     return found
 
 
+def _attribute_name(name: object) -> str:
+    """Return the name of an attribute, which must be a string, as for Python's functions."""
+    if not isinstance(name, str):
+        raise TypeError(f"attribute name must be string, not {type(name).__name__!r}")
+    return name
+
+
 @_function(getattr)
 def _getattr(f: Calls, value: Any, name: Any, *default: Any) -> Any:
     try:
-        return f.get_attribute(value, name)
+        return f.get_attribute(value, _attribute_name(name))
     except AttributeError:
         if not default:
             raise
@@ -100,7 +107,7 @@ def _getattr(f: Calls, value: Any, name: Any, *default: Any) -> Any:
 @_function(hasattr)
 def _hasattr(f: Calls, value: Any, name: Any) -> bool:
     try:
-        f.get_attribute(value, name)
+        f.get_attribute(value, _attribute_name(name))
     except AttributeError:
         return False
     return True
@@ -108,13 +115,14 @@ def _hasattr(f: Calls, value: Any, name: Any) -> bool:
 
 @_function(setattr, object.__setattr__, type.__setattr__)
 def _setattr(f: Calls, value: Any, name: str, new: Any) -> None:
-    f.changes(value, f"the attribute {name!r}")
+    f.changes(value, f"the attribute {_attribute_name(name)!r}")
     new = f.kept_by(value, new)
     object.__setattr__(value, name, new) if not isinstance(value, type) else setattr(value, name, new)
 
 
 @_function(object.__getattribute__, type.__getattribute__, types.ModuleType.__getattribute__)
 def _getattribute(f: Calls, value: Any, name: str) -> Any:
+    name = _attribute_name(name)
     return f.of_class(value, name) if isinstance(value, type) else f.of_instance(value, name)
 
 
