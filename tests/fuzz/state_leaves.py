@@ -109,7 +109,7 @@ def walk(roots: Iterable[Any]) -> list[Any]:
             continue
         found[id(value)] = value
         if isinstance(value, dict) and _is_scope(value):  # not what a module imports
-            queue.extend(v for k, v in value.items() if not k.startswith("__"))
+            queue.extend(v for k, v in value.items() if not (isinstance(k, str) and k.startswith("__")))
         else:
             queue.extend(_referents(value))
     return list(found.values())
