@@ -17,7 +17,7 @@ from flexattn.call.positions import at_positions
 from flexattn.compile.lower import Dialect
 from flexattn.compile.mod_plan import ModPlan
 from flexattn.compile.plan import number_type
-from flexattn.compile.row_bounds import lower_row_bounds, lower_with_ends, row_ends_of
+from flexattn.compile.row_bounds import lower_row_bounds, lower_with_ends, row_ends_of, streamed_ends_of
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.row_bounds import longest_row
 from flexattn.trace.trace import trace
@@ -90,21 +90,24 @@ def test_text_says_what_the_mask_says(name: str, columns: str, limited: bool, ro
         assert torch.equal(found.expand(48, 16), expected), text
 
 
+@pytest.mark.parametrize("columns", ["kv_idx", "q_idx"])
 @pytest.mark.parametrize("name", CASES)
-def test_ends_of_rows_may_be_computed_before(name: str) -> None:
+def test_ends_of_queries_may_be_computed_before(name: str, columns: str) -> None:
     mod, bound = traced(name)
     names: dict[str, Any] = {"tl": TL, "triton": SimpleNamespace(jit=lambda f: f)}
-    for text in lower_with_ends(mod, Dialect(columns="kv_idx")):
+    for text in lower_with_ends(mod, Dialect(columns=columns)):
         exec(text, names)
-        assigned = re.findall(r"^    (t\d+) = ", text, re.MULTILINE)
+        assigned = re.findall(r"^    (t\d+) = ", text, re.MULTILINE) if columns == "kv_idx" else []
         assert all(len(re.findall(rf"\b{t}\b", text)) > 1 for t in assigned), text
     q, column = torch.arange(13, 61, dtype=torch.int32)[:, None], torch.arange(16, dtype=torch.int32)
     b, h = (torch.tensor(i, dtype=torch.int32) for i in (1, 2))
     for start, limit in ((0, 100), (16, 29), (48, 50)):
         ends = names["row_ends"](b, h, q, limit, *bound.numbers)
         ends = ends if isinstance(ends, tuple) else (ends,)
-        assert len(ends) == len(row_ends_of(mod, "kv_idx"))
+        assert len(ends) == len(row_ends_of(mod))
         kv, places = (start + column)[None, :], ((start + (column & 7))[None, :], (column & ~7)[None, :])
+        if columns == "q_idx":
+            places = q - 13 + (13 & 7), torch.full_like(q, 13 & ~7)
         found = names["mask_mod"](b, h, q, kv, *places, *ends, None, *bound.numbers)
         assert torch.equal(found.expand(48, 16), (bound(b, h, q, kv) & (kv < limit)).expand(48, 16))
 
@@ -148,3 +151,21 @@ def test_longest_row(mask: Callable[..., Any], expected: int | None) -> None:
     if expected is not None:
         spans = [int(x[-1] - x[0]) + 1 for x in (row.nonzero().flatten() for row in rows) if len(x)]
         assert max(spans, default=0) <= expected
+
+
+_ENDS, _IDS = torch.arange(100), torch.arange(100) // 3
+
+
+@pytest.mark.parametrize(
+    ("mod", "expected"),
+    [
+        (lambda b, h, q_idx, kv_idx: (kv_idx < _ENDS[q_idx]) & (kv_idx % 2 == 0), ("high",)),
+        (lambda b, h, q_idx, kv_idx: (kv_idx < _ENDS[q_idx]) & (kv_idx >= q_idx - 9), ("low", "high")),
+        (lambda b, h, q_idx, kv_idx: q_idx < _ENDS[kv_idx], ()),
+        (lambda b, h, q_idx, kv_idx: _IDS[q_idx] == _IDS[kv_idx], ()),
+        (mods.causal, ()),
+    ],
+)
+def test_ends_that_are_loaded_for_each_query(mod: Any, expected: tuple[str, ...]) -> None:
+    bound = trace(mod, "mask")
+    assert streamed_ends_of(ModPlan(bound.graph, "mask", (), tuple(map(number_type, bound.numbers)))) == expected

@@ -6,7 +6,7 @@ import re
 
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.lower import Dialect, lower, lower_score
-from flexattn.compile.row_bounds import lower_row_bounds, lower_with_ends
+from flexattn.compile.row_bounds import lower_row_bounds, lower_with_ends, row_ends_of, streamed_ends_of
 
 
 def hopper_mods(plan: KernelPlan) -> list[str]:
@@ -20,10 +20,19 @@ def as_gluon(text: str) -> str:
     return re.sub(r"\btl\.(?!PropagateNan|broadcast_to)", "gl.", text)
 
 
+def ends_of(plan: KernelPlan) -> tuple[str, ...]:
+    """Return which ends of the intervals of queries a kernel computes once for each tile of queries."""
+    if plan.mask is None:
+        return ()
+    if plan.transposed:
+        return streamed_ends_of(plan.mask)
+    return row_ends_of(plan.mask) if plan.spec.row_ends else ()
+
+
 def _lowered(plan: KernelPlan) -> list[str]:
     dialect = Dialect(float_index=plan.float_index, columns="q_idx" if plan.transposed else "kv_idx")
     found = []
-    if plan.mask is not None and plan.spec.row_ends:
+    if plan.mask is not None and ends_of(plan):
         found += lower_with_ends(plan.mask, dialect.of_masks(ptx=True))
     elif plan.mask is not None:
         # Weights of queries past the end are 0 without a limit, but the derivative of score_mod may be anything there.

@@ -14,12 +14,11 @@ from flexattn.compile.hopper import (
     QUERIES_REGISTERS,
 )
 from flexattn.compile.hopper_descriptors import ROWS, columns
-from flexattn.compile.hopper_mods import as_gluon, hopper_mods
+from flexattn.compile.hopper_mods import as_gluon, ends_of, hopper_mods
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.lower import loads_where_live
 from flexattn.compile.mod_plan import TRITON_DTYPE
 from flexattn.compile.operands import MaskLists
-from flexattn.compile.row_bounds import row_ends_of
 from flexattn.compile.scalars import FEW_SPLITS
 from flexattn.compile.templates import environment
 from flexattn.process.frozen_class import frozen
@@ -37,7 +36,7 @@ def hopper_names(plan: KernelPlan) -> dict[str, object]:
     lists = tuple(a.name for a in MaskLists().arguments(plan))
     gradient = plan.grad if plan.scales_gradient else None
     names: dict[str, object] = {
-        "mods": hopper_mods(plan), "list_arguments": lists, "adds_dq": plan.adds_dq,
+        "mods": hopper_mods(plan), "ends": ends_of(plan), "list_arguments": lists, "adds_dq": plan.adds_dq,
         "prelude": as_gluon(environment().get_template("mod_functions.py.jinja").render(scatter_arguments=())),
         "loads_per_pair": any(loads_where_live(mod) for mod in (plan.score, plan.mask, gradient) if mod),
         "bytes": lambda text, parts: " + ".join(f"{text}.block_type.nbytes".replace("%", str(p.index)) for p in parts),
@@ -61,10 +60,10 @@ class _Own:
     names: dict[str, object]
 
 
-# The next tile of queries is claimed when this many tiles of keys are left to load. 6 works as well. With 2 a
+# The next tile is claimed when this many streamed tiles are left to load. In the forward, 6 works as well, and with 2 a
 # sliding window is 4 % slower.
 EARLY = 3
-# Slots of the ring from scheduler to producer. Tiles of at most EARLY tiles of keys are looked up this far ahead.
+# Slots of the ring from scheduler to producer. Tiles of at most EARLY streamed tiles are looked up this far ahead.
 RECORDS = 2
 
 
@@ -88,7 +87,6 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
             "times_scale": "" if plan.score else " * qk_scale", "exponent": _exponent(plan),
             "parts": parts, "with_sink": as_gluon(environment().get_template("with_sink.py.jinja").render()),
             "numbers": numbers, "recorded": [*numbers, "b_kv", "h_kv", *runs],
-            "ends": row_ends_of(plan.mask, "kv_idx") if plan.mask else (),
             "consumers": consumers, "shared_lists": shared_lists, "shares_output": plan.shares_output,
             "roles": [*(f"consumer_{i}" for i in range(consumers)), "producer", "scheduler"],
             "worker_warps": [4] * (consumers - 1) + [1, 1],
@@ -132,21 +130,39 @@ def _hopper_dq_names(plan: KernelPlan) -> _Own:
 # Roles of kernels whose programs own keys.
 _KEY_ROLES: dict[str, dict[str, object]] = {
     "hopper_backward": {
-        "roles": ["keys_0", "keys_1", "queries", "producer"], "worker_warps": [4, 4, 1],
-        "worker_registers": [KEYS_REGISTERS, QUERIES_REGISTERS, PRODUCER_REGISTERS],
+        "roles": ["keys_0", "keys_1", "queries", "producer", "scheduler"], "worker_warps": [4, 4, 1, 1],
+        "worker_registers": [KEYS_REGISTERS, QUERIES_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     },
     "hopper_backward_wide": {
         "roles": ["values", "keys", "queries", "producer"], "worker_warps": [4, 4, 1],
         "worker_registers": [KEYS_REGISTERS, QUERIES_REGISTERS, PRODUCER_REGISTERS],
     },
     "hopper_dkdv": {
-        "roles": ["keys_0", "keys_1", "producer"], "worker_warps": [4, 1],
-        "worker_registers": [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        "roles": ["keys_0", "keys_1", "producer", "scheduler"], "worker_warps": [4, 1, 1],
+        "worker_registers": [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     },
 }  # fmt: skip
 
 
 def _hopper_backward_names(plan: KernelPlan) -> _Own:
+    own, numbers = _of_keys(plan), ["b_kv", "h_kv", "n0", "partial", "full"]  # of a tile of keys
+    return replace(
+        own,
+        constants=[*own.constants, ("RECORDS", RECORDS), ("EARLY", EARLY)],
+        buffers=(
+            *(name for name in own.buffers if name != "kv_full"), "k_full", "k_empty", "v_full", "v_empty",
+            *(("ds_rows", "dk_stored") if plan.adds_dq else ()), "work", "work_full", "work_empty", "tile_numbers",
+            "query_numbers",
+        ),
+        names=own.names | {
+            "numbers": numbers, "recorded": [*numbers, *(["block"] if plan.blocks else [])],
+            "of_queries": ["b", "h", "m0", "row"],
+        },
+    )  # fmt: skip
+
+
+def _of_keys(plan: KernelPlan) -> _Own:
+    """Return the variables that both kernels for dq, dk and dv have."""
     return _Own(
         [("Q_STAGES", plan.rings.queries), *(_dq_constants(plan) if plan.adds_dq else [])],
         ("q_bufs", "k_bufs", "v_bufs", "do_bufs", *_ROWS, *(_OF_DQ if plan.adds_dq else ())),
@@ -169,7 +185,7 @@ _OF_DQ = ("ds_bufs", "dq_bufs", "ds_full", "ds_empty")
 
 
 def _hopper_wide_names(plan: KernelPlan) -> _Own:
-    own, (q_parts, v_parts) = _hopper_backward_names(plan), map(columns, plan.widths)
+    own, (q_parts, v_parts) = _of_keys(plan), map(columns, plan.widths)
     tiles = (f"{x}_bufs_{p.index}" for x, parts in zip("qkv", (q_parts, q_parts, v_parts), strict=True) for p in parts)
     gradients = (f"do_bufs_{p.index}" for p in v_parts)
     return replace(

@@ -138,7 +138,11 @@ VALUES_IN_KEYS = Feature(
     text="    values   are the first columns of the keys",
 )  # fmt: skip
 
-# DELTA sets the sums of dq to zero, [B * Hq * M_padded, 32 * pieces], because a launch takes more time on the host.
+# The number of tiles that programs of HOPPER_BACKWARD and HOPPER_DKDV have claimed.
+_CLAIMED = Array("counter_ptr", "*i32")
+# What DELTA sets to zero for the kernels after it (schedule.zeroed_arrays).
+CLAIMED = Feature("claimed", wanted=lambda problem, arrays: "counter_ptr" in arrays, operands=(_CLAIMED,))
+# The sums of dq, [B * Hq * M_padded, 32 * pieces].
 ZEROED = Feature(
     "zeroed",
     wanted=lambda problem, arrays: "dq_sum_ptr" in arrays,
@@ -226,7 +230,7 @@ DELTA = KernelSpec(
     tensors=("o", "do"),
     operands=(
         Pointers(("o", "do")), DLSE, _LSE, _DELTA, _SHIFT, Strides(("o", "do")), Scalars(("M", "M_padded", "heads_q")),
-        ZEROED,
+        ZEROED, CLAIMED,
     ),
     shared_bytes=delta_bytes,
     products=False,
@@ -348,17 +352,22 @@ HOPPER_DKDV = KernelSpec(
     "hopper_dkdv",
     phase="bwd",
     tensors=("q", "k", "v", "do", "dk", "dv"),
-    operands=(Descriptors(key_descriptors), _KEY_SCALARS, ScoreScale(), MaskLists(), ModArguments()),
+    operands=(
+        Descriptors(key_descriptors), Scalars(("tiles",)), _CLAIMED, _KEY_SCALARS, ScoreScale(), MaskLists(),
+        ModArguments(),
+    ),
     shared_bytes=hopper_keys_bytes,
     owns_keys=True,
     gradients=("dk", "dv"),
     gluon=True,
-)
+    persistent=True,
+)  # fmt: skip
 HOPPER_BACKWARD = replace(HOPPER_DKDV, name="hopper_backward", gradients=("dq", "dk", "dv"))
 HOPPER_BACKWARD_WIDE = replace(
     HOPPER_BACKWARD,
     name="hopper_backward_wide",
-    operands=(Descriptors(wide_descriptors), *HOPPER_BACKWARD.operands[1:]),
+    operands=(Descriptors(wide_descriptors), *HOPPER_BACKWARD.operands[3:]),
+    persistent=False,
 )
 # The last step after HOPPER_BACKWARD: its float32 sums of dq -> dq.
 DQ_ROWS = KernelSpec(

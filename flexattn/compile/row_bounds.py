@@ -10,10 +10,13 @@ forward_split takes the bounds themselves: it reads the keys between them, inste
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from flexattn.compile.lower import Dialect, Writer, mod_parameters
 from flexattn.compile.mod_plan import ModPlan
+from flexattn.graph.dependence import computed_from
 from flexattn.graph.row_bounds import (
     Both,
     Complement,
@@ -24,6 +27,7 @@ from flexattn.graph.row_bounds import (
     WholeRows,
     bounded_sides,
     conditions_of,
+    end_nodes,
     is_interval,
     row_bounds,
 )  # fmt: skip
@@ -72,25 +76,41 @@ def lower_row_interval(mod: ModPlan, function: str, dialect: Dialect) -> str:
 def lower_with_ends(mod: ModPlan, dialect: Dialect) -> tuple[str, str]:
     """Return the texts of `row_ends`, and of a mask_mod that takes the ends of its rows, `row_ends_of(mod)`.
 
-    For kernels whose programs own queries. They call `row_ends` once for each tile, before its products, so that no
+    The rows are queries. Kernels call `row_ends` once for each tile of queries, before its products, so that no
     product waits for what it loads.
     """
-    interval = row_bounds(mod.graph, dialect.columns)
-    ends, pairs = _RowBounds(mod, dialect), Writer(mod, dialect)
+    interval, of_rows = row_bounds(mod.graph, "kv_idx"), replace(dialect, columns="kv_idx")
+    ends, pairs = _RowBounds(mod, of_rows), Writer(mod, dialect)
     low, high = ends.ends(interval)
     high = ends.combined("minimum", high, "limit")
-    names = row_ends_of(mod, dialect.columns)
+    names = row_ends_of(mod)
     found = ", ".join(str(text) for text in (low, high) if text is not None)
     before = ends.function("row_ends", ["b", "h", "q_idx", "limit"], [f"return {found}"])
-    texts = ["(offset < high - near)", *(["(offset >= low - near)"] if "low" in names else [])]
+    if dialect.columns == "kv_idx":
+        texts = ["(offset < high - near)", *(["(offset >= low - near)"] if "low" in names else [])]
+    else:
+        texts = ["(kv_idx < high)", *(["(kv_idx >= low)"] if "low" in names else [])]
     texts += [pairs.value(node) for node in conditions_of(interval)]
     parameters = [*mod_parameters(mod.graph), "near", "offset", *names, "live"]
     return before, pairs.function("mask_mod", parameters, [f"return {' & '.join(texts)}"])
 
 
-def row_ends_of(mod: ModPlan, columns: str) -> tuple[str, ...]:
-    """Return which ends `row_ends` returns. All columns are below a limit, so there is always a high end."""
-    return ("low", "high") if "low" in bounded_sides(row_bounds(mod.graph, columns)) else ("high",)
+def row_ends_of(mod: ModPlan) -> tuple[str, ...]:
+    """Return which ends `row_ends` returns. All keys are below a limit, so there is always a high end."""
+    return ("low", "high") if "low" in bounded_sides(row_bounds(mod.graph, "kv_idx")) else ("high",)
+
+
+def streamed_ends_of(mod: ModPlan) -> tuple[str, ...]:
+    """Return `row_ends_of(mod)` if the ends are loaded for each query, else nothing.
+
+    For kernels that own keys and stream queries. A thread has scores of 16 queries. Instead of loading the ends of all
+    of them, it loads those of one query and exchanges them: a backward of packed sequences takes 904 us instead of 993
+    (12 documents of 16k tokens, 16 heads, D 128, H200).
+    """
+    graph = mod.graph
+    loads = {node for end in end_nodes(row_bounds(graph, "kv_idx")) for node in computed_from(graph, end)}
+    by_query = (i for i in loads & graph.loads.keys() if "q_idx" in graph.dependence[i])
+    return row_ends_of(mod) if next(by_query, None) is not None else ()
 
 
 class _RowBounds(Writer):

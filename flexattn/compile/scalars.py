@@ -160,9 +160,15 @@ def _heads_per_group(plan: KernelPlan, problem: Problem) -> int:
         # Programs claim tiles as late as possible, so all work on one head at a time: 1,648 us instead of 1,689 for
         # 2x16x8192, D 128 (H200).
         return 1
-    rows = q.size(2) * _group_size(plan, problem) if plan.transposed else problem.N
+    rows = _rows_at_once(problem) * _group_size(plan, problem) if plan.transposed else problem.N
     head_bytes = rows * (q.size(3) + v.size(3)) * q.element_size()
     return heads_per_group(head_bytes, l2_bytes(q.device), _heads(plan, problem))
+
+
+def _rows_at_once(problem: Problem) -> int:
+    """Return the rows of a head that programs that own keys read at the same time."""
+    M, blocks = problem.query.size(2), problem.block_mask
+    return M if blocks is None or blocks.reach is None else min(M, blocks.reach)
 
 
 def _group_size(plan: KernelPlan, problem: Problem) -> int:

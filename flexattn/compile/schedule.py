@@ -134,6 +134,14 @@ def backward_kernels(problems: KernelProblems, tensors: Tensors, target: Target)
     return _fused_or_pair(problems, possible, tensors, target)
 
 
+def zeroed_arrays(kernels: tuple[KernelSpec, ...], target: Target) -> tuple[str, ...]:
+    """Return the arrays that DELTA sets to zero for later kernels: the sums of dq, and the count of claimed tiles.
+
+    A launch takes more host time than they take on the device.
+    """
+    return (*(("dq_sum_ptr",) if DQ_ROWS in kernels else ()), *(("counter_ptr",) if target.is_hopper else ()))
+
+
 def _fused_or_pair(
     problems: KernelProblems, possible: tuple[KernelSpec, ...], tensors: Tensors, target: Target
 ) -> tuple[KernelSpec, ...]:
@@ -180,7 +188,7 @@ def expected_backward(problem: Problem, tensors: Tensors, target: Target) -> tup
     tensors = {**tensors, "do": tensors["o"], "dq": tensors["q"], "dk": tensors["k"], "dv": tensors["v"]}
     problems = KernelProblems.of(problem)
     kernels = (DELTA, *backward_kernels(problems, tensors, target))
-    arrays = {"dq_sum_ptr": tensors["q"]} if DQ_ROWS in kernels else NO_ARRAYS
+    arrays = dict.fromkeys(zeroed_arrays(kernels, target), tensors["q"])
     return tuple(
         plan_best_form(spec, problems.seen_by(spec), target, {name: tensors[name] for name in spec.tensors}, arrays)[0]
         for spec in kernels

@@ -203,7 +203,7 @@ def _packed_kind(
         keep_packed(blocks, Problem(*tensors[:3], scale=1.0, mask=mask, block_mask=blocks))
     state = blocks._state
     assert state is not None
-    key += ("packed", state.kind, blocks.seq_lengths)
+    key += ("packed", state.kind, blocks.seq_lengths, blocks.reach)
     return CallKind(key, tensors + mask.captures, graph, (blocks, state))
 
 

@@ -17,12 +17,18 @@ from flexattn.compile.arguments import Tensors
 from flexattn.compile.capture_sums import CaptureSums, largest_of_rows, sums_integers
 from flexattn.compile.head_dims import pieces_of
 from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
-from flexattn.compile.kernels import DELTA, DQ_ROWS, FORWARD, SIZES, SPLIT
+from flexattn.compile.kernels import DELTA, FORWARD, SIZES, SPLIT
 from flexattn.compile.plan import has_descriptor, is_aligned
 from flexattn.compile.scalars import padded, splits_of
 from flexattn.compile.scatter import capture_sum_name, scatter_captures
-from flexattn.compile.schedule import KernelProblems, backward_kernels, forward_kernels, plan_best_form
-from flexattn.machine.target import Target
+from flexattn.compile.schedule import (
+    KernelProblems,
+    backward_kernels,
+    forward_kernels,
+    plan_best_form,
+    zeroed_arrays,
+)
+from flexattn.machine.target import Target, target_of
 from flexattn.options import option
 from flexattn.process.events import fallback
 from flexattn.process.frozen_class import frozen
@@ -96,7 +102,7 @@ def _parts_of(memory: Tensor, begins: Sequence[int], pointer: Callable[[Tensor],
 
 # The tensors of a backward in the order of its pointers.
 _BACKWARD = (
-    "q", "k", "v", "o", "do", "dq", "dk", "dv", "lse_ptr", "dlse_ptr", "delta_ptr", "shift_ptr", "dq_sum_ptr",
+    "q", "k", "v", "o", "do", "dq", "dk", "dv", "lse_ptr", "dlse_ptr", "delta_ptr", "shift_ptr", "dq_sum_ptr", COUNTER,
 )  # fmt: skip
 
 
@@ -139,12 +145,13 @@ class KnownBackward:
             dk, dv = empty(*of_k, dtype), empty(*of_v, dtype)
         dlse = nothing if d_lse is None else d_lse.float().contiguous()
         rows = self.rows
-        memory = empty((rows * (2 + self.dq_columns),), (1,), torch.float32)
+        size = rows * (2 + self.dq_columns)
+        memory = empty((size + 1,), (1,), torch.float32)  # its last 4 bytes are an int32 counter
         sums = [torch.zeros(captures[i].shape, dtype=torch.float32, device=device) for i in self.learned]
         self.kernels.run(
             [
                 pointer(query), pointer(key), pointer(value), pointer(out), pointer(d_out), pointer(dq), pointer(dk),
-                pointer(dv), pointer(lse), pointer(dlse), *_parts_of(memory, (0, rows, 2 * rows), pointer),
+                pointer(dv), pointer(lse), pointer(dlse), *_parts_of(memory, (0, rows, 2 * rows, size), pointer),
                 *map(pointer, sums), *parts,
             ],
             device,
@@ -281,10 +288,11 @@ def _backward(
 
     kernels = scheduled_backward(problems, tensors)
     rows = {"lse_ptr": lse} if d_lse is None else {"lse_ptr": lse, "dlse_ptr": d_lse.float().contiguous()}
-    if DQ_ROWS in kernels:
-        arrays["dq_sum_ptr"] = q.new_empty(
-            (count * pieces_of(q.size(-1)), 32), dtype=torch.float32
-        )  # DELTA sets it to 0
+    zeroed = zeroed_arrays(kernels, target_of(q.device))
+    if "dq_sum_ptr" in zeroed:
+        arrays["dq_sum_ptr"] = q.new_empty((count * pieces_of(q.size(-1)), 32), dtype=torch.float32)
+    if COUNTER in zeroed:
+        arrays[COUNTER] = q.new_empty(1, dtype=torch.int32)
     step(DELTA, rows | arrays)
     sums = CaptureSums.of(problem, sums_integers(problem))
     # Integer sums need a bound of what they add: measured by SIZES, or known from d_out and value.
@@ -331,7 +339,7 @@ def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | Non
     kernels = forward_kernels(problem)
     if problem.layout is None or not (problem.is_paged or problem.layout.is_quantized):
         kernels = (*kernels, DELTA, *backward_kernels(problems, tensors, target))
-    arrays = {"dq_sum_ptr": out} if DQ_ROWS in kernels else {}
+    arrays = dict.fromkeys(zeroed_arrays(kernels, target), out)
     return tuple(
         plan_best_form(spec, problems.seen_by(spec), target, {name: tensors[name] for name in spec.tensors}, arrays)
         for spec in kernels

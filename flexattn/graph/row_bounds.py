@@ -136,6 +136,21 @@ def conditions_of(interval: RowInterval) -> tuple[int, ...]:
     return ()
 
 
+def end_nodes(interval: RowInterval) -> tuple[int, ...]:
+    """Return the nodes that the bounds of an interval are computed from."""
+    match interval:
+        case Solved(_, bound):
+            return tuple(node for node, _ in bound.terms)
+        case WholeRows(node):
+            return (node,)
+        case Complement(of):
+            return end_nodes(of)
+        case Both(x, y) | Either(x, y):
+            return end_nodes(x) + end_nodes(y)
+        case Condition():
+            return ()
+
+
 def is_interval(interval: RowInterval) -> bool:
     """Return whether there are no conditions: each row attends to exactly the keys between its bounds."""
     match interval:

@@ -132,11 +132,15 @@ def launch_key(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Ite
         None if problem.sink is None else (problem.sink.shape, problem.sink.stride()),
         None if problem.dropout is None else problem.dropout.drop_below,
         is_deterministic(),
-        None if blocks is None else (blocks.B, blocks.H, blocks.BLOCK_SIZE, blocks.full_overhangs, blocks.is_built),
+        None if blocks is None else _mask_key(blocks),
         None if problem.layout is None else _layout_key(problem.layout, blocks),
         *[(t.stride(), t.data_ptr() & 15) for t in tensors.values()],
         *_mod_key(problem.score), *_mod_key(problem.mask),
     )  # fmt: skip
+
+
+def _mask_key(blocks: BlockMask) -> tuple[object, ...]:
+    return (blocks.B, blocks.H, blocks.BLOCK_SIZE, blocks.full_overhangs, blocks.is_built, blocks.reach)
 
 
 def _layout_key(layout: Layout, blocks: BlockMask | None) -> tuple[object, ...]:

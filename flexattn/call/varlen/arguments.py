@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -106,6 +107,7 @@ class Packed:
 
     packing: Packing
     window: tuple[int, int]
+    longest: int  # no sequence has more queries
     used_rows: Tensor | None  # bool [T_k]: which rows of key hold a token that is used; None: all
 
     @staticmethod
@@ -121,7 +123,7 @@ class Packed:
             return packing, None if used_k is None else _used_rows(given.cu_seq_k, used_k, T_k)
 
         packing, rows = packings.get(_sizes_of(given, query, key), tensors, make)
-        return Packed(packing, tuple(given.window_size), rows)  # type: ignore[arg-type]
+        return Packed(packing, tuple(given.window_size), given.max_q, rows)  # type: ignore[arg-type]
 
     @staticmethod
     def recalled(given: PackedArguments, query: Tensor, key: Tensor) -> Packed | None:
@@ -134,7 +136,7 @@ class Packed:
         if not isinstance(given.cu_seq_q, Tensor) or not isinstance(given.cu_seq_k, Tensor):
             return None
         found = packings.known(_sizes_of(given, query, key), (given.cu_seq_q, given.cu_seq_k))
-        return Packed.of(given, query, key) if found is None else Packed(found[0][0], window, None)
+        return Packed.of(given, query, key) if found is None else Packed(found[0][0], window, given.max_q, None)
 
     def tensors_of(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return key and value with 0 in rows that are not used. They may be NaN, and share tiles with used rows."""
@@ -146,8 +148,9 @@ class Packed:
     def blocks_of(self, mask: BoundMod, lengths: tuple[int, int], H: int, both: bool) -> BlockMask:
         """Return the block lists of a packed mask, computed once for the same tensors."""
         window = self.window if mask.graph == mask_at_rows(None, self.window) else None
-        key = (mask.graph, mask.numbers, lengths, H, both)
-        return masks.get(key, mask.captures, lambda: mask_of_rows(mask, self.packing, window, lengths, H, both))
+        wanted = lengths, H, both, self.longest if both else 0
+        make = partial(mask_of_rows, mask, self.packing, window, *wanted)
+        return masks.get((mask.graph, mask.numbers, *wanted), mask.captures, make)
 
 
 def _sizes_of(given: PackedArguments, query: Tensor, key: Tensor) -> tuple[object, ...]:

@@ -26,13 +26,20 @@ from flexattn.mods.combine import noop_mask
 from flexattn.torch_state.transforms import outside
 
 BLOCK = 128
+# Sequences are short if that many of the longest one would fit into the batch, in blocks.
+_SHORT = 16
 _ROWS = 128  # of blocks, at a time
 
 
 def mask_of_rows(
-    bound: BoundMod, packing: Packing, window: tuple[int, int] | None, lengths: tuple[int, int], H: int, both: bool
-) -> BlockMask:
-    """Return the block lists of a packed mask. `both`: for a backward too.
+    bound: BoundMod, packing: Packing, window: tuple[int, int] | None, lengths: tuple[int, int], H: int, both: bool,
+    longest: int,
+) -> BlockMask:  # fmt: skip
+    """Return the block lists of a packed mask. `both`: for a backward too, of sequences of at most `longest` queries.
+
+    Programs of a backward take keys with many queries first. If all sequences are short, they take them in order
+    instead: keys of one sequence at a time, so that their queries and the sums of dq stay in L2. For 64 x 256 tokens
+    that takes 345 us instead of 378 (H200, 16 heads, D 128).
 
     `window`: of a mask that consists of sequences and a window only. It is None if there is also a mask_mod, whose
     intervals are then evaluated in torch.
@@ -41,13 +48,18 @@ def mask_of_rows(
         H = H if bound.graph.reads("h") else 1
         on_device = has_kernels(packing.sequence.device)
         intervals = None if window is not None and on_device else _intervals(bound, lengths, H)
+        rows, columns = (-(-n // BLOCK) for n in (longest, lengths[1]))
+        short = both and columns >= _SHORT * rows
         if on_device:
-            kv_runs, q_runs = _launch(packing, window, intervals, lengths, H, both)
+            kv_runs, q_runs = _launch(packing, window, intervals, lengths, H, both, short)
         else:
             assert intervals is not None
             kv_runs, q_runs = _in_torch(*intervals, lengths[1], both)
+        if q_runs is not None and short:
+            q_runs.order.copy_(torch.arange(q_runs.order.size(1), dtype=torch.int32, device=q_runs.order.device))
         mask = BlockMask.from_runs(kv_runs, q_runs, 1, H, lengths, BLOCK, noop_mask, full_overhangs=False)
         mask._built_from_mod = True
+        mask.reach = longest if short else None
         return mask
 
 
@@ -62,7 +74,7 @@ def _in_torch(low: Tensor, high: Tensor, exact: bool, T_k: int, both: bool) -> t
 
 def _launch(
     packing: Packing, window: tuple[int, int] | None, intervals: Intervals | None, lengths: tuple[int, int], H: int,
-    both: bool,
+    both: bool, short: bool,
 ) -> tuple[RunLists, RunLists | None]:  # fmt: skip
     from flexattn.call.varlen import kernels
 
@@ -86,7 +98,8 @@ def _launch(
             q_runs = _empty_lists(H, columns, first.device)
             if columns:
                 of_columns[(columns, H)](kv_runs.partial.runs, *q_runs.tensors[:4], rows, columns, ROWS=_ROWS)
-                _order(q_runs, H, columns)
+                if not short:
+                    _order(q_runs, H, columns)
     return kv_runs, q_runs
 
 
