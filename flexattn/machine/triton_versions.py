@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from flexattn.process.forks import Lock, temporary
@@ -91,17 +91,33 @@ class Request:
 
 
 def compile_kernel(
-    fn: Any, request: Request, target: tuple[str, int | str, int], options: dict[str, Any]
+    fn: Any, request: Request, target: tuple[str, int | str, int], options: dict[str, Any], key: str
 ) -> dict[str, bytes]:
     """Compile `fn` for a target (backend, architecture, warp size) that need not be present.
 
-    Return the contents of the files by extension.
+    `key` stands for everything that changes the binary. Return the contents of the files by extension.
     """
-    import triton
     from triton.backends.compiler import GPUTarget
 
-    compiled = triton.compile(request.source(fn), target=GPUTarget(*target), options=options)
+    compiled = _compile_with_key(key)(request.source(fn), target=GPUTarget(*target), options=options)
     return {name.rpartition(".")[2]: Path(path).read_bytes() for name, path in compiled.metadata_group.items()}
+
+
+def _compile_with_key(key: str) -> Callable[..., Any]:
+    """Return triton.compile with `key` as its cache key.
+
+    For its own key, Triton hashes all of its files in each process: 400 MiB, 0.3 s with instructions for SHA. The
+    function is copied with other globals, so that Triton's own calls, in other threads too, keep their keys.
+    """
+    import triton
+
+    compile = triton.compile
+    if not isinstance(compile, FunctionType) or "get_cache_key" not in compile.__code__.co_names:
+        return compile
+    names = {**compile.__globals__, "get_cache_key": lambda *parts, **more: key}
+    own = FunctionType(compile.__code__, names, compile.__name__, compile.__defaults__, compile.__closure__)
+    own.__kwdefaults__ = compile.__kwdefaults__
+    return own
 
 
 def build_stub(request: Request, metadata: bytes, folder: Path) -> None:

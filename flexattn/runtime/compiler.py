@@ -22,7 +22,7 @@ class Job:
     source: KernelSource
     target: tuple[str, int | str, int]  # backend, architecture, warp size
     text: str  # of the file: the source with its header
-    path: str  # the path of the file, which may not exist yet; Triton writes it into the PTX
+    path: str  # of the file, in the folder named for the kernel's digest; Triton writes it into the PTX
     folder: str  # for Triton's files
     stubs: str  # where Triton's launchers are kept
 
@@ -38,7 +38,8 @@ def compile_job(job: Job) -> dict[str, bytes]:
     function = import_kernel(Path(job.path), job.text, source)
     try:
         with triton_versions.cache_folder(Path(job.folder)):
-            return triton_versions.compile_kernel(function, request_of(source, function), job.target, options)
+            request, key = request_of(source, function), Path(job.path).parent.name
+            return triton_versions.compile_kernel(function, request, job.target, options, key)
     except OSError:
         raise  # an error of the folder, not of the kernel
     except Exception as error:
