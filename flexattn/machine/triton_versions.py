@@ -120,16 +120,34 @@ def _compile_with_key(key: str) -> Callable[..., Any]:
     return own
 
 
-def build_stub(request: Request, metadata: bytes, folder: Path) -> None:
-    """Build the C stub of a kernel's launcher, which Triton 3.6 otherwise builds when the kernel is loaded (0.2 s).
+def builds_launchers() -> bool:
+    """Whether Triton builds a launcher for each kernel (3.6), or has one for all."""
+    from triton.backends.nvidia import driver
 
-    `metadata` is the kernel's JSON file. No GPU is needed. Without a C compiler or libcuda nothing is built.
+    return hasattr(driver, "make_launcher")
+
+
+def build_stub(request: Request | None, target: tuple[str, int | str, int], folder: Path) -> None:
+    """Build the C code that Triton otherwise builds when it loads a kernel: its launcher (0.2 to 0.3 s of gcc).
+
+    None: the module with which Triton uses a GPU (as long). No GPU and no compiled kernel is needed.
+    Without a C compiler or libcuda nothing is built.
     """
     from triton.backends.nvidia import driver
 
-    if hasattr(driver, "make_launcher"):
-        with contextlib.suppress(Exception), cache_folder(folder):
-            driver.CudaLauncher(request.source(_stand_in(request)), SimpleNamespace(**json.loads(metadata)))
+    with contextlib.suppress(Exception), cache_folder(folder):
+        if request is None:
+            driver.CudaUtils()
+        else:
+            driver.CudaLauncher(request.source(_stand_in(request)), _stand_in_metadata(request, target))
+
+
+def import_compiler() -> None:
+    """Import what compiling needs."""
+    import triton.compiler
+
+    if has_gluon():
+        import triton.experimental.gluon._runtime  # noqa: F401
 
 
 def load_kernel(request: Request, files: dict[str, Path]) -> Any:
@@ -146,6 +164,20 @@ def _stand_in(request: Request) -> Any:
     return SimpleNamespace(
         __name__=request.name, arg_names=[name for name, _ in request.signature], launch_metadata=None
     )
+
+
+def _stand_in_metadata(request: Request, target: tuple[str, int | str, int]) -> Any:
+    """Return what the launcher's C code depends on of a compiled kernel: whether descriptors go to TMA, as on Hopper.
+
+    Where this is wrong, Triton builds another launcher when it loads the kernel.
+    """
+    descriptors = sum(kind.startswith("tensordesc") for _, kind in request.signature)
+    uses_tma = target[0] == "cuda" and int(target[1]) >= 90
+    return SimpleNamespace(
+        tensordesc_meta=[{}] * descriptors if uses_tma else None, num_ctas=1, launch_cooperative_grid=False,
+        launch_pdl=False, global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0,
+        profile_scratch_align=1,
+    )  # fmt: skip
 
 
 @frozen

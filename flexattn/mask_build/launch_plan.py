@@ -134,8 +134,8 @@ def recipe_of(
     dtypes = [c.dtype for c in plan.mod.graph.captures]
     keys = _table_keys(plan, block_size)
     wanted = tuple(dict.fromkeys(keys))
-    build_ahead([source for source in _sources(plan, captures, sizes, block_size) if source != plan.classify], target)
-    classify = build(plan.classify, target)  # by far the slowest of them
+    build_ahead(_sources(plan, captures, sizes, block_size), target, here=[plan.classify])
+    classify = build(plan.classify, target)
     tables = tuple(_table(key, captures[key[0]], dtypes[key[0]], target) for key in wanted)
     reads = tuple(wanted.index(key) for key in keys)
     of_tables = [n for i in reads for n in tables[i].constants]
