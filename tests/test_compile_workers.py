@@ -33,6 +33,8 @@ def workers(machine: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Give an empty kernel folder and at most two workers, which end with the test."""
     monkeypatch.setattr(compile_workers, "processes", lambda: 2)
     build_module.clear_memory()
+    for once in (build_module.expect_kernels, build_module._build_driver_ahead):
+        once.cache_clear()
     yield machine
     compile_workers.end_workers()
     build_module.clear_memory()
@@ -133,7 +135,6 @@ def test_c_code_is_built_apart_from_the_kernels(workers: Path, monkeypatch: pyte
     asked: list[str] = []
     monkeypatch.setattr(compile_workers, "submit", lambda key, task: asked.append(key))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    build_module._build_driver_ahead.cache_clear()
     build_ahead([SCAN, FILL, COUNT], SM90, here=[FILL])
     scan, fill, count = (digest(source, SM90) for source in (SCAN, FILL, COUNT))
     stubs = [f"stub {key}" for key in (fill, scan, count)] if triton_versions.builds_launchers() else []
@@ -143,7 +144,6 @@ def test_c_code_is_built_apart_from_the_kernels(workers: Path, monkeypatch: pyte
     build_ahead([], SM90, here=[FILL])
     build_ahead([COUNT], SM90, here=[FILL])
     assert asked == [count, *stubs[2:]], "once per process, and not for kernels on disk"
-    build_module._build_driver_ahead.cache_clear()
 
 
 def test_no_executable_means_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,10 +260,12 @@ def build_ahead(sources: Sequence[KernelSource], target: Target, here: Sequence[
             compile_workers.submit(_stub_of(missing[source]), functools.partial(_build_stub, source, target))
 
 
+@functools.cache
 def expect_kernels() -> None:
     """Start the processes that compile kernels if no kernel is on disk yet, before it is known which are needed.
 
-    Starting them takes 0.3 s, about as long as the imports and the planning before the first compile.
+    Starting them takes 0.3 s, about as long as the imports and the planning before the first compile. Only the first
+    call in a process looks at the disk.
     """
     if compile_workers.processes() and not any(store.has_entries() for store in itertools.islice(_stores(), 1)):
         compile_workers.warm_up()
