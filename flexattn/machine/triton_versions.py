@@ -25,6 +25,7 @@ LaunchFunction = Callable[[int, int, tuple[Any, ...]], None]  # (programs, strea
 _BINARY_SETTINGS = (  # those that Triton omits from its keys, or keys by their effect
     "TRITON_PTXAS_PATH", "PTXAS_OPTIONS", "TRITON_OVERRIDE_ARCH", "TRITON_F32_DEFAULT", "TRITON_DEFAULT_FP_FUSION",
 )  # fmt: skip
+_CHECKED = {("3", "6"), ("3", "7")}  # releases whose private functions are used
 _knobs_lock = Lock()  # Triton's knobs are global to the process
 
 
@@ -34,9 +35,13 @@ def version() -> str:
     return triton.__version__
 
 
+def _release() -> tuple[str, ...]:
+    return tuple(version().split(".")[:2])
+
+
 def has_gluon() -> bool:
     """Whether this version of Triton compiles the Gluon kernels (only 3.6 has run them on a GPU)."""
-    return tuple(version().split(".")[:2]) in {("3", "6"), ("3", "7"), ("3", "8"), ("3", "9")}
+    return _release() in {("3", "6"), ("3", "7"), ("3", "8"), ("3", "9")}
 
 
 def is_interpreting() -> bool:
@@ -112,7 +117,8 @@ def _compile_with_key(key: str) -> Callable[..., Any]:
     import triton
 
     compile = triton.compile
-    if not isinstance(compile, FunctionType) or "get_cache_key" not in compile.__code__.co_names:
+    known = _release() in _CHECKED and isinstance(compile, FunctionType)
+    if not known or "get_cache_key" not in compile.__code__.co_names:
         return compile
     names = {**compile.__globals__, "get_cache_key": lambda *parts, **more: key}
     own = FunctionType(compile.__code__, names, compile.__name__, compile.__defaults__, compile.__closure__)
@@ -266,8 +272,8 @@ def _with_descriptors(compiled: Any, flat: FlatLaunch) -> LaunchFunction:
 
 def _flat_launch(compiled: Any, run: Any) -> FlatLaunch | None:
     """Call Triton's C launcher directly, with everything but the arguments bound; None if it is not supported."""
-    release = tuple(version().split(".")[:2])
-    if type(run).__name__ != "CudaLauncher" or release not in {("3", "6"), ("3", "7")}:
+    release = _release()
+    if type(run).__name__ != "CudaLauncher" or release not in _CHECKED:
         return None
     if run.global_scratch_size or run.profile_scratch_size:
         return None  # Triton then allocates memory for each launch
