@@ -583,6 +583,20 @@ except build_module.OutOfResources as error:
 """
 
 
+def test_triton_does_not_hash_itself(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    from triton.compiler import compiler
+    from triton.runtime import cache as triton_cache
+
+    def hash_everything() -> str:
+        raise AssertionError("Triton's own key was computed")
+
+    monkeypatch.setattr(triton_cache, "triton_key", hash_everything)
+    kernels = [build(PRODUCT, SM90), build(dataclasses.replace(PRODUCT, num_warps=8), SM90)]
+    hashes = {json.loads(k.path.with_suffix(".json").read_text())["hash"] for k in kernels}
+    assert len(hashes) == 2
+    assert compiler.get_cache_key is triton_cache.get_cache_key
+
+
 @pytest.fixture(scope="module")
 def fake_driver(tmp_path_factory) -> dict[str, str]:
     """Compile a libcuda.so.1 that only records launches."""
@@ -617,6 +631,27 @@ def test_launch_reaches_the_driver(cache: Path, fake_driver: dict[str, str]):
     assert stubs
     _result(_start(LAUNCHED, **fake_driver))
     assert {file: file.stat().st_mtime_ns for file in (cache / "triton").rglob("*.so")} == stubs, "stubs are kept"
+
+
+STUBS = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_build import PRODUCT, SM90
+from flexattn.runtime import build
+from flexattn.runtime.compiler import run_job
+for source in (None, PRODUCT):
+    build._build_stub(source, SM90, run_job)
+"""
+
+
+@pytest.mark.slow
+@no_gpu
+def test_c_code_is_built_without_the_kernel(cache: Path, fake_driver: dict[str, str]):
+    _result(_start(STUBS, **fake_driver))
+    stubs = {file: file.stat().st_mtime_ns for file in (cache / "triton").rglob("*.so")}
+    assert stubs
+    _result(_start(LAUNCHED, **fake_driver))
+    assert {file: file.stat().st_mtime_ns for file in (cache / "triton").rglob("*.so")} == stubs
 
 
 # A second GPU loads a kernel from its files again.

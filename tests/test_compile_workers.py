@@ -16,12 +16,13 @@ pytest.importorskip("triton")
 
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.errors import CompileError
+from flexattn.machine import triton_versions
 from flexattn.machine.target import Target
 from flexattn.mask_build.kernels import list_sources
 from flexattn.process.config import settings
 from flexattn.runtime import build as build_module
 from flexattn.runtime import compile_workers
-from flexattn.runtime.build import build, build_ahead, digest
+from flexattn.runtime.build import build, build_ahead, digest, expect_kernels
 
 SM90 = Target("cuda", 90, 32)
 COUNT, SCAN, FILL = list_sources()
@@ -32,6 +33,8 @@ def workers(machine: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Give an empty kernel folder and at most two workers, which end with the test."""
     monkeypatch.setattr(compile_workers, "processes", lambda: 2)
     build_module.clear_memory()
+    for once in (build_module.expect_kernels, build_module._build_driver_ahead):
+        once.cache_clear()
     yield machine
     compile_workers.end_workers()
     build_module.clear_memory()
@@ -95,6 +98,52 @@ def test_a_worker_that_dies_leaves_the_kernel_to_this_process(workers: Path, mon
     for source in (SCAN, FILL):
         build(source, SM90)
     assert len(compiled(workers)) == 2
+
+
+def test_workers_of_other_settings_leave_the_kernel_to_this_process(
+    workers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = compile_workers.started()
+    compile_workers.warm_up()
+    wait_until_started(before + 2)
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
+    build_ahead([SCAN], SM90)
+    key = digest(SCAN, SM90)
+    while compile_workers._pool is not None and compile_workers._pool.waiting:
+        time.sleep(0.01)
+    assert compile_workers.take(key) is None
+    assert not compiled(workers)
+    build(SCAN, SM90)
+
+
+def test_workers_start_before_the_first_kernel_is_known(workers: Path) -> None:
+    before = compile_workers.started()
+    expect_kernels()
+    wait_until_started(before + 2)
+    build_ahead([SCAN], SM90)
+    build(SCAN, SM90)
+    assert compile_workers.started() == before + 2
+
+
+def test_workers_are_not_expected_once_a_kernel_is_on_disk(workers: Path) -> None:
+    build(SCAN, SM90)
+    expect_kernels()
+    assert compile_workers._pool is None
+
+
+def test_c_code_is_built_apart_from_the_kernels(workers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(compile_workers, "submit", lambda key, task: asked.append(key))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    build_ahead([SCAN, FILL, COUNT], SM90, here=[FILL])
+    scan, fill, count = (digest(source, SM90) for source in (SCAN, FILL, COUNT))
+    stubs = [f"stub {key}" for key in (fill, scan, count)] if triton_versions.builds_launchers() else []
+    assert asked == [scan, count, "driver", *stubs]
+    asked.clear()
+    build(FILL, SM90)
+    build_ahead([], SM90, here=[FILL])
+    build_ahead([COUNT], SM90, here=[FILL])
+    assert asked == [count, *stubs[2:]], "once per process, and not for kernels on disk"
 
 
 def test_no_executable_means_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:

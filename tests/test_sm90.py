@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +18,11 @@ from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.shared_memory import shared_bytes
 from flexattn.graph.equal_runs import EqualRuns
+from flexattn.machine import triton_versions
 from flexattn.machine.target import Target
 from flexattn.mask_build.kernels import levels_source, list_sources, small_lists_source, table_source
 from flexattn.runtime.build import build
+from flexattn.runtime.compiler import request_of
 from flexattn.trace.trace import trace
 
 pytest.importorskip("triton")
@@ -264,3 +269,17 @@ def test_kernels_of_tables(dtype: torch.dtype, chunk: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32], ids=str)
 def test_kernels_of_levels(dtype: torch.dtype) -> None:
     assert_lean(levels_source(dtype))
+
+
+@pytest.mark.slow
+def test_launchers_of_descriptors_are_foreseen() -> None:
+    driver: Any = importlib.import_module("triton.backends.nvidia.driver")
+    if not triton_versions.builds_launchers():
+        pytest.skip("this Triton has one launcher for all kernels")
+    source = next(source for plan, source in sources("causal 64", "AUTO") if plan.spec.name == "hopper_forward")
+    request = request_of(source)
+    found = json.loads(build(source, SM90).path.with_suffix(".json").read_text())["tensordesc_meta"]
+    assert found
+    foreseen = triton_versions._stand_in_metadata(request, ("cuda", 90, 32)).tensordesc_meta
+    texts = [driver.make_launcher({}, dict(request.signature), meta) for meta in (found, foreseen)]
+    assert texts[0] == texts[1]

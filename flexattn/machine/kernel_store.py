@@ -38,6 +38,7 @@ except ImportError:  # Windows has no Triton either; renames alone keep entries 
 
 _MANIFEST = "manifest.json"
 _STAGING = ".new-"
+_LOCKS = "locks"
 _STAGING_AGE = 24 * 3600  # seconds after which a staging directory must belong to a dead process
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
@@ -66,11 +67,15 @@ class KernelStore:
             os.utime(folder / _MANIFEST)  # the least recently used entries are removed first
         return folder
 
+    def has_entries(self) -> bool:
+        """Whether an entry was ever written: each takes a lock first."""
+        return (self.root / _LOCKS).is_dir()
+
     @contextlib.contextmanager
     def lock(self, digest: str) -> Iterator[None]:
         """Let only one process (and thread) at a time build this entry."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
-        handle = os.open(self.folder("locks") / digest[:2], flags, 0o600)
+        handle = os.open(self.folder(_LOCKS) / digest[:2], flags, 0o600)
         builder = os.getpid()
 
         def release() -> None:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from flexattn.process.forks import Lock, temporary
@@ -25,6 +25,7 @@ LaunchFunction = Callable[[int, int, tuple[Any, ...]], None]  # (programs, strea
 _BINARY_SETTINGS = (  # those that Triton omits from its keys, or keys by their effect
     "TRITON_PTXAS_PATH", "PTXAS_OPTIONS", "TRITON_OVERRIDE_ARCH", "TRITON_F32_DEFAULT", "TRITON_DEFAULT_FP_FUSION",
 )  # fmt: skip
+_CHECKED = {("3", "6"), ("3", "7")}  # releases whose private functions are used
 _knobs_lock = Lock()  # Triton's knobs are global to the process
 
 
@@ -34,9 +35,13 @@ def version() -> str:
     return triton.__version__
 
 
+def _release() -> tuple[str, ...]:
+    return tuple(version().split(".")[:2])
+
+
 def has_gluon() -> bool:
     """Whether this version of Triton compiles the Gluon kernels (only 3.6 has run them on a GPU)."""
-    return tuple(version().split(".")[:2]) in {("3", "6"), ("3", "7"), ("3", "8"), ("3", "9")}
+    return _release() in {("3", "6"), ("3", "7"), ("3", "8"), ("3", "9")}
 
 
 def is_interpreting() -> bool:
@@ -91,29 +96,64 @@ class Request:
 
 
 def compile_kernel(
-    fn: Any, request: Request, target: tuple[str, int | str, int], options: dict[str, Any]
+    fn: Any, request: Request, target: tuple[str, int | str, int], options: dict[str, Any], key: str
 ) -> dict[str, bytes]:
     """Compile `fn` for a target (backend, architecture, warp size) that need not be present.
 
-    Return the contents of the files by extension.
+    `key` stands for everything that changes the binary. Return the contents of the files by extension.
     """
-    import triton
     from triton.backends.compiler import GPUTarget
 
-    compiled = triton.compile(request.source(fn), target=GPUTarget(*target), options=options)
+    compiled = _compile_with_key(key)(request.source(fn), target=GPUTarget(*target), options=options)
     return {name.rpartition(".")[2]: Path(path).read_bytes() for name, path in compiled.metadata_group.items()}
 
 
-def build_stub(request: Request, metadata: bytes, folder: Path) -> None:
-    """Build the C stub of a kernel's launcher, which Triton 3.6 otherwise builds when the kernel is loaded (0.2 s).
+def _compile_with_key(key: str) -> Callable[..., Any]:
+    """Return triton.compile with `key` as its cache key.
 
-    `metadata` is the kernel's JSON file. No GPU is needed. Without a C compiler or libcuda nothing is built.
+    For its own key, Triton hashes all of its files in each process: 400 MiB, 0.3 s with instructions for SHA. The
+    function is copied with other globals, so that Triton's own calls, in other threads too, keep their keys.
+    """
+    import triton
+
+    compile = triton.compile
+    known = _release() in _CHECKED and isinstance(compile, FunctionType)
+    if not known or "get_cache_key" not in compile.__code__.co_names:
+        return compile
+    names = {**compile.__globals__, "get_cache_key": lambda *parts, **more: key}
+    own = FunctionType(compile.__code__, names, compile.__name__, compile.__defaults__, compile.__closure__)
+    own.__kwdefaults__ = compile.__kwdefaults__
+    return own
+
+
+def builds_launchers() -> bool:
+    """Whether Triton builds a launcher for each kernel (3.6), or has one for all."""
+    from triton.backends.nvidia import driver
+
+    return hasattr(driver, "make_launcher")
+
+
+def build_stub(request: Request | None, target: tuple[str, int | str, int], folder: Path) -> None:
+    """Build the C code that Triton otherwise builds when it loads a kernel: its launcher (0.2 to 0.3 s of gcc).
+
+    None: the module with which Triton uses a GPU (as long). No GPU and no compiled kernel is needed.
+    Without a C compiler or libcuda nothing is built.
     """
     from triton.backends.nvidia import driver
 
-    if hasattr(driver, "make_launcher"):
-        with contextlib.suppress(Exception), cache_folder(folder):
-            driver.CudaLauncher(request.source(_stand_in(request)), SimpleNamespace(**json.loads(metadata)))
+    with contextlib.suppress(Exception), cache_folder(folder):
+        if request is None:
+            driver.CudaUtils()
+        else:
+            driver.CudaLauncher(request.source(_stand_in(request)), _stand_in_metadata(request, target))
+
+
+def import_compiler() -> None:
+    """Import what compiling needs."""
+    import triton.compiler
+
+    if has_gluon():
+        import triton.experimental.gluon._runtime  # noqa: F401
 
 
 def load_kernel(request: Request, files: dict[str, Path]) -> Any:
@@ -130,6 +170,20 @@ def _stand_in(request: Request) -> Any:
     return SimpleNamespace(
         __name__=request.name, arg_names=[name for name, _ in request.signature], launch_metadata=None
     )
+
+
+def _stand_in_metadata(request: Request, target: tuple[str, int | str, int]) -> Any:
+    """Return what the launcher's C code depends on of a compiled kernel: whether descriptors go to TMA, as on Hopper.
+
+    Where this is wrong, Triton builds another launcher when it loads the kernel.
+    """
+    descriptors = sum(kind.startswith("tensordesc") for _, kind in request.signature)
+    uses_tma = target[0] == "cuda" and int(target[1]) >= 90
+    return SimpleNamespace(
+        tensordesc_meta=[{}] * descriptors if uses_tma else None, num_ctas=1, launch_cooperative_grid=False,
+        launch_pdl=False, global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0,
+        profile_scratch_align=1,
+    )  # fmt: skip
 
 
 @frozen
@@ -218,8 +272,8 @@ def _with_descriptors(compiled: Any, flat: FlatLaunch) -> LaunchFunction:
 
 def _flat_launch(compiled: Any, run: Any) -> FlatLaunch | None:
     """Call Triton's C launcher directly, with everything but the arguments bound; None if it is not supported."""
-    release = tuple(version().split(".")[:2])
-    if type(run).__name__ != "CudaLauncher" or release not in {("3", "6"), ("3", "7")}:
+    release = _release()
+    if type(run).__name__ != "CudaLauncher" or release not in _CHECKED:
         return None
     if run.global_scratch_size or run.profile_scratch_size:
         return None  # Triton then allocates memory for each launch

@@ -25,7 +25,7 @@ from flexattn.mask_build.boxes import BlockClasses, classify_all, classify_by_bo
 from flexattn.mask_build.kernels import plan_mask
 from flexattn.mask_build.on_gpu import build_lists, fits
 from flexattn.process.events import debug, fallback, is_logging
-from flexattn.runtime.build import current_stream
+from flexattn.runtime.build import current_stream, expect_kernels
 from flexattn.torch_state.modes import undisturbed
 from flexattn.torch_state.transforms import is_batched, is_transforming, outside
 from flexattn.torch_state.uncompiled import uncompiled
@@ -189,8 +189,10 @@ def classify(
     evaluated pair by pair. This path also serves mods that Triton would compute differently from torch; the host then
     reads their captures. If `separate` is False, full blocks become partial.
     """
-    if device.type == "cuda" and fits(sizes, block_size) and (plan := plan_mask(bound, target_of(device))) is not None:
-        return build_lists(plan, bound.on(device), sizes, block_size, device, separate)
+    if device.type == "cuda" and fits(sizes, block_size):
+        expect_kernels()
+        if (plan := plan_mask(bound, target_of(device))) is not None:
+            return build_lists(plan, bound.on(device), sizes, block_size, device, separate)
     if device.type == "cuda":
         fallback("mask built on the host", "its kernels do not support its size or one of its operations")
     there = torch.device("cpu") if device.type == "meta" else device  # meta tensors have no values

@@ -201,7 +201,8 @@ def list_sources() -> tuple[KernelSource, KernelSource, KernelSource]:
     return count, scan, fill
 
 
-SMALL_LISTS = (128, 4)  # maximum rows of blocks, and words per row, of a mask whose lists one program builds
+SMALL_LISTS = (128, 4)  # maximum rows of blocks, and words per row, of a mask whose lists one launch builds
+SMALL_PROGRAMS = 6  # that write these lists: four kinds of runs, and two orders
 
 
 @lru_cache(64)
@@ -214,7 +215,8 @@ def small_lists_source(dtype: torch.dtype | None) -> KernelSource:
     of_places = () if dtype is None else (("n", "i32"), ("steps", "i32"))
     signature = (*_BITS, ("unknown_ptr", "*i32"), *outputs, *of_runs, *_ROWS, *of_places)
     rows, words = SMALL_LISTS
-    names: dict[str, object] = {"ROWS": rows, "WORDS": words, "PLACES": RUN_PLACES if dtype is not None else 0}
+    places = RUN_PLACES if dtype is not None else 0
+    names: dict[str, object] = {"ROWS": rows, "WORDS": words, "PLACES": places, "LISTS": SMALL_PROGRAMS}
     return _source("mask_lists", signature, names, num_warps=8)
 
 

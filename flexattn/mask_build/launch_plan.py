@@ -21,6 +21,7 @@ from flexattn.mask_build.kernels import (
     PLACES,
     RUN_PLACES,
     SMALL_LISTS,
+    SMALL_PROGRAMS,
     MaskPlan,
     levels_source,
     list_sources,
@@ -133,8 +134,8 @@ def recipe_of(
     dtypes = [c.dtype for c in plan.mod.graph.captures]
     keys = _table_keys(plan, block_size)
     wanted = tuple(dict.fromkeys(keys))
-    build_ahead([source for source in _sources(plan, captures, sizes, block_size) if source != plan.classify], target)
-    classify = build(plan.classify, target)  # by far the slowest of them
+    build_ahead(_sources(plan, captures, sizes, block_size), target, here=[plan.classify])
+    classify = build(plan.classify, target)
     tables = tuple(_table(key, captures[key[0]], dtypes[key[0]], target) for key in wanted)
     reads = tuple(wanted.index(key) for key in keys)
     of_tables = [n for i in reads for n in tables[i].constants]
@@ -149,7 +150,7 @@ def recipe_of(
     )
     scratch = (*(t.words for t in tables), by_row, by_row, by_column, by_column, by_row, 4 * q_rows + 3 * kv_rows, 8)
     within = [r for r in runs if r.step is None]
-    at_once = (1 + sum(r.programs for r in within), (*listed, *(n for r in within for n in r.constants)))
+    at_once = (SMALL_PROGRAMS + sum(r.programs for r in within), (*listed, *(n for r in within for n in r.constants)))
     launched = (at_once,) if len(lists) == 1 else ((sum(rows), listed), (5, rows), (sum(rows), listed))
     together = sum(scratch) <= _SMALL_SCRATCH
     return Recipe(
@@ -163,7 +164,7 @@ def recipe_of(
 
 
 def _is_small(sizes: Sizes, block_size: tuple[int, int]) -> bool:
-    """Return whether one program builds the lists of a mask."""
+    """Return whether one launch builds the lists of a mask."""
     B, H, *lengths = sizes
     blocks = [-(-length // block) for length, block in zip(lengths, block_size, strict=True)]
     return B * H * max(blocks) <= SMALL_LISTS[0] and max(blocks) <= 32 * SMALL_LISTS[1]

@@ -27,8 +27,7 @@ from flexattn.process.config import settings
 from flexattn.process.events import debug
 from flexattn.process.forks import Lock, cached_property
 from flexattn.runtime import compile_workers
-from flexattn.runtime.compile_workers import Compile
-from flexattn.runtime.compiler import Job, compile_job, forget_text, import_kernel, request_of
+from flexattn.runtime.compiler import Job, StubJob, compile_job, forget_text, import_kernel, request_of
 from flexattn.runtime.interpreted import replaced_globals
 
 _KEPT_FILES = ("json", "ptx", "ttgir", "cubin", "amdgcn", "hsaco")
@@ -36,6 +35,9 @@ _LARGEST_TEXT = 1 << 20  # bytes; larger intermediate texts are not kept
 _MEMORY = 512  # kernels per process
 _ATTEMPTS = 3  # to find or build a kernel and read its files
 
+_DRIVER = "driver"  # the task of building what all launches need
+
+Compile = Callable[[Job], dict[str, bytes]]
 # (request, compiled files by ending) -> launch function. Loads the kernel on the current device.
 Loader = Callable[[triton_versions.Request, dict[str, Path]], triton_versions.LaunchFunction]
 
@@ -147,6 +149,8 @@ class _GpuKernel(Kernel):
     def _load(self, device: int) -> triton_versions.LaunchFunction:
         from triton.runtime.errors import OutOfResources as TritonOutOfResources
 
+        for key in (_DRIVER, _stub_of(self.digest)):
+            compile_workers.take(key)
         try:
             try:
                 launch = self._loader(self._request, self._files)
@@ -237,17 +241,58 @@ def build(source: KernelSource, target: Target, loader: Loader = load_on_gpu) ->
     return kernel
 
 
-def build_ahead(sources: Sequence[KernelSource], target: Target) -> None:
-    """Start compiling in other processes what this process will build soon. Kernels on disk are left alone."""
+def build_ahead(sources: Sequence[KernelSource], target: Target, here: Sequence[KernelSource] = ()) -> None:
+    """Start compiling in other processes what this process will build soon. Kernels on disk are left alone.
+
+    Those that take longest come first. This process compiles the kernels of `here` meanwhile. The C code that launches
+    them is compiled in other processes, like that of `sources`.
+    """
     if target.backend == "interpreter" or not compile_workers.processes():
         return
-    stores = list(itertools.islice(_stores(), 1))
-    for source in dict.fromkeys(sources):
-        key = digest(source, target)
-        with _lock:
-            known = any(found == key for found, _ in _kernels)
-        if not known and all(store.find(key) is None for store in stores):
+    missing = {s: key for s in dict.fromkeys((*sources, *here)) if not _is_built(key := digest(s, target))}
+    for source, key in missing.items():
+        if source not in here:
             compile_workers.submit(key, functools.partial(_find_or_compile, source, target, key))
+    if missing and target.backend == "cuda" and torch.cuda.is_available():
+        _build_driver_ahead(target)
+        first = sorted(missing, key=lambda source: source not in here)  # these are loaded first
+        for source in first if triton_versions.builds_launchers() else ():
+            compile_workers.submit(_stub_of(missing[source]), functools.partial(_build_stub, source, target))
+
+
+@functools.cache
+def expect_kernels() -> None:
+    """Start the processes that compile kernels if no kernel is on disk yet, before it is known which are needed.
+
+    Starting them takes 0.3 s, about as long as the imports and the planning before the first compile. Only the first
+    call in a process looks at the disk.
+    """
+    if compile_workers.processes() and not any(store.has_entries() for store in itertools.islice(_stores(), 1)):
+        compile_workers.warm_up()
+
+
+@functools.cache
+def _build_driver_ahead(target: Target) -> None:
+    compile_workers.submit(_DRIVER, functools.partial(_build_stub, None, target))
+
+
+def _is_built(key: str) -> bool:
+    with _lock:
+        known = any(found == key for found, _ in _kernels)
+    return known or any(store.find(key) is not None for store in itertools.islice(_stores(), 1))
+
+
+def _stub_of(key: str) -> str:
+    """Return the key of the task that compiles the C code for launches of a kernel."""
+    return f"stub {key}"
+
+
+def _build_stub(source: KernelSource | None, target: Target, run: compile_workers.Work) -> None:
+    run(StubJob(source, _triple(target), str(_triton_folder())))
+
+
+def _triple(target: Target) -> tuple[str, int | str, int]:
+    return target.backend, target.arch, target.warp_size
 
 
 def _kernel(source: KernelSource, target: Target, key: str, loader: Loader) -> Kernel:
@@ -364,10 +409,9 @@ def _compile(source: KernelSource, target: Target, key: str, store: KernelStore,
     files = {f"{source.name}.py": text.encode()}
     if target.backend != "interpreter":
         path = str(store.root / key / f"{source.name}.py")
-        stubs = store.folder(cache_size.STUBS)
         with store.staging() as folder:
             compiled = compile_with(
-                Job(source, (target.backend, target.arch, target.warp_size), text, path, str(folder), str(stubs))
+                Job(source, _triple(target), text, path, str(folder), triton_versions.binary_settings())
             )
         files |= {f"{source.name}.{ending}": compiled[ending] for ending in _KEPT_FILES if _worth(compiled, ending)}
     with _lock:

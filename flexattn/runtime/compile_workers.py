@@ -2,7 +2,8 @@
 
 Triton holds the GIL for about half of a compile, so threads gain little: on 2 cores, 4 kernels take 3.3 s one after the
 other and 2.6 s in threads. A worker is a new Python process (a fork would copy locks and the CUDA context). It runs no
-code of the user and imports Triton but neither torch nor the user's main module. It gets one Job at a time on stdin.
+code of the user and imports Triton but neither torch nor the user's main module. It gets one job at a time on stdin.
+If no kernel is on disk yet, all workers start as soon as one will be needed (`build.expect_kernels`).
 
 A thread of this process serves each worker. Both end after 10 s without work. A worker also ends when this process
 does. Whatever goes wrong in a worker, `build` compiles the kernel itself, and reports the error if there is one.
@@ -28,7 +29,7 @@ from flexattn.machine import triton_versions
 from flexattn.process.config import settings
 from flexattn.process.events import debug
 from flexattn.process.forks import Lock, in_child
-from flexattn.runtime.compiler import Job, build_stub, compile_job
+from flexattn.runtime.compiler import Job, StubJob, run_job
 
 _IDLE = 10.0  # seconds without work after which a worker ends
 _LAST = 1.0  # seconds that the end of this process waits for a thread
@@ -40,8 +41,8 @@ _START = (
 )
 _QUIET = {"CUDA_VISIBLE_DEVICES": "", "FLEXATTN_DEBUG": "0", "FLEXATTN_DUMP": "0"}
 
-Compile = Callable[[Job], dict[str, bytes]]
-Task = Callable[[Compile], Any]  # compiles with the given function and stores the result
+Work = Callable[[Job | StubJob], dict[str, bytes]]
+Task = Callable[[Work], Any]  # does its jobs with the given function and stores the result
 
 
 class WorkerLost(Exception):
@@ -58,8 +59,8 @@ class _Worker:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, close_fds=True,
         )  # fmt: skip
 
-    def compile(self, job: Job) -> dict[str, bytes]:
-        """Compile a kernel there. Raise WorkerLost if that fails, for whatever reason."""
+    def run(self, job: Job | StubJob) -> dict[str, bytes]:
+        """Do a job there. Raise WorkerLost if that fails, for whatever reason."""
         to, back = self.process.stdin, self.process.stdout
         assert to is not None
         assert back is not None
@@ -109,7 +110,6 @@ class _Pool:
         self.workers: set[_Worker] = set()
         self.threads: set[threading.Thread] = set()
         self.idle = 0
-        self.binary_settings: dict[str, str] = {}
         self.ending = False
 
     def submit(self, key: str, task: Task) -> None:
@@ -120,9 +120,18 @@ class _Pool:
             self.waiting.append((key, task, future))
             self.arrived.notify()
             if self.idle < len(self.waiting) and len(self.threads) < processes():
-                thread = threading.Thread(target=self._serve, name="flexattn compile", daemon=True)
-                self.threads.add(thread)
-                thread.start()
+                self._add_thread()
+
+    def warm_up(self) -> None:
+        """Start all workers before there is work."""
+        with self.arrived:
+            while not self.ending and len(self.threads) < processes():
+                self._add_thread(warm=True)
+
+    def _add_thread(self, warm: bool = False) -> None:
+        thread = threading.Thread(target=self._serve, args=(warm,), name="flexattn compile", daemon=True)
+        self.threads.add(thread)
+        thread.start()
 
     def take(self, key: str) -> Any:
         """Return the result of a task, and wait for it if a worker has begun it. None: the caller compiles."""
@@ -132,10 +141,13 @@ class _Pool:
             return None
         return future.result()
 
-    def _serve(self) -> None:
-        """Do tasks in one worker until there are none for some time."""
+    def _serve(self, warm: bool) -> None:
+        """Do tasks in one worker until there are none for some time. `warm`: start it before the first."""
         worker: _Worker | None = None
         try:
+            if warm:
+                with contextlib.suppress(OSError):  # the first task tries again
+                    worker = self._start()
             while (found := self._next()) is not None:
                 key, task, future = found
                 if not future.set_running_or_notify_cancel():
@@ -145,7 +157,7 @@ class _Pool:
                     if worker is None or not worker.is_alive():
                         self._close(worker)
                         worker = self._start()
-                    result = task(worker.compile)
+                    result = task(worker.run)
                 except Exception as error:  # the caller compiles the kernel itself, and reports what is wrong with it
                     debug("compile", f"kernel {key[:12]} was not compiled ahead: {error}")
                 future.set_result(result)
@@ -219,19 +231,25 @@ def processes() -> int:
 
 def submit(key: str, task: Task) -> None:
     """Let a worker do a task soon. It is forgotten if none can be started."""
+    if processes():
+        with contextlib.suppress(RuntimeError):  # no thread can be started, as at the interpreter's end
+            _opened().submit(key, task)
+
+
+def warm_up() -> None:
+    """Start all workers now, because kernels will be compiled soon."""
+    if processes():
+        with contextlib.suppress(RuntimeError):
+            _opened().warm_up()
+
+
+def _opened() -> _Pool:
     global _pool
-    if not processes():
-        return
     with _starting:
-        environment = triton_versions.binary_settings()
         if _pool is None:
             _pool = _Pool()
-            _pool.binary_settings = environment
             atexit.register(_pool.end)
-        if _pool.binary_settings != environment:
-            return  # the workers have the settings of their start
-    with contextlib.suppress(RuntimeError):  # no thread can be started, as at the interpreter's end
-        _pool.submit(key, task)
+        return _pool
 
 
 def take(key: str) -> Any:
@@ -268,7 +286,7 @@ def main() -> None:
     os.dup2(2, 1)  # what Triton and ptxas print must not mix with the results
     if hasattr(os, "nice"):
         os.nice(10)  # on busy cores, the kernel that the parent compiles is needed first
-    arrived: SimpleQueue[Job] = SimpleQueue()
+    arrived: SimpleQueue[Job | StubJob] = SimpleQueue()
 
     def read() -> None:
         while True:
@@ -278,11 +296,11 @@ def main() -> None:
                 os._exit(0)  # the parent is gone, or does not wait for a result any more
 
     threading.Thread(target=read, daemon=True).start()
+    with contextlib.suppress(Exception):  # a job reports it
+        triton_versions.import_compiler()
     while True:
         try:
-            job = arrived.get()
-            found: Any = compile_job(job)
-            build_stub(job, found)
+            found: Any = run_job(arrived.get())
         except Exception as error:
             found = f"{type(error).__name__}: {error}"
         pickle.dump(found, results)

@@ -22,13 +22,33 @@ class Job:
     source: KernelSource
     target: tuple[str, int | str, int]  # backend, architecture, warp size
     text: str  # of the file: the source with its header
-    path: str  # the path of the file, which may not exist yet; Triton writes it into the PTX
+    path: str  # of the file, in the folder named for the kernel's digest; Triton writes it into the PTX
     folder: str  # for Triton's files
-    stubs: str  # where Triton's launchers are kept
+    settings: dict[str, str]  # environment variables that change the binary; a worker has those of its start
+
+
+@frozen
+class StubJob:
+    """The C code that Triton builds in order to launch a kernel (3.6 only), or to use a GPU at all."""
+
+    source: KernelSource | None  # None: what all kernels need
+    target: tuple[str, int | str, int]
+    folder: str  # where Triton keeps it
+
+
+def run_job(job: Job | StubJob) -> dict[str, bytes]:
+    """Do a job. One for stubs only writes to its folder."""
+    if isinstance(job, Job):
+        return compile_job(job)
+    request = None if job.source is None else request_of(job.source)
+    triton_versions.build_stub(request, job.target, Path(job.folder))
+    return {}
 
 
 def compile_job(job: Job) -> dict[str, bytes]:
     """Return the contents of the compiled files by extension."""
+    if triton_versions.binary_settings() != job.settings:
+        raise CompileError("environment variables of Triton were changed after this process was started")
     source = job.source
     options: dict[str, Any] = {"num_warps": source.num_warps, "num_stages": source.num_stages}
     if source.maxnreg is not None:
@@ -38,7 +58,8 @@ def compile_job(job: Job) -> dict[str, bytes]:
     function = import_kernel(Path(job.path), job.text, source)
     try:
         with triton_versions.cache_folder(Path(job.folder)):
-            return triton_versions.compile_kernel(function, request_of(source, function), job.target, options)
+            request, key = request_of(source, function), Path(job.path).parent.name
+            return triton_versions.compile_kernel(function, request, job.target, options, key)
     except OSError:
         raise  # an error of the folder, not of the kernel
     except Exception as error:
@@ -47,12 +68,6 @@ def compile_job(job: Job) -> dict[str, bytes]:
         raise CompileError(f"kernel {source.name} cannot be compiled for {where}: {reason}") from error
     finally:
         forget_text(function)
-
-
-def build_stub(job: Job, files: dict[str, bytes]) -> None:
-    """Build what Triton needs to launch a compiled kernel, in addition to its files."""
-    if job.target[0] == "cuda":
-        triton_versions.build_stub(request_of(job.source), files["json"], Path(job.stubs))
 
 
 def request_of(source: KernelSource, function: Any = None) -> triton_versions.Request:

@@ -105,7 +105,8 @@ def launch_of(
         if reason is not None and target.is_hopper:
             fallback(f"{spec.name} without its Hopper kernel", reason)
         if compile_backward_of is not None and spec.products and wants_backward(compile_backward_of):
-            load_ahead(expected_backward(compile_backward_of, tensors, target))
+            expected = expected_backward(compile_backward_of, tensors, target)
+            load_ahead(sorted(expected, key=lambda p: not p.spec.products), here=plan)  # the longest compiles first
         launch = prepare(plan, problem, tensors)
         remember(_launches, key, launch)
     return launch

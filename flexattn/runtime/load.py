@@ -43,7 +43,11 @@ def load(wanted: KernelPlan) -> LoadedKernel:
     raise CompileError(f"no tile of {wanted.name} fits: {failures[-1]}")
 
 
-def load_ahead(plans: Sequence[KernelPlan]) -> None:
-    """Start compiling in other processes what `load` will build for these plans."""
-    if plans and compile_workers.processes():
-        build_ahead([render(next(iter(smaller_tiles(fit(plan))))) for plan in plans], plans[0].target)
+def load_ahead(plans: Sequence[KernelPlan], here: KernelPlan) -> None:
+    """Start compiling in other processes what `load` will build for these plans. `here` is compiled by this process."""
+    if compile_workers.processes():
+        build_ahead([_first_source(plan) for plan in plans], here.target, [_first_source(here)])
+
+
+def _first_source(wanted: KernelPlan) -> KernelSource:
+    return render(next(iter(smaller_tiles(fit(wanted)))))
