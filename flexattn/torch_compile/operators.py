@@ -33,6 +33,7 @@ from flexattn.engines.watched import is_watched
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.narrow import narrowed
+from flexattn.torch_compile.inductor import lower_to_functions
 from flexattn.torch_compile.lists import equal_runs_of, mask_of_lists
 from flexattn.torch_compile.repeated_operators import Arguments, find, keep, key_of, memory_form
 from flexattn.torch_compile.spec import loads
@@ -52,9 +53,24 @@ _UNSAFE = torch.Tag.cudagraph_unsafe
 for _suffix, _tags in (("", (_EXACT,)), (".floats", (_EXACT, _UNSAFE))):
     _LIBRARY.define(f"forward{_suffix}{_FORWARD_SCHEMA}", tags=_tags)
     _LIBRARY.define(f"backward{_suffix}{_BACKWARD_SCHEMA}", tags=_tags)
+_function_modes = torch._C._len_torch_function_stack
 
 
-def forward(
+def forward(*arguments: Any) -> list[Tensor]:
+    """Compute flexattn::forward without torch's dispatcher, for code of Inductor."""
+    if _function_modes() or is_watched():  # they shall see the operator, and not apply inside of it
+        return (OPS.forward.floats if arguments[8] else OPS.forward.default)(*arguments)
+    return _forward(*arguments)
+
+
+def backward(*arguments: Any) -> list[Tensor]:
+    """Compute flexattn::backward without torch's dispatcher, for code of Inductor."""
+    if _function_modes() or is_watched():
+        return (OPS.backward.floats if arguments[12] else OPS.backward.default)(*arguments)
+    return _backward(*arguments)
+
+
+def _forward(
     query: Tensor, key: Tensor, value: Tensor, captures: list[Tensor], lists: list[Tensor], sink: Tensor | None,
     seed: Tensor | None, ints: list[int], floats: list[Tensor], scale: float | None, spec: str,
 ) -> list[Tensor]:  # fmt: skip
@@ -74,7 +90,7 @@ def forward(
     return found if largest is None else [*found, largest]
 
 
-def backward(
+def _backward(
     d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
     captures: list[Tensor], lists: list[Tensor], sink: Tensor | None, seed: Tensor | None, ints: list[int],
     floats: list[Tensor], scale: float | None, spec: str, needs: list[bool],
@@ -199,6 +215,7 @@ def _fake_like(tensor: Tensor, width: int) -> Tensor:
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> list[Tensor]:
+    lower_to_functions(_OVERLOADS)  # Inductor, if there is one, runs a fake kernel before it lowers the operator
     spec = loads(str(rest[-1]))
     lse = query.new_empty(query.shape[:3], dtype=lse_dtype_of(query, spec.options))
     found = [_fake_like(query, value.shape[3]), lse]
@@ -206,6 +223,7 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> l
 
 
 def _fake_backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, *rest: Any) -> list[Tensor]:
+    lower_to_functions(_OVERLOADS)
     query, key, value, captures, _, sink, *_, needs = rest
     found = [_fake_like(x, x.shape[3]) for x, need in zip((query, key, value), needs, strict=False) if need]
     others = (*captures, *(() if sink is None else (sink,)))
@@ -213,7 +231,9 @@ def _fake_backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor
 
 
 for _suffix in ("", ".floats"):
-    for _name, _kernel, _fake in (("forward", forward, _fake_forward), ("backward", backward, _fake_backward)):
+    for _name, _kernel, _fake in (("forward", _forward, _fake_forward), ("backward", _backward, _fake_backward)):
         for _key in ("CPU", "CUDA"):
             _LIBRARY.impl(f"{_name}{_suffix}", _kernel, _key)
         torch.library.register_fake(f"{NAMESPACE}::{_name}{_suffix}", _fake, lib=_LIBRARY)
+
+_OVERLOADS = (OPS.forward.default, OPS.forward.floats, OPS.backward.default, OPS.backward.floats)
