@@ -100,10 +100,7 @@ def _backward(
     kind = None if is_watched() else key_of(arguments, d_lse is None, *needs, memory_form(d_out), memory_form(out))
     known = None if kind is None else find(arguments, kind)
     if known is not None:
-        without_sink = needs[0], needs[1], needs[2], False
-        (dq, dk, dv, of_score, _), _ = known[0].run(
-            query, key, value, captures, known[1], out, lse, d_out, d_lse, without_sink
-        )
+        (dq, dk, dv, of_score, _), _ = known[0].run(query, key, value, captures, known[1], out, lse, d_out, d_lse)
         return [gradient for gradient in (dq, dk, dv, *of_score) if gradient is not None]
     of_captures = needs[3 : 3 + len(captures)]
     with torch.enable_grad():
