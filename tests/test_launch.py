@@ -10,7 +10,7 @@ import torch
 
 from flexattn.machine import triton_versions
 from flexattn.machine.triton_versions import FlatLaunch
-from flexattn.runtime.known import KnownKernels, Step
+from flexattn.runtime.known import KnownKernels, Step, empty_of
 from flexattn.runtime.launch import DescriptorLayout
 
 pytest.importorskip("triton")
@@ -41,15 +41,16 @@ def kernels_of(kernel: Any) -> KnownKernels:
     form = DescriptorLayout(torch.float32, (100, 64), (64, 1))
     described = ((1, 0, form, (64, 64)), (3, 1, form, (32, 64)))
     return KnownKernels(
-        (Step(kernel, 7, ("a", None, 5, None, None, "z"), ((4, 2),), described),), (), torch.Tensor.data_ptr
-    )
+        (Step(kernel, 7, ("a", None, 5, None, None, "z"), ((4, 2),), described),), (), torch.Tensor.data_ptr,
+        empty_of(torch.device("cpu")), on_gpu=False,
+    )  # fmt: skip
 
 
 def test_a_descriptor_is_expanded_once_for_each_address() -> None:
     kernel = Recording()
     known = kernels_of(kernel)
     for pointers in ([64, 128, 256], [64, 128, 512], [64, 192, 256]):
-        known.run(pointers, torch.device("cpu"))
+        known.run(pointers, -1)
     found = [(n, d.base.data_ptr(), d.shape, d.strides, d.block_shape) for n, d in kernel.expanded]
     assert found == [
         (0, 64, [100, 64], [64, 1], [64, 64]), (1, 128, [100, 64], [64, 1], [32, 64]),
@@ -64,7 +65,7 @@ def test_descriptors_of_many_addresses_are_dropped() -> None:
     kernel = Recording()
     known = kernels_of(kernel)
     for address in (*range(64, 64 * 200, 64), 64):
-        known.run([address, 64, 64], torch.device("cpu"))
+        known.run([address, 64, 64], -1)
     assert [d.base.data_ptr() for n, d in kernel.expanded if n == 0].count(64) == 2
 
 
@@ -73,7 +74,7 @@ def test_a_profiler_of_kernels_sees_whole_descriptors(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
     kernel = Recording()
-    kernels_of(kernel).run([64, 128, 256], torch.device("cpu"))
+    kernels_of(kernel).run([64, 128, 256], -1)
     ((programs, arguments),) = kernel.launched
     assert programs == 7 and arguments[4] == 256 and not kernel.expanded
     assert [arguments[i].base.data_ptr() for i in (1, 3)] == [64, 128]

@@ -95,7 +95,11 @@ class AttentionFunction(Function):
     @uncompiled
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         refuse_batched(d_out, d_lse)
-        saved = unpack(ctx, lambda: ctx.problem, ctx.shapes)
+        try:
+            saved = ctx.saved_tensors
+        except RuntimeError as error:
+            explain_change(error, ctx.problem, ctx.shapes)
+            raise
         return None, None, *gradients(ctx.engine, ctx.problem, ctx.needs_input_grad[2:], d_out, d_lse, saved)
 
 
@@ -315,19 +319,16 @@ def run_engine(direction: Direction, problem: Problem, function: Callable[..., A
         return function(*args)
 
 
-def unpack(ctx: Any, problem: Callable[[], Problem], shapes: Sequence[torch.Size]) -> tuple[Tensor, ...]:
-    """Return the saved tensors. If one was changed in-place, raise an error that names the candidates."""
-    try:
-        return ctx.saved_tensors
-    except RuntimeError as error:
-        found = re.search(r"modified by an inplace operation: \[[\w.]+ \[([\d, ]*)\]", str(error))
-        if found is None:
-            raise
-        shape = tuple(int(size) for size in found[1].split(",") if size.strip())
-        names = [name for name, other in zip(_names(problem()), shapes, strict=True) if other == shape]
-        fix = "Change it after the backward, or pass a clone."
-        expected = "the values that the forward saw"
-        raise MutationError(message(" or ".join(names), f"shape {shape} changed in place", expected, fix)) from error
+def explain_change(error: RuntimeError, problem: Problem, shapes: Sequence[torch.Size]) -> None:
+    """Raise an error that names the tensors that may be the one that was changed in-place, if that is the error."""
+    found = re.search(r"modified by an inplace operation: \[[\w.]+ \[([\d, ]*)\]", str(error))
+    if found is None:
+        return
+    shape = tuple(int(size) for size in found[1].split(",") if size.strip())
+    names = [name for name, other in zip(_names(problem), shapes, strict=True) if other == shape]
+    fix = "Change it after the backward, or pass a clone."
+    expected = "the values that the forward saw"
+    raise MutationError(message(" or ".join(names), f"shape {shape} changed in place", expected, fix)) from error
 
 
 def _names(problem: Problem) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from flexattn.call.problem import Problem
 from flexattn.call.varlen.arguments import PackedArguments
 from flexattn.compile.arguments import Part
 from flexattn.engines import triton
-from flexattn.engines.autograd import AttentionFunction, gradients, tensors_of, unpack, with_tensors
+from flexattn.engines.autograd import AttentionFunction, explain_change, gradients, tensors_of, with_tensors
 from flexattn.engines.call_kind import CallKind, Key, is_quiet, keep_packed, kind_of, trace_settings
 from flexattn.engines.mask_state import NOTHING, Masked, MaskState, reads_of
 from flexattn.engines.triton import KnownBackward, KnownForward
@@ -31,7 +31,7 @@ from flexattn.process.config import settings
 from flexattn.process.frozen_class import frozen
 from flexattn.runtime.known import KnownKernels, Pointer
 from flexattn.runtime.launch import CACHES, allows_tf32, is_deterministic, remember
-from flexattn.torch_state.transforms import refuse_batched
+from flexattn.torch_state.transforms import is_legacy_batchedtensor, refuse_batched
 from flexattn.torch_state.uncompiled import uncompiled
 from flexattn.trace.trace import count_hits
 
@@ -180,7 +180,7 @@ class _RepeatedAttention(AttentionFunction):
     def forward(ctx: Any, call: RepeatedCall, masked: Masked | None, *tensors: Tensor) -> Result:  # type: ignore[override]
         query, key, value, *captures = tensors
         out, lse, largest = call.forward(query, key, value, call.parts(call.forward.kernels, captures, masked))
-        ctx.call, ctx.masked, ctx.hooked = call, masked, _saved_tensors_hooks(False) is not None
+        ctx.call = call, masked, _saved_tensors_hooks(False) is not None
         ctx.save_for_backward(*tensors, out, lse)
         ctx.set_materialize_grads(False)
         if largest is not None:
@@ -190,19 +190,24 @@ class _RepeatedAttention(AttentionFunction):
     @staticmethod
     @uncompiled
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        call: RepeatedCall = ctx.call
-        refuse_batched(d_out, d_lse)
+        call: RepeatedCall
+        call, masked, is_hooked = ctx.call
+        if d_lse is not None or (d_out is not None and is_legacy_batchedtensor(d_out)):
+            refuse_batched(d_out, d_lse)
         needs, key = ctx.needs_input_grad, None
-        # Saved tensors are read once: under a checkpoint a second read raises.
-        saved = unpack(ctx, lambda: call.problem_of(ctx.masked), call.shapes)
+        try:  # saved tensors are read once: under a checkpoint a second read raises
+            saved = ctx.saved_tensors
+        except RuntimeError as error:
+            explain_change(error, call.problem_of(masked), call.shapes)
+            raise
         if d_out is not None and not torch.is_grad_enabled() and is_quiet() and not d_out.is_neg():
             # Hooks of saved tensors (save_on_cpu, checkpoints) may return tensors with other strides.
-            forms = tuple([(t.stride(), t.data_ptr() & 15, t.dtype, t.is_neg()) for t in saved]) if ctx.hooked else ()
+            forms = tuple([(t.stride(), t.data_ptr() & 15, t.dtype, t.is_neg()) for t in saved]) if is_hooked else ()
             key = needs, d_out.stride(), d_out.data_ptr() & 15, d_lse is None, allows_tf32(), is_deterministic(), forms
             known = call.backwards.get(key)
             if known is not None:
-                return _gradients(known, call, saved, ctx.masked, d_out, d_lse, needs)
-        problem = call.problem_of(ctx.masked)
+                return _gradients(known, call, saved, masked, d_out, d_lse, needs)
+        problem = call.problem_of(masked)
         found: Sequence[Tensor | None] = gradients(triton, problem, needs[2:], d_out, d_lse, saved)
         if key is not None and d_out is not None:
             of_call, wanted = with_tensors(problem, saved[:-2]), (*needs[2:5], False)
@@ -217,6 +222,10 @@ _saved_tensors_hooks = _private._autograd._top_saved_tensors_default_hooks  # of
 # The apply of Function's base class, which calls _RepeatedAttention.forward. Function.apply would first unwrap
 # functorch's tensors; kind_of refuses calls with them.
 _apply: Any = getattr(super(Function, _RepeatedAttention), "apply")  # noqa: B009
+# The class of `ctx`. Autograd calls its `apply`, which would only look for a vjp in place of the backward.
+_context: Any = getattr(_RepeatedAttention, "_backward_cls", None)
+if _context is not None:
+    _context.apply = _RepeatedAttention.backward
 
 
 def _gradients(
@@ -225,9 +234,9 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     query, key, value, *captures, out, lse = saved
     parts = call.parts(known.kernels, captures, masked)
-    wanted = needs[2], needs[3], needs[4], False
-    (dq, dk, dv, of_score, _), _ = known(query, key, value, captures, parts, out, lse, d_out, d_lse, wanted)
-    if of_score:
-        of_score = tuple([g if need else None for g, need in zip(of_score, needs[5:], strict=False)])
+    (dq, dk, dv, of_score, _), _ = known(query, key, value, captures, parts, out, lse, d_out, d_lse)
+    if not known.learned:
+        return None, None, dq, dk, dv, *(None,) * (len(needs) - 5)
+    of_score = tuple([g if need else None for g, need in zip(of_score, needs[5:], strict=False)])
     of_mask = (None,) * (len(needs) - 5 - call.score_captures)
     return None, None, dq, dk, dv, *of_score, *of_mask

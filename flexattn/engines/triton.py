@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,8 +70,13 @@ class KnownForward:
         self, query: Tensor, key: Tensor, value: Tensor, parts: Iterable[Pointer]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute out, lse and row maxima. `parts` are pointers to what `kernels.parts` names."""
-        device, pointer = query.device, self.kernels.pointer
-        empty = empty_of(device)
+        kernels = self.kernels
+        empty, pointer, device = kernels.empty, kernels.pointer, -1
+        if kernels.on_gpu:
+            device = query.get_device()
+            if device != build.current_device():
+                with torch.cuda.device(device):
+                    return self(query, key, value, parts)
         out, lse = empty(*self.out, query.dtype), empty(*self.lse, torch.float32)
         largest = torch.empty_like(lse) if self.returns_largest else None
         # A new counter for each launch: a CUDA graph captures the zeroing, and concurrent launches must not share one.
@@ -81,8 +85,9 @@ class KnownForward:
         splits: list[Pointer] = [at_lse, at_lse]
         if self.splits[0]:
             memory = empty((sum(self.splits),), (1,), torch.float32)
-            splits = _parts_of(memory, (0, self.splits[0]), pointer)
-        self.kernels.run(
+            at = pointer(memory)
+            splits = [at, *_parts_of(memory, self.splits[:1], at)]
+        kernels.run(
             [
                 pointer(query), pointer(key), pointer(value), pointer(out), at_lse,
                 at_lse if largest is None else pointer(largest), pointer(counter), *splits, *parts,
@@ -92,11 +97,10 @@ class KnownForward:
         return out, lse, largest
 
 
-def _parts_of(memory: Tensor, begins: Sequence[int], pointer: Callable[[Tensor], Pointer]) -> list[Pointer]:
-    """Return pointers to the parts of float32 memory that begin at these elements."""
-    if pointer is Tensor.data_ptr:
-        address = memory.data_ptr()
-        return [address + 4 * begin for begin in begins]
+def _parts_of(memory: Tensor, begins: Sequence[int], pointer: Pointer) -> list[Pointer]:
+    """Return pointers to the parts of float32 memory that begin at these elements, from the pointer to all of it."""
+    if isinstance(pointer, int):
+        return [pointer + 4 * begin for begin in begins]
     return [memory[begin:] for begin in begins]
 
 
@@ -111,14 +115,15 @@ class KnownBackward:
     """A backward whose launches are known. Arrays that are not returned are parts of one allocation of float32."""
 
     rows: int  # elements of delta, of shift, and of each column of the sums of dq
-    dq_columns: int  # columns of the float32 sums of dq, 0 without
+    memory: int  # elements of all of them, and of an int32 counter at the end
     learned: tuple[int, ...]  # the captured tensors that receive a gradient
-    captures: int  # number of the tensors that score_mod captures
-    results: tuple[Sizes, Sizes, Sizes]  # of dq, dk and dv
+    captured: tuple[None, ...]  # None for each tensor that score_mod captures
+    results: tuple[Sizes | None, Sizes | None, Sizes | None]  # of dq, dk and dv; None if no kernel writes it
+    needs: Needs
     kernels: KnownKernels
 
     @staticmethod
-    def of(problem: Problem, recorded: LaunchLog, arrays: Iterable[str]) -> KnownBackward:
+    def of(problem: Problem, recorded: LaunchLog, arrays: Iterable[str], needs: Needs) -> KnownBackward:
         """Return the backward that was recorded, with these arrays."""
         learned = _learned(problem)
         sums = [] if problem.score is None else [capture_sum_name(problem.score.graph, i, "grad") for i in learned]
@@ -126,55 +131,52 @@ class KnownBackward:
         kernels = KnownKernels.of(recorded.launches, names, problem)
         q, k, v = problem.query, problem.key, problem.value
         columns = 32 * pieces_of(q.size(-1)) if "dq_sum_ptr" in arrays else 0
-        captures = 0 if problem.score is None else len(problem.score.captures)
-        results = tuple([(tuple(x.shape), dense_strides(x.shape, x.stride())) for x in (q, k, v)])
-        return KnownBackward(_padded_rows(q), columns, learned, captures, results, kernels)  # type: ignore[arg-type]
+        captured = (None,) * len(_captures(problem))
+        written = (q, needs[0]), (k, needs[1] or needs[2]), (v, needs[1] or needs[2])
+        of_q, of_k, of_v = [(tuple(x.shape), dense_strides(x.shape, x.stride())) if w else None for x, w in written]
+        rows = _padded_rows(q)
+        return KnownBackward(rows, rows * (2 + columns) + 1, learned, captured, (of_q, of_k, of_v), needs, kernels)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], parts: Iterable[Pointer],
-        out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs,
+        out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
     ) -> tuple[Gradients, Tensor]:  # fmt: skip
         """Compute the gradients except that of a sink. Return them, and memory that begins with delta [rows]."""
+        kernels = self.kernels
+        empty, pointer, device = kernels.empty, kernels.pointer, -1
+        if kernels.on_gpu:
+            device = query.get_device()
+            if device != build.current_device():
+                with torch.cuda.device(device):
+                    return self(query, key, value, captures, parts, out, lse, d_out, d_lse)
         of_q, of_k, of_v = self.results
-        dtype, device, pointer = query.dtype, query.device, self.kernels.pointer
-        empty = empty_of(device)
-        nothing = lse  # in the place of tensors that no kernel reads or writes
-        dq = empty(*of_q, dtype) if needs[0] else nothing
-        dk = dv = nothing
-        if needs[1] or needs[2]:
+        dtype = query.dtype
+        dq = dk = dv = dlse = lse  # in the place of tensors that no kernel reads or writes
+        if d_lse is not None:
+            dlse = d_lse.float().contiguous()
+        if of_q is not None:
+            dq = empty(*of_q, dtype)
+        if of_k is not None and of_v is not None:
             dk, dv = empty(*of_k, dtype), empty(*of_v, dtype)
-        dlse = nothing if d_lse is None else d_lse.float().contiguous()
-        rows = self.rows
-        size = rows * (2 + self.dq_columns)
-        memory = empty((size + 1,), (1,), torch.float32)  # its last 4 bytes are an int32 counter
-        sums = [torch.zeros(captures[i].shape, dtype=torch.float32, device=device) for i in self.learned]
-        self.kernels.run(
-            [
-                pointer(query), pointer(key), pointer(value), pointer(out), pointer(d_out), pointer(dq), pointer(dk),
-                pointer(dv), pointer(lse), pointer(dlse), *_parts_of(memory, (0, rows, 2 * rows, size), pointer),
-                *map(pointer, sums), *parts,
-            ],
-            device,
-        )  # fmt: skip
-        captured: list[Tensor | None] = [None] * self.captures
+        memory, rows = empty((self.memory,), (1,), torch.float32), self.rows
+        sums: list[Tensor] = []
+        if self.learned:
+            sums = [torch.zeros(captures[i].shape, dtype=torch.float32, device=lse.device) for i in self.learned]
+        pointers = [*map(pointer, (query, key, value, out, d_out, dq, dk, dv, lse, dlse, memory))]
+        pointers += _parts_of(memory, (rows, 2 * rows, self.memory - 1), pointers[-1])
+        if sums:
+            pointers += map(pointer, sums)
+        pointers += parts
+        kernels.run(pointers, device)
+        need_q, need_k, need_v, _ = self.needs
+        captured = self._captured(captures, sums) if sums else self.captured
+        return (dq if need_q else None, dk if need_k else None, dv if need_v else None, captured, None), memory
+
+    def _captured(self, captures: Sequence[Tensor], sums: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        found: list[Tensor | None] = list(self.captured)
         for i, gradient in zip(self.learned, sums, strict=True):
-            captured[i] = gradient.to(captures[i].dtype)
-        found = dq if needs[0] else None, dk if needs[1] else None, dv if needs[2] else None, tuple(captured), None
-        return found, memory
-
-
-def empty_of(device: torch.device) -> Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]:
-    """Return a function (shape, strides, dtype) that allocates a tensor.
-
-    On the current GPU it is the one that Inductor's code calls, which takes half the host time of torch.empty_strided.
-    """
-    if device.type == "cuda" and _empty_cuda is not None and device.index == build.current_device():
-        return _empty_cuda
-    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-
-_private: Any = torch._C
-_empty_cuda: Any = getattr(_private._dynamo.guards, "_empty_strided_cuda", None)
+            found[i] = gradient.to(captures[i].dtype)
+        return tuple(found)
 
 
 _forwards: OrderedDict[tuple[object, ...], KnownForward] = OrderedDict()
@@ -247,12 +249,12 @@ def backward(
     if known is not None:
         q, k, v, captures = problem.query, problem.key, problem.value, _captures(problem)
         parts = known.kernels.pointers(problem)
-        (dq, dk, dv, captured, _), memory = known(q, k, v, captures, parts, out, lse, d_out, d_lse, needs)
+        (dq, dk, dv, captured, _), memory = known(q, k, v, captures, parts, out, lse, d_out, d_lse)
         return dq, dk, dv, captured, _sink_gradient(problem, lse, memory[: known.rows], needs)
     recorded = LaunchLog()
     found, arrays = _backward(problem, out, lse, d_out, d_lse, needs, recorded)
     if not sums_integers(problem):
-        remember(_backwards, key, KnownBackward.of(problem, recorded, arrays))
+        remember(_backwards, key, KnownBackward.of(problem, recorded, arrays, needs))
     return found
 
 

@@ -237,16 +237,15 @@ def launcher(compiled: Any, direct: bool = True) -> Launcher:
 def launches_are_watched() -> bool:
     """Return whether a profiler for Triton kernels, such as Proton, is active."""
     runtime: Any = _knobs().runtime
-    return _hooked(runtime.launch_enter_hook) or _hooked(runtime.launch_exit_hook)
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
 
 
 @functools.cache
 def _knobs() -> Any:
     return sys.modules["triton.knobs"]
-
-
-def _hooked(hook: Any) -> bool:
-    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 def _with_descriptors(compiled: Any, flat: FlatLaunch) -> LaunchFunction:

@@ -29,6 +29,7 @@ from flexattn.runtime.launch import DescriptorLayout, FillerSource, Launch, laun
 
 COUNTER = "counter_ptr"  # the name of the counter from which programs take tiles
 Pointer = Tensor | int
+Empty = Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]  # (shape, strides, dtype) -> Tensor
 
 
 def known_key(
@@ -48,6 +49,20 @@ def known_key(
 def pointer_of(device: torch.device) -> Callable[[Tensor], Pointer]:
     """Return the function from a tensor to what kernels on a device take as its pointer."""
     return Tensor.data_ptr if takes_addresses(device) else Tensor.detach
+
+
+def empty_of(device: torch.device) -> Empty:
+    """Return a function that allocates a tensor on the current device of a type.
+
+    It is the one that Inductor's code calls, which takes half the host time of torch.empty_strided.
+    """
+    found = getattr(_private._dynamo.guards, f"_empty_strided_{device.type}", None)
+    if found is not None:
+        return found
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device.type)
+
+
+_private: Any = torch._C
 
 
 def takes_addresses(device: torch.device) -> bool:
@@ -143,6 +158,8 @@ class KnownKernels:
     steps: tuple[Step, ...]
     parts: tuple[Part, ...]
     pointer: Callable[[Tensor], Pointer]  # of a tensor
+    empty: Empty
+    on_gpu: bool
     _flat: dict[int, FlatPass] = field(default_factory=dict)  # by device
 
     @staticmethod
@@ -160,27 +177,22 @@ class KnownKernels:
             for i in range(len(PARTS[part](problem))):
                 index[part, i] = len(index)
         steps = tuple(_step(launch, forms, index) for launch, forms in launches if launch.programs)
-        return KnownKernels(steps, tuple(used), pointer_of(problem.query.device))
+        device = problem.query.device
+        return KnownKernels(steps, tuple(used), pointer_of(device), empty_of(device), device.type == "cuda")
 
     def pointers(self, problem: Problem) -> list[Pointer]:
         """Return the pointers to the parts of a problem."""
         return [self.pointer(t) for part in self.parts for t in PARTS[part](problem)]
 
-    def run(self, pointers: Sequence[Pointer], device: torch.device) -> None:
-        """Launch the kernels on the current stream of a device."""
-        on_gpu = device.type == "cuda"  # without a GPU, torch has no current device
-        current = build.current_device() if on_gpu else -1
-        if on_gpu and device.index != current:
-            with torch.cuda.device(device):
-                self.run(pointers, device)
-            return
+    def run(self, pointers: Sequence[Pointer], device: int) -> None:
+        """Launch the kernels on the current stream of the current GPU; -1 if there is none."""
         if launches_are_watched():
             self._run_whole(pointers)
             return
-        flat = self._flat.get(current)
+        flat = self._flat.get(device)
         if flat is None:
-            flat = self._flat[current] = FlatPass(tuple([_flat(step, pointers) for step in self.steps]))
-        flat.run(pointers, build.current_stream(current) if on_gpu else 0)
+            flat = self._flat[device] = FlatPass(tuple([_flat(step, pointers) for step in self.steps]))
+        flat.run(pointers, build.current_stream(device) if self.on_gpu else 0)
 
     def _run_whole(self, pointers: Sequence[Pointer]) -> None:
         """Launch the kernels with whole descriptors, so that profilers see them."""

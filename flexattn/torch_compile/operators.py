@@ -33,8 +33,9 @@ from flexattn.engines.watched import is_watched
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.narrow import narrowed
+from flexattn.torch_compile.inductor import lower_to_functions
 from flexattn.torch_compile.lists import equal_runs_of, mask_of_lists
-from flexattn.torch_compile.repeated_operators import Arguments, find, keep, key_of, memory_form
+from flexattn.torch_compile.repeated_operators import Key, find, keep, key_of, memory_form
 from flexattn.torch_compile.spec import loads
 
 NAMESPACE = "flexattn"
@@ -52,43 +53,85 @@ _UNSAFE = torch.Tag.cudagraph_unsafe
 for _suffix, _tags in (("", (_EXACT,)), (".floats", (_EXACT, _UNSAFE))):
     _LIBRARY.define(f"forward{_suffix}{_FORWARD_SCHEMA}", tags=_tags)
     _LIBRARY.define(f"backward{_suffix}{_BACKWARD_SCHEMA}", tags=_tags)
+_function_modes = torch._C._len_torch_function_stack
 
 
-def forward(
+def forward(*arguments: Any) -> list[Tensor]:
+    """Compute flexattn::forward without torch's dispatcher, for code of Inductor."""
+    if _function_modes() or is_watched():  # they shall see the operator, and not apply inside of it
+        return (OPS.forward.floats if arguments[8] else OPS.forward.default)(*arguments)
+    return _forward(*arguments)
+
+
+def backward(*arguments: Any) -> list[Tensor]:
+    """Compute flexattn::backward without torch's dispatcher, for code of Inductor."""
+    if _function_modes() or is_watched():
+        return (OPS.backward.floats if arguments[12] else OPS.backward.default)(*arguments)
+    return _backward(*arguments)
+
+
+def _forward(*arguments: Any) -> list[Tensor]:
+    return _compute_forward(None, *arguments) if is_watched() else _repeated_forward(*arguments)
+
+
+def _backward(*arguments: Any) -> list[Tensor]:
+    return _compute_backward(None, *arguments) if is_watched() else _repeated_backward(*arguments)
+
+
+def _repeated_forward(
     query: Tensor, key: Tensor, value: Tensor, captures: list[Tensor], lists: list[Tensor], sink: Tensor | None,
     seed: Tensor | None, ints: list[int], floats: list[Tensor], scale: float | None, spec: str,
 ) -> list[Tensor]:  # fmt: skip
-    """Return out, lse in the dtype of `lse_dtype_of` and, if requested, the row maxima."""
-    arguments = Arguments(query, key, value, captures, lists, sink, seed, ints, floats, scale, spec)
-    kind = None if is_watched() else key_of(arguments)
-    known = None if kind is None else find(arguments, kind)
-    if known is not None:
-        out, lse, largest = known[0].run(query, key, value, known[1])
-        return [out, lse] if largest is None else [out, lse, largest]
-    problem = _problem(*arguments, gradient=False)
-    engine = engine_of(problem)
-    out, lse, largest = run_engine("forward", problem, engine.forward, problem)
-    if kind is not None and engine is triton:
-        keep(arguments, kind, problem, triton.known_forward(problem))
-    found = [_laid_out(out, query), lse.to(lse_dtype_of(query, problem.options))]
-    return found if largest is None else [*found, largest]
+    """Launch the kernels of an equal forward, if there was one."""
+    kind = None
+    if sink is None and seed is None:
+        kind = key_of(query, key, value, captures, ints, floats, scale, spec)
+        known = find(kind, captures, lists)
+        if known is not None:
+            run, parts = known
+            out, lse, largest = run(query, key, value, parts)
+            return [out, lse] if largest is None else [out, lse, largest]
+    return _compute_forward(kind, query, key, value, captures, lists, sink, seed, ints, floats, scale, spec)
 
 
-def backward(
+def _repeated_backward(
     d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
     captures: list[Tensor], lists: list[Tensor], sink: Tensor | None, seed: Tensor | None, ints: list[int],
     floats: list[Tensor], scale: float | None, spec: str, needs: list[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """Return the gradients requested in `needs`, for query, key, value, captures and sink."""
-    arguments = Arguments(query, key, value, captures, lists, sink, seed, ints, floats, scale, spec)
-    kind = None if is_watched() else key_of(arguments, d_lse is None, *needs, memory_form(d_out), memory_form(out))
-    known = None if kind is None else find(arguments, kind)
-    if known is not None:
-        without_sink = needs[0], needs[1], needs[2], False
-        (dq, dk, dv, of_score, _), _ = known[0].run(
-            query, key, value, captures, known[1], out, lse, d_out, d_lse, without_sink
-        )
-        return [gradient for gradient in (dq, dk, dv, *of_score) if gradient is not None]
+    """Launch the kernels of an equal backward, if there was one."""
+    kind = None
+    if sink is None and seed is None:
+        of_backward = d_lse is None, *needs, *memory_form(d_out), *memory_form(out)
+        kind = key_of(query, key, value, captures, ints, floats, scale, spec) + of_backward
+        known = find(kind, captures, lists)
+        if known is not None:
+            run, parts = known
+            (dq, dk, dv, of_score, _), _ = run(query, key, value, captures, parts, out, lse, d_out, d_lse)
+            return [gradient for gradient in (dq, dk, dv, *of_score) if gradient is not None]
+    return _compute_backward(
+        kind, d_out, d_lse, out, lse, query, key, value, captures, lists, sink, seed, ints, floats, scale, spec, needs
+    )
+
+
+def _compute_forward(kind: Key | None, *arguments: Any) -> list[Tensor]:
+    """Return out, lse in the dtype of `lse_dtype_of` and, if requested, the row maxima. Keep what was launched."""
+    query, key, value, captures, lists, *_ = arguments
+    problem = _problem(*arguments, gradient=False)
+    engine = engine_of(problem)
+    out, lse, largest = run_engine("forward", problem, engine.forward, problem)
+    if kind is not None and engine is triton:
+        keep((query, key, value, *captures), lists, kind, problem, triton.known_forward(problem))
+    found = [_laid_out(out, query), lse.to(lse_dtype_of(query, problem.options))]
+    return found if largest is None else [*found, largest]
+
+
+def _compute_backward(
+    kind: Key | None, d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor,
+    value: Tensor, captures: list[Tensor], lists: list[Tensor], sink: Tensor | None, seed: Tensor | None,
+    ints: list[int], floats: list[Tensor], scale: float | None, spec: str, needs: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Return the gradients requested in `needs`, for query, key, value, captures and sink. Keep what was launched."""
     of_captures = needs[3 : 3 + len(captures)]
     with torch.enable_grad():
         leaves = [c.detach().requires_grad_(need) for c, need in zip(captures, of_captures, strict=True)]
@@ -102,7 +145,8 @@ def backward(
     has_all = all((gradient is not None) == need for gradient, need in zip(found, needs, strict=False))
     if kind is not None and engine is triton and has_all:
         without_sink = needs[0], needs[1], needs[2], False
-        keep(arguments, kind, problem, triton.known_backward(problem, out, d_out, d_lse is not None, without_sink))
+        known = triton.known_backward(problem, out, d_out, d_lse is not None, without_sink)
+        keep((query, key, value, *captures), lists, kind, problem, known)
     if sink is not None:
         found.append(d_sink)
     every = (query, key, value, *captures, *(() if sink is None else (sink,)))
@@ -199,6 +243,7 @@ def _fake_like(tensor: Tensor, width: int) -> Tensor:
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> list[Tensor]:
+    lower_to_functions(_OVERLOADS)  # Inductor, if there is one, runs a fake kernel before it lowers the operator
     spec = loads(str(rest[-1]))
     lse = query.new_empty(query.shape[:3], dtype=lse_dtype_of(query, spec.options))
     found = [_fake_like(query, value.shape[3]), lse]
@@ -206,6 +251,7 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> l
 
 
 def _fake_backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, *rest: Any) -> list[Tensor]:
+    lower_to_functions(_OVERLOADS)
     query, key, value, captures, _, sink, *_, needs = rest
     found = [_fake_like(x, x.shape[3]) for x, need in zip((query, key, value), needs, strict=False) if need]
     others = (*captures, *(() if sink is None else (sink,)))
@@ -213,7 +259,9 @@ def _fake_backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor
 
 
 for _suffix in ("", ".floats"):
-    for _name, _kernel, _fake in (("forward", forward, _fake_forward), ("backward", backward, _fake_backward)):
+    for _name, _kernel, _fake in (("forward", _forward, _fake_forward), ("backward", _backward, _fake_backward)):
         for _key in ("CPU", "CUDA"):
             _LIBRARY.impl(f"{_name}{_suffix}", _kernel, _key)
         torch.library.register_fake(f"{NAMESPACE}::{_name}{_suffix}", _fake, lib=_LIBRARY)
+
+_OVERLOADS = (OPS.forward.default, OPS.forward.floats, OPS.backward.default, OPS.backward.floats)

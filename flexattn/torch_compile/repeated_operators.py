@@ -7,7 +7,8 @@ calls outside of graphs.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -20,23 +21,7 @@ from flexattn.runtime.known import Pointer
 from flexattn.runtime.launch import CACHES, allows_tf32, is_deterministic, remember
 
 
-class Arguments(NamedTuple):
-    """The arguments of both operators, in order (operators.py)."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    captures: list[Tensor]
-    lists: list[Tensor]
-    sink: Tensor | None
-    seed: Tensor | None
-    ints: list[int]
-    floats: list[Tensor]
-    scale: float | None
-    spec: str
-
-
-@frozen
+@frozen(eq=False)
 class RepeatedOperator:
     """An operator whose launches are known."""
 
@@ -60,73 +45,78 @@ _known: OrderedDict[Key, RepeatedOperator] = OrderedDict()
 CACHES.append(_known)
 
 
-def key_of(given: Arguments, *others: object) -> Key | None:
-    """Return the kind of an operator's arguments; None for those that are not repeated."""
-    if given.sink is not None or given.seed is not None:
-        return None
-    numbers: tuple[object, ...] = (
-        (*given.ints, *[x.item() for x in given.floats]) if given.floats else tuple(given.ints)
-    )
+def key_of(
+    query: Tensor, key: Tensor, value: Tensor, captures: list[Tensor], ints: list[int], floats: list[Tensor],
+    scale: float | None, spec: str,
+) -> Key:  # fmt: skip
+    """Return the kind of an operator's arguments, without lists. It runs in each call: few functions, no loops."""
+    numbers: tuple[object, ...] = (*ints, *[x.item() for x in floats]) if floats else tuple(ints)
     if 0.0 in numbers:
         numbers = tuple(map(repr, numbers))  # 0.0 == -0.0
-    return (
-        given.spec, given.scale, numbers, allows_tf32(), is_deterministic(), *others,
-        given.key.data_ptr() == given.value.data_ptr(),
-        *[memory_form(t) for t in (given.query, given.key, given.value, *given.captures)],
+    of_key, of_value = key.data_ptr(), value.data_ptr()
+    found = (
+        spec, scale, numbers, allows_tf32(), is_deterministic(),
+        query.shape, query.stride(), query.dtype, query.device, query.data_ptr() & 15,
+        key.shape, key.stride(), key.dtype, key.device, of_key & 15,
+        value.shape, value.stride(), value.dtype, value.device, of_value & 15, of_key == of_value,
     )  # fmt: skip
+    return (*found, *map(memory_form, captures)) if captures else found
 
 
 def memory_form(t: Tensor) -> tuple[object, ...]:
     return t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15
 
 
-def find(given: Arguments, key: Key) -> tuple[RepeatedOperator, list[Pointer]] | None:
+def find(key: Key, captures: list[Tensor], lists: list[Tensor]) -> tuple[Any, Sequence[Pointer]] | None:
     """Return what to run for arguments of a known kind, and the pointers that it needs."""
     known = _known.get(key)
     if known is None:
         return None
-    lists: dict[Part, list[Pointer]] = {}
-    if given.lists:
-        origin = Origin.of(given.lists[0])
-        state = origin.masks.get(key)
-        if state is None or state.addresses != [t.data_ptr() for t in given.lists]:
+    of_lists: dict[Part, list[Pointer]] = {}
+    if lists:
+        origin = Origin.of(lists[0])
+        state = origin.masks.get(known)
+        if state is None or state.addresses != [t.data_ptr() for t in lists]:
             return None
-        if not origin.has_passed(given.captures[known.score_captures :]):
+        if not origin.has_passed(captures[known.score_captures :]):
             return None
-        lists = state.pointers
+        of_lists = state.pointers
+    kernels = known.run.kernels
     found: list[Pointer] = []
-    pointer = known.run.kernels.pointer
-    for part in known.run.kernels.parts:
+    for part in kernels.parts:
         if part == "score":
-            found += map(pointer, given.captures[: known.score_captures])
-        elif part == "mask":
-            found += map(pointer, given.captures[known.score_captures :])
-            found += lists[part]
-        else:
-            found += lists[part]
-    return known, found
+            found += map(kernels.pointer, captures[: known.score_captures])
+            continue
+        if part == "mask":
+            found += map(kernels.pointer, captures[known.score_captures :])
+        found += of_lists[part]
+    return known.run, found
 
 
-def keep(given: Arguments, key: Key, problem: Problem, run: KnownForward | KnownBackward | None) -> None:
-    """Keep what an operator launched, if it read its arguments as they are."""
+def keep(
+    given: tuple[Tensor, ...], lists: list[Tensor], key: Key, problem: Problem, run: KnownForward | KnownBackward | None
+) -> None:
+    """Keep what an operator launched, if it read query, key, value and captures as they are given."""
     score = () if problem.score is None else problem.score.captures
     mask = () if problem.mask is None else problem.mask.captures
     tensors = (problem.query, problem.key, problem.value, *score, *mask)
-    same = (given.query, given.key, given.value, *given.captures)
-    if run is None or problem.batch_invariant or len(tensors) != len(same):
+    if run is None or problem.batch_invariant or len(tensors) != len(given):
         return
-    if any(a.data_ptr() != b.data_ptr() or a.stride() != b.stride() for a, b in zip(tensors, same, strict=True)):
+    if any(a.data_ptr() != b.data_ptr() or a.stride() != b.stride() for a, b in zip(tensors, given, strict=True)):
         return
-    if any(t.is_neg() for t in given.captures):
+    if any(t.is_neg() for t in given[3:]):
         return
-    remember(_known, key, RepeatedOperator(run, len(score)))
-    if given.lists:
+    known = _known.get(key)
+    if known is None or known.run is not run:
+        known = RepeatedOperator(run, len(score))
+        remember(_known, key, known)
+    if lists:
         pointers: dict[Part, list[Pointer]] = {
             part: list(map(run.kernels.pointer, PARTS[part](problem)[len(mask) if part == "mask" else 0 :]))
             for part in run.kernels.parts
             if part != "score"
         }
-        kinds = Origin.of(given.lists[0]).masks
+        kinds = Origin.of(lists[0]).masks
         if len(kinds) >= _MOST_KINDS:
             kinds.clear()
-        kinds[key] = _Lists([t.data_ptr() for t in given.lists], pointers)
+        kinds[known] = _Lists([t.data_ptr() for t in lists], pointers)

@@ -64,10 +64,11 @@ def is_batched(tensor: Tensor) -> bool:
 
 def refuse_batched(*grads: Tensor | None) -> None:
     """Reject a backward on a batch of gradients (is_grads_batched), which a Function does not support."""
-    if any(is_legacy_batchedtensor(g) for g in grads if g is not None):
-        fix = "Use torch.func.jacrev, jacfwd or hessian, or leave out vectorize=True and check_batched_grad=True."
-        found = "a backward with is_grads_batched=True"
-        raise UnsupportedError(message("flex_attention", found, "one gradient at a time, or torch.func.vmap", fix))
+    for gradient in grads:
+        if gradient is not None and is_legacy_batchedtensor(gradient):
+            fix = "Use torch.func.jacrev, jacfwd or hessian, or leave out vectorize=True and check_batched_grad=True."
+            found = "a backward with is_grads_batched=True"
+            raise UnsupportedError(message("flex_attention", found, "one gradient at a time, or torch.func.vmap", fix))
 
 
 def one_by_one(function: type[Function], batch_size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
