@@ -120,11 +120,11 @@ def test_deterministic_captured_gradients(work: str, kernel: str) -> None:
 # Bytes that Gluon kernels may spill, as above; ptxas' warnings (serialised products) are never right there.
 GLUON = {
     ("document runs 128", "hopper_forward"): 32, ("document 128", "hopper_forward"): 50,
-    ("full 128", "hopper_backward"): 120, ("causal 128", "hopper_backward"): 130,
-    ("softcap causal 128", "hopper_backward"): 460, ("alibi causal 128", "hopper_backward"): 210,
-    ("document 128", "hopper_backward"): 420, ("document runs 128", "hopper_backward"): 150,
+    ("full 128", "hopper_backward"): 150, ("causal 128", "hopper_backward"): 160,
+    ("softcap causal 128", "hopper_backward"): 460, ("alibi causal 128", "hopper_backward"): 250,
+    ("document 128", "hopper_backward"): 420, ("document runs 128", "hopper_backward"): 210,
     ("causal 256", "hopper_backward_wide"): 100,
-    ("alibi causal 128", "hopper_dkdv"): 50, ("document runs 128", "hopper_dkdv"): 30,
+    ("alibi causal 128", "hopper_dkdv"): 120, ("document runs 128", "hopper_dkdv"): 110,
 }  # fmt: skip
 ON_HOPPER = [w for w in (*WORKS, "document runs 128") if w not in ("relative 64", "document 128")]
 FORWARDS = [(w, "hopper_forward") for w in (*ON_HOPPER, "document 128") if w != "alibi causal 128"]

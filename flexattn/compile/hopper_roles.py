@@ -156,7 +156,7 @@ def _hopper_backward_names(plan: KernelPlan) -> _Own:
         ),
         names=own.names | {
             "numbers": numbers, "recorded": [*numbers, *(["block"] if plan.blocks else [])],
-            "of_queries": ["b", "h", "m0", "row"],
+            "of_queries": ["b", "h", "m0"],
         },
     )  # fmt: skip
 

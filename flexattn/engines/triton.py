@@ -27,7 +27,7 @@ from flexattn.compile.schedule import (
     plan_best_form,
     zeroed_arrays,
 )
-from flexattn.machine.target import Target, target_of
+from flexattn.machine.target import Target
 from flexattn.options import option
 from flexattn.process.events import fallback
 from flexattn.process.frozen_class import frozen
@@ -288,9 +288,8 @@ def _backward(
     def step(spec: KernelSpec, given: Tensors) -> None:
         run(spec, problems.seen_by(spec), {name: tensors[name] for name in spec.tensors}, given)
 
-    kernels = scheduled_backward(problems, tensors)
+    kernels, zeroed = scheduled_backward(problems, tensors)
     rows = {"lse_ptr": lse} if d_lse is None else {"lse_ptr": lse, "dlse_ptr": d_lse.float().contiguous()}
-    zeroed = zeroed_arrays(kernels, target_of(q.device))
     if "dq_sum_ptr" in zeroed:
         arrays["dq_sum_ptr"] = q.new_empty((count * pieces_of(q.size(-1)), 32), dtype=torch.float32)
     if COUNTER in zeroed:

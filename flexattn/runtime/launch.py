@@ -35,6 +35,7 @@ from flexattn.compile.schedule import (
     expected_backward,
     plan_best_form,
     wants_backward,
+    zeroed_arrays,
 )
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.machine.target import processors, target_of
@@ -196,18 +197,21 @@ def forget_launches() -> None:
         cache.clear()
 
 
-_backward_schedules: OrderedDict[tuple[object, ...], tuple[KernelSpec, ...]] = OrderedDict()
+Schedule = tuple[tuple[KernelSpec, ...], tuple[str, ...]]
+_backward_schedules: OrderedDict[tuple[object, ...], Schedule] = OrderedDict()
 
 
-def scheduled_backward(problems: KernelProblems, tensors: Tensors) -> tuple[KernelSpec, ...]:
-    """Return the kernels that run after DELTA, in order, cached by key."""
+def scheduled_backward(problems: KernelProblems, tensors: Tensors) -> Schedule:
+    """Return the kernels that run after DELTA, in order, and the arrays that it sets to zero. Cached by key."""
     # The names of `tensors` say which gradients are requested, so they are part of the key, like those of arrays.
     key = launch_key(DELTA, problems.capture_gradients, tensors, tensors)
-    kernels = _backward_schedules.get(key)
-    if kernels is None:
-        kernels = backward_kernels(problems, tensors, target_of(problems.capture_gradients.query.device))
-        remember(_backward_schedules, key, kernels)
-    return kernels
+    schedule = _backward_schedules.get(key)
+    if schedule is None:
+        target = target_of(problems.capture_gradients.query.device)
+        kernels = backward_kernels(problems, tensors, target)
+        schedule = kernels, zeroed_arrays(kernels, target)
+        remember(_backward_schedules, key, schedule)
+    return schedule
 
 
 CACHES: list[OrderedDict[tuple[object, ...], Any]] = [_launches, _backward_schedules]
