@@ -67,10 +67,11 @@ from flexattn.call.call import Call, Mod
 from flexattn.call.jagged import from_jagged, to_jagged
 from flexattn.call.layout import KVLayout, LayoutArguments
 from flexattn.call.pose import pose
+from flexattn.call.varlen.arguments import batch_of_rows, rows_of_batch
 from flexattn.engines import triton
 from flexattn.engines.autograd import attention
 from flexattn.engines.choice import engine_of, form_for
-from flexattn.engines.repeated_calls import keep, repeated
+from flexattn.engines.repeated_calls import keep, keep_rows, repeated
 from flexattn.errors import ArgumentError, DtypeError, message
 from flexattn.torch_compile.call import traced_call
 from flexattn.torch_compile.recorded import recorded_call
@@ -303,6 +304,19 @@ def _compute(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
 def attend_call(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return out, lse and row maxima."""
     return _compute(*vars(call).values())
+
+
+@uncompiled
+def attend_rows(call: Call) -> tuple[Tensor, Tensor]:
+    """Return out [T_q, Hq, Dv] and lse [Hq, T_q] of packed sequences, whose query, key and value are [rows, H, D]."""
+    rows = tuple(vars(call).values())
+    found = repeated(*rows)
+    if found is None:
+        arguments = (*map(batch_of_rows, rows[:3]), *rows[3:])
+        out, lse, _ = _compute(*arguments)
+        keep_rows(rows, arguments)
+        return rows_of_batch(out), lse.squeeze(0)
+    return found[:2]
 
 
 def _jagged(query: Any, key: Any, value: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:

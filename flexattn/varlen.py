@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.api import AuxRequest, attend_call, flex_attention
+from flexattn.api import AuxRequest, attend_rows, flex_attention
 from flexattn.block_mask import BlockMask
 from flexattn.block_mask.dense import all_partial
 from flexattn.call.call import Call, Mod
@@ -171,13 +171,11 @@ def _check_ranks(given: _Given) -> None:
 
 def _packed(given: _Given) -> tuple[Tensor, Tensor]:
     """Compute the sequences as one row of a batch, with a mask that separates them."""
-    query, key, value = (x.transpose(0, 1)[None] for x in (given.query, given.key, given.value))
     call = Call(
-        query, key, value, given.score_mod, None, given.scale, given.enable_gqa, given.kernel_options, given.sink,
-        given.dropout_p, layout=_sequences(given),
+        given.query, given.key, given.value, given.score_mod, None, given.scale, given.enable_gqa,
+        given.kernel_options, given.sink, given.dropout_p, layout=_sequences(given),
     )  # fmt: skip
-    out, lse, _ = attend_call(call)
-    return out.squeeze(0).transpose(0, 1), lse.squeeze(0)  # the backward of [0] would copy
+    return attend_rows(call)
 
 
 def _sequences(given: _Given) -> PackedArguments:

@@ -25,6 +25,8 @@ from flexattn import (
     varlen_attn,
     varlen_attn_out,
 )
+from flexattn.call.varlen.arguments import Packed, PackedArguments
+from flexattn.call.varlen.mods import packed_mask
 
 
 @pytest.mark.parametrize("options", [{}, {"num_splits": 1}], ids=["packed", "invariant"])
@@ -322,3 +324,16 @@ JAGGED_ERRORS: dict[str, tuple[dict[str, object], type[Exception], str]] = {
 def test_errors_of_jagged_tensors(changes: dict[str, object], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         flex_attention(**{"query": N, "key": N, "value": N, **changes})
+
+
+def test_keys_of_short_sequences_are_taken_in_order() -> None:
+    """Otherwise keys with many queries come first."""
+    cu = torch.arange(0, 4097, 256, dtype=torch.int32)
+    query = torch.zeros(1, 2, 4096, 16)
+    for longest, in_order in ((256, True), (257, False), (4096, False)):
+        packed = Packed.of(PackedArguments(cu, cu, longest, longest, (-1, 0)), query, query)
+        mask = packed_mask(None, packed.packing, packed.window)
+        blocks = packed.blocks_of(mask, (4096, 4096), 2, both=True)
+        assert blocks.q_runs is not None
+        assert (blocks.q_runs.order[0].tolist() == list(range(32))) == in_order
+        assert blocks.reach == (longest if in_order else None)

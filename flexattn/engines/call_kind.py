@@ -18,7 +18,7 @@ from flexattn.call.layout import Layout, LayoutArguments
 from flexattn.call.pose import autocast
 from flexattn.call.positions import at_positions, mask_at_positions
 from flexattn.call.problem import Problem
-from flexattn.call.varlen.arguments import Packed, PackedArguments
+from flexattn.call.varlen.arguments import Packed, PackedArguments, batch_of_rows, rows_in
 from flexattn.call.varlen.mods import packed_mask, packed_score
 from flexattn.engines.mask_state import Masked, MaskState, TraceSettings, memory_form
 from flexattn.graph.bound_mod import BoundMod
@@ -180,7 +180,7 @@ def _layout_of(given: LayoutArguments) -> Layout | None:
 def _packed_kind(
     key: Key, tensors: tuple[Tensor, ...], score: BoundMod | None, given: PackedArguments, settings: TraceSettings
 ) -> CallKind | None:
-    """Return the kind of a call with packed sequences. `tensors` are query, key and value."""
+    """Return the kind of a call with packed sequences. `tensors` are query, key and value, [rows, H, D] or a batch."""
     query, other = tensors[:2]
     packed = Packed.recalled(given, query, other)
     if packed is None:
@@ -198,9 +198,10 @@ def _packed_kind(
         bound = BoundMod(known[0].traced.graph_of(numbers), captures, numbers)
     mask = packed_mask(bound, packed.packing, packed.window)
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    blocks = packed.blocks_of(mask, (query.size(2), other.size(2)), query.size(1), learns)
+    blocks = packed.blocks_of(mask, (rows_in(query), rows_in(other)), query.size(1), learns)
     if blocks._state is None:
-        keep_packed(blocks, Problem(*tensors[:3], scale=1.0, mask=mask, block_mask=blocks))
+        batch = [batch_of_rows(x) if x.dim() == 3 else x for x in tensors[:3]]
+        keep_packed(blocks, Problem(*batch, scale=1.0, mask=mask, block_mask=blocks))
     state = blocks._state
     assert state is not None
     key += ("packed", state.kind, blocks.seq_lengths, blocks.reach)

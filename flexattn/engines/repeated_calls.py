@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from flexattn.call.call import Call
 from flexattn.call.layout import Layout, LayoutArguments
 from flexattn.call.pose import mask_of
 from flexattn.call.problem import Problem
-from flexattn.call.varlen.arguments import PackedArguments
+from flexattn.call.varlen.arguments import PackedArguments, batch_of_rows, rows_of_batch
 from flexattn.compile.arguments import Part
 from flexattn.engines import triton
 from flexattn.engines.autograd import AttentionFunction, explain_change, gradients, tensors_of, with_tensors
@@ -47,6 +47,7 @@ class RepeatedCall:
     score_captures: int  # number of the tensors that score_mod captures
     learns: bool  # a backward may follow
     shapes: tuple[torch.Size, ...]  # of what is saved for the backward
+    of_rows: bool = False  # query, key, value and out are [rows, H, D], and lse is [H, rows]
     backwards: dict[Key, KnownBackward] = field(default_factory=dict)
 
     def __call__(self, kind: CallKind) -> Result:
@@ -59,6 +60,13 @@ class RepeatedCall:
         else:
             parts = _parts_with_layout(self.forward.kernels, captures[: self.score_captures], kind, kind.layout)
         return self.forward(query, key, value, parts)
+
+    def for_rows(self) -> RepeatedCall:
+        """Return the same call for tensors [rows, H, D]."""
+        *of_tensors, of_out, of_lse = self.shapes
+        wide = [torch.Size((s[2], s[1], s[3])) for s in (*of_tensors[:3], of_out)]
+        shapes = (*wide[:3], *of_tensors[3:], wide[3], of_lse[1:])
+        return replace(self, forward=self.forward.for_rows(), shapes=shapes, of_rows=True, backwards={})
 
     def parts(self, kernels: KnownKernels, captures: Sequence[Tensor], masked: Masked | None) -> list[Pointer]:
         """Return the pointers to what kernels read of a problem without a layout."""
@@ -143,6 +151,17 @@ def keep(arguments: Sequence[Any], problem: Problem) -> None:
     remember(_calls, kind.key, RepeatedCall(forward, without, score_captures, learns, shapes))
 
 
+def keep_rows(rows: Sequence[Any], arguments: Sequence[Any]) -> None:
+    """Keep a call of packed sequences also for the arguments `rows`, whose tensors are [rows, H, D].
+
+    It needs no views, which autograd would record: 8 of them take more host time than the attention.
+    """
+    kind, of_rows = kind_of(*arguments), kind_of(*rows)
+    known = None if kind is None else _calls.get(kind.key)
+    if known is not None and of_rows is not None and of_rows.key not in _calls:
+        remember(_calls, of_rows.key, known.for_rows())
+
+
 def _keep_mask(blocks: BlockMask, arguments: Sequence[Any], problem: Problem) -> bool:
     """Keep what calls need of a mask. Return whether there is something to keep."""
     call = Call(*arguments)
@@ -208,12 +227,19 @@ class _RepeatedAttention(AttentionFunction):
             if known is not None:
                 return _gradients(known, call, saved, masked, d_out, d_lse, needs)
         problem = call.problem_of(masked)
+        if call.of_rows:
+            *tensors, out, lse = saved
+            saved = (*map(batch_of_rows, tensors[:3]), *tensors[3:], batch_of_rows(out), lse[None])
+            d_out = None if d_out is None else batch_of_rows(d_out)
+            d_lse = None if d_lse is None else d_lse[None]
         found: Sequence[Tensor | None] = gradients(triton, problem, needs[2:], d_out, d_lse, saved)
         if key is not None and d_out is not None:
             of_call, wanted = with_tensors(problem, saved[:-2]), (*needs[2:5], False)
             known = triton.known_backward(of_call, saved[-2], d_out, d_lse is not None, wanted)
             if known is not None:
-                call.backwards[key] = known
+                call.backwards[key] = known.for_rows() if call.of_rows else known
+        if call.of_rows:
+            found = (*[None if x is None else rows_of_batch(x) for x in found[:3]], *found[3:])
         return None, None, *found
 
 

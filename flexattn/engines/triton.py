@@ -66,6 +66,10 @@ class KnownForward:
         splits = arrays["part_ptr"].numel() if "part_ptr" in arrays else 0, len(arrays.get("part_lse_ptr", ()))
         return KnownForward((shape, out.stride()), rows, problem.max_scores, splits, recorded.counts, kernels)
 
+    def for_rows(self) -> KnownForward:
+        """Return the same forward for tensors [rows, H, D]."""
+        return replace(self, out=rows_of(self.out), lse=(self.lse[0][1:], self.lse[1][1:]))
+
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, parts: Iterable[Pointer]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -95,6 +99,12 @@ class KnownForward:
             device,
         )  # fmt: skip
         return out, lse, largest
+
+
+def rows_of(sizes: Sizes) -> Sizes:
+    """Return the sizes of [rows, H, D] from those of the same tensor as [1, H, rows, D]."""
+    (_, H, rows, D), (_, of_head, of_row, of_column) = sizes
+    return (rows, H, D), (of_row, of_head, of_column)
 
 
 def _parts_of(memory: Tensor, begins: Sequence[int], pointer: Pointer) -> list[Pointer]:
@@ -136,6 +146,11 @@ class KnownBackward:
         of_q, of_k, of_v = [(tuple(x.shape), dense_strides(x.shape, x.stride())) if w else None for x, w in written]
         rows = _padded_rows(q)
         return KnownBackward(rows, rows * (2 + columns) + 1, learned, captured, (of_q, of_k, of_v), needs, kernels)
+
+    def for_rows(self) -> KnownBackward:
+        """Return the same backward for tensors [rows, H, D]."""
+        of_q, of_k, of_v = (None if sizes is None else rows_of(sizes) for sizes in self.results)
+        return replace(self, results=(of_q, of_k, of_v))
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], parts: Iterable[Pointer],

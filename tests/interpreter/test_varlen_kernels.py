@@ -77,8 +77,8 @@ def check_lists(monkeypatch: pytest.MonkeyPatch, name: str, bound: BoundMod | No
     lengths, rows = (sum(q) + after, sum(k)), packed(name, False)
     mask = packed_mask(bound, rows, window)
 
-    def make() -> BlockMask:
-        return block_lists.mask_of_rows(mask, rows, None if bound else window, lengths, 3, both=True)
+    def make(longest: int = 1 << 20) -> BlockMask:
+        return block_lists.mask_of_rows(mask, rows, None if bound else window, lengths, 3, True, longest)
 
     ours, theirs = both_ways(monkeypatch, make)
     assert isinstance(ours, BlockMask) and isinstance(theirs, BlockMask)

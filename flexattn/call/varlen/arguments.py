@@ -35,6 +35,21 @@ class PackedArguments(NamedTuple):
     seqused_k: Tensor | None = None
 
 
+def rows_in(x: Tensor) -> int:
+    """Return the rows of [rows, H, D] or [1, H, rows, D]."""
+    return x.size(0 if x.dim() == 3 else 2)
+
+
+def batch_of_rows(x: Tensor) -> Tensor:
+    """Return [rows, H, D] as [1, H, rows, D]."""
+    return x.transpose(0, 1)[None]
+
+
+def rows_of_batch(x: Tensor) -> Tensor:
+    """Return [1, H, rows, D] as [rows, H, D]."""
+    return x.squeeze(0).transpose(0, 1)  # the backward of [0] would copy
+
+
 def check_packed(given: PackedArguments, query: Tensor, key: Tensor) -> None:
     """Check lengths and offsets against query [1, Hq, T_q, D] and key [1, Hkv, T_k, D]."""
     for name, cu, rows in (("cu_seq_q", given.cu_seq_q, query.size(2)), ("cu_seq_k", given.cu_seq_k, key.size(2))):
@@ -122,12 +137,15 @@ class Packed:
             packing = packing_of(given.cu_seq_q, given.cu_seq_k, used_q, used_k, (T_q, T_k), assertions(T_q, T_k))
             return packing, None if used_k is None else _used_rows(given.cu_seq_k, used_k, T_k)
 
-        packing, rows = packings.get(_sizes_of(given, query, key), tensors, make)
+        packing, rows = packings.get(_sizes_of(given, (T_q, T_k)), tensors, make)
         return Packed(packing, tuple(given.window_size), given.max_q, rows)  # type: ignore[arg-type]
 
     @staticmethod
     def recalled(given: PackedArguments, query: Tensor, key: Tensor) -> Packed | None:
-        """Return the packing, without checks if it is known; None for calls with used lengths."""
+        """Return the packing, without checks if it is known; None for calls with used lengths.
+
+        `query` and `key` may also be [rows, H, D].
+        """
         window = given.window_size
         if given.seqused_q is not None or given.seqused_k is not None:
             return None
@@ -135,8 +153,11 @@ class Packed:
             return None
         if not isinstance(given.cu_seq_q, Tensor) or not isinstance(given.cu_seq_k, Tensor):
             return None
-        found = packings.known(_sizes_of(given, query, key), (given.cu_seq_q, given.cu_seq_k))
-        return Packed.of(given, query, key) if found is None else Packed(found[0][0], window, given.max_q, None)
+        lengths = rows_in(query), rows_in(key)
+        found = packings.known(_sizes_of(given, lengths), (given.cu_seq_q, given.cu_seq_k))
+        if found is not None:
+            return Packed(found[0][0], window, given.max_q, None)
+        return Packed.of(given, *[batch_of_rows(x) if x.dim() == 3 else x for x in (query, key)])
 
     def tensors_of(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return key and value with 0 in rows that are not used. They may be NaN, and share tiles with used rows."""
@@ -153,9 +174,9 @@ class Packed:
         return masks.get((mask.graph, mask.numbers, *wanted), mask.captures, make)
 
 
-def _sizes_of(given: PackedArguments, query: Tensor, key: Tensor) -> tuple[object, ...]:
+def _sizes_of(given: PackedArguments, lengths: tuple[int, int]) -> tuple[object, ...]:
     """Return what the checks and the packing depend on besides tensors."""
-    return query.size(2), key.size(2), given.seqused_q is None, given.seqused_k is None, given.max_q, given.max_k
+    return *lengths, given.seqused_q is None, given.seqused_k is None, given.max_q, given.max_k
 
 
 @torch.no_grad()
