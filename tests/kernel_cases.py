@@ -357,6 +357,14 @@ def _bias_mask(at: Setting, M: int, N: int) -> Mod:
     return lambda b, h, i, j: keep[i, j]
 
 
+def _ends(at: Setting, M: int, N: int) -> Mod:
+    """Return a mask whose queries load the ends of their intervals of keys."""
+    rows = torch.arange(M, dtype=torch.int32, device=at.device)
+    first = rows * 7 % N // 2
+    last = first + rows * 5 % 60
+    return lambda b, h, i, j: (j >= first[i]) & (j < last[i]) & ((i + j) % 5 != 0)
+
+
 MASKS: dict[str, Any] = {
     "causal": lambda at, M, N: mods.causal,
     "sliding": lambda at, M, N: lambda b, h, i, j: (i >= j) & (i - j < 20),
@@ -371,6 +379,7 @@ MASKS: dict[str, Any] = {
     "lengths": _lengths,
     "prefix": _prefix,
     "captured": _bias_mask,
+    "ends": _ends,
 }
 
 SHAPES = (

@@ -60,7 +60,11 @@ def sources(
     scores = {
         "softcap": mods.softcap(30.0), "alibi": mods.alibi(4), "relative": mods.relative_bias(table), "gate": gate,
     }  # fmt: skip
-    masks = {"causal": mods.causal, "document": mods.document_causal((torch.arange(S) // 100).int())}
+    ends = torch.arange(S, dtype=torch.int32)
+    masks = {
+        "causal": mods.causal, "document": mods.document_causal((torch.arange(S) // 100).int()),
+        "ends": lambda b, h, q_idx, kv_idx: (kv_idx < ends[q_idx]) & (kv_idx >= ends[q_idx] - 99),
+    }  # fmt: skip
     score_mod = next((scores[kind] for kind in kinds if kind in scores), None)
     mask_mod = next((masks[kind] for kind in kinds if kind in masks), None)
     mask = mask_mod and create_block_mask(mask_mod, None, None, S, S, device="cpu")
@@ -123,7 +127,8 @@ GLUON = {
     ("full 128", "hopper_backward"): 160, ("causal 128", "hopper_backward"): 160,
     ("softcap causal 128", "hopper_backward"): 460, ("alibi causal 128", "hopper_backward"): 250,
     ("document 128", "hopper_backward"): 420, ("document runs 128", "hopper_backward"): 210,
-    ("causal 256", "hopper_backward_wide"): 100,
+    ("causal 256", "hopper_backward_wide"): 100, ("ends 256", "hopper_backward_wide"): 130,
+    ("ends 128", "hopper_backward"): 200,
     ("alibi causal 128", "hopper_dkdv"): 120, ("document runs 128", "hopper_dkdv"): 110,
 }  # fmt: skip
 ON_HOPPER = [w for w in (*WORKS, "document runs 128") if w not in ("relative 64", "document 128")]
@@ -140,9 +145,12 @@ QUICK_GLUON = [
     ("softcap causal 64", "hopper_dq"), ("softcap causal 64", "hopper_dkdv"),
 ]  # fmt: skip
 PAIRS = [(w, k) for w in PAIRED for k in ("hopper_dq", "hopper_dkdv")]
+ENDS = [("ends 128", "hopper_backward"), ("ends 64", "hopper_backward"), ("ends 256", "hopper_backward_wide")]
 
 
-@pytest.mark.parametrize(("work", "kernel"), slow_unless(QUICK_GLUON.__contains__, [*FORWARDS, *BACKWARDS, *PAIRS]))
+@pytest.mark.parametrize(
+    ("work", "kernel"), slow_unless(QUICK_GLUON.__contains__, [*FORWARDS, *BACKWARDS, *PAIRS, *ENDS])
+)
 def test_gluon(work: str, kernel: str) -> None:
     made = sources(work, "HOPPER", deterministic=(work, kernel) in PAIRS)
     plan, source = next(pair for pair in made if pair[0].spec.name == kernel)
