@@ -9,7 +9,7 @@ from flexattn import counters
 
 pytest.importorskip("triton")
 pytest.importorskip("transformers")
-from tiny_models import batch, labels, models  # noqa: E402
+from tiny_models import batch, labels, models
 
 pytestmark = [
     pytest.mark.gpu,

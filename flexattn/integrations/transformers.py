@@ -45,14 +45,14 @@ def register(name: str = "flexattn") -> None:
         >>> transformers.register()  # doctest: +SKIP
         >>> model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="flexattn")  # doctest: +SKIP
     """
-    import transformers  # type: ignore[import-not-found]
+    from transformers import AttentionInterface, AttentionMaskInterface, __version__  # type: ignore
     from transformers.masking_utils import sdpa_mask  # type: ignore[import-not-found]
 
     if "q_offset" not in inspect.signature(sdpa_mask).parameters:
-        found, fix = f"version {transformers.__version__}", "Upgrade it: pip install -U transformers."
+        found, fix = f"version {__version__}", "Upgrade it: pip install -U transformers."
         raise UnsupportedError(message("transformers", found, "one whose masks take q_offset, as 5.24", fix))
-    transformers.AttentionInterface.register(name, attention)
-    transformers.AttentionMaskInterface.register(name, mask)
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
 
 
 def mask(
