@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import generation
 from flexattn import counters
 from flexattn.errors import ArgumentError, DtypeError, UnsupportedError
 from flexattn.integrations import transformers as bridge
@@ -291,3 +294,20 @@ def test_generation_compiles_its_steps(name: str, kind: str) -> None:
         ours, tokens, cache_implementation="static", disable_compile=False, compile_config=settings, **arguments
     )
     assert torch.equal(found, generated(eager, tokens, **arguments))
+
+
+@pytest.mark.slow
+def test_the_page(tmp_path: Path) -> None:
+    page = Path(__file__).parents[1] / "docs" / "transformers.md"
+    path = tmp_path / "page.py"
+    path.write_text("\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)))
+    exec(compile(path.read_text(), path, "exec"), {"__name__": "page"})
+
+
+def test_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    assert generation.main(["--quick", "--device", "cpu", "--rounds", "1", "--peers", "flexattn,sdpa"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("quick")]
+    assert [(peer, run) for _, peer, run, *_ in lines] == [
+        (peer, run) for peer in ("flexattn", "sdpa") for run in ("dynamic", "static", "train")
+    ]
+    assert all(float(line[3].replace(",", "")) > 0 for line in lines)
