@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks import generation
 from flexattn import counters
-from flexattn.errors import ArgumentError, DtypeError, UnsupportedError
+from flexattn.errors import ArgumentError, DtypeError, OptionError, UnsupportedError
 from flexattn.integrations import transformers as bridge
 from flexattn.mask_build import cache as mask_cache
 
@@ -214,6 +214,14 @@ def test_weights_are_an_error() -> None:
     ours, _ = models("llama")
     with pytest.raises(UnsupportedError, match="output_attentions: found True"):
         ours(batch("whole")[0], output_attentions=True)
+
+
+def test_options_of_kernels_are_passed_on() -> None:
+    ours, _ = models("llama")
+    tokens, _, _ = batch("whole")
+    close(ours(tokens, kernel_options={"BATCH_INVARIANT": True}).logits, ours(tokens).logits)
+    with pytest.raises(OptionError, match="BLOCK_X"):
+        ours(tokens, kernel_options={"BLOCK_X": 1})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ dense tensor that a score_mod reads: it is cheaper than its block lists, and the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ def attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
     scaling: float | None = None, dropout: float = 0.0, softcap: float | None = None, s_aux: Tensor | None = None,
     position_bias: Tensor | None = None, is_causal: bool | None = None, output_attentions: bool | None = None,
-    **_: Any,
+    kernel_options: Mapping[str, object] | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Compute the attention of one layer.
 
@@ -122,6 +122,7 @@ def attention(
         position_bias: [1 or B, H, queries, keys], added to the scores.
         is_causal: overrides that of the module.
         output_attentions: must not be true.
+        kernel_options: see FlexKernelOptions. Models pass it on: `model(tokens, kernel_options={...})`.
 
     Returns:
         The output [B, queries, H, D], and None in place of the weights.
@@ -137,8 +138,8 @@ def attention(
     elif (getattr(module, "is_causal", False) if is_causal is None else is_causal) and query.shape[2] > 1:
         block_mask, dense = _causal(query, key)
     out = flex_attention(
-        query, key, value, _score_mod(softcap, position_bias, dense), block_mask, scaling, enable_gqa=True, sink=s_aux,
-        dropout_p=dropout if module.training else 0.0,
+        query, key, value, _score_mod(softcap, position_bias, dense), block_mask, scaling, enable_gqa=True,
+        kernel_options=kernel_options, sink=s_aux, dropout_p=dropout if module.training else 0.0,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 
