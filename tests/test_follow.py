@@ -19,7 +19,9 @@ from follow_corpus import CASES
 from followed_mods import POINTS, TABLE, agrees
 from torch import Tensor
 
+from flexattn import BlockMask, create_block_mask, mods
 from flexattn.errors import ModError, RetraceWarning
+from flexattn.integrations import transformers as bridge
 from flexattn.trace import memo
 from flexattn.trace.follow import Follower, ReadLog, guard_of
 from flexattn.trace.recording import Inputs, Setting
@@ -247,6 +249,13 @@ def test_errors_in_a_mod_are_caught_as_by_python() -> None:
     agrees(mod)
     settings["gain"] = 2
     agrees(mod)
+
+
+def test_a_mod_of_the_package_is_guarded_by_the_function_that_it_calls() -> None:
+    for mask_mod in (mods.causal, mods.sliding_window(4), lambda b, h, q_idx, kv_idx: kv_idx >= q_idx):
+        found, expected = bridge.mask(1, 32, 32, mask_function=mask_mod), create_block_mask(mask_mod, 1, None, 32, 32)
+        assert isinstance(found, BlockMask)
+        assert found.pairs() == expected.pairs()
 
 
 @pytest.mark.parametrize("version", ["3.12", "3.13"])

@@ -36,7 +36,7 @@ _PURE_OF_TORCH = frozenset((
     "has_torch_function_variadic", "_get_tracing_state", "is_compiling", "is_dynamo_compiling", "is_scripting",
     "is_tracing", "typename",
 ))  # fmt: skip
-_OUR_MODS = ("flexattn.mods", "flexattn.block_mask.slices")
+_OUR_MODS = ("flexattn.mods", "flexattn.block_mask.slices", "flexattn.integrations")
 # C modules whose functions depend only on their arguments.
 _PURE_MODULES = frozenset(("math", "cmath", "_operator", "_bisect", "_struct", "itertools", "_functools"))
 _OF_C = (
