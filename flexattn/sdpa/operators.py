@@ -16,7 +16,7 @@ from flexattn.api import AuxRequest
 from flexattn.call.dropout import Dropout, check_dropout, drop_below
 from flexattn.call.varlen.arguments import PackedArguments
 from flexattn.sdpa.passes import Form, Window, backward, forward
-from flexattn.sdpa.rules import case_of, check, check_inference, flattened, inference_case, wants_gradient
+from flexattn.sdpa.rules import case_of, case_of_rows, check, check_inference, inference_case, wants_gradient
 from flexattn.varlen import varlen_attn
 
 P = ParamSpec("P")
@@ -135,7 +135,7 @@ def flash_attention_forward(
     check_inference(inference, wants_gradient(query, key, value))
     window = _window(is_causal, window_size_left, window_size_right)
     if not inference.has_plain_keys:
-        check(case_of(flattened(query), flattened(key), flattened(value), True, dropout_p))
+        check(case_of_rows(query, key, value, dropout_p))
         return _through_varlen(
             query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, scale, window, seqused_k, block_table, num_splits
         )

@@ -176,9 +176,14 @@ def check_inference(case: InferenceCase, gradient: bool) -> None:
         raise Unhandled(reason)
 
 
-def flattened(x: Tensor) -> Tensor:
-    """Return [B, S, H, D], or pages of this form, as [B * S, H, D]. Other ranks are returned as they are."""
-    return x.flatten(0, 1) if x.dim() == 4 else x
+def case_of_rows(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Case:
+    """Return the case of a call without plain keys, as if packed. Tensors are [B, S, H, D], pages, or [T, H, D]."""
+    case = case_of(query, key, value, True, dropout_p)
+    return case._replace(query=_rows_of(case.query), key=_rows_of(case.key), value=_rows_of(case.value))
+
+
+def _rows_of(shape: Shape) -> Shape:
+    return (shape[0] * shape[1], *shape[2:]) if len(shape) == 4 else shape
 
 
 def wants_gradient(*tensors: Tensor) -> bool:
@@ -227,4 +232,4 @@ def why_not(
     if cum_seq_q is None:  # [B, H, S, D]
         query = query.transpose(1, 2)
         key, value = (x if block_table is not None else x.transpose(1, 2) for x in (key, value))
-    return reason_for(case_of(flattened(query), flattened(key), flattened(value), True, dropout_p))
+    return reason_for(case_of_rows(query, key, value, dropout_p))
