@@ -65,8 +65,9 @@ def scaled_dot_product_flash_attention(
         >>> out.shape, lse.shape
         (torch.Size([1, 2, 16, 32]), torch.Size([1, 2, 16]))
     """
-    inference = inference_case(key, None, None, dropout_p, return_debug_mask, None, None, None)
-    check_inference(inference, wants_gradient(query, key, value))
+    if return_debug_mask:
+        inference = inference_case(key, None, None, dropout_p, return_debug_mask, None, None, None)
+        check_inference(inference, wants_gradient(query, key, value))
     check(case_of(query, key, value, False, dropout_p))
     form = Form(_window(is_causal, None, None), scale, None)
     out, lse, state, unused, debug_mask = _forward(query, key, value, form, dropout_p)

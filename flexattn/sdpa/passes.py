@@ -70,7 +70,7 @@ def backward(
     problem = _posed(query, key, value, form, dropout)
     if form.packed is not None:
         out, lse, d_out = batch_of_rows(out), lse[None], batch_of_rows(d_out)
-    lse = lse.to(lse_dtype_of(query, ())).contiguous()
+    lse = lse.to(lse_dtype_of(query, form.options)).contiguous()
     engine = engine_of(problem)
     dq, dk, dv, _, _ = run_engine("backward", problem, engine.backward, problem, out, lse, d_out, None, _NEEDS)
     assert dq is not None and dk is not None and dv is not None

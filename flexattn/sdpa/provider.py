@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -92,11 +93,13 @@ def activate(dispatch_key: str = "CUDA") -> Handle:
         torch.Size([1, 2, 16, 32])
     """
     library = Library("aten", "IMPL", dispatch_key)
-    for name, compute in OPERATORS.items():
-        if not hasattr(torch.ops.aten, name):  # older torch
-            continue
-        own = _own_kernel(name, dispatch_key)
-        library.impl(name, _with_fallback(name, compute, own), dispatch_key, with_keyset=True)
+    with warnings.catch_warnings():
+        # The dispatcher warns once per process that a kernel is replaced. Here that is what was asked for.
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        for name, compute in OPERATORS.items():
+            if hasattr(torch.ops.aten, name):  # older versions of torch lack one
+                own = _own_kernel(name, dispatch_key)
+                library.impl(name, _with_fallback(name, compute, own), dispatch_key, with_keyset=True)
     return Handle(library)
 
 
