@@ -7,6 +7,8 @@ sizes only and is cached. The engine caches the launches.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from flexattn.api import attend_call, attend_rows
 from flexattn.block_mask import BlockMask
+from flexattn.block_mask.dense import all_partial
 from flexattn.call.call import Call
 from flexattn.call.dropout import Dropout
 from flexattn.call.pose import pose
@@ -22,13 +25,15 @@ from flexattn.call.problem import Problem
 from flexattn.call.varlen.arguments import PackedArguments, batch_of_rows, rows_of_batch
 from flexattn.engines.autograd import run_engine, tensors_of, with_tensors
 from flexattn.engines.choice import engine_of, lse_dtype_of
+from flexattn.engines.mask_state import NOTHING
 from flexattn.mask_build.create import create_block_mask
 from flexattn.mods import band, causal, shifted
+from flexattn.process.events import fallback
+from flexattn.runtime.launch import CACHES, remember
 from flexattn.torch_state.modes import undisturbed
 
 Window = tuple[int, int]
 ALL = (-1, -1)  # the window of a call without one
-_MASKS = 64
 _PROBLEMS = 256
 _NEEDS = (True, True, True, False)  # query, key, value, and no sink
 
@@ -104,7 +109,7 @@ def _problem_of_sizes(
     one = torch.empty((), dtype=dtype, device=device)
     problem = _pose(one.expand(query), one.expand(key), one.expand(value), form)
     assert len(tensors_of(problem)) == 3  # masks of windows capture no tensors
-    return with_tensors(problem, (one, one, one))
+    return with_tensors(problem, [NOTHING] * 3)
 
 
 def _pose(query: Tensor, key: Tensor, value: Tensor, form: Form) -> Problem:
@@ -119,6 +124,10 @@ def is_capturing(query: Tensor) -> bool:
     return query.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+_masks: OrderedDict[tuple[object, ...], BlockMask] = OrderedDict()
+CACHES.append(_masks)
+
+
 def mask_for(query: Tensor, key: Tensor, window: Window) -> BlockMask | None:
     """Return the mask of a window over query [B, Hq, M, D] and key [B, Hkv, N, D]; None if all keys are in it."""
     M, N = query.shape[2], key.shape[2]
@@ -126,15 +135,40 @@ def mask_for(query: Tensor, key: Tensor, window: Window) -> BlockMask | None:
     window = -1 if left >= N - 1 else left, -1 if right >= M - 1 else right
     if window == ALL or 0 in (M, N):
         return None
-    make = _mask.__wrapped__ if is_capturing(query) else _mask
-    return make(window, M, N, query.device)
+    sizes = window, M, N, query.device
+    mask = _masks.get(sizes)
+    if mask is not None:
+        return mask
+    if is_capturing(query):
+        fallback("sdpa in a CUDA graph", "no block is skipped: call once with these lengths before the capture")
+        return _mask_without_lists(*sizes)
+    with ThreadPoolExecutor(1) as elsewhere:
+        mask = elsewhere.submit(_built, *sizes).result()
+    remember(_masks, sizes, mask)
+    return mask
 
 
-@lru_cache(_MASKS)
-def _mask(window: Window, M: int, N: int, device: torch.device) -> BlockMask:
-    is_causal = window == (-1, 0)
-    mod = causal if is_causal and M == N else band(*window)
-    if M != N:
-        mod = shifted(mod, N - M)
-    with torch.inference_mode(False):
-        return create_block_mask(mod, None, None, M, N, device=device)
+def _mod_of(window: Window, M: int, N: int) -> Any:
+    mod = causal if window == (-1, 0) else band(*window)
+    return mod if M == N else shifted(mod, N - M)
+
+
+def _built(window: Window, M: int, N: int, device: torch.device) -> BlockMask:
+    """Build a mask, in a thread of its own: it outlives modes and memory pools of the thread of the call.
+
+    In the run before a capture, torch.compile lets a thread allocate in the memory of its CUDA graph, where nothing
+    may stay.
+    """
+    mask = create_block_mask(_mod_of(window, M, N), None, None, M, N, device=device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return mask
+
+
+def _mask_without_lists(window: Window, M: int, N: int, device: torch.device) -> BlockMask:
+    """Return the mask with all blocks partial. Making it waits for nothing."""
+    listed = all_partial(M, N, device)
+    return BlockMask.from_runs(
+        listed.kv_runs, listed.q_runs, 1, 1, listed.seq_lengths, listed.BLOCK_SIZE, _mod_of(window, M, N),
+        full_overhangs=False,
+    )  # fmt: skip
