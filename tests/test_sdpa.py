@@ -440,6 +440,24 @@ def test_inside_torch_compile(backend: str) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
+def test_torch_compile_does_not_trace_the_provider() -> None:
+    """Code that torch.compile does not compile calls the operator; the frames below are then offered to it."""
+    torch._dynamo.reset()
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph
+
+    def values(query: Tensor) -> Iterator[Tensor]:  # a generator is skipped
+        yield ATEN._scaled_dot_product_flash_attention(query, query, query)[0]
+
+    expected, *_ = ATEN._scaled_dot_product_flash_attention(Q, Q, Q)
+    found = torch.compile(lambda: [next(values(Q))], backend=backend)()
+    assert torch.equal(found[0], expected) and len(compiled) <= 1
+
+
+@pytest.mark.usefixtures("on_cpu")
 def test_autocast_and_inference_mode() -> None:
     tensors = DENSE["causal"].tensors()
     expected, of_lse, *_ = ATEN._scaled_dot_product_flash_attention(*tensors, is_causal=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -159,9 +160,10 @@ def _built(window: Window, M: int, N: int, device: torch.device) -> BlockMask:
     In the run before a capture, torch.compile lets a thread allocate in the memory of its CUDA graph, where nothing
     may stay.
     """
-    mask = create_block_mask(_mod_of(window, M, N), None, None, M, N, device=device)
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        mask = create_block_mask(_mod_of(window, M, N), None, None, M, N, device=device)
+        if device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
     return mask
 
 

@@ -14,6 +14,7 @@ from flexattn.errors import UnsupportedError, message
 from flexattn.process.events import fallback
 from flexattn.sdpa import operators
 from flexattn.sdpa.rules import Unhandled
+from flexattn.torch_state.uncompiled import uncompiled
 
 NAME = "flexattn"
 OPERATORS: dict[str, Callable[..., Any]] = {
@@ -114,6 +115,7 @@ def _own_kernel(name: str, dispatch_key: str) -> Any:
 def _with_fallback(name: str, compute: Callable[..., Any], own: Any) -> Callable[..., Any]:
     """Return a kernel that computes a call, or leaves it to PyTorch's own kernel."""
 
+    @uncompiled  # code that torch.compile skips may call the operator, and torch.compile then looks at this frame
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return compute(*args, **kwargs)
