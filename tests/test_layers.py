@@ -21,7 +21,7 @@ ORDER = (
     "errors", "options", "merge", "reference", "mods", "process", "torch_state", "machine", "graph", "trace",
     "block_mask", "call",
     "kv_cache", "compile", "runtime", "mask_build", "engines", "torch_compile", "tuning", "explanation",
-    "profiling", "counters", "api", "varlen", "integrations", "__init__", "__main__",
+    "profiling", "counters", "api", "varlen", "sdpa", "integrations", "__init__", "__main__",
 )  # fmt: skip
 # These modules import Dynamo, which takes a second, Triton and jinja2.
 LAZY = {

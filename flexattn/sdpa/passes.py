@@ -1,0 +1,176 @@
+"""passes: the forward and the backward of a call, without autograd, which PyTorch does around the operators.
+
+A forward without dropout is a call of flex_attention or varlen_attn, so it runs on their path for repeated calls. A
+backward, and a forward with dropout, pose the problem and run the engine. The posed problem of a dense call depends on
+sizes only and is cached. The engine caches the launches.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.api import attend_call, attend_rows
+from flexattn.block_mask import BlockMask
+from flexattn.block_mask.dense import all_partial
+from flexattn.call.call import Call
+from flexattn.call.dropout import Dropout
+from flexattn.call.pose import pose
+from flexattn.call.problem import Problem
+from flexattn.call.varlen.arguments import PackedArguments, batch_of_rows, rows_of_batch
+from flexattn.engines.autograd import run_engine, tensors_of, with_tensors
+from flexattn.engines.choice import engine_of, lse_dtype_of
+from flexattn.engines.mask_state import NOTHING
+from flexattn.mask_build.create import create_block_mask
+from flexattn.mods import band, causal, shifted
+from flexattn.process.events import fallback
+from flexattn.runtime.launch import CACHES, remember
+from flexattn.torch_state.modes import undisturbed
+
+Window = tuple[int, int]
+ALL = (-1, -1)  # the window of a call without one
+_PROBLEMS = 256
+_NEEDS = (True, True, True, False)  # query, key, value, and no sink
+
+
+class Form(NamedTuple):
+    """What a call computes, besides its tensors."""
+
+    window: Window  # keys before and after the query's own; the last query and the last key are aligned; -1: all
+    scale: float | None
+    packed: PackedArguments | None  # None: query is [B, Hq, M, D], otherwise [T_q, Hq, D]
+    options: tuple[tuple[str, object], ...] = ()  # kernel_options
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, form: Form, dropout: Dropout | None) -> tuple[Tensor, Tensor]:
+    """Return out, like query, and lse: [B, Hq, M], or [Hq, T_q] of packed sequences."""
+    if dropout is not None:
+        return _forward_with_dropout(query, key, value, form, dropout)
+    call = call_of(query, key, value, form)
+    return attend_call(call)[:2] if form.packed is None else attend_rows(call)
+
+
+@undisturbed("scaled_dot_product_attention")
+def _forward_with_dropout(
+    query: Tensor, key: Tensor, value: Tensor, form: Form, dropout: Dropout
+) -> tuple[Tensor, Tensor]:
+    problem = _posed(query, key, value, form, dropout)
+    engine = engine_of(problem)
+    out, lse, _ = run_engine("forward", problem, engine.forward, problem)
+    lse = lse.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
+    return (out, lse) if form.packed is None else (rows_of_batch(out), lse.squeeze(0))
+
+
+@undisturbed("backward of scaled_dot_product_attention")
+def backward(
+    query: Tensor, key: Tensor, value: Tensor, form: Form, dropout: Dropout | None, out: Tensor, lse: Tensor,
+    d_out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return dq, dk and dv from what `forward` returned."""
+    problem = _posed(query, key, value, form, dropout)
+    if form.packed is not None:
+        out, lse, d_out = batch_of_rows(out), lse[None], batch_of_rows(d_out)
+    lse = lse.to(lse_dtype_of(query, form.options)).contiguous()
+    engine = engine_of(problem)
+    dq, dk, dv, _, _ = run_engine("backward", problem, engine.backward, problem, out, lse, d_out, None, _NEEDS)
+    assert dq is not None and dk is not None and dv is not None
+    return (dq, dk, dv) if form.packed is None else (rows_of_batch(dq), rows_of_batch(dk), rows_of_batch(dv))
+
+
+def call_of(query: Tensor, key: Tensor, value: Tensor, form: Form) -> Call:
+    """Return the call of flex_attention. Of packed sequences its tensors are [rows, H, D], as `attend_rows` takes."""
+    mask = mask_for(query, key, form.window) if form.packed is None else None
+    options = dict(form.options) or None
+    return Call(query, key, value, None, mask, form.scale, True, options, None, 0.0, False, form.packed)
+
+
+def _posed(query: Tensor, key: Tensor, value: Tensor, form: Form, dropout: Dropout | None) -> Problem:
+    """Return the problem, with what a backward needs."""
+    if form.packed is not None:
+        problem = _pose(batch_of_rows(query), batch_of_rows(key), batch_of_rows(value), form)
+    elif is_capturing(query):
+        problem = _pose(query, key, value, form)
+    else:
+        sizes = query.shape, key.shape, value.shape, query.dtype, query.device
+        problem = with_tensors(_problem_of_sizes(*sizes, form), (query, key, value))
+    return problem if dropout is None else problem.with_fields(dropout=dropout)
+
+
+@lru_cache(_PROBLEMS)
+def _problem_of_sizes(
+    query: torch.Size, key: torch.Size, value: torch.Size, dtype: torch.dtype, device: torch.device, form: Form
+) -> Problem:
+    """Return the problem of a dense call without its tensors. One element stands for each of them."""
+    one = torch.empty((), dtype=dtype, device=device)
+    problem = _pose(one.expand(query), one.expand(key), one.expand(value), form)
+    assert len(tensors_of(problem)) == 3  # masks of windows capture no tensors
+    return with_tensors(problem, [NOTHING] * 3)
+
+
+def _pose(query: Tensor, key: Tensor, value: Tensor, form: Form) -> Problem:
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf: Any = torch.empty((), dtype=query.dtype, device=query.device, requires_grad=True)
+        posed = pose(call_of(leaf.expand(query.shape), key, value, form))
+    return posed.with_fields(query=query)
+
+
+def is_capturing(query: Tensor) -> bool:
+    """Return whether a CUDA graph is captured. What is computed then belongs to the graph."""
+    return query.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+_masks: OrderedDict[tuple[object, ...], BlockMask] = OrderedDict()
+CACHES.append(_masks)
+
+
+def mask_for(query: Tensor, key: Tensor, window: Window) -> BlockMask | None:
+    """Return the mask of a window over query [B, Hq, M, D] and key [B, Hkv, N, D]; None if all keys are in it."""
+    M, N = query.shape[2], key.shape[2]
+    left, right = window
+    window = -1 if left >= N - 1 else left, -1 if right >= M - 1 else right
+    if window == ALL or 0 in (M, N):
+        return None
+    sizes = window, M, N, query.device
+    mask = _masks.get(sizes)
+    if mask is not None:
+        return mask
+    if is_capturing(query):
+        fallback("sdpa in a CUDA graph", "no block is skipped: call once with these lengths before the capture")
+        return _mask_without_lists(*sizes)
+    with ThreadPoolExecutor(1) as elsewhere:
+        mask = elsewhere.submit(_built, *sizes).result()
+    remember(_masks, sizes, mask)
+    return mask
+
+
+def _mod_of(window: Window, M: int, N: int) -> Any:
+    mod = causal if window == (-1, 0) else band(*window)
+    return mod if M == N else shifted(mod, N - M)
+
+
+def _built(window: Window, M: int, N: int, device: torch.device) -> BlockMask:
+    """Build a mask, in a thread of its own: it outlives modes and memory pools of the thread of the call.
+
+    In the run before a capture, torch.compile lets a thread allocate in the memory of its CUDA graph, where nothing
+    may stay.
+    """
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        mask = create_block_mask(_mod_of(window, M, N), None, None, M, N, device=device)
+        if device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+    return mask
+
+
+def _mask_without_lists(window: Window, M: int, N: int, device: torch.device) -> BlockMask:
+    """Return the mask with all blocks partial. Making it waits for nothing."""
+    listed = all_partial(M, N, device)
+    return BlockMask.from_runs(
+        listed.kv_runs, listed.q_runs, 1, 1, listed.seq_lengths, listed.BLOCK_SIZE, _mod_of(window, M, N),
+        full_overhangs=False,
+    )  # fmt: skip

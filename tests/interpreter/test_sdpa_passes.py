@@ -1,0 +1,70 @@
+"""The passes of the SDPA provider on Triton kernels: what a GPU runs, and that repeated calls launch known kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from oracle import assert_close_to_oracle
+from sdpa_cases import DENSE, attend_packed, cumulative
+
+from flexattn import api, dropout_mask
+from flexattn.call.dropout import check_dropout
+from flexattn.call.varlen.arguments import PackedArguments
+from flexattn.engines import triton
+from flexattn.sdpa.passes import Form, backward, forward
+
+ON_TRITON = (("BACKEND", "TRITON"),)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("name", ["gqa", "more keys"])
+def test_dense(name: str, p: float) -> None:
+    case = replace(DENSE[name], B=1, Hq=2, Hkv=1, dtype=torch.float16)
+    query, key, value = tensors = case.tensors()
+    form = Form((-1, 0), None, None, ON_TRITON)
+    torch.manual_seed(2)
+    dropout = check_dropout(p, query.device)
+    torch.manual_seed(2)
+    factors = dropout_mask(p, (1, case.Hq, case.M, case.N))
+    with torch.no_grad():
+        for _ in range(2):
+            out, lse = forward(query, key, value, form, dropout)
+            d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+            gradients = backward(query, key, value, form, dropout, out, lse, d_out)
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    dense, exact = case.expected(*tensors, factors), case.expected(*wide, factors)
+    assert_close_to_oracle("out", out, dense[0], exact[0])
+    assert_close_to_oracle("lse", lse, dense[1], exact[1])
+    grads = (torch.autograd.grad(dense[0], tensors, d_out), torch.autograd.grad(exact[0], wide, d_out.double()))
+    for of, found, x, y in zip(("dq", "dk", "dv"), gradients, *grads, strict=True):
+        assert_close_to_oracle(of, found, x, y, "grad")
+
+
+def test_packed() -> None:
+    lengths = (5, 0, 20)
+    cu = cumulative(lengths)
+    tensors = [torch.randn(25, 2, 16, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(3)]
+    form = Form((-1, 0), None, PackedArguments(cu, cu, 20, 20, (-1, 0)), ON_TRITON)
+    with torch.no_grad():
+        for _ in range(2):
+            out, lse = forward(*tensors, form, None)
+        gradients = backward(*tensors, form, None, out, lse, torch.ones_like(out))
+    expected, of_lse = attend_packed(*tensors, (lengths, lengths), (-1, 0))
+    torch.testing.assert_close((out, lse), (expected.detach(), of_lse.detach()), atol=2e-3, rtol=2e-3)
+    for x, y in zip(gradients, torch.autograd.grad(expected.sum(), tensors), strict=True):
+        torch.testing.assert_close(x, y, atol=5e-3, rtol=5e-3)
+
+
+def test_repeated_calls_launch_known_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = replace(DENSE["causal"], B=1, dtype=torch.float16).tensors()
+    form = Form((-1, 0), None, None, ON_TRITON)
+    with torch.no_grad():
+        out, lse = forward(query, key, value, form, None)
+        first = backward(query, key, value, form, None, out, lse, out)
+        monkeypatch.setattr(api, "_through_all_stages", None)
+        monkeypatch.setattr(triton, "_backward", None)
+        assert torch.equal(forward(query, key, value, form, None)[0], out)
+        for x, y in zip(backward(query, key, value, form, None, out, lse, out), first, strict=True):
+            assert torch.equal(x, y)
