@@ -76,7 +76,7 @@ def mask_of(mod: Any) -> Any:
 
 
 def runs_flexattn(call: Callable[[], Any]) -> bool:
-    with torch.profiler.profile() as seen:
+    with torch.profiler.profile(acc_events=True) as seen:
         call()
     return any(event.key.startswith("flexattn::") for event in seen.key_averages())
 
