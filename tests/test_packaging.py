@@ -54,7 +54,7 @@ def needed(requirements: list[str]) -> dict[str, Distribution]:
 def install_alone(folder: Path, wheel: Path) -> Path:
     """Install a wheel into an environment that has nothing but what the wheel requires; return its python.
 
-    There is no network, so the required packages are links to those of this environment. pip checks their versions.
+    There is no network, so the required packages are links to those of this environment.
     """
     venv.create(folder, symlinks=True)
     (purelib,) = (folder / "lib").glob("python*/site-packages")
@@ -63,8 +63,8 @@ def install_alone(folder: Path, wheel: Path) -> Path:
             if not (purelib / top).exists():
                 (purelib / top).symlink_to(str(package.locate_file(top)))
     python = folder / "bin" / "python"
-    options = [option for option in PIP_OPTIONS if option != "--no-deps"]
-    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), "install", *options, str(wheel)], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install"]
+    subprocess.run([*pip, *PIP_OPTIONS, str(wheel)], check=True)
     return python
 
 
