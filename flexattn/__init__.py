@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from flexattn import reference as reference
     from flexattn.explanation import Explanation as Explanation
     from flexattn.explanation import explain as explain
+    from flexattn.integrations.torch_flex import install_as_torch_flex as install_as_torch_flex
     from flexattn.kv_cache import PagedKVCache as PagedKVCache
     from flexattn.merge import merge_attention as merge_attention
     from flexattn.profiling import Profile as Profile
@@ -62,6 +63,7 @@ __all__ = [
     "dropout_mask",
     "explain",
     "flex_attention",
+    "install_as_torch_flex",
     "merge_attention",
     "mods",
     "noop_mask",
@@ -82,6 +84,7 @@ _ON_FIRST_USE = {
     "Profile": "flexattn.profiling",
     "Tuning": "flexattn.tuning.report",
     "explain": "flexattn.explanation",
+    "install_as_torch_flex": "flexattn.integrations.torch_flex",
     "merge_attention": "flexattn.merge",
     "profile": "flexattn.profiling",
     "reference": "flexattn.reference",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +18,58 @@ from flexattn.call.varlen.packing import packing_of
 from flexattn.errors import ArgumentError, DtypeError, message
 from flexattn.mods import and_masks, band, shifted
 from flexattn.process.frozen_class import frozen
+
+
+@overload
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: None = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
+    sink: Tensor | float | None = None,
+    dropout_p: float = 0.0,
+    kernel_options: Mapping[str, object] | None = None,
+    kv_layout: KVLayout = "NHD",
+) -> Tensor: ...
+
+
+@overload
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
+    sink: Tensor | float | None = None,
+    dropout_p: float = 0.0,
+    kernel_options: Mapping[str, object] | None = None,
+    kv_layout: KVLayout = "NHD",
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def varlen_attn(

@@ -489,9 +489,34 @@ def test_a_mask_that_is_not_prepared():
 def test_a_mask_of_torch():
     from torch.nn.attention.flex_attention import create_block_mask as torchs
 
-    x = [t.detach() for t in qkv(0)]
-    found = breaks(masked, *x, torchs(mods.causal, None, None, T, T, device="cpu"))
-    assert found and "is not prepared" in found[0]
+    x, mask = qkv(0), torchs(mods.causal, None, None, T, T, device="cpu")
+    assert not breaks(masked, *x, mask)
+    compiled = torch.compile(masked, fullgraph=True, backend="aot_eager")
+    found, expected = compiled(*x, mask), masked(*x, mask)
+    assert torch.equal(found, expected)
+    for a, b in zip(*(torch.autograd.grad(out.sum(), x) for out in (found, expected)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_masks_of_torch_of_any_lengths_and_changed_lists():
+    from torch.nn.attention.flex_attention import create_block_mask as torchs
+
+    compiled = torch.compile(masked, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n, B, H in ((100, None, None), (170, 2, None), (300, None, 4)):
+        q, mask = torch.randn(2, 4, n, 16), torchs(mods.causal, B, H, n, n, device="cpu")
+        torch.testing.assert_close(compiled(q, q, q, mask), masked(q, q, q, mask))
+    mask.full_kv_num_blocks.zero_()  # and only blocks of the diagonal are left
+    mask.q_indices = mask.q_num_blocks = mask.full_q_indices = mask.full_q_num_blocks = None
+    torch.testing.assert_close(compiled(q, q, q, mask), masked(q, q, q, mask))
+
+
+def test_a_wrong_mask_of_torch():
+    from torch.nn.attention.flex_attention import BlockMask
+
+    count, index = torch.ones(1, 1, 1, dtype=torch.int32), torch.full((1, 1, 1, 1), 9, dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(count, index, seq_lengths=(T, T), BLOCK_SIZE=T, compute_q_blocks=False)
+    with pytest.raises(flexattn.FlexAttentionError, match="kv_indices"):
+        torch.compile(masked, fullgraph=True, backend="eager")(*[t.detach() for t in qkv(0)], mask)
 
 
 def test_a_mod_that_breaks_the_graph():

@@ -118,8 +118,8 @@ def test_public_names() -> None:
         "AuxOutput", "AuxRequest", "BlockMask", "Counters", "Explanation", "FlexAttentionError", "FlexKernelOptions",
         "PagedKVCache",
         "Profile", "Tuning", "and_masks", "counters", "create_block_mask", "create_mask", "dropout_mask", "explain",
-        "flex_attention", "merge_attention", "mods", "noop_mask", "or_masks", "profile", "reference",
-            "register_operator", "tune", "varlen_attn", "varlen_attn_out",
+        "flex_attention", "install_as_torch_flex", "merge_attention", "mods", "noop_mask", "or_masks", "profile",
+        "reference", "register_operator", "tune", "varlen_attn", "varlen_attn_out",
     ]  # fmt: skip
     assert all(hasattr(flexattn, name) for name in flexattn.__all__)
     assert dir(flexattn) == sorted([*flexattn.__all__, "__version__"])

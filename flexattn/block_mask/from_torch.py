@@ -23,14 +23,14 @@ def from_torch(mask: Any) -> BlockMask:
     mod = mask.mask_mod
     if getattr(mod, "__module__", "") == "torch.nn.attention.flex_attention" and mod.__name__ == "noop_mask":
         mod = noop_mask
-    fields: dict[str, Any] = {name: getattr(mask, name) for name in ("seq_lengths", *_LISTS, "BLOCK_SIZE")}
+    fields: dict[str, Any] = {name: getattr(mask, name) for name in ("seq_lengths", *LISTS, "BLOCK_SIZE")}
     fields |= {name: getattr(mask, name, None) for name in (*METADATA, "dq_kv_order_spt")}
     converted = BlockMask(**fields, mask_mod=mod)
     _converted[mask] = (state, converted)
     return converted
 
 
-_LISTS = (
+LISTS = (
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
     "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
 )  # fmt: skip
@@ -38,15 +38,15 @@ _LISTS = (
 
 def _torch_state(mask: Any) -> tuple[Any, ...]:
     try:
-        tensors = [getattr(mask, name) for name in _LISTS]
+        tensors = [getattr(mask, name) for name in LISTS]
         rest = (tuple(mask.seq_lengths), tuple(mask.BLOCK_SIZE), mask.mask_mod)
     except AttributeError as error:
         fix = "Build one with create_block_mask."
         raise ArgumentError(message("block_mask", type(mask).__name__, "a BlockMask", fix)) from error
-    return (*(None if t is None else (weakref.ref(t), _version(t)) for t in tensors), *rest)
+    return (*(None if t is None else (weakref.ref(t), version(t)) for t in tensors), *rest)
 
 
-def _version(tensor: Tensor) -> int:
+def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 

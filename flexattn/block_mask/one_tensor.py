@@ -22,16 +22,30 @@ from flexattn.block_mask.runs import RunLists, Runs
 _LEAST = 16  # runs; a size of 0 or 1 would be specialized by torch.compile
 
 
-def pack(directions: Sequence[RunLists]) -> Tensor:
-    """Return the lists of one or two directions as one tensor, int32 [n]."""
+def pack(directions: Sequence[RunLists], capacity: int | None = None) -> Tensor:
+    """Return the lists of one or two directions as one tensor, int32 [n].
+
+    `capacity` is the number of runs that each list has room for; None: what these lists need.
+    """
     runs = [r.runs for lists in directions for r in (lists.partial, lists.full)]
-    capacity = max(_LEAST, 1 << (max(len(r) for r in runs) - 1).bit_length() if any(map(len, runs)) else 0)
+    if capacity is None:
+        capacity = max(_LEAST, 1 << (max(len(r) for r in runs) - 1).bit_length() if any(map(len, runs)) else 0)
     parts = [t for lists in directions for t in (lists.partial.row_ptr, lists.full.row_ptr, lists.order.flatten())]
     for r in runs:
         parts += [r.flatten(), r.new_empty(2 * (capacity - len(r)))]  # never read
     packed = torch.cat(parts)
     packed._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]  # as torch._dynamo.maybe_mark_dynamic does
     return packed
+
+
+def most_runs(heads: int, rows: int, columns: int) -> int:
+    """Return a capacity that any lists of a grid of blocks fit in. They then take as much memory as PyTorch's lists."""
+    return heads * (rows * columns // 2 + rows + columns) + _LEAST
+
+
+def packed_size(heads: int, rows: Sequence[int], capacity: int) -> int:
+    """Return the number of elements of a packed tensor. `rows` is as for `unpack`."""
+    return sum(3 * heads * n + 2 + 4 * capacity for n in rows)
 
 
 def unpack(packed: Tensor, heads: int, rows: Sequence[int], exact: bool) -> list[RunLists]:

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as upstream
 
 from flexattn.block_mask import BlockMask
 from flexattn.call.pose import autocast
 from flexattn.torch_compile.call_arguments import option_texts
 from flexattn.torch_compile.call_marker import CALL_MARKER
 from flexattn.torch_compile.graph_break import call_with_graph_break, layout_with_graph_break, prepared
+from flexattn.torch_compile.torch_mask import torch_mask
 
 
 def traced_call(
@@ -42,18 +44,23 @@ def traced_call(
     seed = None
     if dropout_p != 0.0:  # Dynamo does not trace random_
         seed = torch.ops.aten.random.default(torch.empty(1, dtype=torch.int64, device=device))
-    lists, sizes, form = (), (), None
+    lists, sizes, form, mask_mod = (), (), None, None
     if block_mask is not None:
-        if not isinstance(block_mask, BlockMask) or block_mask._prepared is None:
-            block_mask = prepared(block_mask)
-        ready: Any = block_mask._prepared
-        lists, form = ready.tensors, ready.text
-        sizes = (*block_mask.seq_lengths, block_mask.B, block_mask.H)
+        if isinstance(block_mask, upstream.BlockMask) and not isinstance(block_mask, BlockMask):
+            lists, sizes, form = torch_mask(block_mask)
+            mask_mod = block_mask.mask_mod
+        else:
+            if not isinstance(block_mask, BlockMask) or block_mask._prepared is None:
+                block_mask = prepared(block_mask)
+            ready: Any = block_mask._prepared
+            lists, form = ready.tensors, ready.text
+            sizes = (*block_mask.seq_lengths, block_mask.B, block_mask.H)
+            mask_mod = block_mask._mask_mod
     options = option_texts(kernel_options)
 
     def body(query: Tensor, key: Tensor, value: Tensor, score: Tensor, *indices: Tensor) -> Any:
         result = score if score_mod is None else score_mod(score, *indices)
-        keep = None if block_mask is None else block_mask._mask_mod(*indices)
+        keep = None if block_mask is None else mask_mod(*indices)  # type: ignore[misc]
         is_tensor = isinstance(sink, Tensor)
         return tuple(CALL_MARKER(  # in the order of _FIELDS in call_marker.py
             _as_tensor(result, score), _as_tensor(keep, score), [score, *indices], REVISION,

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from flexattn.errors import UnsupportedError, message
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 
@@ -26,16 +25,16 @@ _RECORDING = frozenset(
 )
 
 
-def undisturbed(name: str, when_recording: Callable[P, R] | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def undisturbed(name: str, when_recording: Callable[..., Any] | None = None) -> Callable[[F], F]:
     """Make a function create tensors on the CPU if it names no device, whatever the default device is.
 
     Inside a mode that records a graph, or whose tensors have no values, `when_recording` is called instead. Without
     one, UnsupportedError with this name is raised.
     """
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+    def decorate(function: F) -> F:
         @wraps(function)
-        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        def called(*args: Any, **kwargs: Any) -> Any:
             if not _function_modes() and not _dispatch_modes():
                 return function(*args, **kwargs)
             if when_recording is not None and is_recording():
@@ -43,7 +42,7 @@ def undisturbed(name: str, when_recording: Callable[P, R] | None = None) -> Call
             with _own_device(name):
                 return function(*args, **kwargs)
 
-        return called
+        return called  # type: ignore[return-value]
 
     return decorate
 
