@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
 import subprocess
@@ -19,11 +20,13 @@ from follow_corpus import CASES
 from followed_mods import POINTS, TABLE, agrees
 from torch import Tensor
 
+import flexattn
 from flexattn import BlockMask, create_block_mask, mods
 from flexattn.errors import ModError, RetraceWarning
 from flexattn.integrations import transformers as bridge
 from flexattn.trace import memo
 from flexattn.trace.follow import Follower, ReadLog, guard_of
+from flexattn.trace.follow.libraries import OUR_MODS
 from flexattn.trace.recording import Inputs, Setting
 from flexattn.trace.trace import trace, variant_of
 
@@ -256,6 +259,17 @@ def test_a_mod_of_the_package_is_guarded_by_the_function_that_it_calls() -> None
         found, expected = bridge.mask(1, 32, 32, mask_function=mask_mod), create_block_mask(mask_mod, 1, None, 32, 32)
         assert isinstance(found, BlockMask)
         assert found.pairs() == expected.pairs()
+
+
+def test_modules_that_define_mods_are_guarded() -> None:
+    package = Path(flexattn.__file__).parent
+    found = set()
+    for path in package.rglob("*.py"):
+        functions = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef | ast.Lambda)]
+        if any([a.arg for a in n.args.args][-4:] == ["b", "h", "q_idx", "kv_idx"] for n in functions):
+            found.add(".".join(("flexattn", *path.relative_to(package).with_suffix("").parts)))
+    frozen = "flexattn.graph.frozen"  # evaluates a graph that never changes
+    assert len(found) > 20 and not {m for m in found if not m.startswith(OUR_MODS)} - {frozen}
 
 
 @pytest.mark.parametrize("version", ["3.12", "3.13"])

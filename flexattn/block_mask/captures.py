@@ -28,12 +28,12 @@ from flexattn.graph.frozen import FrozenMod
 from flexattn.process.forks import cached_property
 from flexattn.process.frozen_class import frozen
 from flexattn.torch_state.subclasses import is_plain
+from flexattn.trace.follow.libraries import OUR_MODS
 
 Place = tuple[str, Any]  # location of a child: ("cell", 0), ("global", "table"), ("attribute", "scale"), ("item", 2)...
 Slot = tuple[Place, Any, frozenset[str], bool]  # place, child, names read by the code around it, keep numbers literal
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton", "sympy", "flexattn"}
-_OUR_MODS = ("flexattn.mods", "flexattn.block_mask.slices")  # modules of this package that run inside mods
 # Code that calls one of these can read values that no search by name finds.
 _OPAQUE_NAMES = frozenset(
     ("getattr", "eval", "exec", "globals", "locals", "vars", "__dict__", "__import__", "__getattribute__")
@@ -251,7 +251,7 @@ def _open_function(function: types.FunctionType, _: frozenset[str]) -> tuple[Any
 def _is_library(module: str | None) -> bool:
     if module is None or module == "__main__":
         return False
-    return module.partition(".")[0] in _LIBRARIES and not module.startswith(_OUR_MODS)
+    return module.partition(".")[0] in _LIBRARIES and not module.startswith(OUR_MODS)
 
 
 def _is_foreign(value: Any, module: str | None) -> bool:

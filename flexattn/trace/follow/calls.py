@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flexattn.trace.follow.attributes import BUILTIN_CONTAINERS, MISSING
-from flexattn.trace.follow.libraries import HEAP_TYPE, is_library, is_library_class, is_ours
+from flexattn.trace.follow.libraries import HEAP_TYPE, OUR_MODS, is_library, is_library_class, is_ours
 from flexattn.trace.follow.lifted import literal
 from flexattn.trace.follow.operators import Operators, is_plain
 
@@ -36,7 +36,6 @@ _PURE_OF_TORCH = frozenset((
     "has_torch_function_variadic", "_get_tracing_state", "is_compiling", "is_dynamo_compiling", "is_scripting",
     "is_tracing", "typename",
 ))  # fmt: skip
-_OUR_MODS = ("flexattn.mods", "flexattn.block_mask.slices", "flexattn.integrations")
 # C modules whose functions depend only on their arguments.
 _PURE_MODULES = frozenset(("math", "cmath", "_operator", "_bisect", "_struct", "itertools", "_functools"))
 _OF_C = (
@@ -113,7 +112,7 @@ class Calls(Operators):
         if original is not None and module.partition(".")[0] == "torch":  # made by torch.compile
             place = "{}.__dict__['_torchdynamo_orig_callable']"
             return self.call(self.record.read(function, place, original), args, kwargs)
-        if is_ours(module) and not module.startswith(_OUR_MODS):  # a call inside of a mod, which raises its own error
+        if is_ours(module) and not module.startswith(OUR_MODS):  # a call inside of a mod, which raises its own error
             return function(*args, **kwargs)
         if module in _OPERATOR_MODULES and not any(isinstance(a, types.FunctionType) for a in args):
             return self._call_torch(function, args, kwargs)
