@@ -26,7 +26,7 @@ ALLOWED = {
     "runtime/compile_processes.py": {"ThreadPoolExecutor"},  # of one call, no child uses it
     "runtime/compile_workers.py": {"Condition", "SimpleQueue"},  # of a pool that a child forgets; in a worker
     "engines/cpu_threads.py": {"ThreadPoolExecutor", "Barrier"},  # forgotten in a child
-    "sdpa/passes.py": {"ThreadPoolExecutor"},  # of one call, no child uses it
+    "torch_state/lasting.py": {"ThreadPoolExecutor"},  # of one call, no child uses it
     "block_mask/captures.py": {"cached_property"},  # inspects the user's objects
     "trace/follow/attributes.py": {"cached_property"},  # the same
 }

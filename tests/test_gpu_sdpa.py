@@ -21,7 +21,7 @@ from flexattn.sdpa import operators
 from flexattn.sdpa import passes as passes_of_calls
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")]
 
 ATEN: Any = torch.ops.aten
 ATTENTION: Any = torch.nn.attention
@@ -328,12 +328,21 @@ def test_the_own_kernel_computes_what_is_not_handled(
     rows = [x.detach().transpose(1, 2) for x in replace(CUDA, M=128, N=128, D=64).tensors()]
     given = (*rows, None, None, 128, 128, p, True, debug)
     on_gpu = {name: x.cuda() for name, x in options.items()}
-    torch.manual_seed(0)
-    own = ATEN._flash_attention_forward(*given, **on_gpu)
-    torch.manual_seed(0)
+
+    def compute() -> tuple[Tensor, ...] | str:
+        torch.manual_seed(0)
+        try:
+            return ATEN._flash_attention_forward(*given, **on_gpu)
+        except RuntimeError as error:  # some builds of PyTorch have no kernel with ALiBi
+            return str(error)
+
+    own = compute()
     with sdpa.activate():
-        found = ATEN._flash_attention_forward(*given, **on_gpu)
-    assert torch.equal(found[0], own[0]) and torch.equal(found[1], own[1])
+        found = compute()
+    if isinstance(own, str) or isinstance(found, str):
+        assert own == found
+    else:
+        assert torch.equal(found[0], own[0]) and torch.equal(found[1], own[1])
     assert fallbacks() == {f"sdpa _flash_attention_forward: {reason}": 1}
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask.mask import BlockMask
-from flexattn.block_mask.runs import run_lists_of
+from flexattn.block_mask.runs import RunLists, Runs
 from flexattn.mods.combine import noop_mask
 from flexattn.options import LARGEST_TILE
+from flexattn.torch_state.lasting import is_capturing, lasting
 from flexattn.torch_state.transforms import outside
 
 
@@ -23,17 +24,32 @@ def dense_blocks(blocks: BlockMask) -> tuple[Tensor, Tensor]:
     return lists.partial.dense(columns).view(shape), lists.full.dense(columns).view(shape)
 
 
-@lru_cache(64)
 def all_partial(M: int, N: int, device: torch.device) -> BlockMask:
-    """Return a mask with all blocks partial: the problem's mask decides."""
+    """Return a mask with all blocks partial: the problem's mask decides. Making it waits for nothing."""
+    return _all_partial(M, N, device) if is_capturing(device) else _cached_all_partial(M, N, device)
+
+
+@lru_cache(64)
+def _cached_all_partial(M: int, N: int, device: torch.device) -> BlockMask:
+    return lasting(device, _all_partial, M, N, device)
+
+
+def _all_partial(M: int, N: int, device: torch.device) -> BlockMask:
     rows, columns = -(-M // LARGEST_TILE), -(-N // LARGEST_TILE)
     with outside_of_call():
-        blocks = torch.ones(1, 1, rows, columns, dtype=torch.bool, device=device)
-        lists = [run_lists_of(x, torch.zeros_like(x)) for x in (blocks, blocks.mT)]
+        lists = [_one_run_per_row(*sizes, device) for sizes in ((rows, columns), (columns, rows))]
     return BlockMask.from_runs(
         lists[0], lists[1], 1, 1, (M, N), (LARGEST_TILE, LARGEST_TILE), noop_mask, separate_full_blocks=False,
         full_overhangs=False,
     )  # fmt: skip
+
+
+def _one_run_per_row(rows: int, columns: int, device: torch.device) -> RunLists:
+    """Return lists in which all blocks of all rows are partial."""
+    count = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    runs = torch.arange(2, dtype=torch.int32, device=device).mul(columns).expand(rows, 2).contiguous()
+    no_runs = Runs(torch.zeros_like(count), runs[:0])
+    return RunLists(Runs(count, runs), no_runs, count[None, :-1].contiguous())
 
 
 @contextlib.contextmanager

@@ -8,8 +8,6 @@ sizes only and is cached. The engine caches the launches.
 from __future__ import annotations
 
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -31,6 +29,7 @@ from flexattn.mask_build.create import create_block_mask
 from flexattn.mods import band, causal, shifted
 from flexattn.process.events import fallback
 from flexattn.runtime.launch import CACHES, remember
+from flexattn.torch_state.lasting import is_capturing, lasting
 from flexattn.torch_state.modes import undisturbed
 
 Window = tuple[int, int]
@@ -94,7 +93,7 @@ def _posed(query: Tensor, key: Tensor, value: Tensor, form: Form, dropout: Dropo
     """Return the problem, with what a backward needs."""
     if form.packed is not None:
         problem = _pose(batch_of_rows(query), batch_of_rows(key), batch_of_rows(value), form)
-    elif is_capturing(query):
+    elif is_capturing(query.device):
         problem = _pose(query, key, value, form)
     else:
         sizes = query.shape, key.shape, value.shape, query.dtype, query.device
@@ -120,11 +119,6 @@ def _pose(query: Tensor, key: Tensor, value: Tensor, form: Form) -> Problem:
     return posed.with_fields(query=query)
 
 
-def is_capturing(query: Tensor) -> bool:
-    """Return whether a CUDA graph is captured. What is computed then belongs to the graph."""
-    return query.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 _masks: OrderedDict[tuple[object, ...], BlockMask] = OrderedDict()
 CACHES.append(_masks)
 
@@ -140,11 +134,10 @@ def mask_for(query: Tensor, key: Tensor, window: Window) -> BlockMask | None:
     mask = _masks.get(sizes)
     if mask is not None:
         return mask
-    if is_capturing(query):
+    if is_capturing(query.device):
         fallback("sdpa in a CUDA graph", "no block is skipped: call once with these lengths before the capture")
         return _mask_without_lists(*sizes)
-    with ThreadPoolExecutor(1) as elsewhere:
-        mask = elsewhere.submit(_built, *sizes).result()
+    mask = lasting(query.device, _built, *sizes)
     remember(_masks, sizes, mask)
     return mask
 
@@ -155,16 +148,7 @@ def _mod_of(window: Window, M: int, N: int) -> Any:
 
 
 def _built(window: Window, M: int, N: int, device: torch.device) -> BlockMask:
-    """Build a mask, in a thread of its own: it outlives modes and memory pools of the thread of the call.
-
-    In the run before a capture, torch.compile lets a thread allocate in the memory of its CUDA graph, where nothing
-    may stay.
-    """
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        mask = create_block_mask(_mod_of(window, M, N), None, None, M, N, device=device)
-        if device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-    return mask
+    return create_block_mask(_mod_of(window, M, N), None, None, M, N, device=device)
 
 
 def _mask_without_lists(window: Window, M: int, N: int, device: torch.device) -> BlockMask:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexattn.block_mask import Seen, is_same, seen
 from flexattn.process.forks import Lock
+from flexattn.torch_state.lasting import is_capturing
 
 _REMEMBERED = 16
 
@@ -37,7 +38,7 @@ class Memory:
 
     def get(self, key: object, tensors: tuple[Tensor, ...], make: Any) -> Any:
         """Return make(), or the earlier result for this key and these tensors. CUDA graphs capture make()."""
-        if _is_capturing(tensors):
+        if is_capturing(tensors[0].device):
             return make()
         known = self.known(key, tensors)
         if known is not None:
@@ -56,7 +57,7 @@ class Memory:
 
     def known(self, key: object, tensors: tuple[Tensor, ...]) -> tuple[Any] | None:
         """Return the earlier result in a tuple, or None."""
-        if _is_capturing(tensors):
+        if is_capturing(tensors[0].device):
             return None
         key = (key, *map(id, tensors))
         with self.lock:
@@ -64,11 +65,6 @@ class Memory:
         if known is None or not all(x.holds(t) for x, t in zip(known[0], tensors, strict=True)):
             return None
         return (known[1],)
-
-
-def _is_capturing(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether a CUDA graph is captured. Its tensors may change between replays."""
-    return tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 _assertions = Memory()

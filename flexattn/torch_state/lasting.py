@@ -1,0 +1,36 @@
+"""lasting: tensors that outlive the call in which they are made, though a CUDA graph may own the memory of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph is captured. What is computed then belongs to the graph and must not be cached."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def lasting(device: torch.device, make: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function whose tensors on a device are cached, and wait for them.
+
+    It runs in a thread of its own. In the run before a capture, torch.compile lets a thread allocate in the memory of
+    its CUDA graph, where nothing may stay. Modes of torch do not apply in the other thread either.
+    """
+    if device.type != "cuda":
+        return make(*args, **kwargs)
+
+    def made() -> R:
+        with torch.cuda.device(device):
+            result = make(*args, **kwargs)
+            torch.cuda.current_stream().synchronize()
+            return result
+
+    with ThreadPoolExecutor(1) as elsewhere:
+        return elsewhere.submit(made).result()
