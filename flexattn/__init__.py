@@ -31,6 +31,7 @@ with paused():
 
 if TYPE_CHECKING:
     from flexattn import reference as reference
+    from flexattn import sdpa as sdpa
     from flexattn.explanation import Explanation as Explanation
     from flexattn.explanation import explain as explain
     from flexattn.integrations.torch_flex import install_as_torch_flex as install_as_torch_flex
@@ -71,13 +72,14 @@ __all__ = [
     "profile",
     "reference",
     "register_operator",
+    "sdpa",
     "tune",
     "varlen_attn",
     "varlen_attn_out",
 ]
 
 # Names that no call of flex_attention needs. The module of each is imported when the name is first used. No module of
-# this package is called like one of them, except `reference`, which is one: importing it would hide the name.
+# this package is called like one of them, except `reference` and `sdpa`, which are modules.
 _ON_FIRST_USE = {
     "Explanation": "flexattn.explanation",
     "PagedKVCache": "flexattn.kv_cache",
@@ -88,6 +90,7 @@ _ON_FIRST_USE = {
     "merge_attention": "flexattn.merge",
     "profile": "flexattn.profiling",
     "reference": "flexattn.reference",
+    "sdpa": "flexattn.sdpa",
     "tune": "flexattn.tuning.tune",
     "varlen_attn": "flexattn.varlen",
     "varlen_attn_out": "flexattn.varlen",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import flexattn
-from benchmarks import attention, calls, decode, first, masks, numerics, overhead, tables, tune, varlen
+from benchmarks import attention, calls, decode, first, masks, numerics, overhead, sdpa, tables, tune, varlen
 from benchmarks.harness import Config, Result, geometric_mean, measure, table, write_json
 from benchmarks.peers import PEERS, Attend
 from benchmarks.works import CPU_WORKS, WORKS, Mods, Work, count_pairs, document_lengths, forward_flops
@@ -460,6 +460,15 @@ def test_decode(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert [r["work"] for r in results] == list(decode.WORKS)
     assert all(r["gigabytes_per_second"] > 0 and not r["note"] for r in results)
     assert "pages of 128" in capsys.readouterr().out
+
+
+def test_sdpa(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """On a CPU, scaled_dot_product_attention has no operator that a provider replaces."""
+    path = tmp_path / "sdpa.json"
+    assert sdpa.main([*QUICK, "--rounds", "1", "--peers", "direct,flash,provider", "--json", str(path)]) == 0
+    results = json.loads(path.read_text())["results"]
+    assert len(results) == 6 and all(r["median"] > 0 and not r["note"] for r in results)
+    assert "provider / direct" in capsys.readouterr().out
 
 
 def test_bytes_of_a_step() -> None:

@@ -119,7 +119,7 @@ def test_public_names() -> None:
         "PagedKVCache",
         "Profile", "Tuning", "and_masks", "counters", "create_block_mask", "create_mask", "dropout_mask", "explain",
         "flex_attention", "install_as_torch_flex", "merge_attention", "mods", "noop_mask", "or_masks", "profile",
-        "reference", "register_operator", "tune", "varlen_attn", "varlen_attn_out",
+        "reference", "register_operator", "sdpa", "tune", "varlen_attn", "varlen_attn_out",
     ]  # fmt: skip
     assert all(hasattr(flexattn, name) for name in flexattn.__all__)
     assert dir(flexattn) == sorted([*flexattn.__all__, "__version__"])
@@ -146,14 +146,14 @@ def test_the_door_holds_names_only() -> None:
 def test_type_checkers_see_the_names_that_are_loaded_on_first_use() -> None:
     (block,) = (s for s in _tree(Path("__init__.py")).body if isinstance(s, ast.If))
     seen = {a.name: f"{s.module}" for s in block.body if isinstance(s, ast.ImportFrom) for a in s.names}
-    assert seen == {**flexattn._ON_FIRST_USE, "reference": "flexattn"}
+    assert seen == {**flexattn._ON_FIRST_USE, "reference": "flexattn", "sdpa": "flexattn"}
     assert set(seen) <= set(flexattn.__all__)
 
 
 def test_no_module_hides_a_name_that_is_loaded_on_first_use() -> None:
     """Importing the module flexattn.x sets the attribute x of the package."""
     modules = {m.parts[0].removesuffix(".py") for m in MODULES}
-    assert modules & set(flexattn._ON_FIRST_USE) == {"reference"}
+    assert modules & set(flexattn._ON_FIRST_USE) == {"reference", "sdpa"}
 
 
 def _of_a_fresh_process(script: str) -> str:
@@ -197,7 +197,7 @@ names = sorted(flexattn._ON_FIRST_USE)
 loaded = [name for name in names if name in vars(flexattn) or flexattn._ON_FIRST_USE[name] in sys.modules]
 from flexattn import explain, tune
 import flexattn.explanation, flexattn.profiling, flexattn.varlen, flexattn.merge
-print(loaded, [name for name in names if callable(getattr(flexattn, name))] == [n for n in names if n != "reference"])
+print(loaded, [name for name in names if callable(getattr(flexattn, name))] == [n for n in names if n not in ("reference", "sdpa")])
 print(flexattn.reference.attention.__module__, flexattn.explain is explain, hasattr(flexattn, "explanations"))
 """)
     assert found == "[] True\nflexattn.reference True False"
