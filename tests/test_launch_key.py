@@ -31,7 +31,7 @@ from flexattn.compile import scalars
 from flexattn.compile.arguments import DescriptorOf
 from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
 from flexattn.compile.kernels import DELTA, FORWARD, KERNELS
-from flexattn.compile.schedule import backward_kernels, plan_best_form, zeroed_arrays
+from flexattn.compile.schedule import backward_kernels, plan_best_form, prepared_arrays
 from flexattn.compile.shared_memory import fit
 from flexattn.engines import call_kind, repeated_calls, triton
 from flexattn.graph.bound_mod import BoundMod
@@ -281,7 +281,7 @@ def keys_and_outcomes(call: Call, keys: Mapping[str, Key]) -> Iterator[tuple[str
 
     def schedule(problems: Any, tensors: Any) -> launch.Schedule:
         kernels = backward_kernels(problems, tensors, SM90)
-        scheduled = kernels, zeroed_arrays(kernels, SM90)
+        scheduled = kernels, prepared_arrays(kernels, SM90)
         found.append(((DELTA, problems.capture_gradients, tensors, tensors), scheduled))
         return scheduled
 

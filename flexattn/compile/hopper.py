@@ -18,6 +18,7 @@ from flexattn.compile.kernels import (
     FORWARD,
     FORWARD_SPLIT,
     HOPPER_BACKWARD,
+    HOPPER_BACKWARD_STRIPES,
     HOPPER_BACKWARD_WIDE,
     HOPPER_DKDV,
     HOPPER_DQ,
@@ -26,6 +27,7 @@ from flexattn.compile.kernels import (
     SIZES,
 )
 from flexattn.compile.plan import has_descriptor
+from flexattn.compile.stripes import stripe_of
 from flexattn.compile.tiles import Tile
 from flexattn.graph.dependence import computed_from, loads_per_pair
 from flexattn.machine.triton_versions import has_gluon
@@ -126,6 +128,7 @@ FORMS: dict[KernelSpec, HopperForm] = {
     DKDV: HopperForm(HOPPER_DKDV, BACKWARD_TILES, (_refusal_of_tables,)),
 }
 _FUSED = HopperForm(HOPPER_BACKWARD, BACKWARD_TILES, (_refusal_of_captures, _refusal_of_order))
+_FUSED_STRIPES = replace(_FUSED, spec=HOPPER_BACKWARD_STRIPES)
 _FUSED_WIDE = replace(_FUSED, spec=HOPPER_BACKWARD_WIDE, tiles=WIDE_TILES)
 # kernel_options that choose a tile of a portable kernel.
 _TILE_OPTIONS = {"fwd": ("BLOCK_M", "BLOCK_N"), "bwd": ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")}
@@ -138,7 +141,8 @@ def hopper_form(plan: KernelPlan, problem: Problem, tensors: Tensors) -> KernelP
 
 def fused_backward(plan: KernelPlan, problem: Problem, tensors: Tensors) -> KernelPlan | str:
     """Return the plan of one kernel for dq, dk and dv, or the reason why there is none. `plan` is DKDV's."""
-    return _in_form(_FUSED_WIDE if plan.widths in WIDE_TILES else _FUSED, plan, problem, tensors)
+    narrow = _FUSED_STRIPES if stripe_of(problem) else _FUSED
+    return _in_form(_FUSED_WIDE if plan.widths in WIDE_TILES else narrow, plan, problem, tensors)
 
 
 def _in_form(form: HopperForm, plan: KernelPlan, problem: Problem, tensors: Tensors) -> KernelPlan | str:

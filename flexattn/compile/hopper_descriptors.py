@@ -39,6 +39,11 @@ def key_descriptors(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
     return (*tiles, *_of_rows(plan))
 
 
+def stripe_descriptors(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
+    """Return the descriptors of hopper_backward_stripes, which also writes dq, 64 columns at a time."""
+    return (*key_descriptors(plan), _tile(plan, "dq_rows_desc", "dq", plan.tile.BLOCK_M, 64))
+
+
 def wide_descriptors(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
     """Return the descriptors of hopper_backward_wide, in parts of at most 128 columns."""
     tiles = (

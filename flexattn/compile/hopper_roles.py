@@ -37,6 +37,7 @@ def hopper_names(plan: KernelPlan) -> dict[str, object]:
     gradient = plan.grad if plan.scales_gradient else None
     names: dict[str, object] = {
         "mods": hopper_mods(plan), "ends": ends_of(plan), "list_arguments": lists, "adds_dq": plan.adds_dq,
+        "owns_dq": plan.owns_dq, "dq_pieces": pieces_of(plan.D),
         "prelude": as_gluon(environment().get_template("mod_functions.py.jinja").render(scatter_arguments=())),
         "loads_per_pair": any(loads_where_live(mod) for mod in (plan.score, plan.mask, gradient) if mod),
         "bytes": lambda text, parts: " + ".join(f"{text}.block_type.nbytes".replace("%", str(p.index)) for p in parts),
@@ -133,6 +134,10 @@ _KEY_ROLES: dict[str, dict[str, object]] = {
         "roles": ["keys_0", "keys_1", "queries", "producer", "scheduler"], "worker_warps": [4, 4, 1, 1],
         "worker_registers": [KEYS_REGISTERS, QUERIES_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     },
+    "hopper_backward_stripes": {
+        "roles": ["keys_0", "keys_1", "queries", "producer", "scheduler"], "worker_warps": [4, 4, 1, 1],
+        "worker_registers": [KEYS_REGISTERS, QUERIES_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+    },
     "hopper_backward_wide": {
         "roles": ["values", "keys", "queries", "producer"], "worker_warps": [4, 4, 1],
         "worker_registers": [KEYS_REGISTERS, QUERIES_REGISTERS, PRODUCER_REGISTERS],
@@ -200,6 +205,7 @@ _OWN = {
     "hopper_forward": _hopper_forward_names,
     "hopper_latent": _hopper_latent_names,
     "hopper_backward": _hopper_backward_names,
+    "hopper_backward_stripes": _hopper_backward_names,
     "hopper_backward_wide": _hopper_wide_names,
     "hopper_dq": _hopper_dq_names,
     "hopper_dkdv": _hopper_backward_names,

@@ -87,6 +87,7 @@ class KernelSpec:
     # Programs own queries of all heads that share a key head, and one split of the keys. merge_splits follows.
     splits_keys: bool = False
     persistent: bool = False  # at most one program per SM, which processes several tiles
+    owns_dq: bool = False  # programs own stripes of keys, and write dq of the queries whose keys are in one stripe
     row_ends: bool = False  # it computes the bounds of the mask's rows once per tile, and its loops read them
     tile_options: tuple[str, str] | None = None  # kernel_options for BLOCK_M and BLOCK_N
     tiled_as: str = ""  # the kernel whose rows of the tile table it uses; "": its own
@@ -215,6 +216,11 @@ class KernelPlan:
     def adds_dq(self) -> bool:
         """Whether it adds to a float32 accumulator of dq in global memory."""
         return self.spec.gluon and len(self.spec.gradients) == 3
+
+    @property
+    def owns_dq(self) -> bool:
+        """Whether a program may own all keys of a query, and write its dq."""
+        return self.spec.owns_dq
 
     @property
     def rings(self) -> Rings:

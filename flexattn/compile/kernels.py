@@ -1,9 +1,9 @@
 """kernels: the table of kernels. An operand adds its arguments to the template, the signature and the launch.
 
 The forward is FORWARD or HOPPER_FORWARD. For short queries it is FORWARD_SPLIT (on Hopper with latent keys
-HOPPER_LATENT) and MERGE_SPLITS. The backward starts with DELTA, followed by HOPPER_BACKWARD (or its WIDE form) and
-DQ_ROWS, or by DQ and DKDV, which have Hopper forms too. DQ also computes the gradients of captured tensors. CAPTURES
-computes them without dQ, BATCH_CAPTURES sums them over the batch first, SIZES bounds them for integer sums.
+HOPPER_LATENT) and MERGE_SPLITS. The backward starts with DELTA, followed by HOPPER_BACKWARD (or its WIDE or STRIPES
+form) and DQ_ROWS, or by DQ and DKDV, which have Hopper forms too. DQ also computes the gradients of captured tensors.
+CAPTURES computes them without dQ, BATCH_CAPTURES sums them over the batch first, SIZES bounds them for integer sums.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from flexattn.compile.hopper_descriptors import (
     forward_descriptors,
     key_descriptors,
     latent_descriptors,
+    stripe_descriptors,
     wide_descriptors,
 )
 from flexattn.compile.kernel_plan import Feature, KernelPlan, KernelSpec, Operand
@@ -28,6 +29,7 @@ from flexattn.compile.operands import (
     Counter,
     DescriptorOperand,
     Descriptors,
+    ListPointers,
     MaskLists,
     ModArguments,
     OfProblem,
@@ -149,6 +151,17 @@ ZEROED = Feature(
     operands=(Array("dq_sum_ptr", "*fp32", divisible=True), Scalars(("dq_pieces",))),
 )
 
+# The first key and the last + 1 of each 64 queries, int32 [B * Hq * M_padded // 64, 2] (stripes.py).
+_SPANS = (Array("spans_ptr", "*i32"), Scalars(("stripe",)))
+SPANS = Feature("spans", wanted=lambda problem, arrays: "spans_ptr" in arrays, operands=_SPANS)
+SPANS_OF_LISTS = Feature(
+    "lists",
+    wanted=lambda problem, arrays: "spans_ptr" in arrays and problem.block_mask is not None,
+    operands=(
+        ListPointers("kv_runs", "kv"), Scalars(("stride_rows_b", "stride_rows_h", "sparse_q", "sparse_kv")),
+    ),
+)  # fmt: skip
+
 _LSE = Array("lse_ptr", "*fp32")  # [B, Hq, M]
 # Both [B * Hq, M_padded]. shift is lse in the domain of the scores, +inf for rows without keys. delta is
 # dlse - rowsum(out * dO).
@@ -230,7 +243,7 @@ DELTA = KernelSpec(
     tensors=("o", "do"),
     operands=(
         Pointers(("o", "do")), DLSE, _LSE, _DELTA, _SHIFT, Strides(("o", "do")), Scalars(("M", "M_padded", "heads_q")),
-        ZEROED, CLAIMED,
+        ZEROED, CLAIMED, When(lambda plan: "spans" in plan.features, (Scalars(("N",)),)), SPANS, SPANS_OF_LISTS,
     ),
     shared_bytes=delta_bytes,
     products=False,
@@ -362,7 +375,18 @@ HOPPER_DKDV = KernelSpec(
     gluon=True,
     persistent=True,
 )  # fmt: skip
-HOPPER_BACKWARD = replace(HOPPER_DKDV, name="hopper_backward", gradients=("dq", "dk", "dv"))
+HOPPER_BACKWARD = replace(
+    HOPPER_DKDV, name="hopper_backward", tensors=(*DKDV.tensors, "dq"), gradients=("dq", "dk", "dv")
+)
+HOPPER_BACKWARD_STRIPES = replace(
+    HOPPER_BACKWARD,
+    name="hopper_backward_stripes",
+    operands=(
+        Descriptors(stripe_descriptors), Array("dq_sum_ptr", "*fp32", divisible=True), *_SPANS, Scalars(("dq_scale",)),
+        *HOPPER_BACKWARD.operands[1:],
+    ),
+    owns_dq=True,
+)  # fmt: skip
 HOPPER_BACKWARD_WIDE = replace(
     HOPPER_BACKWARD,
     name="hopper_backward_wide",
@@ -376,7 +400,7 @@ DQ_ROWS = KernelSpec(
     tensors=("dq",),
     operands=(
         Array("dq_sum_ptr", "*fp32"), Pointers(("dq",)), Strides(("dq",)),
-        Scalars(("M", "M_padded", "heads_q", "dq_scale")),
+        Scalars(("M", "M_padded", "heads_q", "dq_scale")), SPANS,
     ),
     shared_bytes=dq_rows_bytes,
     products=False,
@@ -387,9 +411,10 @@ KERNELS: dict[str, KernelSpec] = {
     spec.name: spec
     for spec in (
         FORWARD, FORWARD_SPLIT, MERGE_SPLITS, DELTA, DQ, CAPTURES, SIZES, BATCH_CAPTURES, DKDV, HOPPER_FORWARD,
-        HOPPER_LATENT, HOPPER_DQ, HOPPER_DKDV, HOPPER_BACKWARD, HOPPER_BACKWARD_WIDE, DQ_ROWS,
+        HOPPER_LATENT, HOPPER_DQ, HOPPER_DKDV, HOPPER_BACKWARD, HOPPER_BACKWARD_STRIPES, HOPPER_BACKWARD_WIDE, DQ_ROWS,
     )
 }  # fmt: skip
 
 SPLIT = (FORWARD_SPLIT, MERGE_SPLITS)  # the alternative to FORWARD for short queries
-PAIR, FUSED = (DQ, DKDV), (HOPPER_BACKWARD, DQ_ROWS)  # the two alternatives after DELTA
+# The alternatives after DELTA.
+PAIR, FUSED, FUSED_STRIPES = (DQ, DKDV), (HOPPER_BACKWARD, DQ_ROWS), (HOPPER_BACKWARD_STRIPES, DQ_ROWS)

@@ -133,14 +133,23 @@ class MaskLists:
     def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
         if plan.blocks is None:
             return ()
-        side, part = _BY_KEY if plan.transposed else _BY_QUERY
-        pointers = (Argument(f"{side}_{name}_ptr", "*i32", FromProblem(part, i)) for i, name in enumerate(_LISTS))
-        return (*pointers, *Scalars(self.strides).arguments(plan))
+        pointers = ListPointers("q_runs", "q") if plan.transposed else ListPointers("kv_runs", "kv")
+        return (*pointers.arguments(plan), *Scalars(self.strides).arguments(plan))
+
+
+@frozen
+class ListPointers:
+    """Pointers to the block lists of one direction."""
+
+    part: Part
+    side: str  # the start of their names
+
+    def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
+        names = (f"{self.side}_{name}_ptr" for name in _LISTS)
+        return tuple(Argument(name, "*i32", FromProblem(self.part, i)) for i, name in enumerate(names))
 
 
 _LISTS = ("partial", "partial_runs", "full", "full_runs", "order")  # as in RunLists.tensors
-_BY_KEY: tuple[str, Part] = ("q", "q_runs")
-_BY_QUERY: tuple[str, Part] = ("kv", "kv_runs")
 
 
 @frozen

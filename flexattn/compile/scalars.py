@@ -13,6 +13,7 @@ from flexattn.call.problem import Problem
 from flexattn.compile.arguments import block_mask_of
 from flexattn.compile.head_dims import pieces_of
 from flexattn.compile.kernel_plan import KernelPlan
+from flexattn.compile.stripes import stripe_of
 from flexattn.graph.row_bounds import longest_row
 from flexattn.machine.target import l2_bytes, processors
 from flexattn.options import LARGEST_TILE, option
@@ -65,6 +66,8 @@ def tiles_of(plan: KernelPlan, problem: Problem) -> int:
         return tiles if plan.blocks is None else tiles * _touched(problem)
     if "q_offsets" in plan.features and not plan.transposed:
         return _touched(problem) * plan.tiles_per_block * _heads(plan, problem)
+    if plan.owns_dq:
+        return -(-rows // stripe_of(problem)) * _heads(plan, problem)
     if plan.spec.fills_padding:
         return padded(rows) // plan.tile.BLOCK_M * _heads(plan, problem)
     return -(-rows // plan.outer[0]) * plan.tiles_per_block * _heads(plan, problem)
@@ -181,15 +184,16 @@ def _qk_scale(plan: KernelPlan, problem: Problem) -> float:
     return (abs(scale) * LOG2E or 1.0) if plan.is_forward else scale * LOG2E
 
 
-def _blocks(plan: KernelPlan, problem: Problem) -> int:
-    """Return the number of block lists per head."""
+def _stride_h(problem: Problem, axis: int) -> int:
+    """Return the number of block lists per head along an axis, or 0 if all heads share them."""
     blocks = block_mask_of(problem)
-    return -(-blocks.seq_lengths[plan.transposed] // blocks.BLOCK_SIZE[plan.transposed])
+    return -(-blocks.seq_lengths[axis] // blocks.BLOCK_SIZE[axis]) if blocks.H > 1 else 0
 
 
-def _mask_stride_b(plan: KernelPlan, problem: Problem) -> int:
+def _stride_b(problem: Problem, axis: int) -> int:
     blocks = block_mask_of(problem)
-    return _blocks(plan, problem) * blocks.H if blocks.B > 1 else 0
+    rows = -(-blocks.seq_lengths[axis] // blocks.BLOCK_SIZE[axis])
+    return rows * blocks.H if blocks.B > 1 else 0
 
 
 def _sink_stride(problem: Problem, d: int) -> int:
@@ -216,6 +220,7 @@ def _dropout(problem: Problem) -> Dropout:
 # Triton type and value of each scalar argument.
 SCALARS: dict[str, tuple[str, Callable[[KernelPlan, Problem], int | float]]] = {
     "tiles": ("i32", tiles_of),
+    "stripe": ("i32", lambda plan, problem: stripe_of(problem)),
     "splits": ("i32", lambda plan, problem: splits_of(problem)),
     "filling_splits": ("i32", lambda plan, problem: filling_splits(problem)),
     "row_tiles": ("i32", _row_tiles),
@@ -236,8 +241,12 @@ SCALARS: dict[str, tuple[str, Callable[[KernelPlan, Problem], int | float]]] = {
     "dk_scale": ("fp32", lambda plan, problem: problem.scale),
     "qk_scale": ("fp32", _qk_scale),
     "q_sign": ("fp32", lambda plan, problem: float((problem.scale > 0) - (problem.scale < 0))),
-    "stride_mask_b": ("i32", _mask_stride_b),
-    "stride_mask_h": ("i32", lambda plan, problem: _blocks(plan, problem) if block_mask_of(problem).H > 1 else 0),
+    "stride_mask_b": ("i32", lambda plan, problem: _stride_b(problem, plan.transposed)),
+    "stride_mask_h": ("i32", lambda plan, problem: _stride_h(problem, plan.transposed)),
+    "stride_rows_b": ("i32", lambda plan, problem: _stride_b(problem, axis=0)),
+    "stride_rows_h": ("i32", lambda plan, problem: _stride_h(problem, axis=0)),
+    "sparse_q": ("i32", lambda plan, problem: block_mask_of(problem).BLOCK_SIZE[0]),
+    "sparse_kv": ("i32", lambda plan, problem: block_mask_of(problem).BLOCK_SIZE[1]),
     "stride_sink_b": ("i64", lambda plan, problem: _sink_stride(problem, 0)),
     "stride_sink_h": ("i64", lambda plan, problem: _sink_stride(problem, 1)),
     "mask_rows": ("i32", lambda plan, problem: block_mask_of(problem).seq_lengths[0]),

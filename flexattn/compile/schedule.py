@@ -17,7 +17,9 @@ from flexattn.compile.kernels import (
     DQ_ROWS,
     FORWARD,
     FUSED,
+    FUSED_STRIPES,
     HOPPER_BACKWARD,
+    HOPPER_BACKWARD_STRIPES,
     PAIR,
     SIZES,
     SPLIT,
@@ -119,7 +121,8 @@ def _refusal_of_split(problem: Problem) -> str | None:
 
 
 def backward_kernels(problems: KernelProblems, tensors: Tensors, target: Target) -> tuple[KernelSpec, ...]:
-    """Return the kernels that run after DELTA, in order: FUSED, or the kernels of PAIR whose outputs are in `tensors`.
+    """Return the kernels that run after DELTA, in order: FUSED or FUSED_STRIPES, or the kernels of PAIR whose outputs
+    are in `tensors`.
 
     Gradients of captured tensors are computed by DQ or by a separate kernel. SIZES runs first if they are summed as
     integers and have no known bound.
@@ -134,12 +137,17 @@ def backward_kernels(problems: KernelProblems, tensors: Tensors, target: Target)
     return _fused_or_pair(problems, possible, tensors, target)
 
 
-def zeroed_arrays(kernels: tuple[KernelSpec, ...], target: Target) -> tuple[str, ...]:
-    """Return the arrays that DELTA sets to zero for later kernels: the sums of dq, and the count of claimed tiles.
+def prepared_arrays(kernels: tuple[KernelSpec, ...], target: Target) -> tuple[str, ...]:
+    """Return the arrays that DELTA prepares for later kernels.
 
-    A launch takes more host time than they take on the device.
+    It sets the sums of dq and the count of claimed tiles to zero, and stores the spans of stripes. A launch takes more
+    host time than they take on the device.
     """
-    return (*(("dq_sum_ptr",) if DQ_ROWS in kernels else ()), *(("counter_ptr",) if target.is_hopper else ()))
+    return (
+        *(("dq_sum_ptr",) if DQ_ROWS in kernels else ()),
+        *(("spans_ptr",) if HOPPER_BACKWARD_STRIPES in kernels else ()),
+        *(("counter_ptr",) if target.is_hopper else ()),
+    )
 
 
 def _fused_or_pair(
@@ -147,7 +155,10 @@ def _fused_or_pair(
 ) -> tuple[KernelSpec, ...]:
     if possible != PAIR:
         return possible
-    return FUSED if isinstance(_plan_fused(problems.owns_keys, target, tensors), KernelPlan) else PAIR
+    fused = _plan_fused(problems.owns_keys, target, tensors)
+    if not isinstance(fused, KernelPlan):
+        return PAIR
+    return FUSED_STRIPES if fused.spec is HOPPER_BACKWARD_STRIPES else FUSED
 
 
 def plan_best_form(
@@ -159,7 +170,7 @@ def plan_best_form(
     The plan of a Hopper kernel has another spec than `spec`. `problem` is the kernel's variant
     (`KernelProblems.seen_by`). Raises UnsupportedError if BACKEND is "HOPPER" and no Hopper kernel can compute it.
     """
-    if spec is HOPPER_BACKWARD:
+    if spec in (HOPPER_BACKWARD, HOPPER_BACKWARD_STRIPES):
         fused = _plan_fused(problem, target, tensors)
         assert isinstance(fused, KernelPlan), fused
         return fused, None
@@ -188,7 +199,7 @@ def expected_backward(problem: Problem, tensors: Tensors, target: Target) -> tup
     tensors = {**tensors, "do": tensors["o"], "dq": tensors["q"], "dk": tensors["k"], "dv": tensors["v"]}
     problems = KernelProblems.of(problem)
     kernels = (DELTA, *backward_kernels(problems, tensors, target))
-    arrays = dict.fromkeys(zeroed_arrays(kernels, target), tensors["q"])
+    arrays = dict.fromkeys(prepared_arrays(kernels, target), tensors["q"])
     return tuple(
         plan_best_form(spec, problems.seen_by(spec), target, {name: tensors[name] for name in spec.tensors}, arrays)[0]
         for spec in kernels

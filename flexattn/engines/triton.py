@@ -25,7 +25,7 @@ from flexattn.compile.schedule import (
     backward_kernels,
     forward_kernels,
     plan_best_form,
-    zeroed_arrays,
+    prepared_arrays,
 )
 from flexattn.machine.target import Target
 from flexattn.options import option
@@ -116,7 +116,8 @@ def _parts_of(memory: Tensor, begins: Sequence[int], pointer: Pointer) -> list[P
 
 # The tensors of a backward in the order of its pointers.
 _BACKWARD = (
-    "q", "k", "v", "o", "do", "dq", "dk", "dv", "lse_ptr", "dlse_ptr", "delta_ptr", "shift_ptr", "dq_sum_ptr", COUNTER,
+    "q", "k", "v", "o", "do", "dq", "dk", "dv", "lse_ptr", "dlse_ptr", "delta_ptr", "shift_ptr", "dq_sum_ptr",
+    "spans_ptr", COUNTER,
 )  # fmt: skip
 
 
@@ -125,7 +126,8 @@ class KnownBackward:
     """A backward whose launches are known. Arrays that are not returned are parts of one allocation of float32."""
 
     rows: int  # elements of delta, of shift, and of each column of the sums of dq
-    memory: int  # elements of all of them, and of an int32 counter at the end
+    spans: int  # elements of all of these
+    memory: int  # elements of the spans of stripes too, and of a counter at the end; both are int32
     learned: tuple[int, ...]  # the captured tensors that receive a gradient
     captured: tuple[None, ...]  # None for each tensor that score_mod captures
     results: tuple[Sizes | None, Sizes | None, Sizes | None]  # of dq, dk and dv; None if no kernel writes it
@@ -145,7 +147,9 @@ class KnownBackward:
         written = (q, needs[0]), (k, needs[1] or needs[2]), (v, needs[1] or needs[2])
         of_q, of_k, of_v = [(tuple(x.shape), dense_strides(x.shape, x.stride())) if w else None for x, w in written]
         rows = _padded_rows(q)
-        return KnownBackward(rows, rows * (2 + columns) + 1, learned, captured, (of_q, of_k, of_v), needs, kernels)
+        spans = rows * (2 + columns)
+        memory = spans + (_spans(rows) if "spans_ptr" in arrays else 0) + 1
+        return KnownBackward(rows, spans, memory, learned, captured, (of_q, of_k, of_v), needs, kernels)
 
     def for_rows(self) -> KnownBackward:
         """Return the same backward for tensors [rows, H, D]."""
@@ -178,7 +182,7 @@ class KnownBackward:
         if self.learned:
             sums = [torch.zeros(captures[i].shape, dtype=torch.float32, device=lse.device) for i in self.learned]
         pointers = [*map(pointer, (query, key, value, out, d_out, dq, dk, dv, lse, dlse, memory))]
-        pointers += _parts_of(memory, (rows, 2 * rows, self.memory - 1), pointers[-1])
+        pointers += _parts_of(memory, (rows, 2 * rows, self.spans, self.memory - 1), pointers[-1])
         if sums:
             pointers += map(pointer, sums)
         pointers += parts
@@ -303,11 +307,13 @@ def _backward(
     def step(spec: KernelSpec, given: Tensors) -> None:
         run(spec, problems.seen_by(spec), {name: tensors[name] for name in spec.tensors}, given)
 
-    kernels, zeroed = scheduled_backward(problems, tensors)
+    kernels, prepared = scheduled_backward(problems, tensors)
     rows = {"lse_ptr": lse} if d_lse is None else {"lse_ptr": lse, "dlse_ptr": d_lse.float().contiguous()}
-    if "dq_sum_ptr" in zeroed:
+    if "spans_ptr" in prepared:
+        arrays["spans_ptr"] = q.new_empty(_spans(count), dtype=torch.int32)
+    if "dq_sum_ptr" in prepared:
         arrays["dq_sum_ptr"] = q.new_empty((count * pieces_of(q.size(-1)), 32), dtype=torch.float32)
-    if COUNTER in zeroed:
+    if COUNTER in prepared:
         arrays[COUNTER] = q.new_empty(1, dtype=torch.int32)
     step(DELTA, rows | arrays)
     sums = CaptureSums.of(problem, sums_integers(problem))
@@ -327,6 +333,11 @@ def _backward(
 def _padded_rows(query: Tensor) -> int:
     """Return the elements of an array of rows that kernels read without a mask."""
     return query.size(0) * query.size(1) * padded(query.size(2))
+
+
+def _spans(rows: int) -> int:
+    """Return the elements of the spans of an array of rows: two for each 64 rows."""
+    return rows // 32
 
 
 def _captures(problem: Problem) -> tuple[Tensor, ...]:
@@ -355,7 +366,7 @@ def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | Non
     kernels = forward_kernels(problem)
     if problem.layout is None or not (problem.is_paged or problem.layout.is_quantized):
         kernels = (*kernels, DELTA, *backward_kernels(problems, tensors, target))
-    arrays = dict.fromkeys(zeroed_arrays(kernels, target), out)
+    arrays = dict.fromkeys(prepared_arrays(kernels, target), out)
     return tuple(
         plan_best_form(spec, problems.seen_by(spec), target, {name: tensors[name] for name in spec.tensors}, arrays)
         for spec in kernels

@@ -34,8 +34,8 @@ from flexattn.compile.schedule import (
     backward_kernels,
     expected_backward,
     plan_best_form,
+    prepared_arrays,
     wants_backward,
-    zeroed_arrays,
 )
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.machine.target import processors, target_of
@@ -202,14 +202,14 @@ _backward_schedules: OrderedDict[tuple[object, ...], Schedule] = OrderedDict()
 
 
 def scheduled_backward(problems: KernelProblems, tensors: Tensors) -> Schedule:
-    """Return the kernels that run after DELTA, in order, and the arrays that it sets to zero. Cached by key."""
+    """Return the kernels that run after DELTA, in order, and the arrays that it prepares. Cached by key."""
     # The names of `tensors` say which gradients are requested, so they are part of the key, like those of arrays.
     key = launch_key(DELTA, problems.capture_gradients, tensors, tensors)
     schedule = _backward_schedules.get(key)
     if schedule is None:
         target = target_of(problems.capture_gradients.query.device)
         kernels = backward_kernels(problems, tensors, target)
-        schedule = kernels, zeroed_arrays(kernels, target)
+        schedule = kernels, prepared_arrays(kernels, target)
         remember(_backward_schedules, key, schedule)
     return schedule
 
