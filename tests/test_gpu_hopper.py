@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import kernel_cases
@@ -11,8 +11,10 @@ import torch
 from kernel_cases import MASKS, SCORES, Call, Setting, Sizes, check, deterministic, make_call
 from torch import Tensor
 
-from flexattn import AuxRequest, BlockMask, create_block_mask, explain, flex_attention, mods
+from flexattn import AuxRequest, BlockMask, create_block_mask, explain, flex_attention, mods, varlen_attn
+from flexattn.compile import stripes
 from flexattn.errors import UnsupportedError
+from flexattn.runtime.launch import forget_launches
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -28,9 +30,24 @@ FP16 = Setting("cuda", torch.float16, block=4, options=HOPPER)
 WIDE, NARROW = Sizes(2, 2, 1, 333, 427, 128, 128), Sizes(2, 2, 1, 333, 427, 64, 64)
 
 
-@pytest.fixture(params=["fused", "pair"])
+@pytest.fixture
+def stripes_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let programs own stripes of keys also where that is slower."""
+    for name, value in (("_BUSY", 0.0), ("_MOST_TILES", 1 << 30), ("_OF_L2", 1e9), ("_PACKED", (256,))):
+        monkeypatch.setattr(stripes, name, value)
+    forget_launches()
+    yield
+    forget_launches()
+
+
+@pytest.fixture(params=["fused", "pair", "stripes"])
 def backward(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Take gradients by one kernel, or by those of deterministic mode, which the reference may not know; say which."""
+    """Take gradients by one kernel (with or without stripes), or by those of deterministic mode; say which.
+
+    The reference may not know deterministic mode.
+    """
+    if request.param == "stripes":
+        request.getfixturevalue("stripes_everywhere")
 
     def results(call: Call, dtype: torch.dtype | str | None) -> tuple[Tensor | None, ...]:
         with deterministic(dtype == "ours" and request.param == "pair"):
@@ -49,8 +66,10 @@ def forced(name: str, backward: str) -> tuple[tuple[str, str], ...]:
         x.requires_grad_()
     with deterministic(backward == "pair"):
         kernels = [plan.spec.name for plan in explain(q, q, q, score_mod, target="sm_90").plans]
-    gradients = {"hopper_backward"} if backward == "fused" else {"hopper_dq", "hopper_dkdv"}
-    phases = {"fwd_BACKEND": "hopper_forward" in kernels, "bwd_BACKEND": gradients <= set(kernels)}
+    gradients = {
+        "fused": {"hopper_backward"}, "stripes": {"hopper_backward_stripes"}, "pair": {"hopper_dq", "hopper_dkdv"}
+    }  # fmt: skip
+    phases = {"fwd_BACKEND": "hopper_forward" in kernels, "bwd_BACKEND": gradients[backward] <= set(kernels)}
     return tuple((option, "HOPPER") for option, here in phases.items() if here)
 
 
@@ -204,6 +223,38 @@ def test_nothing_of_other_heads_or_past_the_end_leaks() -> None:
     for pair in (False, True):
         with deterministic(pair):
             assert all(g.isfinite().all() for g in gradients(q, k, v, None, {"BACKEND": "HOPPER"}))
+
+
+STRIPED = [(256,) * 64, (0, 5, 128, 0, 300, 1, 127, 129, 900, 0, 64, 64, 0), tuple(8 + 7 * i % 113 for i in range(300))]
+
+
+@pytest.mark.usefixtures("stripes_everywhere")
+@pytest.mark.parametrize("lengths", STRIPED, ids=["64 x 256", "some empty", "300 short"])
+@pytest.mark.parametrize("window", [(-1, 0), (70, 30)], ids=str)
+@pytest.mark.parametrize(("Hkv", "D"), [(4, 128), (2, 72)], ids=str)
+def test_stripes_of_packed_sequences(lengths: tuple[int, ...], window: tuple[int, int], Hkv: int, D: int) -> None:
+    """Sequences end inside of blocks of keys, so some queries have keys in two stripes."""
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    q, k, v = (x[0].transpose(0, 1).requires_grad_() for x in big(1, 4, Hkv, sum(lengths), D))
+    d_out, results = torch.randn_like(q), []
+    for backend in ("HOPPER", "HOPPER", "TRITON"):
+        out = varlen_attn(
+            q, k, v, cu, cu, max(lengths), max(lengths), window_size=window, enable_gqa=True,
+            kernel_options={"BACKEND": backend},
+        )  # fmt: skip
+        results.append(torch.autograd.grad(out, (q, k, v), d_out))
+    for ours, again, theirs in zip(*results, strict=True):
+        assert (ours.float() - theirs.float()).norm() <= 2.0**-7 * theirs.float().norm()
+        assert torch.equal(ours, again) or ours is results[0][0]
+
+
+def test_stripes_of_short_sequences_are_deterministic() -> None:
+    """All keys of a query are in one stripe, so dq is a sum in a fixed order."""
+    inputs = big(33, 4, 4, 300, 128)
+    blocks = create_block_mask(mods.causal, None, None, 300, 300, device="cuda")
+    assert "hopper_backward_stripes" in str(explain(*[x.requires_grad_() for x in inputs], None, blocks).plans)
+    found = [gradients(*inputs, blocks, {"bwd_BACKEND": "HOPPER"}) for _ in range(10)]
+    assert all(torch.equal(x, y) for other in found for x, y in zip(found[0], other, strict=True))
 
 
 @pytest.mark.parametrize("wanted", [(True, False, False), (False, True, True), (False, True, False)], ids=str)

@@ -156,7 +156,8 @@ def _hopper_backward_names(plan: KernelPlan) -> _Own:
         constants=[*own.constants, ("RECORDS", RECORDS), ("EARLY", EARLY)],
         buffers=(
             *(name for name in own.buffers if name != "kv_full"), "k_full", "k_empty", "v_full", "v_empty",
-            *(("ds_rows", "dk_stored") if plan.adds_dq else ()), "work", "work_full", "work_empty", "tile_numbers",
+            *(("ds_rows", "dk_stored") if plan.adds_dq else ()), *(("sum_full",) if plan.owns_dq else ()),
+            "work", "work_full", "work_empty", "tile_numbers",
             "query_numbers",
         ),
         names=own.names | {

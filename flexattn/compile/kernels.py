@@ -382,7 +382,7 @@ HOPPER_BACKWARD_STRIPES = replace(
     HOPPER_BACKWARD,
     name="hopper_backward_stripes",
     operands=(
-        Descriptors(stripe_descriptors), Array("dq_sum_ptr", "*fp32", divisible=True), *_SPANS, Scalars(("dq_scale",)),
+        Descriptors(stripe_descriptors), *_SPANS, Scalars(("dq_scale",)),
         *HOPPER_BACKWARD.operands[1:],
     ),
     owns_dq=True,

@@ -34,18 +34,23 @@ def stripe_of(problem: Problem) -> int:
 
 
 def _stays_in_l2(rows: int, problem: Problem) -> bool:
-    """Whether the queries of a sequence, their d_out and their sums of dq stay in L2 from one tile of keys to the next."""
+    """Whether a sequence's queries, d_out and sums of dq stay in L2 from one tile of keys to the next."""
     tiles = -(-rows // LARGEST_TILE)
     group = problem.query.size(1) // problem.key.size(1)
     D, Dv = problem.query.size(3), problem.value.size(3)
     bytes_of_row = (D + Dv) * problem.query.element_size() + 4 * D
+    read_again = rows * group * bytes_of_row * _processors(problem)
+    return tiles <= 2 or (tiles <= _MOST_TILES and read_again <= _OF_L2 * l2_bytes(problem.query.device))
+
+
+def _processors(problem: Problem) -> int:
+    """Return the number of multiprocessors; of an H200 for plans that are made without a GPU."""
     device = problem.query.device
-    read_again = rows * group * bytes_of_row * processors(device)
-    return tiles <= 2 or (tiles <= _MOST_TILES and read_again <= _OF_L2 * l2_bytes(device))
+    return processors(device) if device.type == "cuda" else 132
 
 
 def _busy(stripe: int, problem: Problem) -> float:
     """Return which part of the multiprocessors is busy, on average, with programs that take the same time."""
     programs = problem.key.size(0) * problem.key.size(1) * -(-problem.N // stripe)
-    waves = programs / processors(problem.query.device)
+    waves = programs / _processors(problem)
     return waves / math.ceil(waves) if programs else 0.0
