@@ -216,7 +216,7 @@ def flash_attention_backward(
 def _forward(query: Tensor, key: Tensor, value: Tensor, form: Form, dropout_p: float) -> Forward:
     dropout = check_dropout(dropout_p, query.device) if dropout_p else None
     out, lse = forward(query, key, value, form, dropout)
-    return _like(out, query), lse, *_auxiliary(query, dropout)
+    return _like(out, query), lse.float(), *_auxiliary(query, dropout)
 
 
 @below_autograd
@@ -240,6 +240,8 @@ def _through_varlen(
     rows, cu = query, cum_seq_q
     if cu is None:  # [B, M, Hq, D]: each batch is a sequence of M queries
         B, M = query.shape[:2]
+        if B * M == 0:
+            return torch.empty_like(query), _lse_without_rows(query), *_auxiliary(query, None)
         rows, max_q = query.flatten(0, 1), M
         cu = torch.arange(0, (B + 1) * M, M, dtype=torch.int32, device=query.device)
     found = varlen_attn(
@@ -250,7 +252,12 @@ def _through_varlen(
     out, lse = found
     if cum_seq_q is None:
         out, lse = out.unflatten(0, query.shape[:2]), lse.unflatten(1, query.shape[:2]).transpose(0, 1)
-    return _like(out, query), lse.contiguous(), *_auxiliary(query, None)
+    return _like(out, query), lse.float().contiguous(), *_auxiliary(query, None)
+
+
+def _lse_without_rows(query: Tensor) -> Tensor:
+    """Return the empty lse [B, Hq, M] of query [B, M, Hq, D]."""
+    return query.new_empty((query.size(0), query.size(2), query.size(1)), dtype=torch.float32)
 
 
 def _window(is_causal: bool, left: int | None, right: int | None) -> Window:
@@ -287,8 +294,6 @@ def _dropout_of(dropout_p: float, state: Tensor, device: torch.device) -> Dropou
 
 def _like(x: Tensor, like: Tensor) -> Tensor:
     """Return x with the strides of torch.empty_like(like), which PyTorch's compiler assumes. It is rarely a copy."""
-    if x.stride() == like.stride():
-        return x
     strides = _strides_of_empty(like.shape, like.stride())
     if x.stride() == strides:
         return x
