@@ -210,6 +210,21 @@ def test_pages(packed: bool) -> None:
         torch.testing.assert_close((lse[:, 3 * b : 3 * b + 3] if packed else lse[b]), of_lse[0])
 
 
+@pytest.mark.parametrize(
+    ("out", "p", "text"),
+    [
+        (torch.zeros(2, 6, 4, 8, dtype=torch.float16), 0.0, r"out: found torch.float16 \[2, 6, 4, 8\]"),
+        (torch.zeros(3, 2, 6, 4, 8), 0.0, r"out: found .*\[3, 2, 6, 4, 8\]"),
+        (torch.zeros(2, 6, 4, 8), 0.5, r"dropout_p: found 0.5, expected 0"),
+    ],
+    ids=["dtype", "shape", "dropout"],
+)
+def test_where_the_inplace_operator_cannot_write(out: Tensor, p: float, text: str) -> None:
+    query = torch.zeros(2, 6, 4, 8)
+    with pytest.raises(ValueError, match=text):
+        sdpa.flash_attention_forward_no_dropout_inplace(out, query, query, query, None, None, 6, 6, p, False, False)
+
+
 @pytest.mark.parametrize("sizes", [(0, 3), (2, 0)], ids=str)
 @pytest.mark.parametrize("pages", [False, True])
 def test_no_queries_with_used_lengths(pages: bool, sizes: tuple[int, int]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from flexattn.api import AuxRequest
 from flexattn.call.dropout import Dropout, check_dropout, drop_below
 from flexattn.call.varlen.arguments import PackedArguments
+from flexattn.errors import ArgumentError, message
 from flexattn.sdpa.passes import Form, Window, backward, forward
 from flexattn.sdpa.rules import case_of, case_of_rows, check, check_inference, inference_case, wants_gradient
 from flexattn.varlen import varlen_attn
@@ -163,7 +164,9 @@ def flash_attention_forward_no_dropout_inplace(
 ) -> Tensor:  # fmt: skip
     """Compute `aten::_flash_attention_forward_no_dropout_inplace`: write into `out`, and return lse.
 
-    The arguments are those of `flash_attention_forward`. The result is computed first and copied.
+    The arguments are those of `flash_attention_forward`, with dropout_p 0. The result is computed first and copied.
+
+    Raises ArgumentError if `out` differs from query in shape, dtype or device, or if dropout_p is not 0.
 
     Example:
         >>> query = key = value = torch.randn(1, 16, 2, 32)
@@ -172,6 +175,7 @@ def flash_attention_forward_no_dropout_inplace(
         >>> flash_attention_forward_no_dropout_inplace(out, query, key, value, *sizes).shape
         torch.Size([1, 2, 16])
     """
+    _check_out(out, query, dropout_p)
     found, lse, *_ = flash_attention_forward(
         query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale=scale,
         window_size_left=window_size_left, window_size_right=window_size_right, seqused_k=seqused_k,
@@ -253,6 +257,15 @@ def _through_varlen(
     if cum_seq_q is None:
         out, lse = out.unflatten(0, query.shape[:2]), lse.unflatten(1, query.shape[:2]).transpose(0, 1)
     return _like(out, query), lse.float().contiguous(), *_auxiliary(query, None)
+
+
+def _check_out(out: Tensor, query: Tensor, dropout_p: float) -> None:
+    if dropout_p:
+        fix = "Call _flash_attention_forward."
+        raise ArgumentError(message("dropout_p", dropout_p, "0 in _flash_attention_forward_no_dropout_inplace", fix))
+    kinds = [f"{x.dtype} {list(x.shape)} on {x.device}" for x in (out, query)]
+    if kinds[0] != kinds[1]:
+        raise ArgumentError(message("out", kinds[0], f"that of query, {kinds[1]}", "Pass torch.empty_like(query)."))
 
 
 def _lse_without_rows(query: Tensor) -> Tensor:
