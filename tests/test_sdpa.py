@@ -535,6 +535,21 @@ def test_a_default_device_and_deterministic_algorithms() -> None:
     assert out.is_cpu and all(x.is_cpu for x in gradients)
 
 
+def test_an_activation_that_fails_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some versions of torch refuse an operator for which another provider has a Python kernel."""
+    own = provider._own_kernel
+
+    def refuses(name: str, key: str) -> Any:
+        if name == "_scaled_dot_product_flash_attention_backward":
+            raise RuntimeError("already a kernel")
+        return own(name, key)
+
+    monkeypatch.setattr(provider, "_own_kernel", refuses)
+    with pytest.raises(RuntimeError, match="already a kernel"):
+        sdpa.activate("CPU")
+    assert not _is_ours("CPU")
+
+
 def _doubled(keys: Any, query: Tensor, *_: Any, **__: Any) -> Any:
     """An own kernel of PyTorch, as far as these tests are concerned."""
     empty = torch.empty(0)
