@@ -247,14 +247,14 @@ def _padded(given: _Given) -> tuple[Tensor, Tensor]:
     else:
         check_packed(_sequences(given), one_row, given.key.transpose(0, 1)[None])
     T_q, sequences = query.size(0), cu.size(0) - 1
-    M = min(given.max_q, T_q)
+    M = min(max(given.max_q, 1), T_q)
     key, value, used = _keys_by_sequence(given)
     cu_k, T_k = (
         (cu, T_q) if given.cu_seq_k is None or given.block_table is not None else (given.cu_seq_k, len(given.key))
     )
     packing = packing_of(cu, cu_k, None, None, (T_q, T_k), assertions(T_q, T_k))
     sequence, position = packing.sequence.long(), packing.position.long()
-    whole = T_q == sequences * M  # then each sequence has M rows
+    whole = _are_all(cu, M, T_q)
     if whole:
         padded = query.unflatten(0, (sequences, M))
     else:
@@ -276,6 +276,11 @@ def _padded(given: _Given) -> tuple[Tensor, Tensor]:
     exists = torch.arange(T_q, device=cu.device) < cu[-1]
     out = torch.where(exists[:, None, None], out[sequence, position], 0.0)
     return out, torch.where(exists[:, None], lse[sequence, position], -torch.inf).mT
+
+
+def _are_all(cu: Tensor, M: int, T_q: int) -> bool:
+    """Return whether each sequence is known to have M rows. On a GPU the host does not wait for the lengths."""
+    return cu.is_cpu and T_q == (cu.size(0) - 1) * M and bool((cu.diff() == M).all())
 
 
 def _keys_by_sequence(given: _Given) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -101,7 +101,7 @@ def test_equals_the_math_of_torch() -> None:
     expected, _ = ATEN._scaled_dot_product_attention_math(query, key, value, is_causal=True)
     out, lse, *_ = sdpa.scaled_dot_product_flash_attention(query, key, value, is_causal=True)
     torch.testing.assert_close(out, expected)
-    assert lse.dtype == torch.float64
+    assert lse.dtype == torch.float32, "as the schema says, and compiled code assumes"
 
 
 @pytest.mark.parametrize("run", [_dense, _heads_last])
@@ -208,6 +208,61 @@ def test_pages(packed: bool) -> None:
         expected, of_lse = attend(query[b].transpose(0, 1)[None], k, v, (-1, 0), None)
         torch.testing.assert_close(out.view_as(query)[b], expected[0].transpose(0, 1))
         torch.testing.assert_close((lse[:, 3 * b : 3 * b + 3] if packed else lse[b]), of_lse[0])
+
+
+@pytest.mark.parametrize(
+    ("out", "p", "text"),
+    [
+        (torch.zeros(2, 6, 4, 8, dtype=torch.float16), 0.0, r"out: found torch.float16 \[2, 6, 4, 8\]"),
+        (torch.zeros(3, 2, 6, 4, 8), 0.0, r"out: found .*\[3, 2, 6, 4, 8\]"),
+        (torch.zeros(2, 6, 4, 8), 0.5, r"dropout_p: found 0.5, expected 0"),
+    ],
+    ids=["dtype", "shape", "dropout"],
+)
+def test_where_the_inplace_operator_cannot_write(out: Tensor, p: float, text: str) -> None:
+    query = torch.zeros(2, 6, 4, 8)
+    with pytest.raises(ValueError, match=text):
+        sdpa.flash_attention_forward_no_dropout_inplace(out, query, query, query, None, None, 6, 6, p, False, False)
+
+
+@pytest.mark.parametrize("sizes", [(0, 3), (2, 0)], ids=str)
+@pytest.mark.parametrize("pages", [False, True])
+def test_no_queries_with_used_lengths(pages: bool, sizes: tuple[int, int]) -> None:
+    query, key = torch.randn(*sizes, 4, 8), torch.randn(2, 16, 2, 8)[: None if pages else sizes[0]]
+    options = {"block_table": torch.zeros(sizes[0], 1, dtype=torch.int32)} if pages else {}
+    used = torch.full(sizes[:1], 5, dtype=torch.int32)
+    given = query, key, key, None, None, sizes[1], 16, 0.0, True, False
+    out, lse, *_ = sdpa.flash_attention_forward(*given, seqused_k=used, **options)
+    assert out.shape == query.shape and lse.shape == (sizes[0], 4, sizes[1]) and lse.dtype == torch.float32
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["plain", "sliced", "expanded", "one head"])
+def test_results_are_those_of_the_fake_kernels(kind: str, dtype: torch.dtype) -> None:
+    whole = torch.randn(2, 12, 4, 16).to(dtype)
+    query = {
+        "plain": whole, "sliced": whole[:, ::2, :, :8], "expanded": whole[:, :1].expand(2, 12, 4, 16),
+        "one head": whole.transpose(1, 3)[:, :, :1],
+    }[kind]  # fmt: skip
+    rows, cu = query.flatten(0, 1), cumulative((3, query.size(1) * 2 - 3))
+    used = torch.tensor([2, 1], dtype=torch.int32)
+    calls = (
+        (ATEN._scaled_dot_product_flash_attention, (query, query, query), {}),
+        (ATEN._flash_attention_forward, (query, query, query, None, None, 12, 12, 0.0, True, False), {}),
+        (ATEN._flash_attention_forward, (rows, rows, rows, cu, cu, 99, 99, 0.0, True, False), {}),
+        (ATEN._flash_attention_forward, (rows, query, query, cu, None, 99, 12, 0.0, True, False), {"seqused_k": used}),
+    )
+    for operator, given, options in calls:
+        if options and "seqused_k" not in str(operator.default._schema):
+            continue
+        found, expected = operator(*given, **options), operator(
+            *[x.to("meta") if isinstance(x, Tensor) else x for x in given],
+            **{name: x.to("meta") for name, x in options.items()},
+        )  # fmt: skip
+        for x, y in zip(found[:2], expected[:2], strict=True):
+            assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        assert found[0].stride() == torch.empty_like(given[0]).stride()
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -478,6 +533,21 @@ def test_a_default_device_and_deterministic_algorithms() -> None:
         out, *_ = ATEN._scaled_dot_product_flash_attention(*tensors, is_causal=True)
     gradients = torch.autograd.grad(out.sum(), tensors)
     assert out.is_cpu and all(x.is_cpu for x in gradients)
+
+
+def test_an_activation_that_fails_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some versions of torch refuse an operator for which another provider has a Python kernel."""
+    own = provider._own_kernel
+
+    def refuses(name: str, key: str) -> Any:
+        if name == "_scaled_dot_product_flash_attention_backward":
+            raise RuntimeError("already a kernel")
+        return own(name, key)
+
+    monkeypatch.setattr(provider, "_own_kernel", refuses)
+    with pytest.raises(RuntimeError, match="already a kernel"):
+        sdpa.activate("CPU")
+    assert not _is_ours("CPU")
 
 
 def _doubled(keys: Any, query: Tensor, *_: Any, **__: Any) -> Any:

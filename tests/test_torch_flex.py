@@ -238,3 +238,45 @@ print(type(software.mask(64)).__module__)
     names = {"earlier_import.compiled", "earlier_import.create_block_mask", "earlier_import.flex_attention"}
     assert names <= set(holders.split())
     assert rest == ["flexattn.block_mask.mask", "True", "torch.nn.attention.flex_attention"]
+
+
+def test_installations_that_nobody_keeps_stay():
+    """Python gives their ids to later ones."""
+    from flexattn.integrations import torch_flex
+
+    for _ in range(20):
+        install_as_torch_flex()
+    for _ in range(20):
+        with install_as_torch_flex():
+            pass
+    assert upstream.flex_attention is flexattn.flex_attention
+    forgotten = install_as_torch_flex()
+    torch_flex._users.intersection_update({forgotten._number})
+    forgotten.remove()
+
+
+def test_a_removed_installation_can_be_entered_again():
+    installed = install_as_torch_flex()
+    for _ in range(2):
+        with installed:
+            assert upstream.flex_attention is flexattn.flex_attention
+        assert upstream.flex_attention is held
+
+
+def test_what_other_software_put_there_later_stays():
+    names: Any = upstream
+    installed = install_as_torch_flex()
+    names.create_mask = len
+    installed.remove()
+    found, names.create_mask = names.create_mask, held_before_all["create_mask"]
+    assert found is len and upstream.flex_attention is held
+
+
+def test_installing_inside_of_a_compiled_function():
+    def attention(q: Tensor) -> Tensor:
+        with install_as_torch_flex():
+            return held(q, q, q)
+
+    q, _, _ = qkv()
+    torch.testing.assert_close(torch.compile(attention, backend="eager")(q), math(q, q, q, None, None))
+    assert upstream.flex_attention is held

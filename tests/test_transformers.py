@@ -17,7 +17,7 @@ from flexattn.integrations import transformers as bridge
 from flexattn.mask_build import cache as mask_cache
 
 transformers = pytest.importorskip("transformers")
-from tiny_models import CONFIGS, batch, labels, models, other_models  # noqa: E402
+from tiny_models import CONFIGS, batch, labels, models, other_models, pair  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -174,6 +174,30 @@ def test_functions_of_users_in_masks() -> None:
             for m in (ours, eager)
         )  # fmt: skip
         close(found, expected)
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_keys_of_a_static_cache_that_are_not_written(padding: str) -> None:
+    """A mask that is not causal would reach them."""
+    from transformers.masking_utils import create_causal_mask  # type: ignore[import-not-found]
+
+    logits = []
+    real = batch("left" if padding == "left" else "whole")[1].long()
+    for model in models("llama"):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=64)
+        mask = create_causal_mask(
+            model.config, torch.empty(2, 40, 64), real, cache, or_mask_function=lambda b, h, q, k: k < 60
+        )
+        logits.append(model(batch("whole")[0], attention_mask=mask, past_key_values=cache).logits)
+    close(*(x[real.bool()] for x in logits))
+
+
+def test_generation_of_a_model_that_asks_for_the_dimensions_of_a_mask() -> None:
+    sizes = {"vocab_size": 101, "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 64}
+    ours, eager = pair(transformers.AutoModelForCausalLM.from_config, "GPT2Config", sizes)
+    tokens, _, arguments = batch("left", 24)
+    more = {"cache_implementation": "static", "pad_token_id": 0, **arguments}
+    assert torch.equal(generated(ours, tokens, **more), generated(eager, tokens, **more))
 
 
 @pytest.mark.parametrize("name", ["bert", "vit", "t5", "whisper"])

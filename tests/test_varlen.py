@@ -159,6 +159,42 @@ def test_lengths_are_read_again_if_they_changed() -> None:
     assert torch.equal(varlen_attn(X, X, X, cu, cu, 20, 20), first)
 
 
+@pytest.mark.parametrize("write", [lambda cu: cu.numpy(), lambda cu: cu.data], ids=["numpy", "data"])
+def test_writes_that_torch_does_not_count_are_seen(write: Any) -> None:
+    cu = CU.clone()
+    varlen_attn(X, X, X, cu, cu, 20, 20)
+    write(cu)[1] = 3
+    assert torch.equal(varlen_attn(X, X, X, cu, cu, 20, 20), varlen_attn(X, X, X, *[integers(0, 3, 20)] * 2, 20, 20))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most"), [((1, 2), 2), ((3, 0), 2), ((0, 0), 1), ((2, 2), 2), ((0, 0), 0)], ids=str
+)
+@pytest.mark.parametrize("kind", ["pages", "rows", "invariant"])
+def test_rows_after_the_last_sequence(kind: str, lengths: tuple[int, int], most: int) -> None:
+    """They have the number of rows of padding, so that rows are as many as sequences times max_q."""
+    q, used, most = X[:4], integers(9, 14), max(most, *lengths)
+    cu_q, cu_k, ends = integers(0, lengths[0], sum(lengths)), integers(0, 9, 23), (9, 23)
+    cache = torch.randn(23, 2, 8)
+    given: tuple[Any, ...] = (cache, cache, cu_q, cu_k, most, 14)
+    options: dict[str, Any] = {"num_splits": 1}
+    if kind != "invariant":
+        size = 16 if kind == "pages" else 20
+        pages = torch.stack([torch.nn.functional.pad(x, (0, 0, 0, 0, 0, size - len(x))) for x in cache.split([9, 14])])
+        given = (pages, pages, cu_q, None, most, size)
+        options = {"seqused_k": used}
+        options |= {"block_table": integers(0, 1)[:, None]} if kind == "pages" else {}
+    out, lse = varlen_attn(q, *given, window_size=(-1, 0), return_aux=AuxRequest(lse=True), **options)  # type: ignore[misc]
+    start = 0
+    for rows, (first, last) in zip(lengths, ((0, ends[0]), ends), strict=True):
+        one = [x.transpose(0, 1)[None] for x in (q[start : start + rows], cache[first:last], cache[first:last])]
+        mask = torch.ones(rows, last - first, dtype=torch.bool).tril(last - first - rows)
+        expected = torch.nn.functional.scaled_dot_product_attention(*one, attn_mask=mask)[0].transpose(0, 1)
+        torch.testing.assert_close(out[start : start + rows], expected)
+        start += rows
+    assert not out[start:].any() and bool((lse[:, start:] == -torch.inf).all())
+
+
 def test_new_lengths_compile_nothing() -> None:
     case = CASES["causal, bottom right"]
     case.run(*case.tensors())

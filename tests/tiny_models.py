@@ -58,16 +58,17 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 def models(name: str, **changes: Any) -> tuple[Any, Any]:
     """Return a causal language model with flexattn, and the same with eager attention."""
     config, more = CONFIGS[name]
-    return _pair(transformers.AutoModelForCausalLM.from_config, config, {**SIZES, **more, **changes})
+    return pair(transformers.AutoModelForCausalLM.from_config, config, {**SIZES, **more, **changes})
 
 
 def other_models(name: str) -> tuple[Any, Any]:
     """Return an encoder, or an encoder and decoder, with flexattn, and the same with eager attention."""
     kind, config, sizes = OTHERS[name]
-    return _pair(getattr(transformers, kind)._from_config, config, sizes)
+    return pair(getattr(transformers, kind)._from_config, config, sizes)
 
 
-def _pair(make: Any, config: str, sizes: dict[str, Any]) -> tuple[Any, Any]:
+def pair(make: Any, config: str, sizes: dict[str, Any]) -> tuple[Any, Any]:
+    """Return make(config) with flexattn, and the same with eager attention and the same weights."""
     bridge.register()
     torch.manual_seed(0)
     # Models keep their config, which holds the name of the implementation: each needs its own.

@@ -315,6 +315,11 @@ class BlockMask(upstream.BlockMask):
         return (*self._batch_dims, *self.seq_lengths)
 
     @property
+    def ndim(self) -> int:
+        """The number of dimensions, as of the dense mask."""
+        return len(self.shape)
+
+    @property
     def _grid(self) -> tuple[int, int]:
         """Blocks of queries and of keys."""
         (queries, keys), (rows, columns) = self.seq_lengths, self.BLOCK_SIZE

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from itertools import count
 from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
@@ -23,6 +24,7 @@ from flexattn.mods import or_masks as _flexattn_or_masks
 from flexattn.process.events import LOGGER
 from flexattn.process.forks import Lock
 from flexattn.process.frozen_class import frozen
+from flexattn.torch_state.uncompiled import uncompiled
 
 # noop_mask computes the same in both. Torch's stays, because software compares mask_mods with it by identity.
 _OURS: dict[str, Callable[..., Any]] = {
@@ -94,7 +96,8 @@ class _Replaced:
             self.found.__signature__ = signature
 
     def restore(self) -> None:
-        setattr(upstream, self.name, self.found)
+        if getattr(upstream, self.name, None) is _OURS[self.name]:  # otherwise other software replaced it since
+            setattr(upstream, self.name, self.found)
         if self.code is not None:
             self.found.__code__ = self.code
             self.found.__defaults__, self.found.__kwdefaults__ = self.defaults, self.keyword_defaults
@@ -103,7 +106,8 @@ class _Replaced:
 
 
 _lock = Lock()
-_users: set[int] = set()  # the installations that are not removed
+_numbers = count()  # of installations. An id may be that of an earlier one, which nobody kept
+_users: set[int] = set()  # the numbers of installations that are not removed
 _replaced: list[_Replaced] = []
 
 
@@ -114,19 +118,26 @@ class Installed:
     """
 
     holders: tuple[str, ...]
+    _number: int
 
     def __init__(self) -> None:
+        self._install()
+
+    @uncompiled
+    def _install(self) -> None:
+        self._number = next(_numbers)
         with _lock:
             if not _users:
                 _replaced[:] = [_Replaced.of(name) for name in _OURS]
                 for replaced in _replaced:
                     replaced.replace()
-            _users.add(id(self))
+            _users.add(self._number)
             self.holders = tuple(sorted(_holders({id(r.found): r.found for r in _replaced})))
         if self.holders:
             text = "torch's functions were imported before install_as_torch_flex, and forward to flexattn: %s"
             LOGGER.getChild("integrations").info(text, ", ".join(self.holders))
 
+    @uncompiled
     def remove(self) -> None:
         """Restore torch's functions, unless another installation is still active. A second call does nothing.
 
@@ -135,14 +146,16 @@ class Installed:
             >>> installed.remove()
         """
         with _lock:
-            if id(self) not in _users:
+            if self._number not in _users:
                 return
-            _users.remove(id(self))
+            _users.remove(self._number)
             if not _users:
                 while _replaced:
                     _replaced.pop().restore()
 
     def __enter__(self) -> Installed:
+        if self._number not in _users:  # removed before
+            self._install()
         return self
 
     def __exit__(
@@ -151,7 +164,7 @@ class Installed:
         self.remove()
 
     def __repr__(self) -> str:
-        state = "active" if id(self) in _users else "removed"
+        state = "active" if self._number in _users else "removed"
         return f"<flexattn as torch.nn.attention.flex_attention: {state}, {len(self.holders)} earlier imports>"
 
 

@@ -81,25 +81,29 @@ def mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
         )  # fmt: skip
-    keys = None if attention_mask is None else _padded(attention_mask, kv_offset + kv_length)
-    first_query = int(q_offset)  # the cache changes its tensor in place
+    length, first_query = kv_offset + kv_length, int(q_offset)  # the cache changes its tensor in place
+    keys = None if attention_mask is None else _padded(attention_mask, length)
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        found = mask_function(b, h, q_idx + first_query, kv_idx + kv_offset)
-        return found if keys is None else found & keys[b, kv_idx + kv_offset]
+        key = kv_idx + kv_offset
+        found = mask_function(b, h, q_idx + first_query, key)
+        if keys is None:
+            return found
+        return found & (keys[b, key] if isinstance(keys, Tensor) else key < keys)
 
     return create_block_mask(mask_mod, batch_size, None, q_length, kv_length, device=device)
 
 
-def _padded(attention_mask: Tensor, length: int) -> Tensor | None:
-    """Return the mask of keys as bool of some length, None if there is no padding.
+def _padded(attention_mask: Tensor, length: int) -> Tensor | int | None:
+    """Return which of `length` keys are attended: a bool per sequence and key, a number if it is the first so many.
 
-    Keys after its end are not written yet. They come after all queries, so masks exclude them.
+    None stands for all. Keys after the end of attention_mask are not written yet.
     """
     keys = attention_mask.bool()
+    known = keys.shape[1]
     if keys.all():  # The mask then has no captured tensor, and its lists come from a cache.
-        return None
-    return torch.nn.functional.pad(keys, (0, length - keys.shape[1])) if keys.shape[1] < length else keys
+        return None if known >= length else known
+    return torch.nn.functional.pad(keys, (0, length - known)) if known < length else keys
 
 
 def attention(

@@ -15,6 +15,7 @@ from torch import Tensor
 from flexattn.api import AuxRequest
 from flexattn.call.dropout import Dropout, check_dropout, drop_below
 from flexattn.call.varlen.arguments import PackedArguments
+from flexattn.errors import ArgumentError, message
 from flexattn.sdpa.passes import Form, Window, backward, forward
 from flexattn.sdpa.rules import case_of, case_of_rows, check, check_inference, inference_case, wants_gradient
 from flexattn.varlen import varlen_attn
@@ -163,7 +164,9 @@ def flash_attention_forward_no_dropout_inplace(
 ) -> Tensor:  # fmt: skip
     """Compute `aten::_flash_attention_forward_no_dropout_inplace`: write into `out`, and return lse.
 
-    The arguments are those of `flash_attention_forward`. The result is computed first and copied.
+    The arguments are those of `flash_attention_forward`, with dropout_p 0. The result is computed first and copied.
+
+    Raises ArgumentError if `out` differs from query in shape, dtype or device, or if dropout_p is not 0.
 
     Example:
         >>> query = key = value = torch.randn(1, 16, 2, 32)
@@ -172,6 +175,7 @@ def flash_attention_forward_no_dropout_inplace(
         >>> flash_attention_forward_no_dropout_inplace(out, query, key, value, *sizes).shape
         torch.Size([1, 2, 16])
     """
+    _check_out(out, query, dropout_p)
     found, lse, *_ = flash_attention_forward(
         query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale=scale,
         window_size_left=window_size_left, window_size_right=window_size_right, seqused_k=seqused_k,
@@ -216,7 +220,7 @@ def flash_attention_backward(
 def _forward(query: Tensor, key: Tensor, value: Tensor, form: Form, dropout_p: float) -> Forward:
     dropout = check_dropout(dropout_p, query.device) if dropout_p else None
     out, lse = forward(query, key, value, form, dropout)
-    return _like(out, query), lse, *_auxiliary(query, dropout)
+    return _like(out, query), lse.float(), *_auxiliary(query, dropout)
 
 
 @below_autograd
@@ -240,6 +244,8 @@ def _through_varlen(
     rows, cu = query, cum_seq_q
     if cu is None:  # [B, M, Hq, D]: each batch is a sequence of M queries
         B, M = query.shape[:2]
+        if B * M == 0:
+            return torch.empty_like(query), _lse_without_rows(query), *_auxiliary(query, None)
         rows, max_q = query.flatten(0, 1), M
         cu = torch.arange(0, (B + 1) * M, M, dtype=torch.int32, device=query.device)
     found = varlen_attn(
@@ -250,7 +256,21 @@ def _through_varlen(
     out, lse = found
     if cum_seq_q is None:
         out, lse = out.unflatten(0, query.shape[:2]), lse.unflatten(1, query.shape[:2]).transpose(0, 1)
-    return _like(out, query), lse.contiguous(), *_auxiliary(query, None)
+    return _like(out, query), lse.float().contiguous(), *_auxiliary(query, None)
+
+
+def _check_out(out: Tensor, query: Tensor, dropout_p: float) -> None:
+    if dropout_p:
+        fix = "Call _flash_attention_forward."
+        raise ArgumentError(message("dropout_p", dropout_p, "0 in _flash_attention_forward_no_dropout_inplace", fix))
+    kinds = [f"{x.dtype} {list(x.shape)} on {x.device}" for x in (out, query)]
+    if kinds[0] != kinds[1]:
+        raise ArgumentError(message("out", kinds[0], f"that of query, {kinds[1]}", "Pass torch.empty_like(query)."))
+
+
+def _lse_without_rows(query: Tensor) -> Tensor:
+    """Return the empty lse [B, Hq, M] of query [B, M, Hq, D]."""
+    return query.new_empty((query.size(0), query.size(2), query.size(1)), dtype=torch.float32)
 
 
 def _window(is_causal: bool, left: int | None, right: int | None) -> Window:
@@ -287,8 +307,6 @@ def _dropout_of(dropout_p: float, state: Tensor, device: torch.device) -> Dropou
 
 def _like(x: Tensor, like: Tensor) -> Tensor:
     """Return x with the strides of torch.empty_like(like), which PyTorch's compiler assumes. It is rarely a copy."""
-    if x.stride() == like.stride():
-        return x
     strides = _strides_of_empty(like.shape, like.stride())
     if x.stride() == strides:
         return x

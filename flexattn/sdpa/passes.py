@@ -62,7 +62,6 @@ def _forward_with_dropout(
     problem = _posed(query, key, value, form, dropout)
     engine = engine_of(problem)
     out, lse, _ = run_engine("forward", problem, engine.forward, problem)
-    lse = lse.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
     return (out, lse) if form.packed is None else (rows_of_batch(out), lse.squeeze(0))
 
 

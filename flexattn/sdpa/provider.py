@@ -84,7 +84,8 @@ def activate(dispatch_key: str = "CUDA") -> Handle:
     Args:
         dispatch_key: the kind of device. "CPU" is for tests: PyTorch has no such kernels there.
 
-    Raises RuntimeError if another provider of Python kernels is active. Restore it first.
+    Raises RuntimeError if another provider of Python kernels is active, in versions of torch that allow one. Nothing is
+    replaced then. Restore the other first.
 
     Example:
         >>> import torch
@@ -97,11 +98,19 @@ def activate(dispatch_key: str = "CUDA") -> Handle:
     with warnings.catch_warnings():
         # The dispatcher warns once per process that a kernel is replaced. Here that is what was asked for.
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
-        for name, compute in OPERATORS.items():
-            if hasattr(torch.ops.aten, name):  # older versions of torch lack one
-                own = _own_kernel(name, dispatch_key)
-                library.impl(name, _with_fallback(name, compute, own), dispatch_key, with_keyset=True)
+        try:
+            _replace_kernels(library, dispatch_key)
+        except BaseException:  # PyTorch refused one. Those before it are not kept.
+            library._destroy()
+            raise
     return Handle(library)
+
+
+def _replace_kernels(library: Library, dispatch_key: str) -> None:
+    for name, compute in OPERATORS.items():
+        if hasattr(torch.ops.aten, name):  # older versions of torch lack one
+            own = _own_kernel(name, dispatch_key)
+            library.impl(name, _with_fallback(name, compute, own), dispatch_key, with_keyset=True)
 
 
 def _own_kernel(name: str, dispatch_key: str) -> Any:

@@ -14,16 +14,27 @@ from flexattn.process.forks import Lock
 from flexattn.torch_state.lasting import is_capturing
 
 _REMEMBERED = 16
+_COMPARED = 4096  # elements of a tensor on a CPU whose values are compared
 
 
 class _At(NamedTuple):
-    """A tensor that a result was computed from: a weak reference, its version and its address."""
+    """A tensor that a result was computed from: a weak reference, its version, its address, and values on a CPU.
+
+    Writes through numpy or `tensor.data` leave the version as it is.
+    """
 
     seen: Seen
     address: int
+    values: Tensor | None
+
+    @staticmethod
+    def of(tensor: Tensor) -> _At:
+        compared = type(tensor) is Tensor and tensor.is_cpu and tensor.numel() <= _COMPARED
+        return _At(seen(tensor), tensor.data_ptr(), tensor.detach().clone() if compared else None)
 
     def holds(self, tensor: Tensor) -> bool:
-        return is_same(self.seen, tensor) and tensor.data_ptr() == self.address
+        same = is_same(self.seen, tensor) and tensor.data_ptr() == self.address
+        return same and (self.values is None or torch.equal(self.values, tensor))
 
 
 class Memory:
@@ -49,7 +60,7 @@ class Memory:
         with self.lock:
             for other in [k for k, (at, _) in self.found.items() if any(x.seen[0]() is None for x in at)]:
                 del self.found[other]
-            self.found[key] = tuple(_At(seen(t), t.data_ptr()) for t in tensors), made
+            self.found[key] = tuple(map(_At.of, tensors)), made
             self.found.move_to_end(key)
             while len(self.found) > _REMEMBERED:
                 self.found.popitem(last=False)
