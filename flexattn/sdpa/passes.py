@@ -1,8 +1,8 @@
 """passes: the forward and the backward of a call, without autograd, which PyTorch does around the operators.
 
 A forward without dropout is a call of flex_attention or varlen_attn, so it runs on their path for repeated calls. A
-backward, and a forward with dropout, pose the problem and run the engine. The posed problem of a dense call depends on
-sizes only and is cached. The engine caches the launches.
+dense backward without dropout launches the kernels of an equal one. Other passes pose the problem and run the engine.
+The posed problem of a dense call depends on sizes only and is cached. The engine caches the launches.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from flexattn.call.dropout import Dropout
 from flexattn.call.pose import pose
 from flexattn.call.problem import Problem
 from flexattn.call.varlen.arguments import PackedArguments, batch_of_rows, rows_of_batch
+from flexattn.engines import triton
 from flexattn.engines.autograd import run_engine, tensors_of, with_tensors
 from flexattn.engines.choice import engine_of, lse_dtype_of
 from flexattn.engines.mask_state import NOTHING
+from flexattn.engines.watched import is_watched
 from flexattn.mask_build.create import create_block_mask
 from flexattn.mods import band, causal, shifted
 from flexattn.process.events import fallback
-from flexattn.runtime.launch import CACHES, remember
+from flexattn.runtime.known import Pointer
+from flexattn.runtime.launch import CACHES, allows_tf32, is_deterministic, remember
 from flexattn.torch_state.lasting import is_capturing, lasting
 from flexattn.torch_state.modes import undisturbed
 
@@ -71,14 +74,51 @@ def backward(
     d_out: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk and dv from what `forward` returned."""
+    kind = _kind(query, key, value, form, out, lse, d_out) if dropout is None else None
+    repeated = None if kind is None else _backwards.get(kind)
+    if repeated is not None and not is_watched():
+        (dq, dk, dv, _, _), _ = repeated.run(query, key, value, (), repeated.parts, out, lse, d_out, None)
+        return dq, dk, dv  # type: ignore[return-value]
     problem = _posed(query, key, value, form, dropout)
     if form.packed is not None:
         out, lse, d_out = batch_of_rows(out), lse[None], batch_of_rows(d_out)
     lse = lse.to(lse_dtype_of(query, form.options)).contiguous()
     engine = engine_of(problem)
     dq, dk, dv, _, _ = run_engine("backward", problem, engine.backward, problem, out, lse, d_out, None, _NEEDS)
+    if kind is not None and engine is triton:
+        _keep(kind, problem, triton.known_backward(problem, out, d_out, False, _NEEDS))
     assert dq is not None and dk is not None and dv is not None
     return (dq, dk, dv) if form.packed is None else (rows_of_batch(dq), rows_of_batch(dk), rows_of_batch(dv))
+
+
+class _Repeated(NamedTuple):
+    """A backward whose launches are known."""
+
+    run: triton.KnownBackward
+    parts: list[Pointer]
+    mask: BlockMask | None  # it holds the block lists that `parts` points to
+
+
+_backwards: OrderedDict[tuple[object, ...], _Repeated] = OrderedDict()
+CACHES.append(_backwards)
+
+
+def _kind(
+    query: Tensor, key: Tensor, value: Tensor, form: Form, out: Tensor, lse: Tensor, d_out: Tensor
+) -> tuple[object, ...] | None:
+    """Return what the launches of a dense backward depend on; None of one that has to be posed."""
+    if form.packed is not None or not lse.is_contiguous() or lse.dtype != torch.float32 or is_capturing(query.device):
+        return None
+    tensors = query, key, value, out, d_out
+    return (
+        form, allows_tf32(), is_deterministic(), query.dtype, query.device, key.data_ptr() == value.data_ptr(),
+        *[(t.shape, t.stride(), t.data_ptr() & 15) for t in tensors],
+    )  # fmt: skip
+
+
+def _keep(kind: tuple[object, ...], problem: Problem, run: triton.KnownBackward | None) -> None:
+    if run is not None:
+        remember(_backwards, kind, _Repeated(run, list(run.kernels.pointers(problem)), problem.block_mask))
 
 
 def call_of(query: Tensor, key: Tensor, value: Tensor, form: Form) -> Call:
