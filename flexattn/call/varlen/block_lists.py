@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,8 +49,8 @@ def mask_of_rows(
         H = H if bound.graph.reads("h") else 1
         on_device = has_kernels(packing.sequence.device)
         intervals = None if window is not None and on_device else _intervals(bound, lengths, H)
-        rows, columns = (-(-n // BLOCK) for n in (longest, lengths[1]))
-        short = both and columns >= _SHORT * rows
+        reach = _reach(longest, lengths[1], both)
+        short = reach is not None
         if on_device:
             kv_runs, q_runs = _launch(packing, window, intervals, lengths, H, both, short)
         else:
@@ -57,10 +58,35 @@ def mask_of_rows(
             kv_runs, q_runs = _in_torch(*intervals, lengths[1], both)
         if q_runs is not None and short:
             q_runs.order.copy_(torch.arange(q_runs.order.size(1), dtype=torch.int32, device=q_runs.order.device))
-        mask = BlockMask.from_runs(kv_runs, q_runs, 1, H, lengths, BLOCK, noop_mask, full_overhangs=False)
-        mask._built_from_mod = True
-        mask.reach = longest if short else None
-        return mask
+        return _mask_of(kv_runs, q_runs, lengths, H, reach)
+
+
+def mask_of_tensors(tensors: Sequence[Tensor], lengths: tuple[int, int], H: int, longest: int) -> BlockMask:
+    """Return a mask of `mask_of_rows` from the tensors of its lists. H is that of the mask."""
+    runs = [RunLists.from_tensors(tuple(tensors[i : i + 5])) for i in range(0, len(tensors), 5)]
+    both = len(runs) > 1
+    return _mask_of(runs[0], runs[1] if both else None, lengths, H, _reach(longest, lengths[1], both))
+
+
+def shapes_of_tensors(rows: int, H: int) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the tensors of one direction."""
+    n = H * rows
+    return (n + 1,), (2 * n, 2), (n + 1,), (n, 2), (H, rows)
+
+
+def _mask_of(
+    kv_runs: RunLists, q_runs: RunLists | None, lengths: tuple[int, int], H: int, reach: int | None
+) -> BlockMask:
+    mask = BlockMask.from_runs(kv_runs, q_runs, 1, H, lengths, BLOCK, noop_mask, full_overhangs=False)
+    mask._built_from_mod = True
+    mask.reach = reach
+    return mask
+
+
+def _reach(longest: int, T_k: int, both: bool) -> int | None:
+    """Return the length of the longest sequence if a backward takes keys in order."""
+    short = both and -(-T_k // BLOCK) >= _SHORT * -(-longest // BLOCK)
+    return longest if short else None
 
 
 Intervals = tuple[Tensor, Tensor, bool]
@@ -104,13 +130,9 @@ def _launch(
 
 
 def _empty_lists(H: int, rows: int, device: torch.device) -> RunLists:
-    n = H * rows
-    make = torch.empty if n else torch.zeros
-
-    def empty(*shape: int) -> Tensor:
-        return make(shape, dtype=torch.int32, device=device)
-
-    return RunLists(Runs(empty(n + 1), empty(2 * n, 2)), Runs(empty(n + 1), empty(n, 2)), empty(H, rows))
+    make = torch.empty if H * rows else torch.zeros
+    shapes = shapes_of_tensors(rows, H)
+    return RunLists.from_tensors(tuple([make(shape, dtype=torch.int32, device=device) for shape in shapes]))
 
 
 def _order(lists: RunLists, H: int, rows: int) -> None:
