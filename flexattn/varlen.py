@@ -13,7 +13,8 @@ from flexattn.call.call import Call, Mod
 from flexattn.call.layout import KVLayout, LayoutArguments
 from flexattn.call.varlen.arguments import PackedArguments, check_packed_forms
 from flexattn.errors import ArgumentError, DtypeError, message
-from flexattn.mods import and_masks, band, shifted
+from flexattn.mods import and_masks, band
+from flexattn.mods.shifted import shifted_mask
 from flexattn.torch_compile.call import traced_call, traced_rows
 from flexattn.torch_compile.sequences import pack_rows
 
@@ -256,9 +257,8 @@ def _padded(given: _Given) -> tuple[Tensor, Tensor]:
     N = key.size(2) if given.block_table is None else 0
     if given.block_table is not None:
         N = given.block_table.size(1) * key.size(1 if given.kv_layout == "NHD" else 2)
-    layout = LayoutArguments(
-        used, None, None, given.block_table, given.kv_layout, mask_mod=_mask_mod(given, used, N)
-    )
+    mask_mod = _mask_mod(given, used, N)
+    layout = LayoutArguments(used, None, None, given.block_table, given.kv_layout, mask_mod=mask_mod)
     arguments = _arguments(given, padded.transpose(1, 2), key, value, None if layout.is_empty else layout)
     compiling = torch.compiler.is_dynamo_compiling()
     found, found_lse, _ = traced_call(*arguments) if compiling else attend_call(Call(*arguments))
@@ -298,9 +298,10 @@ def _keys_by_sequence(given: _Given) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def _mask_mod(given: _Given, used: Tensor | None, N: int) -> Mod | None:
     """Return the mask_mod of the window and of the call. It is applied to all keys."""
-    window = None if tuple(given.window_size) == (-1, -1) else band(*given.window_size)
+    left, right = given.window_size
+    window = None if left < 0 and right < 0 else band(left, right)
     if window is not None:
         lengths = given.cu_seq_q.diff()
-        window = shifted(window, (N - lengths if used is None else used - lengths).int())
+        window = shifted_mask(window, (N - lengths if used is None else used - lengths).int())
     asked: list[Any] = [mod for mod in (window, given.mask_mod) if mod is not None]
     return and_masks(*asked) if asked else None

@@ -38,7 +38,7 @@ def traced_call(
     query, key, value = autocast(query, key, value)  # type: ignore[assignment]
     if isinstance(layout, LayoutArguments):
         key, value = paged(key, value, layout)
-        layout = LayoutArguments(*layout[:4], "HND", *layout[5:])  # as the pages are now
+        layout = LayoutArguments(*layout[:4], "NHD" if layout.block_table is None else "HND", *layout[5:])
     device = query.device
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     score = torch.empty((), dtype=dtype, device=device)

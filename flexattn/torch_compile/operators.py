@@ -29,7 +29,7 @@ from flexattn.call.pose import at_rows, complete, in_layout
 from flexattn.call.problem import Problem
 from flexattn.call.sinks import constant_sink
 from flexattn.call.validate import check_scale
-from flexattn.call.varlen.block_lists import mask_of_tensors
+from flexattn.call.varlen.block_lists import mask_of_flat
 from flexattn.call.varlen.packing import Packing
 from flexattn.engines import triton
 from flexattn.engines.autograd import run_engine
@@ -239,8 +239,7 @@ def _in_sequences(
     if form.window is not None:
         columns, *lists = tensors
         rows = at_rows(problem, Packing.of_columns(columns, T_q), form.window)
-        H = lists[-1].size(0)  # each row of `order` is for a head
-        return rows.with_fields(block_mask=mask_of_tensors(lists, (T_q, T_k), H, lengths[0]))
+        return rows.with_fields(block_mask=mask_of_flat(lists, (T_q, T_k), lengths[0]))
     layout = check_layout(form.layout_of(tensors), query, key)
     if blocks is not None:
         check_offsets(blocks.seq_lengths[0], layout, T_q)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from flexattn.call.varlen.arguments import PackedArguments, assertions, check_packed_values
-from flexattn.call.varlen.block_lists import BLOCK, mask_of_rows, shapes_of_tensors
+from flexattn.call.varlen.block_lists import BLOCK, flat_lists, flat_sizes, mask_of_rows
 from flexattn.call.varlen.mods import packed_mask
 from flexattn.call.varlen.packing import Packing, packed_columns, width_of
-from flexattn.torch_compile.spec import Spec, bound_to, loads
+from flexattn.torch_compile.spec import bound_to, loads
 
 _LIBRARY = torch.library.Library("flexattn", "FRAGMENT")
 _LIBRARY.define(
@@ -54,11 +54,6 @@ def list_rows(
     return overload(columns, captures, ints, floats, *sizes, both, spec)
 
 
-def heads_of_lists(spec: Spec, heads: int) -> int:
-    """Return the heads that block lists are for."""
-    return heads if spec.mask is not None and spec.mask.reads("h") else 1
-
-
 def _pack_rows(
     cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_q: Tensor | None, seqused_k: Tensor | None, T_q: int, T_k: int,
     max_q: int, max_k: int,
@@ -79,8 +74,7 @@ def _list_rows(
     mask = packed_mask(bound_to(parsed.mask, captures, iter(ints), numbers), packing, form.window)
     window = form.window if parsed.mask is None else None
     blocks = mask_of_rows(mask, packing, window, (T_q, T_k), heads, both, longest if both else 0)
-    q_runs = blocks.q_runs
-    return [*blocks.kv_runs.tensors, *(() if q_runs is None else q_runs.tensors)]
+    return flat_lists(blocks)
 
 
 def _fake_pack_rows(cu_seq_q: Tensor, *rest: Any) -> Tensor:
@@ -89,9 +83,10 @@ def _fake_pack_rows(cu_seq_q: Tensor, *rest: Any) -> Tensor:
 
 def _fake_list_rows(columns: Tensor, *rest: Any) -> list[Tensor]:
     *_, T_q, T_k, heads, _, both, spec = rest
-    H = heads_of_lists(loads(spec), heads)
-    shapes = [s for n in ((T_q, T_k) if both else (T_q,)) for s in shapes_of_tensors((n + BLOCK - 1) // BLOCK, H)]
-    return [columns.new_empty(shape) for shape in shapes]
+    mask = loads(spec).mask
+    H = heads if mask is not None and mask.reads("h") else 1
+    lengths = (T_q, T_k) if both else (T_q,)
+    return [columns.new_empty(size) for T in lengths for size in flat_sizes(H * ((T + BLOCK - 1) // BLOCK))]
 
 
 for _name, _kernel, _fake in (

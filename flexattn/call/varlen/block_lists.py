@@ -61,17 +61,36 @@ def mask_of_rows(
         return _mask_of(kv_runs, q_runs, lengths, H, reach)
 
 
-def mask_of_tensors(tensors: Sequence[Tensor], lengths: tuple[int, int], H: int, longest: int) -> BlockMask:
-    """Return a mask of `mask_of_rows` from the tensors of its lists. H is that of the mask."""
-    runs = [RunLists.from_tensors(tuple(tensors[i : i + 5])) for i in range(0, len(tensors), 5)]
+def flat_lists(mask: BlockMask) -> list[Tensor]:
+    """Return the lists of a mask of `mask_of_rows` as tensors of `flat_sizes`."""
+    lists = (mask.kv_runs,) if mask.q_runs is None else (mask.kv_runs, mask.q_runs)
+    return [x for runs in lists for x in (*map(torch.flatten, runs.tensors[:4]), _longer(runs.order))]
+
+
+def _longer(order: Tensor) -> Tensor:
+    return torch.nn.functional.pad(order.flatten(), (0, 1))
+
+
+def flat_sizes(n: int) -> tuple[int, ...]:
+    """Return the sizes of the flat tensors of one direction with n rows in all.
+
+    None is 1, also for a single row: with symbolic lengths torch would compile another graph for that.
+    """
+    return n + 1, 4 * n, n + 1, 2 * n, n + 1
+
+
+def mask_of_flat(lists: Sequence[Tensor], lengths: tuple[int, int], longest: int) -> BlockMask:
+    """Return the mask whose `flat_lists` are given."""
+    rows = -(-lengths[0] // BLOCK)
+    H = (lists[0].numel() - 1) // rows if rows else 1
+    runs = [RunLists.from_tensors(_of_flat(lists[i : i + 5], H)) for i in range(0, len(lists), 5)]
     both = len(runs) > 1
     return _mask_of(runs[0], runs[1] if both else None, lengths, H, _reach(longest, lengths[1], both))
 
 
-def shapes_of_tensors(rows: int, H: int) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the tensors of one direction."""
-    n = H * rows
-    return (n + 1,), (2 * n, 2), (n + 1,), (n, 2), (H, rows)
+def _of_flat(flat: Sequence[Tensor], H: int) -> tuple[Tensor, ...]:
+    row_ptr, runs, full_row_ptr, full_runs, order = flat
+    return row_ptr, runs.view(-1, 2), full_row_ptr, full_runs.view(-1, 2), order[:-1].view(H, -1)
 
 
 def _mask_of(
@@ -130,9 +149,13 @@ def _launch(
 
 
 def _empty_lists(H: int, rows: int, device: torch.device) -> RunLists:
-    make = torch.empty if H * rows else torch.zeros
-    shapes = shapes_of_tensors(rows, H)
-    return RunLists.from_tensors(tuple([make(shape, dtype=torch.int32, device=device) for shape in shapes]))
+    n = H * rows
+    make = torch.empty if n else torch.zeros
+
+    def empty(*shape: int) -> Tensor:
+        return make(shape, dtype=torch.int32, device=device)
+
+    return RunLists(Runs(empty(n + 1), empty(2 * n, 2)), Runs(empty(n + 1), empty(n, 2)), empty(H, rows))
 
 
 def _order(lists: RunLists, H: int, rows: int) -> None:
