@@ -1,4 +1,4 @@
-"""varlen_attn, and flex_attention with lengths, positions and pages, in full graphs of torch.compile and other graphs."""
+"""varlen_attn, and flex_attention with lengths, positions and pages, in torch.compile and other graphs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexattn
 from flexattn import AuxRequest, create_block_mask, flex_attention, mods, varlen_attn
-from flexattn.torch_compile.sequences import list_rows, pack_rows
 from flexattn.call.varlen.arguments import PackedArguments
+from flexattn.torch_compile.sequences import list_rows, pack_rows
 
 H, D = 4, 16
 LSE = AuxRequest(lse=True)
@@ -101,12 +101,14 @@ def test_other_sizes():
 
 
 def test_dynamic_shapes():
-    steps = [packed(*x, kv=y) for x, y in (((40, 60), (70, 72)), ((60, 10, 50, 7), (1, 2, 3, 4)), ((5,) * 6, (200,) * 6))]
+    lengths = ((40, 60), (70, 72)), ((60, 10, 50, 7), (1, 2, 3, 4)), ((5,) * 6, (200,) * 6)
+    steps = [packed(*x, kv=y) for x, y in lengths]
     assert compilations(plain, steps, dynamic=True) == [1] * 3
 
 
 def test_other_keys_than_queries():
-    steps = [packed(*x, kv=y) for x, y in (((40, 60), (50, 70)), ((7, 9, 11), (30, 0, 91)), ((64, 1, 1, 3), (90, 200, 5, 5)))]
+    lengths = ((40, 60), (50, 70)), ((7, 9, 11), (30, 0, 91)), ((64, 1, 1, 3), (90, 200, 5, 5))
+    steps = [packed(*x, kv=y) for x, y in lengths]
     assert compilations(plain, steps) == [1, 2, 2]
 
 
@@ -233,7 +235,8 @@ def test_wrong_sequences_raise():
     with pytest.raises(flexattn.FlexAttentionError, match="max_q: found"):
         compiled(*args[:5], 7, 60)
     for changes, text in (
-        ({"window_size": (-5, 0)}, "window_size"), ({"max_q": -1}, "max_q"), ({"cu_seq_q": ends(100).long()}, "cu_seq_q"),
+        ({"window_size": (-5, 0)}, "window_size"), ({"max_q": -1}, "max_q"),
+        ({"cu_seq_q": ends(100).long()}, "cu_seq_q"),
         ({"query": args[0].detach()[None]}, "query"),
     ):  # fmt: skip
         torch._dynamo.reset()
@@ -577,6 +580,7 @@ def test_export(strict):
     assert torch.equal(program.module()(*other), module(*other))
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch 2.11
 @pytest.mark.parametrize("strict", [True, False])
 def test_export_of_a_decoding_step(strict, tmp_path):
     class Step(nn.Module):

@@ -21,7 +21,8 @@ def mask_of_lists(lists: Sequence[Tensor], form: MaskForm, query: Tensor, M: int
     M and N are the lengths that it was built for.
     """
     cached = Origin.of(lists[0]).masks
-    sizes = (form, *query.shape[:2], M, N)
+    B, Hq = query.shape[0], query.shape[1]
+    sizes = form, B, Hq, M, N
     mask = cached.get(sizes)
     if mask is None:
         mask = cached[sizes] = _mask(lists, *sizes)

@@ -37,7 +37,7 @@ from flexattn.engines.choice import engine_of, form_for, lse_dtype_of
 from flexattn.engines.watched import is_watched
 from flexattn.torch_compile.inductor import lower_to_functions
 from flexattn.torch_compile.lists import equal_runs_of, mask_of_lists
-from flexattn.torch_compile.repeated_operators import Key, find, keep, key_of, memory_form
+from flexattn.torch_compile.repeated_operators import Key, SequenceTensors, find, keep, kind_of, memory_form
 from flexattn.torch_compile.sequence_form import SequenceForm
 from flexattn.torch_compile.spec import bound_to, loads
 
@@ -82,66 +82,73 @@ def _backward(*arguments: Any) -> list[Tensor]:
 
 
 def _repeated_forward(
-    query: Tensor, key: Tensor, value: Tensor, captures: list[Tensor], lists: list[Tensor], layout: list[Tensor], sink: Tensor | None,
-    seed: Tensor | None, ints: list[int], floats: list[Tensor], scale: float | None, spec: str,
+    query: Tensor, key: Tensor, value: Tensor, captures: list[Tensor], lists: list[Tensor], layout: list[Tensor],
+    sink: Tensor | None, seed: Tensor | None, ints: list[int], floats: list[Tensor], scale: float | None, spec: str,
 ) -> list[Tensor]:  # fmt: skip
     """Launch the kernels of an equal forward, if there was one."""
-    kind = None
-    if sink is None and seed is None and not layout:
-        kind = key_of(query, key, value, captures, ints, floats, scale, spec)
-        known = find(kind, captures, lists)
+    kind, sequences = None, None
+    if sink is None and seed is None:
+        kind, sequences = kind_of(query, key, value, captures, layout, ints, floats, scale, spec)
+        known = None if kind is None else find(kind, captures, lists, sequences)
         if known is not None:
             run, parts = known
             out, lse, largest = run(query, key, value, parts)
             return [out, lse] if largest is None else [out, lse, largest]
-    return _compute_forward(kind, query, key, value, captures, lists, layout, sink, seed, ints, floats, scale, spec)
+    kept = None if kind is None else (kind, sequences)
+    return _compute_forward(kept, query, key, value, captures, lists, layout, sink, seed, ints, floats, scale, spec)
 
 
 def _repeated_backward(
     d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
-    captures: list[Tensor], lists: list[Tensor], layout: list[Tensor], sink: Tensor | None, seed: Tensor | None, ints: list[int],
-    floats: list[Tensor], scale: float | None, spec: str, needs: list[bool],
+    captures: list[Tensor], lists: list[Tensor], layout: list[Tensor], sink: Tensor | None, seed: Tensor | None,
+    ints: list[int], floats: list[Tensor], scale: float | None, spec: str, needs: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     """Launch the kernels of an equal backward, if there was one."""
-    kind = None
-    if sink is None and seed is None and not layout:
-        of_backward = d_lse is None, *needs, *memory_form(d_out), *memory_form(out)
-        kind = key_of(query, key, value, captures, ints, floats, scale, spec) + of_backward
-        known = find(kind, captures, lists)
+    kept = None
+    if sink is None and seed is None and not (layout and loads(spec).is_layout):
+        kind, sequences = kind_of(query, key, value, captures, layout, ints, floats, scale, spec)
+        assert kind is not None
+        kind += (d_lse is None, *needs, *memory_form(d_out), *memory_form(out))
+        kept, known = (kind, sequences), find(kind, captures, lists, sequences)
         if known is not None:
             run, parts = known
             (dq, dk, dv, of_score, _), _ = run(query, key, value, captures, parts, out, lse, d_out, d_lse)
             return [gradient for gradient in (dq, dk, dv, *of_score) if gradient is not None]
     return _compute_backward(
-        kind, d_out, d_lse, out, lse, query, key, value, captures, lists, layout, sink, seed, ints, floats, scale, spec, needs
-    )
+        kept, d_out, d_lse, out, lse, query, key, value, captures, lists, layout, sink, seed, ints, floats, scale, spec,
+        needs,
+    )  # fmt: skip
 
 
-def _compute_forward(kind: Key | None, *arguments: Any) -> list[Tensor]:
+Kept = tuple[Key, SequenceTensors | None] | None  # how to keep what was launched
+
+
+def _compute_forward(kept: Kept, *arguments: Any) -> list[Tensor]:
     """Return out, lse in the dtype of `lse_dtype_of` and, if requested, the row maxima. Keep what was launched."""
     query, key, value, captures, lists, *_ = arguments
     problem = _problem(*arguments, gradient=False)
     engine = engine_of(problem)
     problem = form_for(engine, problem)
     out, lse, largest = run_engine("forward", problem, engine.forward, problem)
-    if kind is not None and engine is triton:
-        keep((query, key, value, *captures), lists, kind, problem, triton.known_forward(problem))
+    if kept is not None and engine is triton:
+        kind, sequences = kept
+        keep((query, key, value, *captures), lists, kind, problem, triton.known_forward(problem), sequences)
     found = [_laid_out(out, query), lse.to(lse_dtype_of(query, problem.options))]
     return found if largest is None else [*found, largest]
 
 
 def _compute_backward(
-    kind: Key | None, d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor,
-    value: Tensor, captures: list[Tensor], lists: list[Tensor], layout: list[Tensor], sink: Tensor | None, seed: Tensor | None,
-    ints: list[int], floats: list[Tensor], scale: float | None, spec: str, needs: list[bool],
+    kept: Kept, d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor,
+    value: Tensor, captures: list[Tensor], lists: list[Tensor], layout: list[Tensor], sink: Tensor | None,
+    seed: Tensor | None, ints: list[int], floats: list[Tensor], scale: float | None, spec: str, needs: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients requested in `needs`, for query, key, value, captures and sink. Keep what was launched."""
     of_captures = needs[3 : 3 + len(captures)]
     with torch.enable_grad():
         stored = [x.detach().requires_grad_(need) for x, need in zip((key, value), needs[1:3], strict=True)]
         leaves = [c.detach().requires_grad_(need) for c, need in zip(captures, of_captures, strict=True)]
-        tensors = query.detach().requires_grad_(), *stored, leaves, lists, layout, sink
-        problem = _problem(*tensors, seed, ints, floats, scale, spec, gradient=True)
+        tensors = query.detach().requires_grad_(), stored[0], stored[1]
+        problem = _problem(*tensors, leaves, lists, layout, sink, seed, ints, floats, scale, spec, gradient=True)
         engine = engine_of(problem)
         problem = form_for(engine, problem)
     of_sink = sink is not None and needs[-1]
@@ -151,10 +158,11 @@ def _compute_backward(
     read = problem.key, problem.value, *(() if problem.score is None else problem.score.captures)
     found = [dq, *_of_leaves([*stored, *leaves], read, (dk, dv, *computed))]
     has_all = all((gradient is not None) == need for gradient, need in zip(found, needs, strict=False))
-    if kind is not None and engine is triton and has_all:
+    if kept is not None and engine is triton and has_all:
+        kind, sequences = kept
         without_sink = needs[0], needs[1], needs[2], False
         known = triton.known_backward(problem, out, d_out, d_lse is not None, without_sink)
-        keep((query, key, value, *captures), lists, kind, problem, known)
+        keep((query, key, value, *captures), lists, kind, problem, known, sequences)
     if sink is not None:
         found.append(d_sink)
     every = (query, key, value, *captures, *(() if sink is None else (sink,)))
@@ -198,8 +206,9 @@ def _of_leaves(
 
 
 def _problem(
-    query: Tensor, key: Tensor, value: Tensor, captures: list[Tensor], lists: list[Tensor], layout: list[Tensor], sink: Tensor | None,
-    seed: Tensor | None, ints: Sequence[int], floats: Sequence[Tensor], scale: float | None, spec: str, gradient: bool,
+    query: Tensor, key: Tensor, value: Tensor, captures: list[Tensor], lists: list[Tensor], layout: list[Tensor],
+    sink: Tensor | None, seed: Tensor | None, ints: Sequence[int], floats: Sequence[Tensor], scale: float | None,
+    spec: str, gradient: bool,
 ) -> Problem:  # fmt: skip
     """Return the problem that the arguments of an operator describe."""
     parsed = loads(spec)
@@ -211,7 +220,8 @@ def _problem(
     lengths, sequences = tuple(integers), parsed.sequences
     blocks, equal_runs = None, ()
     if parsed.form is not None:
-        blocks = mask_of_lists(lists, parsed.form, query, *(lengths or (query.shape[2], key.shape[2])))
+        M, N = lengths or (query.shape[2], key.shape[2])
+        blocks = mask_of_lists(lists, parsed.form, query, M, N)
         if mask is not None:
             Origin.of(lists[0]).check(mask)
             equal_runs = equal_runs_of(lists, parsed.form, mask)
@@ -230,9 +240,7 @@ def _problem(
     return complete(problem, gradient)
 
 
-def _in_sequences(
-    problem: Problem, form: SequenceForm, tensors: Sequence[Tensor], lengths: tuple[int, ...]
-) -> Problem:
+def _in_sequences(problem: Problem, form: SequenceForm, tensors: Sequence[Tensor], lengths: tuple[int, ...]) -> Problem:
     """Return the problem with a layout, or with packed sequences."""
     query, key, blocks = problem.query, problem.key, problem.block_mask
     T_q, T_k = query.shape[2], key.shape[2]

@@ -36,7 +36,8 @@ class SequenceForm:
 
     def layout_of(self, tensors: Sequence[Tensor]) -> LayoutArguments:
         """Return the arguments of a call with a layout."""
-        return LayoutArguments(**dict(zip(self.names, tensors, strict=True)))
+        given: Any = dict(zip(self.names, tensors, strict=True))
+        return LayoutArguments(**given)
 
     def packed_of(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> PackedArguments:
         """Return the arguments of a call with packed sequences."""

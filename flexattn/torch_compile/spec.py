@@ -49,6 +49,11 @@ class Spec:
     has_scale: bool = False  # whether the last of the floats is the scale
     sequences: SequenceForm | None = None  # of a layout or of packed sequences, whose tensors are arguments
 
+    @property
+    def is_layout(self) -> bool:
+        """Whether the operator's tensors of sequences are those of a layout, and not of packed sequences."""
+        return self.sequences is not None and self.sequences.window is None
+
     def dumps(self) -> str:
         """Return the spec as text."""
         graphs = [None if g is None else serialize.dumps(g) for g in (self.score, self.mask)]
@@ -65,11 +70,12 @@ def loads(text: str) -> Spec:
     if version != FORMAT:
         fix = "Compile or export the model again with this version of flexattn."
         raise FormatError(message("spec", f"format {version} of a compiled graph", f"format {FORMAT}", fix))
-    score, mask, form, options, *rest, sequences = parts
+    score, mask, form, options, sink, drop_below, max_scores, has_scale, sequences = parts
     graphs = [None if g is None else serialize.loads(g) for g in (score, mask)]
     form = None if form is None else MaskForm.loads(form)
     sequences = None if sequences is None else SequenceForm.loads(sequences)
-    return Spec(graphs[0], graphs[1], form, tuple(map(tuple, options)), *rest, sequences)
+    options = tuple(map(tuple, options))
+    return Spec(graphs[0], graphs[1], form, options, sink, drop_below, max_scores, has_scale, sequences)
 
 
 def bound_to(
@@ -80,4 +86,3 @@ def bound_to(
         return None
     numbers = tuple([next(floats if n.dtype == torch.float64 else ints) for n in graph.numbers])
     return BoundMod(narrowed(graph, numbers) if numbers else graph, tuple(captures), numbers, wide=graph)
-

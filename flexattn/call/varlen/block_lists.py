@@ -49,7 +49,7 @@ def mask_of_rows(
         H = H if bound.graph.reads("h") else 1
         on_device = has_kernels(packing.sequence.device)
         intervals = None if window is not None and on_device else _intervals(bound, lengths, H)
-        reach = _reach(longest, lengths[1], both)
+        reach = reach_of(longest, lengths[1], both)
         short = reach is not None
         if on_device:
             kv_runs, q_runs = _launch(packing, window, intervals, lengths, H, both, short)
@@ -83,9 +83,12 @@ def mask_of_flat(lists: Sequence[Tensor], lengths: tuple[int, int], longest: int
     """Return the mask whose `flat_lists` are given."""
     rows = -(-lengths[0] // BLOCK)
     H = (lists[0].numel() - 1) // rows if rows else 1
-    runs = [RunLists.from_tensors(_of_flat(lists[i : i + 5], H)) for i in range(0, len(lists), 5)]
+    runs = [RunLists.from_tensors(_of_flat(lists[i : i + DIRECTION], H)) for i in range(0, len(lists), DIRECTION)]
     both = len(runs) > 1
-    return _mask_of(runs[0], runs[1] if both else None, lengths, H, _reach(longest, lengths[1], both))
+    return _mask_of(runs[0], runs[1] if both else None, lengths, H, reach_of(longest, lengths[1], both))
+
+
+DIRECTION = 5  # tensors of the lists of one direction
 
 
 def _of_flat(flat: Sequence[Tensor], H: int) -> tuple[Tensor, ...]:
@@ -102,7 +105,7 @@ def _mask_of(
     return mask
 
 
-def _reach(longest: int, T_k: int, both: bool) -> int | None:
+def reach_of(longest: int, T_k: int, both: bool) -> int | None:
     """Return the length of the longest sequence if a backward takes keys in order."""
     short = both and -(-T_k // BLOCK) >= _SHORT * -(-longest // BLOCK)
     return longest if short else None
