@@ -200,6 +200,18 @@ def test_ends_that_a_graph_computes(backend):
     assert compilations(model, steps, backend) == [1] * 3
 
 
+def test_a_length_that_a_graph_reads(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+
+    def f(q, k, v, cu):
+        longest = cu.diff().max().item()
+        torch._check(longest >= 0)
+        return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(-1, 0))
+
+    x = [rows(100), rows(100), rows(100)]
+    assert compilations(f, [((*x, ends(*n)), x) for n in ((40, 60), (30, 70))]) == [1, 1]
+
+
 def test_layers_share_what_describes_the_sequences():
     graphs = []
 
@@ -528,6 +540,18 @@ def test_a_mod_that_breaks_the_graph():
     for h, given in ((f, (query(), *cache(), integers(1, 2, 90))), (g, args[:4])):
         assert torch.equal(torch.compile(h, backend="aot_eager")(*given), h(*given))
     assert counters["graph_break"]
+
+
+def test_nested_tensors_break_the_graph_with_a_reason():
+    def f(rows, offsets):
+        x = torch.nested.nested_tensor_from_jagged(rows, offsets).transpose(1, 2)
+        return flex_attention(x, x, x, mods.alibi(H)).values()
+
+    args = rows(100).detach(), torch.tensor([0, 40, 100])
+    assert torch.equal(torch.compile(f, backend="aot_eager")(*args), f(*args))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="with nested tensors is one graph break"):
+        torch.compile(f, backend="aot_eager", fullgraph=True)(*args)
 
 
 # Other graphs.
