@@ -200,9 +200,8 @@ def test_ends_that_a_graph_computes(backend):
     assert compilations(model, steps, backend) == [1] * 3
 
 
-def test_a_length_that_a_graph_reads(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
-
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_a_length_that_a_graph_reads():
     def f(q, k, v, cu):
         longest = cu.diff().max().item()
         torch._check(longest >= 0)
