@@ -47,8 +47,9 @@ Inside torch.compile, Dynamo traces flex_attention and traced_call (torch_compil
 become one node of Dynamo's graph (torch_compile/higher_order.py), which AOTAutograd replaces by the operators
 flexattn::forward and flexattn::backward (torch_compile/attention.py, operators.py). An operator launches the kernels of
 an equal earlier one (torch_compile/repeated_operators.py). Otherwise it makes a Problem, chooses the engine with
-engine_of and calls engine.forward or engine.backward itself, without `attention`. make_fx, torch.export and fake
-tensors record the same operators (torch_compile/recorded.py).
+engine_of and calls engine.forward or engine.backward itself, without `attention`. Packed sequences are described by
+operators of their own (torch_compile/sequences.py). make_fx, torch.export and fake tensors record the same operators
+(torch_compile/recorded.py).
 """
 
 from __future__ import annotations
@@ -319,7 +320,7 @@ def attend_rows(call: Call) -> tuple[Tensor, Tensor]:
     return found[:2]
 
 
-def _jagged(query: Any, key: Any, value: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+def _attend_jagged(query: Any, key: Any, value: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute a call with nested tensors, as packed sequences."""
     score_mod, block_mask, *rest, layout = arguments
     if layout is not None:
@@ -330,6 +331,13 @@ def _jagged(query: Any, key: Any, value: Any, *arguments: Any) -> tuple[Tensor, 
     out, lse, largest = (None if x is None else to_jagged(x, query) for x in results)
     assert out is not None and lse is not None
     return out, lse, largest
+
+
+_jagged = uncompiled(
+    _attend_jagged,
+    "a call of flex_attention with nested tensors is one graph break. Remove fullgraph=True, or call varlen_attn with "
+    "x.values() and x.offsets()",
+)
 
 
 @undisturbed("flex_attention", when_recording=_record)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from flexattn.api import AuxRequest, attend_rows, flex_attention
-from flexattn.block_mask import BlockMask
-from flexattn.block_mask.dense import all_partial
+from flexattn.api import attend_call, attend_rows
 from flexattn.call.call import Call, Mod
-from flexattn.call.layout import KVLayout
-from flexattn.call.varlen.arguments import PackedArguments, assertions, check_packed
-from flexattn.call.varlen.packing import packing_of
+from flexattn.call.layout import KVLayout, LayoutArguments
+from flexattn.call.varlen.arguments import PackedArguments, check_packed_forms
 from flexattn.errors import ArgumentError, DtypeError, message
-from flexattn.mods import and_masks, band, shifted
-from flexattn.process.frozen_class import frozen
+from flexattn.mods import and_masks, band
+from flexattn.mods.shifted import shifted_mask
+from flexattn.torch_compile.call import traced_call, traced_rows
+from flexattn.torch_compile.sequences import pack_rows
+from flexattn.torch_state.modes import is_recording
+from flexattn.torch_state.subclasses import has_no_values
 
 
 @overload
@@ -169,8 +170,7 @@ def varlen_attn_out(out: Tensor, query: Tensor, *args: Any, **options: Any) -> T
     return out if lse is None else (out, lse)
 
 
-@frozen
-class _Given:
+class _Given(NamedTuple):  # Dynamo traces it
     """The arguments of varlen_attn."""
 
     query: Tensor
@@ -223,11 +223,16 @@ def _check_ranks(given: _Given) -> None:
 
 def _packed(given: _Given) -> tuple[Tensor, Tensor]:
     """Compute the sequences as one row of a batch, with a mask that separates them."""
-    call = Call(
-        given.query, given.key, given.value, given.score_mod, None, given.scale, given.enable_gqa,
-        given.kernel_options, given.sink, given.dropout_p, layout=_sequences(given),
+    arguments = _arguments(given, given.query, given.key, given.value, _sequences(given))
+    return traced_rows(*arguments) if torch.compiler.is_dynamo_compiling() else attend_rows(Call(*arguments))
+
+
+def _arguments(given: _Given, query: Tensor, key: Tensor, value: Tensor, layout: Any) -> tuple[Any, ...]:
+    """Return the arguments of a Call. Dynamo traces this function."""
+    return (
+        query, key, value, given.score_mod, None, given.scale, given.enable_gqa, given.kernel_options, given.sink,
+        given.dropout_p, False, layout,
     )  # fmt: skip
-    return attend_rows(call)
 
 
 def _sequences(given: _Given) -> PackedArguments:
@@ -240,20 +245,10 @@ def _sequences(given: _Given) -> PackedArguments:
 
 def _padded(given: _Given) -> tuple[Tensor, Tensor]:
     """Compute the sequences as rows of a batch, padded to max_q."""
-    query, cu = given.query, given.cu_seq_q
-    one_row = query.transpose(0, 1)[None]
-    if given.cu_seq_k is None or given.block_table is not None:
-        check_packed(PackedArguments(cu, cu, given.max_q, given.max_q, given.window_size), one_row, one_row)
-    else:
-        check_packed(_sequences(given), one_row, given.key.transpose(0, 1)[None])
+    query, cu, columns = given.query, given.cu_seq_q, _columns(given)
     T_q, sequences = query.size(0), cu.size(0) - 1
     M = min(max(given.max_q, 1), T_q)
     key, value, used = _keys_by_sequence(given)
-    cu_k, T_k = (
-        (cu, T_q) if given.cu_seq_k is None or given.block_table is not None else (given.cu_seq_k, len(given.key))
-    )
-    packing = packing_of(cu, cu_k, None, None, (T_q, T_k), assertions(T_q, T_k))
-    sequence, position = packing.sequence.long(), packing.position.long()
     whole = _are_all(cu, M, T_q)
     if whole:
         padded = query.unflatten(0, (sequences, M))
@@ -264,23 +259,37 @@ def _padded(given: _Given) -> tuple[Tensor, Tensor]:
     N = key.size(2) if given.block_table is None else 0
     if given.block_table is not None:
         N = given.block_table.size(1) * key.size(1 if given.kv_layout == "NHD" else 2)
-    found = flex_attention(
-        padded.transpose(1, 2), key, value, given.score_mod, _mask_of(given, used, M, N), given.scale, given.enable_gqa,
-        kernel_options=given.kernel_options, return_aux=AuxRequest(lse=True), sink=given.sink,
-        dropout_p=given.dropout_p, seqused_k=used, block_table=given.block_table, kv_layout=given.kv_layout,
-    )  # fmt: skip
-    assert found[1].lse is not None
-    out, lse = found[0].transpose(1, 2), found[1].lse.transpose(1, 2)  # [sequences, M, Hq, Dv], [..., Hq]
+    mask_mod = _mask_mod(given, used, N)
+    layout = LayoutArguments(used, None, None, given.block_table, given.kv_layout, mask_mod=mask_mod)
+    arguments = _arguments(given, padded.transpose(1, 2), key, value, None if layout.is_empty else layout)
+    compiling = torch.compiler.is_dynamo_compiling()
+    found, found_lse, _ = traced_call(*arguments) if compiling else attend_call(Call(*arguments))
+    out, lse = found.transpose(1, 2), found_lse.transpose(1, 2)  # [sequences, M, Hq, Dv], [..., Hq]
     if whole:
         return out.flatten(0, 1), lse.flatten(0, 1).mT
+    sequence, position = columns[0, :T_q].long(), columns[1, :T_q].long()
     exists = torch.arange(T_q, device=cu.device) < cu[-1]
     out = torch.where(exists[:, None, None], out[sequence, position], 0.0)
     return out, torch.where(exists[:, None], lse[sequence, position], -torch.inf).mT
 
 
 def _are_all(cu: Tensor, M: int, T_q: int) -> bool:
-    """Return whether each sequence is known to have M rows. On a GPU the host does not wait for the lengths."""
-    return cu.is_cpu and T_q == (cu.size(0) - 1) * M and bool((cu.diff() == M).all())
+    """Return whether each sequence is known to have M rows. The host knows no lengths on a GPU, and none in a graph."""
+    if torch.compiler.is_dynamo_compiling() or is_recording() or not cu.is_cpu or has_no_values(cu):
+        return False
+    return T_q == (cu.size(0) - 1) * M and bool((cu.diff() == M).all())
+
+
+def _columns(given: _Given) -> Tensor:
+    """Return the columns of the Packing of the sequences, checked."""
+    query, key, cu = given.query, given.key, given.cu_seq_q
+    one_row = query.transpose(0, 1)[None]
+    packed = PackedArguments(cu, cu, given.max_q, given.max_q, given.window_size)
+    one_row_of_key, T_k = one_row, query.size(0)
+    if given.cu_seq_k is not None and given.block_table is None:
+        packed, one_row_of_key, T_k = _sequences(given), key.transpose(0, 1)[None], key.size(0)
+    check_packed_forms(packed, one_row, one_row_of_key)
+    return pack_rows(packed, query.size(0), T_k)
 
 
 def _keys_by_sequence(given: _Given) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -291,28 +300,17 @@ def _keys_by_sequence(given: _Given) -> tuple[Tensor, Tensor, Tensor | None]:
         return given.key.transpose(1, 2), given.value.transpose(1, 2), given.seqused_k
     cu = given.cu_seq_k
     T_k = given.key.size(0)
-    rows = (cu[:-1, None] + torch.arange(min(given.max_k, T_k), device=cu.device)).clamp(max=T_k - 1)
-    key, value = (x[rows.long()].transpose(1, 2) for x in (given.key, given.value))
+    rows = (cu[:-1, None] + torch.arange(min(given.max_k, T_k), device=cu.device)).clamp(max=T_k - 1).long()
+    key, value = given.key[rows].transpose(1, 2), given.value[rows].transpose(1, 2)
     return key, value, cu.diff() if given.seqused_k is None else given.seqused_k
 
 
-def _mask_of(given: _Given, used: Tensor | None, M: int, N: int) -> BlockMask | None:
-    """Return the mask of the window and mask_mod, with one list of all keys."""
-    window = None if given.window_size == (-1, -1) else band(*given.window_size)
+def _mask_mod(given: _Given, used: Tensor | None, N: int) -> Mod | None:
+    """Return the mask_mod of the window and of the call. It is applied to all keys."""
+    left, right = given.window_size
+    window = None if left < 0 and right < 0 else band(left, right)
     if window is not None:
         lengths = given.cu_seq_q.diff()
-        window = shifted(window, (N - lengths if used is None else used - lengths).int())
+        window = shifted_mask(window, (N - lengths if used is None else used - lengths).int())
     asked: list[Any] = [mod for mod in (window, given.mask_mod) if mod is not None]
-    if not asked:
-        return None
-    listed = all_partial(M, N, given.query.device)
-    return BlockMask.from_runs(
-        listed.kv_runs,
-        listed.q_runs,
-        1,
-        1,
-        listed.seq_lengths,
-        listed.BLOCK_SIZE,
-        and_masks(*asked),
-        full_overhangs=False,
-    )
+    return and_masks(*asked) if asked else None

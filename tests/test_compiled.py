@@ -551,12 +551,13 @@ def test_a_version_of_torch_without_the_private_names(monkeypatch):
     assert found and all("lacks a private name" in reason for reason in found)
 
 
-@pytest.mark.parametrize("traces", [True, False], ids=["this torch", "torch without the private names"])
-def test_a_call_with_lengths(traces, monkeypatch):
+def test_calls_with_sequences_and_a_version_of_torch_without_the_private_names(monkeypatch):
     from flexattn.torch_compile import higher_order
 
-    if not traces:
-        monkeypatch.setattr(higher_order, "HOP", None)
+    monkeypatch.setattr(higher_order, "HOP", None)
     x, used = [t.detach() for t in qkv(0)], torch.tensor([T // 2, 7], dtype=torch.int32)
     found = breaks(lambda q, k, v: flex_attention(q.sin(), k, v, seqused_k=used).cos(), *x)
-    assert found and all("seqused_k" in reason for reason in found)
+    rows, cu = [t[0].transpose(0, 1) for t in x], torch.tensor([0, 7, T], dtype=torch.int32)
+    counters.clear()
+    others = breaks(lambda q, k, v: flexattn.varlen_attn(q.sin(), k, v, cu, cu, T, T).cos(), *rows)
+    assert found and others and all("lacks a private name" in reason for reason in (*found, *others))

@@ -82,7 +82,7 @@ def operands(name: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Any,
     ints = [n for n in numbers if isinstance(n, int)]
     floats = [torch.tensor(n, dtype=torch.float64) for n in numbers if isinstance(n, float)]
     text = Spec(None if bound is None else bound.graph, **spec).dumps()
-    return query, key, value, captures, [], None, None, ints, floats, None, text
+    return query, key, value, captures, [], [], None, None, ints, floats, None, text
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "one key head", "empty"])
@@ -96,7 +96,7 @@ def test_opcheck(name, layout):
     if layout == "empty":
         q = q[:, :, :0]
     given = operands(name, q, k, v)
-    overload = "floats" if given[8] else "default"
+    overload = "floats" if given[9] else "default"
     utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(getattr(operators.OPS.forward, overload), given, test_utils=utils)
     out, lse, *_ = operators.OPS.forward(*given)

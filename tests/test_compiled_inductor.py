@@ -112,7 +112,7 @@ def test_a_mode_sees_the_operator() -> None:
 def test_a_function_inside_of_a_mode_calls_the_operator(floats: bool) -> None:
     q, k, v = (x.detach() for x in leaves())
     numbers = [torch.tensor(0.5, dtype=torch.float64)] if floats else []
-    arguments = (q, k, v, [], [], None, None, [], numbers, None, Spec(has_scale=floats).dumps())
+    arguments = (q, k, v, [], [], [], None, None, [], numbers, None, Spec(has_scale=floats).dumps())
     expected = flex_attention(q, k, v, scale=0.5 if floats else None)
     assert torch.equal(operators.forward(*arguments)[0], expected)
     with Seen() as seen:

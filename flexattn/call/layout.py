@@ -14,12 +14,12 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from flexattn.block_mask import BlockMask
 from flexattn.errors import ArgumentError, DeviceError, DtypeError, MaskError, UnsupportedError, message
 from flexattn.graph.nodes import short_dtype
 from flexattn.graph.ranges import INDEX_LIMIT
 from flexattn.process.frozen_class import frozen
-from flexattn.torch_state.subclasses import check_plain
+from flexattn.torch_state.lasting import is_capturing, lasting
+from flexattn.torch_state.subclasses import check_plain, has_no_values
 from flexattn.torch_state.transforms import outside
 
 KVLayout = Literal["NHD", "HND"]
@@ -37,11 +37,16 @@ class LayoutArguments(NamedTuple):
     kv_layout: KVLayout = "NHD"
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
+    mask_mod: Any = None  # of a call without a block_mask: it decides in all blocks
 
     @property
     def is_empty(self) -> bool:
         """Whether the call does not use them."""
-        return self.kv_layout == "NHD" and all(x is None for x in (*self[:4], *self[5:]))
+        return self.kv_layout == "NHD" and self.mask_mod is None and all(x is None for x in self.tensors)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return (*self[:4], self.k_descale, self.v_descale)
 
 
 @frozen(eq=False)
@@ -95,8 +100,16 @@ class Layout:
         return replace(self, **dict(zip(self.names, tensors, strict=True)))
 
 
-@lru_cache(64)
 def _zeros(count: int, device: torch.device) -> Tensor:
+    return _make_zeros(count, device) if is_capturing(device) else _lasting_zeros(count, device)
+
+
+@lru_cache(64)
+def _lasting_zeros(count: int, device: torch.device) -> Tensor:
+    return lasting(device, _make_zeros, count, device)
+
+
+def _make_zeros(count: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False), outside():
         return torch.zeros(count, dtype=torch.int32, device=device)
 
@@ -135,6 +148,13 @@ def check_pages(key: Tensor, value: Tensor) -> None:
 
 def check_layout(given: LayoutArguments, query: Tensor, key: Tensor) -> Layout:
     """Check the arguments. `key` is [B or 1, Hkv, N, D] or, with a block_table, [pages, Hkv, page_size, D]."""
+    layout = layout_of(given, query, key)
+    _check_layout_values(layout, key)
+    return layout
+
+
+def layout_of(given: LayoutArguments, query: Tensor, key: Tensor) -> Layout:
+    """Check all but the values of the tensors, which may be fake."""
     B = query.size(0)
     table, page_size, N = given.block_table, 0, key.size(2)
     if table is not None:
@@ -153,11 +173,9 @@ def check_layout(given: LayoutArguments, query: Tensor, key: Tensor) -> Layout:
     if given.seqused_k is not None:
         used = check_integers("seqused_k", given.seqused_k, query, 1)
         _check_rows("seqused_k", used, (B,), "one length per sequence")
-        _check_values("seqused_k", used, 0, N, "the capacity of block_table" if page_size else "the length of key")
     if given.q_offsets is not None:
         offsets = check_integers("q_offsets", given.q_offsets, query, 1)
         _check_rows("q_offsets", offsets, (B,), "one offset per sequence")
-        _check_values("q_offsets", offsets, 0, FARTHEST, "the largest position")
     if given.kv_positions is not None:
         if table is not None:
             fix = "Pass one of them: pages hold their tokens in order."
@@ -167,25 +185,39 @@ def check_layout(given: LayoutArguments, query: Tensor, key: Tensor) -> Layout:
             fix = "Give the position of the token in each slot of key."
             found = f"shape {list(positions.shape)}"
             raise ArgumentError(message("kv_positions", found, f"[{B}, {N}] or [1, {N}]", fix))
-        _check_values("kv_positions", positions, -(2**31), INDEX_LIMIT, "the largest position")
-    if table is not None and table.is_cpu:
-        read = table if used is None else table[torch.arange(table.size(1)) * page_size < used[:, None]]
-        _check_values("block_table", read, 0, key.size(0) - 1, "the last page of key")
     k_descale, v_descale = (_check_descale(name, getattr(given, name), key, table is not None) for name in _DESCALES)
     return Layout(used, offsets, positions, table, k_descale, v_descale, page_size, N)
 
 
-def check_mask_layout(mask: BlockMask, layout: Layout, M: int) -> None:
+def _check_layout_values(layout: Layout, key: Tensor) -> None:
+    used, table, N = layout.seqused_k, layout.block_table, layout.capacity
+    if used is not None:
+        what = "the length of key" if table is None else "the capacity of block_table"
+        _check_values("seqused_k", used, 0, N, what)
+    if layout.q_offsets is not None:
+        _check_values("q_offsets", layout.q_offsets, 0, FARTHEST, "the largest position")
+    if layout.kv_positions is not None:
+        _check_values("kv_positions", layout.kv_positions, -(2**31), INDEX_LIMIT, "the largest position")
+    if table is not None and table.is_cpu:
+        read = table if used is None else table[torch.arange(table.size(1)) * layout.page_size < used[:, None]]
+        _check_values("block_table", read, 0, key.size(0) - 1, "the last page of key")
+
+
+def check_mask_layout(lengths: tuple[int, int], layout: Layout, M: int) -> None:
     """Check that a mask covers the positions of queries and keys: it was built for the capacity of the cache."""
-    (rows, columns), N = mask.seq_lengths, layout.capacity
+    (rows, columns), N = lengths, layout.capacity
     if layout.kv_positions is not None:
         return  # only its mask_mod is used
     least = N if layout.page_size == 0 else N - layout.page_size + 1  # the last page need not be filled
     if columns < least or rows < M:
         fix = f"Build it once for all positions: create_block_mask(mask_mod, B, H, {max(M, N)}, {N})."
-        found, expected = f"lengths {mask.seq_lengths}", f"at least ({M}, {least}), to cover queries and keys"
+        found, expected = f"lengths {lengths}", f"at least ({M}, {least}), to cover queries and keys"
         raise MaskError(message("block_mask", found, expected, fix))
-    if layout.q_offsets is not None:
+
+
+def check_offsets(rows: int, layout: Layout, M: int) -> None:
+    """Check that a mask of so many rows covers the positions of all queries."""
+    if layout.q_offsets is not None and layout.kv_positions is None:
         what = f"the rows of block_mask, {rows}, less the {M} of query"
         _check_values("q_offsets", layout.q_offsets, 0, rows - M, what)
 
@@ -195,7 +227,8 @@ def check_integers(name: str, x: Tensor, query: Tensor, dims: int) -> Tensor:
     if not isinstance(x, Tensor):
         fix = f"Pass torch.tensor({name}, dtype=torch.int32, device=query.device)."
         raise DtypeError(message(name, f"a {type(x).__name__}", "a torch.Tensor", fix))
-    check_plain(name, x)
+    if not has_no_values(query):
+        check_plain(name, x)
     if x.dtype != torch.int32:
         fix = f"Convert it once, outside of the loop: {name}.int()."
         raise DtypeError(message(name, short_dtype(x.dtype), "i32", fix))
@@ -219,7 +252,8 @@ def _check_descale(name: str, x: object, key: Tensor, paged: bool) -> Tensor | N
     fix = "Pass the factor of each head: the largest absolute value / 448 if key was divided by that."
     if not isinstance(x, Tensor):
         raise DtypeError(message(name, f"a {type(x).__name__}", "a torch.Tensor with float8 key", fix))
-    check_plain(name, x)
+    if not has_no_values(key):
+        check_plain(name, x)
     if x.dtype != torch.float32:
         raise DtypeError(message(name, short_dtype(x.dtype), "f32", f"Convert it: {name}.float()."))
     if x.device != key.device:

@@ -11,7 +11,7 @@ from flexattn.block_mask.dense import all_partial
 from flexattn.call.batch_invariant import as_batch_invariant, as_listed
 from flexattn.call.call import Call, Mod
 from flexattn.call.dropout import check_dropout
-from flexattn.call.layout import FLOAT8, Layout, check_layout, check_pages, paged
+from flexattn.call.layout import FLOAT8, Layout, LayoutArguments, check_layout, check_pages, paged
 from flexattn.call.positions import at_positions, mask_at_positions
 from flexattn.call.problem import Problem, requires_grad
 from flexattn.call.sinks import check_sink
@@ -26,6 +26,7 @@ from flexattn.call.validate import (
 )
 from flexattn.call.varlen.arguments import Packed, PackedArguments
 from flexattn.call.varlen.mods import packed_mask, packed_score
+from flexattn.call.varlen.packing import Packing
 from flexattn.errors import DtypeError, MaskError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.capture_axes import pair_axes_last
@@ -50,38 +51,52 @@ def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
     options = validate_options(call.kernel_options)
     scale = check_scale(call.scale, query.shape[3])
     score = _score(call.score_mod, query)  # Python -> BoundMod
-    if score is not None and layout is not None:
-        score = at_positions(score, layout)  # BoundMod -> BoundMod
-    elif score is not None and packed is not None:
-        score = packed_score(score, packed.packing)  # BoundMod -> BoundMod
     captures = () if score is None else score.captures
     sink = check_sink(call.sink, query)
     differentiable = (query, key, value, *captures) if sink is None else (query, key, value, *captures, sink)
     transformed = is_transforming()  # under a torch.func transform any tensor may be differentiated
     gradient = transformed or (torch.is_grad_enabled() and any(map(requires_grad, differentiable)))
     blocks = _blocks(call.block_mask)  # PyTorch's BlockMask -> BlockMask
-    mask = None
+    mask, by_hand = _mask_without_lists(call.layout, query), False
     if blocks is not None:
         check_block_mask(blocks, query, key, gradient, layout)
         by_hand = blocks is call.block_mask and not blocks.is_built
         mask = mask_of(blocks, query, by_hand)  # Python -> BoundMod
-        if by_hand and layout is not None:
-            mask = as_listed(mask, blocks)
     equal_runs = () if mask is None or blocks is None else blocks.equal_runs()
-    if packed is not None:
-        mask = _packed_mask(call.layout, packed, query)
-        blocks = packed.blocks_of(mask, (query.shape[2], key.shape[2]), query.shape[1], gradient)
-    if layout is not None:
-        mask, equal_runs = mask_at_positions(mask, equal_runs, layout)
-        if layout.kv_positions is not None:  # blocks of positions are not blocks of slots
-            blocks = all_partial(query.shape[2], key.shape[2], query.device)
-        layout = layout.read_by_engines(query, None if blocks is None else blocks.seq_lengths)
     dropout = check_dropout(call.dropout_p, query.device, seeded)  # last: a call that is rejected draws nothing
     problem = Problem(
         query, key, value, scale, score, mask, blocks, None, equal_runs, options, sink, dropout, call.max_scores,
-        layout,
     )  # fmt: skip
+    if packed is not None:
+        problem = at_rows(problem, packed.packing, packed.window)
+        assert problem.mask is not None
+        blocks = packed.blocks_of(problem.mask, (query.shape[2], key.shape[2]), query.shape[1], gradient)
+        problem = problem.with_fields(block_mask=blocks)
+    elif layout is not None:
+        problem = in_layout(problem, layout, by_hand)
     return complete(problem, gradient, on_gpu)
+
+
+def at_rows(problem: Problem, packing: Packing, window: tuple[int, int]) -> Problem:
+    """Return a problem whose mods are of positions in sequences as one of rows, without its block lists."""
+    score = None if problem.score is None else packed_score(problem.score, packing)  # BoundMod -> BoundMod
+    return problem.with_fields(score=score, mask=packed_mask(problem.mask, packing, window))
+
+
+def in_layout(problem: Problem, layout: Layout, by_hand: bool) -> Problem:
+    """Return a problem with a layout. Its mods get positions. `by_hand`: the user provided the lists of its mask."""
+    score, mask, blocks, query = problem.score, problem.mask, problem.block_mask, problem.query
+    M, N = query.shape[2], layout.capacity
+    if score is not None:
+        score = at_positions(score, layout)  # BoundMod -> BoundMod
+    if by_hand and blocks is not None:
+        mask = as_listed(mask, blocks)
+    without_lists = mask is not None and blocks is None
+    mask, equal_runs = mask_at_positions(mask, problem.equal_runs, layout)
+    if without_lists or layout.kv_positions is not None:  # blocks of positions are not blocks of slots
+        blocks = all_partial(M, N, query.device)
+    read = layout.read_by_engines(query, None if blocks is None else blocks.seq_lengths)
+    return problem.with_fields(score=score, mask=mask, equal_runs=equal_runs, block_mask=blocks, layout=read)
 
 
 def _tensors(call: Call) -> tuple[Tensor, Tensor, Tensor, Layout | None, Packed | None]:
@@ -104,11 +119,11 @@ def _tensors(call: Call) -> tuple[Tensor, Tensor, Tensor, Layout | None, Packed 
     return query, key, value, check_layout(given, query, key), None
 
 
-def _packed_mask(given: object, packed: Packed, query: Tensor) -> BoundMod:
-    """Return the mask of packed sequences."""
-    assert isinstance(given, PackedArguments)
-    bound = None if given.mask_mod is None else place_captures(trace(given.mask_mod, "mask"), query.device, "mask_mod")
-    return packed_mask(bound, packed.packing, packed.window)
+def _mask_without_lists(given: LayoutArguments | PackedArguments | None, query: Tensor) -> BoundMod | None:
+    """Trace the mask_mod of sequences."""
+    if given is None or given.mask_mod is None:
+        return None
+    return place_captures(trace(given.mask_mod, "mask"), query.device, "mask_mod")
 
 
 def complete(problem: Problem, gradient: bool, on_gpu: bool = False) -> Problem:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexattn.call.arguments import as_float
 from flexattn.errors import ArgumentError, DeviceError, DtypeError, message
+from flexattn.torch_state.lasting import is_capturing, lasting
 from flexattn.torch_state.subclasses import check_plain
 from flexattn.torch_state.transforms import outside
 
@@ -51,8 +52,17 @@ def _number(sink: object) -> float:
     return number
 
 
-@lru_cache(64)
 def _constant(number: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    make = _make_constant if is_capturing(device) else _lasting_constant
+    return make(number, device, dtype)
+
+
+@lru_cache(64)
+def _lasting_constant(number: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return lasting(device, _make_constant, number, device, dtype)
+
+
+def _make_constant(number: float, device: torch.device, dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False), outside():
         return torch.full((1, 1), number, device=device, dtype=dtype)
 

@@ -144,7 +144,7 @@ def _kind_with_layout(
         score = at_positions(score, layout)
         graph, tensors = score.graph, tensors + score.captures
         key += _key_of_captures(score.captures)
-    forms = [None if t is None else (memory_form(t), t.dtype, t.device) for t in _tensors_of(given)]
+    forms = [None if t is None else (memory_form(t), t.dtype, t.device) for t in given.tensors]
     key += (given.kv_layout, *forms)
     if blocks is None:
         return CallKind(key, tensors, graph, None, layout.read_by_engines(tensors[0], None))
@@ -160,18 +160,14 @@ def _kind_with_layout(
     return CallKind(key, tensors + captures, graph, (blocks, state), layout, of_mask)
 
 
-def _tensors_of(given: LayoutArguments) -> tuple[Tensor | None, ...]:
-    return (*given[:4], *given[5:])
-
-
 def _layout_of(given: LayoutArguments) -> Layout | None:
     """Return the layout without checks; None if a tensor is not as kernels read it, or there is a ring buffer.
 
     Only its tensors are read: the sizes are those of the kept kernels.
     """
-    if given.kv_positions is not None:
+    if given.kv_positions is not None or given.mask_mod is not None:
         return None
-    for t in _tensors_of(given):
+    for t in given.tensors:
         if t is not None and (type(t) not in PLAIN or not t.is_contiguous() or t.dtype not in _LAYOUT_DTYPES):
             return None
     return Layout(given.seqused_k, given.q_offsets, None, given.block_table, given.k_descale, given.v_descale)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flexattn.mods.kinds import named
+from flexattn.mods.kinds import MaskMod, named
 
 
 def shifted(mod: Callable[..., Any], q_offset: int | Tensor = 0, kv_offset: int | Tensor = 0) -> Callable[..., Any]:
@@ -26,15 +26,25 @@ def shifted(mod: Callable[..., Any], q_offset: int | Tensor = 0, kv_offset: int 
     (0, 4, 4)
     """
 
-    def moved(index: Tensor, by: int | Tensor, b: Tensor) -> Tensor:
-        return index + (by[b] if isinstance(by, Tensor) else by)
+    def score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mod(score, b, h, _moved(q_idx, q_offset, b), _moved(kv_idx, kv_offset, b))
+
+    required = [p for p in inspect.signature(mod).parameters.values() if p.default is p.empty]
+    return named(score, _name(mod)) if len(required) == 5 else shifted_mask(mod, q_offset, kv_offset)
+
+
+def shifted_mask(mod: Callable[..., Any], q_offset: int | Tensor = 0, kv_offset: int | Tensor = 0) -> MaskMod:
+    """Return `shifted` of a mask_mod. Unlike `shifted`, torch.compile can trace it."""
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return mod(b, h, moved(q_idx, q_offset, b), moved(kv_idx, kv_offset, b))
+        return mod(b, h, _moved(q_idx, q_offset, b), _moved(kv_idx, kv_offset, b))
 
-    def score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return mod(score, b, h, moved(q_idx, q_offset, b), moved(kv_idx, kv_offset, b))
+    return named(mask, _name(mod))
 
-    name = f"shifted_{getattr(mod, '__name__', 'mod')}"
-    required = [p for p in inspect.signature(mod).parameters.values() if p.default is p.empty]
-    return named(score, name) if len(required) == 5 else named(mask, name)
+
+def _name(mod: Callable[..., Any]) -> str:
+    return f"shifted_{getattr(mod, '__name__', 'mod')}"
+
+
+def _moved(index: Tensor, by: int | Tensor, b: Tensor) -> Tensor:
+    return index + (by[b] if isinstance(by, Tensor) else by)

@@ -25,6 +25,7 @@ class Operands:
     value: Tensor
     captures: tuple[Tensor, ...]
     lists: tuple[Tensor, ...]
+    layout: tuple[Tensor, ...]
     sink: Tensor | None
     seed: Tensor | None
     ints: tuple[Symbolic, ...]
@@ -52,7 +53,8 @@ class _Attention(Function):
         overload = OPS.forward.floats if operands.floats else OPS.forward.default
         out, lse, *largest = overload(*arguments)
         ctx.mark_non_differentiable(*largest)
-        others = (*operands.lists, *(() if operands.seed is None else (operands.seed,)), *operands.floats)
+        seed = () if operands.seed is None else (operands.seed,)
+        others = (*operands.lists, *operands.layout, *seed, *operands.floats)
         ctx.save_for_backward(out, lse, *tensors, *others)
         ctx.operands = _without_tensors(operands)
         ctx.set_materialize_grads(False)
@@ -83,6 +85,7 @@ class _Counts:
 
     captures: int
     lists: int
+    layout: int
     sink: bool
     seed: bool
     ints: tuple[Symbolic, ...]
@@ -94,9 +97,10 @@ class _Counts:
         split = 3 + self.captures + self.sink
         tensors, rest = saved[:split], list(saved[split:])
         lists, rest = tuple(rest[: self.lists]), rest[self.lists :]
+        layout, rest = tuple(rest[: self.layout]), rest[self.layout :]
         seed = rest.pop(0) if self.seed else None
         operands = Operands(
-            tensors[0], tensors[1], tensors[2], tuple(tensors[3 : 3 + self.captures]), lists,
+            tensors[0], tensors[1], tensors[2], tuple(tensors[3 : 3 + self.captures]), lists, layout,
             tensors[-1] if self.sink else None, seed, self.ints, tuple(rest), self.scale, self.spec,
         )  # fmt: skip
         return operands, tensors
@@ -104,8 +108,8 @@ class _Counts:
 
 def _without_tensors(operands: Operands) -> _Counts:
     return _Counts(
-        len(operands.captures), len(operands.lists), operands.sink is not None, operands.seed is not None,
-        operands.ints, operands.scale, operands.spec,
+        len(operands.captures), len(operands.lists), len(operands.layout), operands.sink is not None,
+        operands.seed is not None, operands.ints, operands.scale, operands.spec,
     )  # fmt: skip
 
 
@@ -114,6 +118,6 @@ def _arguments(operands: Operands, tensors: Sequence[Tensor]) -> tuple[Any, ...]
     captures = list(tensors[3 : 3 + len(operands.captures)])
     sink = None if operands.sink is None else tensors[-1]
     return (
-        *tensors[:3], captures, list(operands.lists), sink, operands.seed, list(operands.ints), list(operands.floats),
-        operands.scale, operands.spec,
+        *tensors[:3], captures, list(operands.lists), list(operands.layout), sink, operands.seed, list(operands.ints),
+        list(operands.floats), operands.scale, operands.spec,
     )  # fmt: skip

@@ -12,10 +12,13 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
 from flexattn.block_mask import BlockMask
+from flexattn.call.layout import LayoutArguments, paged
 from flexattn.call.pose import autocast
+from flexattn.call.varlen.arguments import batch_of_rows, rows_of_batch
 from flexattn.torch_compile.call_arguments import option_texts
 from flexattn.torch_compile.call_marker import CALL_MARKER
-from flexattn.torch_compile.graph_break import call_with_graph_break, layout_with_graph_break, prepared
+from flexattn.torch_compile.graph_break import call_with_graph_break, prepared
+from flexattn.torch_compile.sequence_form import described
 from flexattn.torch_compile.torch_mask import torch_mask
 
 
@@ -27,16 +30,15 @@ def traced_call(
     # It imports Dynamo, which takes a second. Dynamo itself runs this import while it traces the call.
     from flexattn.torch_compile.higher_order import HOP, REVISION
 
-    if layout is not None:
-        return layout_with_graph_break(
+    if HOP is None:
+        return call_with_graph_break(
             query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, dropout_p, max_scores,
             layout,
         )  # fmt: skip
-    if HOP is None:
-        return call_with_graph_break(
-            query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, dropout_p, max_scores
-        )
     query, key, value = autocast(query, key, value)  # type: ignore[assignment]
+    if isinstance(layout, LayoutArguments):
+        key, value = paged(key, value, layout)
+        layout = LayoutArguments(*layout[:4], "NHD" if layout.block_table is None else "HND", *layout[5:])
     device = query.device
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     score = torch.empty((), dtype=dtype, device=device)
@@ -44,7 +46,7 @@ def traced_call(
     seed = None
     if dropout_p != 0.0:  # Dynamo does not trace random_
         seed = torch.ops.aten.random.default(torch.empty(1, dtype=torch.int64, device=device))
-    lists, sizes, form, mask_mod = (), (), None, None
+    lists, sizes, form, mask_mod = (), (), None, None if layout is None else layout.mask_mod
     if block_mask is not None:
         if isinstance(block_mask, upstream.BlockMask) and not isinstance(block_mask, BlockMask):
             lists, sizes, form = torch_mask(block_mask)
@@ -60,16 +62,23 @@ def traced_call(
 
     def body(query: Tensor, key: Tensor, value: Tensor, score: Tensor, *indices: Tensor) -> Any:
         result = score if score_mod is None else score_mod(score, *indices)
-        keep = None if block_mask is None else mask_mod(*indices)  # type: ignore[misc]
+        keep = None if mask_mod is None else mask_mod(*indices)
         is_tensor = isinstance(sink, Tensor)
         return tuple(CALL_MARKER(  # in the order of _FIELDS in call_marker.py
             _as_tensor(result, score), _as_tensor(keep, score), [score, *indices], REVISION,
             query, key, value, lists, sizes, form, scale, enable_gqa, options, sink if is_tensor else None,
             None if is_tensor else sink, dropout_p, seed, max_scores,
+            *described(layout, isinstance(block_mask, BlockMask)),
         ))  # fmt: skip
 
     out, lse, *largest = HOP(body, query, key, value, score, *indices)
     return out, lse, largest[0] if max_scores else None
+
+
+def traced_rows(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return out [T_q, Hq, Dv] and lse [Hq, T_q] of packed sequences, whose query, key and value are [rows, H, D]."""
+    out, lse, _ = traced_call(batch_of_rows(query), batch_of_rows(key), batch_of_rows(value), *arguments)
+    return rows_of_batch(out), lse.squeeze(0)
 
 
 def _as_tensor(result: Any, score: Tensor) -> Any:

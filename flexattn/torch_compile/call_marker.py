@@ -21,7 +21,8 @@ _FIELDS = {
     # The fields of CallArguments
     "query": "Tensor", "key": "Tensor", "value": "Tensor", "lists": "Tensor[]", "sizes": "SymInt[]", "form": "str?",
     "scale": "Scalar?", "enable_gqa": "bool", "options": "str[]", "sink": "Tensor?", "sink_number": "float?",
-    "dropout_p": "float", "seed": "Tensor?", "max_scores": "bool",
+    "dropout_p": "float", "seed": "Tensor?", "max_scores": "bool", "layout": "Tensor[]", "lengths": "SymInt[]",
+    "sequences": "str?",
 }  # fmt: skip
 _LIBRARY.define(f"call_marker({', '.join(f'{kind} {name}' for name, kind in _FIELDS.items())}) -> Tensor[]")
 CALL_MARKER = torch.ops.flexattn.call_marker

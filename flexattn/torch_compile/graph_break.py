@@ -47,17 +47,6 @@ call_with_graph_break = uncompiled(
 )
 
 
-def _with_layout(*arguments: Any) -> Results:
-    return _apart("seqused_k, q_offsets, kv_positions, block_table or descales", *arguments)
-
-
-layout_with_graph_break = uncompiled(
-    _with_layout,
-    "a call of flex_attention with seqused_k, q_offsets, kv_positions, block_table, k_descale or v_descale is one "
-    "graph break. Remove fullgraph=True",
-)
-
-
 def _with_untraced_mod(body: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> Results:
     """Compute the call whose body Dynamo could not trace, because one of its mods breaks the graph."""
     given = inspect.getclosurevars(body).nonlocals
@@ -66,7 +55,7 @@ def _with_untraced_mod(body: Callable[..., Any], query: Tensor, key: Tensor, val
         "Dynamo cannot trace a mod",
         query, key, value, given["score_mod"], given["block_mask"], given["scale"], given["enable_gqa"],
         {name: ast.literal_eval(value) for name, value in options.items()}, given["sink"], given["dropout_p"],
-        given["max_scores"],
+        given["max_scores"], given["layout"],
     )  # fmt: skip
 
 

@@ -15,10 +15,14 @@ from flexattn.graph.equal_runs import EqualRuns
 from flexattn.mods.combine import noop_mask
 
 
-def mask_of_lists(lists: Sequence[Tensor], form: MaskForm, query: Tensor, key: Tensor) -> BlockMask:
-    """Return the mask whose sets of lists are in packed tensors. It is cached as long as the first of them lives."""
-    cached, q = Origin.of(lists[0]).masks, query.shape
-    sizes = (form, q[0], q[1], q[2], key.shape[2])
+def mask_of_lists(lists: Sequence[Tensor], form: MaskForm, query: Tensor, M: int, N: int) -> BlockMask:
+    """Return the mask whose sets of lists are in packed tensors. It is cached as long as the first of them lives.
+
+    M and N are the lengths that it was built for.
+    """
+    cached = Origin.of(lists[0]).masks
+    B, Hq = query.shape[0], query.shape[1]
+    sizes = form, B, Hq, M, N
     mask = cached.get(sizes)
     if mask is None:
         mask = cached[sizes] = _mask(lists, *sizes)

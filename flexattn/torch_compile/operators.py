@@ -5,16 +5,18 @@ host time per call. The derivative is in attention.py, outside of them. Argument
 
     captures   the tensors of score_mod, then those of mask_mod
     lists      the tensors of the mask (`block_mask/prepared.py`)
+    layout     the tensors of a layout (call/layout.py), or the results of pack_rows and list_rows (sequences.py)
     sink       [B or 1, Hq or 1]
     seed       of dropout, int64 [1]
-    ints       the integers among the numbers of score_mod, then of mask_mod
+    ints       the integers among the numbers of score_mod, then of mask_mod. Then, with a layout, the lengths of the
+               mask; or, with packed sequences, the length of the longest
     floats     the other numbers, as float64 tensors on the CPU: a graph would specialize on a Python float
     spec       everything else (spec.py)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,28 +24,29 @@ from torch import Tensor
 
 from flexattn.block_mask.prepared import Origin
 from flexattn.call.dropout import Dropout
-from flexattn.call.pose import complete
+from flexattn.call.layout import check_layout, check_offsets
+from flexattn.call.pose import at_rows, complete, in_layout
 from flexattn.call.problem import Problem
 from flexattn.call.sinks import constant_sink
 from flexattn.call.validate import check_scale
+from flexattn.call.varlen.block_lists import mask_of_flat
+from flexattn.call.varlen.packing import Packing
 from flexattn.engines import triton
 from flexattn.engines.autograd import run_engine
-from flexattn.engines.choice import engine_of, lse_dtype_of
+from flexattn.engines.choice import engine_of, form_for, lse_dtype_of
 from flexattn.engines.watched import is_watched
-from flexattn.graph.bound_mod import BoundMod
-from flexattn.graph.mod_graph import ModGraph
-from flexattn.graph.narrow import narrowed
 from flexattn.torch_compile.inductor import lower_to_functions
 from flexattn.torch_compile.lists import equal_runs_of, mask_of_lists
-from flexattn.torch_compile.repeated_operators import Key, find, keep, key_of, memory_form
-from flexattn.torch_compile.spec import loads
+from flexattn.torch_compile.repeated_operators import Key, SequenceTensors, find, keep, kind_of, memory_form
+from flexattn.torch_compile.sequence_form import SequenceForm
+from flexattn.torch_compile.spec import bound_to, loads
 
 NAMESPACE = "flexattn"
 OPS = torch.ops.flexattn
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _ARGUMENTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor[] captures, Tensor[] lists, Tensor? sink, Tensor? seed, "
-    "SymInt[] ints, Tensor[] floats, float? scale, str spec"
+    "Tensor query, Tensor key, Tensor value, Tensor[] captures, Tensor[] lists, Tensor[] layout, Tensor? sink, "
+    "Tensor? seed, SymInt[] ints, Tensor[] floats, float? scale, str spec"
 )
 _FORWARD_SCHEMA = f"({_ARGUMENTS}) -> Tensor[]"
 _BACKWARD_SCHEMA = f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, {_ARGUMENTS}, bool[] needs) -> Tensor[]"
@@ -59,14 +62,14 @@ _function_modes = torch._C._len_torch_function_stack
 def forward(*arguments: Any) -> list[Tensor]:
     """Compute flexattn::forward without torch's dispatcher, for code of Inductor."""
     if _function_modes() or is_watched():  # they shall see the operator, and not apply inside of it
-        return (OPS.forward.floats if arguments[8] else OPS.forward.default)(*arguments)
+        return (OPS.forward.floats if arguments[9] else OPS.forward.default)(*arguments)
     return _forward(*arguments)
 
 
 def backward(*arguments: Any) -> list[Tensor]:
     """Compute flexattn::backward without torch's dispatcher, for code of Inductor."""
     if _function_modes() or is_watched():
-        return (OPS.backward.floats if arguments[12] else OPS.backward.default)(*arguments)
+        return (OPS.backward.floats if arguments[13] else OPS.backward.default)(*arguments)
     return _backward(*arguments)
 
 
@@ -79,74 +82,87 @@ def _backward(*arguments: Any) -> list[Tensor]:
 
 
 def _repeated_forward(
-    query: Tensor, key: Tensor, value: Tensor, captures: list[Tensor], lists: list[Tensor], sink: Tensor | None,
-    seed: Tensor | None, ints: list[int], floats: list[Tensor], scale: float | None, spec: str,
+    query: Tensor, key: Tensor, value: Tensor, captures: list[Tensor], lists: list[Tensor], layout: list[Tensor],
+    sink: Tensor | None, seed: Tensor | None, ints: list[int], floats: list[Tensor], scale: float | None, spec: str,
 ) -> list[Tensor]:  # fmt: skip
     """Launch the kernels of an equal forward, if there was one."""
-    kind = None
+    kind, sequences = None, None
     if sink is None and seed is None:
-        kind = key_of(query, key, value, captures, ints, floats, scale, spec)
-        known = find(kind, captures, lists)
+        kind, sequences = kind_of(query, key, value, captures, layout, ints, floats, scale, spec)
+        known = None if kind is None else find(kind, captures, lists, sequences)
         if known is not None:
             run, parts = known
             out, lse, largest = run(query, key, value, parts)
             return [out, lse] if largest is None else [out, lse, largest]
-    return _compute_forward(kind, query, key, value, captures, lists, sink, seed, ints, floats, scale, spec)
+    kept = None if kind is None else (kind, sequences)
+    return _compute_forward(kept, query, key, value, captures, lists, layout, sink, seed, ints, floats, scale, spec)
 
 
 def _repeated_backward(
     d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
-    captures: list[Tensor], lists: list[Tensor], sink: Tensor | None, seed: Tensor | None, ints: list[int],
-    floats: list[Tensor], scale: float | None, spec: str, needs: list[bool],
+    captures: list[Tensor], lists: list[Tensor], layout: list[Tensor], sink: Tensor | None, seed: Tensor | None,
+    ints: list[int], floats: list[Tensor], scale: float | None, spec: str, needs: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     """Launch the kernels of an equal backward, if there was one."""
-    kind = None
-    if sink is None and seed is None:
-        of_backward = d_lse is None, *needs, *memory_form(d_out), *memory_form(out)
-        kind = key_of(query, key, value, captures, ints, floats, scale, spec) + of_backward
-        known = find(kind, captures, lists)
+    kept = None
+    if sink is None and seed is None and not (layout and loads(spec).is_layout):
+        kind, sequences = kind_of(query, key, value, captures, layout, ints, floats, scale, spec)
+        assert kind is not None
+        kind += (d_lse is None, *needs, *memory_form(d_out), *memory_form(out))
+        kept, known = (kind, sequences), find(kind, captures, lists, sequences)
         if known is not None:
             run, parts = known
             (dq, dk, dv, of_score, _), _ = run(query, key, value, captures, parts, out, lse, d_out, d_lse)
             return [gradient for gradient in (dq, dk, dv, *of_score) if gradient is not None]
     return _compute_backward(
-        kind, d_out, d_lse, out, lse, query, key, value, captures, lists, sink, seed, ints, floats, scale, spec, needs
-    )
+        kept, d_out, d_lse, out, lse, query, key, value, captures, lists, layout, sink, seed, ints, floats, scale, spec,
+        needs,
+    )  # fmt: skip
 
 
-def _compute_forward(kind: Key | None, *arguments: Any) -> list[Tensor]:
+Kept = tuple[Key, SequenceTensors | None] | None  # how to keep what was launched
+
+
+def _compute_forward(kept: Kept, *arguments: Any) -> list[Tensor]:
     """Return out, lse in the dtype of `lse_dtype_of` and, if requested, the row maxima. Keep what was launched."""
     query, key, value, captures, lists, *_ = arguments
     problem = _problem(*arguments, gradient=False)
     engine = engine_of(problem)
+    problem = form_for(engine, problem)
     out, lse, largest = run_engine("forward", problem, engine.forward, problem)
-    if kind is not None and engine is triton:
-        keep((query, key, value, *captures), lists, kind, problem, triton.known_forward(problem))
+    if kept is not None and engine is triton:
+        kind, sequences = kept
+        keep((query, key, value, *captures), lists, kind, problem, triton.known_forward(problem), sequences)
     found = [_laid_out(out, query), lse.to(lse_dtype_of(query, problem.options))]
     return found if largest is None else [*found, largest]
 
 
 def _compute_backward(
-    kind: Key | None, d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor,
-    value: Tensor, captures: list[Tensor], lists: list[Tensor], sink: Tensor | None, seed: Tensor | None,
-    ints: list[int], floats: list[Tensor], scale: float | None, spec: str, needs: list[bool],
+    kept: Kept, d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor,
+    value: Tensor, captures: list[Tensor], lists: list[Tensor], layout: list[Tensor], sink: Tensor | None,
+    seed: Tensor | None, ints: list[int], floats: list[Tensor], scale: float | None, spec: str, needs: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients requested in `needs`, for query, key, value, captures and sink. Keep what was launched."""
     of_captures = needs[3 : 3 + len(captures)]
     with torch.enable_grad():
+        stored = [x.detach().requires_grad_(need) for x, need in zip((key, value), needs[1:3], strict=True)]
         leaves = [c.detach().requires_grad_(need) for c, need in zip(captures, of_captures, strict=True)]
-        problem = _problem(query, key, value, leaves, lists, sink, seed, ints, floats, scale, spec, gradient=True)
+        tensors = query.detach().requires_grad_(), stored[0], stored[1]
+        problem = _problem(*tensors, leaves, lists, layout, sink, seed, ints, floats, scale, spec, gradient=True)
+        engine = engine_of(problem)
+        problem = form_for(engine, problem)
     of_sink = sink is not None and needs[-1]
-    engine = engine_of(problem)
     with torch.no_grad():
         inputs = problem, out, lse, d_out, d_lse, (needs[0], needs[1], needs[2], of_sink)
         dq, dk, dv, computed, d_sink = run_engine("backward", problem, engine.backward, *inputs)
-    found = [dq, dk, dv, *_of_leaves(leaves, problem.score, computed)]
+    read = problem.key, problem.value, *(() if problem.score is None else problem.score.captures)
+    found = [dq, *_of_leaves([*stored, *leaves], read, (dk, dv, *computed))]
     has_all = all((gradient is not None) == need for gradient, need in zip(found, needs, strict=False))
-    if kind is not None and engine is triton and has_all:
+    if kept is not None and engine is triton and has_all:
+        kind, sequences = kept
         without_sink = needs[0], needs[1], needs[2], False
         known = triton.known_backward(problem, out, d_out, d_lse is not None, without_sink)
-        keep((query, key, value, *captures), lists, kind, problem, known)
+        keep((query, key, value, *captures), lists, kind, problem, known, sequences)
     if sink is not None:
         found.append(d_sink)
     every = (query, key, value, *captures, *(() if sink is None else (sink,)))
@@ -161,14 +177,17 @@ def _compute_backward(
     return [*laid_out, *(gradient.contiguous() for gradient in filled[heads:])]
 
 
-def _of_leaves(leaves: list[Tensor], score: BoundMod | None, computed: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the gradients of the captures from those of the captures that kernels read.
+def _of_leaves(
+    leaves: list[Tensor], tensors: Sequence[Tensor], computed: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Return the gradients of key, value and captures from those of the tensors that kernels read.
 
-    `complete` may have replaced a capture by a copy, or by a table by distance (graph/tables_by_distance.py).
+    `complete` may have replaced a capture by a copy, or by a table by distance (graph/tables_by_distance.py), and
+    `form_for` pages by the keys that are gathered from them.
     """
     found: list[Tensor | None] = [None] * len(leaves)
     roots, gradients = [], []
-    for read, gradient in zip(() if score is None else score.captures, computed, strict=True):
+    for read, gradient in zip(tensors, computed, strict=True):
         if gradient is None:
             continue
         index = next((i for i, c in enumerate(leaves) if c is read), None)
@@ -187,18 +206,22 @@ def _of_leaves(leaves: list[Tensor], score: BoundMod | None, computed: Sequence[
 
 
 def _problem(
-    query: Tensor, key: Tensor, value: Tensor, captures: list[Tensor], lists: list[Tensor], sink: Tensor | None,
-    seed: Tensor | None, ints: Sequence[int], floats: Sequence[Tensor], scale: float | None, spec: str, gradient: bool,
+    query: Tensor, key: Tensor, value: Tensor, captures: list[Tensor], lists: list[Tensor], layout: list[Tensor],
+    sink: Tensor | None, seed: Tensor | None, ints: Sequence[int], floats: Sequence[Tensor], scale: float | None,
+    spec: str, gradient: bool,
 ) -> Problem:  # fmt: skip
     """Return the problem that the arguments of an operator describe."""
     parsed = loads(spec)
-    numbers = iter(ints), (x.item() for x in floats)
+    integers = iter(ints)
+    numbers = integers, (x.item() for x in floats)
     split = 0 if parsed.score is None else len(parsed.score.captures)
-    score = _bound(parsed.score, captures[:split], *numbers)
-    mask = _bound(parsed.mask, [c.detach() if c.requires_grad else c for c in captures[split:]], *numbers)
+    score = bound_to(parsed.score, captures[:split], *numbers)
+    mask = bound_to(parsed.mask, [c.detach() if c.requires_grad else c for c in captures[split:]], *numbers)
+    lengths, sequences = tuple(integers), parsed.sequences
     blocks, equal_runs = None, ()
     if parsed.form is not None:
-        blocks = mask_of_lists(lists, parsed.form, query, key)
+        M, N = lengths or (query.shape[2], key.shape[2])
+        blocks = mask_of_lists(lists, parsed.form, query, M, N)
         if mask is not None:
             Origin.of(lists[0]).check(mask)
             equal_runs = equal_runs_of(lists, parsed.form, mask)
@@ -212,16 +235,23 @@ def _problem(
         query, key, value, scale, score, mask, blocks, None, equal_runs, parsed.options, sink, dropout,
         parsed.max_scores,
     )  # fmt: skip
+    if sequences is not None:
+        problem = _in_sequences(problem, sequences, layout, lengths)
     return complete(problem, gradient)
 
 
-def _bound(
-    graph: ModGraph | None, captures: Sequence[Tensor], ints: Iterator[int], floats: Iterator[float]
-) -> BoundMod | None:
-    if graph is None:
-        return None
-    numbers = tuple([next(floats if n.dtype == torch.float64 else ints) for n in graph.numbers])
-    return BoundMod(narrowed(graph, numbers) if numbers else graph, tuple(captures), numbers, wide=graph)
+def _in_sequences(problem: Problem, form: SequenceForm, tensors: Sequence[Tensor], lengths: tuple[int, ...]) -> Problem:
+    """Return the problem with a layout, or with packed sequences."""
+    query, key, blocks = problem.query, problem.key, problem.block_mask
+    T_q, T_k = query.shape[2], key.shape[2]
+    if form.window is not None:
+        columns, *lists = tensors
+        rows = at_rows(problem, Packing.of_columns(columns, T_q), form.window)
+        return rows.with_fields(block_mask=mask_of_flat(lists, (T_q, T_k), lengths[0]))
+    layout = check_layout(form.layout_of(tensors), query, key)
+    if blocks is not None:
+        check_offsets(blocks.seq_lengths[0], layout, T_q)
+    return in_layout(problem, layout, form.by_hand and blocks is not None and not blocks.is_built)
 
 
 def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
@@ -252,7 +282,7 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> l
 
 def _fake_backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, *rest: Any) -> list[Tensor]:
     lower_to_functions(_OVERLOADS)
-    query, key, value, captures, _, sink, *_, needs = rest
+    query, key, value, captures, _, _, sink, *_, needs = rest
     found = [_fake_like(x, x.shape[3]) for x, need in zip((query, key, value), needs, strict=False) if need]
     others = (*captures, *(() if sink is None else (sink,)))
     return [*found, *(x.new_empty(x.shape) for x, need in zip(others, needs[3:], strict=True) if need)]

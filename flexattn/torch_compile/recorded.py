@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from flexattn.block_mask import BlockMask
 from flexattn.call.call import Call, Mod
+from flexattn.call.layout import LayoutArguments, paged
 from flexattn.call.pose import autocast
 from flexattn.errors import DtypeError, UnsupportedError, message
 from flexattn.graph.bound_mod import BoundMod
@@ -21,6 +22,7 @@ from flexattn.graph.narrow import specialized
 from flexattn.torch_compile.attention import call_operators
 from flexattn.torch_compile.call_arguments import CallArguments, check_given, operands_of, option_texts
 from flexattn.torch_compile.graph_break import prepared
+from flexattn.torch_compile.sequence_form import described
 from flexattn.torch_compile.subgraph import bind
 from flexattn.torch_state.modes import is_recording, outside_of_modes
 from flexattn.torch_state.subclasses import has_no_values
@@ -34,11 +36,9 @@ def recorded_call(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     if any(type(mode) is Interception for mode in _get_current_function_mode_stack()):
         fix = "Call it before, and let the mod capture its result."
         raise UnsupportedError(message("flex_attention", "a call inside of a mod", "a call outside of mods", fix))
-    if call.layout is not None:
-        fix = "Call it outside of make_fx, torch.export and fake tensors."
-        found = "a layout (seqused_k, q_offsets, kv_positions, block_table)"
-        raise UnsupportedError(message("flex_attention", found, "none in recorded graphs", fix))
     query, key, value = autocast(call.query, call.key, call.value)
+    if isinstance(call.layout, LayoutArguments):
+        key, value = paged(key, value, call.layout)
     if not isinstance(query, Tensor) or not isinstance(key, Tensor) or not isinstance(value, Tensor):
         raise DtypeError(message("query, key, value", "other objects", "tensors", "Pass tensors."))
     if not is_recording() and not all(map(has_no_values, (query, key, value))):
@@ -51,16 +51,18 @@ def recorded_call(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
         seed = torch.ops.aten.random.default(torch.empty(1, dtype=torch.int64, device=query.device))
     sink, number = (call.sink, None) if isinstance(call.sink, Tensor) else (None, call.sink)
     ready = None if mask is None else mask._prepared
+    mask_mod = mask.mask_mod if mask is not None else None if call.layout is None else call.layout.mask_mod
+    layout, lengths, sequences = described(call.layout, isinstance(call.block_mask, BlockMask))
     given = CallArguments(
         query, key, value, () if ready is None else tuple(map(_in_the_mode, ready.tensors)),
         () if mask is None else (*mask.seq_lengths, mask.B, mask.H), None if ready is None else ready.text,
         call.scale, call.enable_gqa, option_texts(call.kernel_options), sink, number, call.dropout_p, seed,
-        call.max_scores,
+        call.max_scores, tuple(map(_in_the_mode, layout)), lengths, sequences,
     )  # fmt: skip
     check_given(given)
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     score = None if call.score_mod is None else _bound(call.score_mod, "score", wide)
-    keep = None if mask is None else _bound(mask.mask_mod, "mask", torch.float32)
+    keep = None if mask_mod is None else _bound(mask_mod, "mask", torch.float32)
     return call_operators(operands_of(given, score, keep))
 
 

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from flexattn.block_mask.prepared import MaskForm
 from flexattn.errors import FormatError, message
 from flexattn.graph import serialize
+from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.narrow import narrowed
 from flexattn.process.frozen_class import frozen
+from flexattn.torch_compile.sequence_form import SequenceForm
 
-FORMAT = 1  # changes whenever the arguments of the operators or the meaning of this string change
+FORMAT = 3  # changes whenever the arguments of the operators or the meaning of this string change
 
 
 def revision() -> str:
@@ -40,12 +47,19 @@ class Spec:
     drop_below: int | None = None  # see call/dropout.py
     max_scores: bool = False
     has_scale: bool = False  # whether the last of the floats is the scale
+    sequences: SequenceForm | None = None  # of a layout or of packed sequences, whose tensors are arguments
+
+    @property
+    def is_layout(self) -> bool:
+        """Whether the operator's tensors of sequences are those of a layout, and not of packed sequences."""
+        return self.sequences is not None and self.sequences.window is None
 
     def dumps(self) -> str:
         """Return the spec as text."""
         graphs = [None if g is None else serialize.dumps(g) for g in (self.score, self.mask)]
         form = None if self.form is None else self.form.dumps()
-        rest = [form, self.options, self.sink, self.drop_below, self.max_scores, self.has_scale]
+        sequences = None if self.sequences is None else self.sequences.dumps()
+        rest = [form, self.options, self.sink, self.drop_below, self.max_scores, self.has_scale, sequences]
         return json.dumps([FORMAT, *graphs, *rest], separators=(",", ":"))
 
 
@@ -56,7 +70,19 @@ def loads(text: str) -> Spec:
     if version != FORMAT:
         fix = "Compile or export the model again with this version of flexattn."
         raise FormatError(message("spec", f"format {version} of a compiled graph", f"format {FORMAT}", fix))
-    score, mask, form, options, *rest = parts
+    score, mask, form, options, sink, drop_below, max_scores, has_scale, sequences = parts
     graphs = [None if g is None else serialize.loads(g) for g in (score, mask)]
     form = None if form is None else MaskForm.loads(form)
-    return Spec(graphs[0], graphs[1], form, tuple(map(tuple, options)), *rest)
+    sequences = None if sequences is None else SequenceForm.loads(sequences)
+    options = tuple(map(tuple, options))
+    return Spec(graphs[0], graphs[1], form, options, sink, drop_below, max_scores, has_scale, sequences)
+
+
+def bound_to(
+    graph: ModGraph | None, captures: Sequence[Tensor], ints: Iterator[int], floats: Iterator[float]
+) -> BoundMod | None:
+    """Return a mod with its tensors, and with the next of the numbers."""
+    if graph is None:
+        return None
+    numbers = tuple([next(floats if n.dtype == torch.float64 else ints) for n in graph.numbers])
+    return BoundMod(narrowed(graph, numbers) if numbers else graph, tuple(captures), numbers, wide=graph)

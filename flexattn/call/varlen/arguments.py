@@ -52,6 +52,12 @@ def rows_of_batch(x: Tensor) -> Tensor:
 
 def check_packed(given: PackedArguments, query: Tensor, key: Tensor) -> None:
     """Check lengths and offsets against query [1, Hq, T_q, D] and key [1, Hkv, T_k, D]."""
+    check_packed_forms(given, query, key)
+    check_packed_values(given, query.size(2), key.size(2))
+
+
+def check_packed_forms(given: PackedArguments, query: Tensor, key: Tensor) -> None:
+    """Check all but the values of the tensors, which may be fake."""
     for name, cu, rows in (("cu_seq_q", given.cu_seq_q, query.size(2)), ("cu_seq_k", given.cu_seq_k, key.size(2))):
         check_integers(name, cu, query, 1)
         if cu.size(0) < 2 or cu.size(0) != given.cu_seq_q.size(0):
@@ -63,17 +69,32 @@ def check_packed(given: PackedArguments, query: Tensor, key: Tensor) -> None:
             raise ArgumentError(
                 message("query" if name == "cu_seq_q" else "key", f"{rows} rows", f"at most {LONGEST}", fix)
             )
-        _check_ascending(name, cu, rows)
+    check_longest("max_q", given.max_q)
+    check_longest("max_k", given.max_k)
+    check_window(given.window_size)
+    if given.seqused_k is not None:
+        check_integers("seqused_k", given.seqused_k, query, 1)
+        if given.seqused_k.size(0) != given.cu_seq_k.size(0) - 1:
+            found, expected = f"shape {list(given.seqused_k.shape)}", f"[{given.cu_seq_k.size(0) - 1}]"
+            raise ArgumentError(message("seqused_k", found, expected, "Give one length per sequence."))
+
+
+def check_longest(name: str, most: Any) -> None:
+    """Check max_q or max_k, which may be a symbol."""
+    if not isinstance(most, (int, torch.SymInt)) or isinstance(most, bool) or most < 0:
+        raise ArgumentError(message(name, repr(most), "the length of the longest sequence", "Pass an int."))
+
+
+def check_packed_values(given: PackedArguments, T_q: int, T_k: int) -> None:
+    """Check values on the CPU. On a GPU a kernel of `packing_of` asserts them, which the host does not wait for."""
+    _check_ascending("cu_seq_q", given.cu_seq_q, T_q)
+    _check_ascending("cu_seq_k", given.cu_seq_k, T_k)
     for name, most, cu in (("max_q", given.max_q, given.cu_seq_q), ("max_k", given.max_k, given.cu_seq_k)):
-        if not isinstance(most, int) or isinstance(most, bool) or most < 0:
-            raise ArgumentError(message(name, repr(most), "the length of the longest sequence", "Pass an int."))
         longest = int(cu.diff().max()) if cu.is_cpu else 0
         if longest > most:
             fix = f"Pass {name}={longest}, or any larger number."
             raise ArgumentError(message(name, most, f"at least the length of the longest sequence, {longest}", fix))
-    check_window(given.window_size)
     if given.seqused_k is not None:
-        check_integers("seqused_k", given.seqused_k, query, 1)
         _check_used(given.seqused_k, given.cu_seq_k)
 
 
@@ -86,7 +107,6 @@ def check_window(window: Any) -> None:
 
 
 def _check_ascending(name: str, cu: Tensor, rows: int) -> None:
-    """Check values on the CPU. On a GPU a kernel of `packing_of` asserts them, which the host does not wait for."""
     if cu.is_cpu:
         first, last, ascends = int(cu[0]), int(cu[-1]), bool((cu.diff() >= 0).all())
         if first != 0 or last > rows or not ascends:
@@ -108,9 +128,6 @@ def assertions(T_q: int, T_k: int) -> tuple[str, str] | None:
 
 
 def _check_used(used: Tensor, cu: Tensor) -> None:
-    if used.size(0) != cu.size(0) - 1:
-        fix = "Give one length per sequence."
-        raise ArgumentError(message("seqused_k", f"shape {list(used.shape)}", f"[{cu.size(0) - 1}]", fix))
     if used.is_cpu and bool(((used < 0) | (used > cu.diff())).any()):
         fix = "A sequence cannot use more keys than it has."
         raise ArgumentError(message("seqused_k", "an entry out of range", "0 to the lengths in cu_seq_k", fix))
@@ -135,7 +152,8 @@ class Packed:
 
         def make() -> tuple[Packing, Tensor | None]:
             packing = packing_of(given.cu_seq_q, given.cu_seq_k, used_q, used_k, (T_q, T_k), assertions(T_q, T_k))
-            return packing, None if used_k is None else _used_rows(given.cu_seq_k, used_k, T_k)
+            with outside(), torch.no_grad():
+                return packing, None if used_k is None else used_rows(given.cu_seq_k, used_k, T_k)
 
         packing, rows = packings.get(_sizes_of(given, (T_q, T_k)), tensors, make)
         return Packed(packing, tuple(given.window_size), given.max_q, rows)  # type: ignore[arg-type]
@@ -160,11 +178,8 @@ class Packed:
         return Packed.of(given, *[batch_of_rows(x) if x.dim() == 3 else x for x in (query, key)])
 
     def tensors_of(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return key and value with 0 in rows that are not used. They may be NaN, and share tiles with used rows."""
-        if self.used_rows is None:
-            return key, value
-        unused = ~self.used_rows[:, None]
-        return key.masked_fill(unused, 0.0), value.masked_fill(unused, 0.0)
+        """Return key and value with 0 in rows that are not used."""
+        return (key, value) if self.used_rows is None else without_unused(key, value, self.used_rows)
 
     def blocks_of(self, mask: BoundMod, lengths: tuple[int, int], H: int, both: bool) -> BlockMask:
         """Return the block lists of a packed mask, computed once for the same tensors."""
@@ -179,11 +194,16 @@ def _sizes_of(given: PackedArguments, lengths: tuple[int, int]) -> tuple[object,
     return *lengths, given.seqused_q is None, given.seqused_k is None, given.max_q, given.max_k
 
 
-@torch.no_grad()
-def _used_rows(cu: Tensor, used: Tensor, rows: int) -> Tensor:
-    with outside():
-        row = torch.arange(rows, dtype=torch.int32, device=cu.device)
-        index = torch.searchsorted(cu[1:], row, right=True)
-        last = cu.size(0) - 2
-        exists, index = index <= last, index.clamp(max=last)
-        return exists & (row - cu[index] < used[index])
+def used_rows(cu: Tensor, used: Tensor, rows: int) -> Tensor:
+    """Return bool [rows]: which rows of key hold a token that is used."""
+    row = torch.arange(rows, dtype=torch.int32, device=cu.device)
+    index = torch.searchsorted(cu[1:], row, right=True)
+    last = cu.size(0) - 2
+    exists, index = index <= last, index.clamp(max=last)
+    return exists & (row - cu[index] < used[index])
+
+
+def without_unused(key: Tensor, value: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+    """Return key and value with 0 in rows that are not used. They may be NaN, and share tiles with used rows."""
+    unused = ~used[:, None]
+    return key.masked_fill(unused, 0.0), value.masked_fill(unused, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,8 +49,8 @@ def mask_of_rows(
         H = H if bound.graph.reads("h") else 1
         on_device = has_kernels(packing.sequence.device)
         intervals = None if window is not None and on_device else _intervals(bound, lengths, H)
-        rows, columns = (-(-n // BLOCK) for n in (longest, lengths[1]))
-        short = both and columns >= _SHORT * rows
+        reach = reach_of(longest, lengths[1], both)
+        short = reach is not None
         if on_device:
             kv_runs, q_runs = _launch(packing, window, intervals, lengths, H, both, short)
         else:
@@ -57,10 +58,57 @@ def mask_of_rows(
             kv_runs, q_runs = _in_torch(*intervals, lengths[1], both)
         if q_runs is not None and short:
             q_runs.order.copy_(torch.arange(q_runs.order.size(1), dtype=torch.int32, device=q_runs.order.device))
-        mask = BlockMask.from_runs(kv_runs, q_runs, 1, H, lengths, BLOCK, noop_mask, full_overhangs=False)
-        mask._built_from_mod = True
-        mask.reach = longest if short else None
-        return mask
+        return _mask_of(kv_runs, q_runs, lengths, H, reach)
+
+
+def flat_lists(mask: BlockMask) -> list[Tensor]:
+    """Return the lists of a mask of `mask_of_rows` as tensors of `flat_sizes`."""
+    lists = (mask.kv_runs,) if mask.q_runs is None else (mask.kv_runs, mask.q_runs)
+    return [x for runs in lists for x in (*map(torch.flatten, runs.tensors[:4]), _longer(runs.order))]
+
+
+def _longer(order: Tensor) -> Tensor:
+    return torch.nn.functional.pad(order.flatten(), (0, 1))
+
+
+def flat_sizes(n: int) -> tuple[int, ...]:
+    """Return the sizes of the flat tensors of one direction with n rows in all.
+
+    None is 1, also for a single row: with symbolic lengths torch would compile another graph for that.
+    """
+    return n + 1, 4 * n, n + 1, 2 * n, n + 1
+
+
+def mask_of_flat(lists: Sequence[Tensor], lengths: tuple[int, int], longest: int) -> BlockMask:
+    """Return the mask whose `flat_lists` are given."""
+    rows = -(-lengths[0] // BLOCK)
+    H = (lists[0].numel() - 1) // rows if rows else 1
+    runs = [RunLists.from_tensors(_of_flat(lists[i : i + DIRECTION], H)) for i in range(0, len(lists), DIRECTION)]
+    both = len(runs) > 1
+    return _mask_of(runs[0], runs[1] if both else None, lengths, H, reach_of(longest, lengths[1], both))
+
+
+DIRECTION = 5  # tensors of the lists of one direction
+
+
+def _of_flat(flat: Sequence[Tensor], H: int) -> tuple[Tensor, ...]:
+    row_ptr, runs, full_row_ptr, full_runs, order = flat
+    return row_ptr, runs.view(-1, 2), full_row_ptr, full_runs.view(-1, 2), order[:-1].view(H, -1)
+
+
+def _mask_of(
+    kv_runs: RunLists, q_runs: RunLists | None, lengths: tuple[int, int], H: int, reach: int | None
+) -> BlockMask:
+    mask = BlockMask.from_runs(kv_runs, q_runs, 1, H, lengths, BLOCK, noop_mask, full_overhangs=False)
+    mask._built_from_mod = True
+    mask.reach = reach
+    return mask
+
+
+def reach_of(longest: int, T_k: int, both: bool) -> int | None:
+    """Return the length of the longest sequence if a backward takes keys in order."""
+    short = both and -(-T_k // BLOCK) >= _SHORT * -(-longest // BLOCK)
+    return longest if short else None
 
 
 Intervals = tuple[Tensor, Tensor, bool]

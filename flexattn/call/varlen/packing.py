@@ -29,6 +29,11 @@ class Packing:
     k_end: Tensor
     diagonal: Tensor  # the key of the same position, if the last query and the last key of a sequence are aligned
 
+    @staticmethod
+    def of_columns(columns: Tensor, T_q: int) -> Packing:
+        """Return the packing in the first T_q elements of five columns."""
+        return Packing(*columns[:, :T_q].unbind())
+
     @property
     def stride(self) -> int:
         """Elements from a column to the next, if kernels made them."""
@@ -56,19 +61,39 @@ def packing_of(
     """
     with outside():
         if has_kernels(cu_seq_q.device):
-            return _launch(cu_seq_q, cu_seq_k, used_q, used_k, lengths, checks)
+            return Packing.of_columns(_launch(cu_seq_q, cu_seq_k, used_q, used_k, lengths, checks), lengths[0])
         return _in_torch(cu_seq_q, cu_seq_k, used_q, used_k, lengths[0])
+
+
+def packed_columns(
+    cu_seq_q: Tensor, cu_seq_k: Tensor, used_q: Tensor | None, used_k: Tensor | None, lengths: tuple[int, int],
+    checks: tuple[str, str] | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the columns of `packing_of` as one tensor, int32 [5, width_of(T_q)]."""
+    if has_kernels(cu_seq_q.device):
+        return _launch(cu_seq_q, cu_seq_k, used_q, used_k, lengths, checks)
+    T_q = lengths[0]
+    columns = torch.zeros(5, width_of(T_q), dtype=torch.int32, device=cu_seq_q.device)
+    packing = _in_torch(cu_seq_q, cu_seq_k, used_q, used_k, T_q)
+    for column, found in zip(columns[:, :T_q].unbind(), packing.tensors, strict=True):
+        column.copy_(found)
+    return columns
+
+
+def width_of(T_q: int) -> int:
+    """Return the length of a column, whose first T_q elements are used. Each column is aligned to 16 bytes."""
+    return (T_q + 3) // 4 * 4
 
 
 def _launch(
     cu_seq_q: Tensor, cu_seq_k: Tensor, used_q: Tensor | None, used_k: Tensor | None, lengths: tuple[int, int],
     checks: tuple[str, str] | None,
-) -> Packing:  # fmt: skip
+) -> Tensor:  # fmt: skip
     from flexattn.call.varlen import kernels
 
     kernel: Any = kernels.pack_rows
     T_q, sequences = lengths[0], cu_seq_q.size(0) - 1
-    width = -(-T_q // 4) * 4  # so that each column is aligned to 16 bytes
+    width = width_of(T_q)
     columns = torch.empty(5, width, dtype=torch.int32, device=cu_seq_q.device)
     ascends = columns.new_empty(2, dtype=torch.bool)
     given = [None if t is None else t.contiguous() for t in (cu_seq_q, cu_seq_k, used_q, used_k)]
@@ -80,7 +105,7 @@ def _launch(
     if checks is not None and columns.is_cuda:
         for text, good in zip(checks, ascends.unbind(), strict=True):
             torch.ops.aten._assert_async.msg(good, text)
-    return Packing(*columns[:, :T_q].unbind())
+    return columns
 
 
 def _in_torch(
