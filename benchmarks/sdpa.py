@@ -142,6 +142,7 @@ def ratio(results: dict[Config, Result], work: str, direction: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sdpa", description=__doc__)
+    parser.add_argument("--works", default=";".join(w.name for w in WORKS), help="names, joined by ;")
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="one tiny call")
@@ -150,7 +151,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device, peers = torch.device(options.device), options.peers.split(",")
     rows, ratios, records, failed = [], [], [], False
-    for work in QUICK if options.quick else WORKS:
+    named = {work.name: work for work in WORKS}
+    for work in QUICK if options.quick else [named[name] for name in options.works.split(";")]:
         runs = {Config(work.name, *key): run for key, run in runs_of(work, peers, device).items()}
         results = measure(runs, device, options.rounds, clock=clock)
         for direction in ("forward", "forward and backward"):
