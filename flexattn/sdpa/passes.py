@@ -1,8 +1,8 @@
 """passes: the forward and the backward of a call, without autograd, which PyTorch does around the operators.
 
-A forward without dropout is a call of flex_attention or varlen_attn, so it runs on their path for repeated calls. A
-dense backward without dropout launches the kernels of an equal one. Other passes pose the problem and run the engine.
-The posed problem of a dense call depends on sizes only and is cached. The engine caches the launches.
+A dense pass without dropout launches the kernels of an equal one. The first forward without dropout is a call of
+flex_attention, and that of packed sequences one of varlen_attn. Other passes pose the problem and run the engine. The
+posed problem of a dense call depends on sizes only and is cached. The engine caches the launches.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from flexattn.call.problem import Problem
 from flexattn.call.varlen.arguments import PackedArguments, batch_of_rows, rows_of_batch
 from flexattn.engines import triton
 from flexattn.engines.autograd import run_engine, tensors_of, with_tensors
+from flexattn.engines.call_kind import is_quiet
 from flexattn.engines.choice import engine_of, lse_dtype_of
 from flexattn.engines.mask_state import NOTHING
-from flexattn.engines.watched import is_watched
 from flexattn.mask_build.create import create_block_mask
 from flexattn.mods import band, causal, shifted
+from flexattn.process.config import settings
 from flexattn.process.events import fallback
 from flexattn.runtime.known import Pointer
 from flexattn.runtime.launch import CACHES, allows_tf32, is_deterministic, remember
 from flexattn.torch_state.lasting import is_capturing, lasting
 from flexattn.torch_state.modes import undisturbed
+from flexattn.torch_state.subclasses import PLAIN
 
 Window = tuple[int, int]
 ALL = (-1, -1)  # the window of a call without one
@@ -50,12 +52,72 @@ class Form(NamedTuple):
     options: tuple[tuple[str, object], ...] = ()  # kernel_options
 
 
+class _Repeated(NamedTuple):
+    """A pass whose launches are known."""
+
+    run: Any  # a KnownForward or a KnownBackward
+    parts: list[Pointer]
+    mask: BlockMask | None  # it holds the block lists that `parts` points to
+
+
+_passes: OrderedDict[tuple[object, ...], _Repeated] = OrderedDict()
+CACHES.append(_passes)
+
+
+def _kind(form: Form, *tensors: Tensor) -> tuple[object, ...]:
+    """Return what the launches of a dense pass with query, key, value and, in a backward, out and d_out depend on."""
+    _, key, value = tensors[:3]
+    return (
+        form, allows_tf32(), is_deterministic(), key.data_ptr() == value.data_ptr(),
+        *[(t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.data_ptr() & 15) for t in tensors],
+    )  # fmt: skip
+
+
+def _repeated(form: Form, *tensors: Tensor) -> _Repeated | None:
+    """Return the dense pass of this kind, unless it must not be launched directly."""
+    if form.scale == 0.0 or not is_quiet() or not PLAIN.issuperset(map(type, tensors)):  # 0.0 == -0.0
+        return None
+    return _passes.get(_kind(form, *tensors))
+
+
+def _keep(form: Form, problem: Problem, run: Any, *tensors: Tensor) -> None:
+    """Keep the launches of a pass. What a CUDA graph captures is not kept: its mask may belong to the graph."""
+    if run is None or settings().debug or problem.batch_invariant or is_capturing(problem.query.device):
+        return
+    if is_quiet() and PLAIN.issuperset(map(type, tensors)) and not any(t.is_neg() for t in tensors):
+        remember(
+            _passes, _kind(form, *tensors), _Repeated(run, list(run.kernels.pointers(problem)), problem.block_mask)
+        )
+
+
+def repeated_forward(query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor] | None:
+    """Return out and lse of a dense forward, if one of this kind was computed before. It needs no further checks."""
+    known = _repeated(form, query, key, value)
+    return None if known is None else known.run(query, key, value, known.parts)[:2]
+
+
+def repeated_backward(
+    query: Tensor, key: Tensor, value: Tensor, form: Form, out: Tensor, lse: Tensor, d_out: Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return dq, dk and dv of a dense backward, if one of this kind was computed before."""
+    if lse.dtype != torch.float32 or not lse.is_contiguous():
+        return None
+    known = _repeated(form, query, key, value, out, d_out)
+    return None if known is None else known.run(query, key, value, (), known.parts, out, lse, d_out, None)[0][:3]
+
+
 def forward(query: Tensor, key: Tensor, value: Tensor, form: Form, dropout: Dropout | None) -> tuple[Tensor, Tensor]:
     """Return out, like query, and lse: [B, Hq, M], or [Hq, T_q] of packed sequences."""
     if dropout is not None:
         return _forward_with_dropout(query, key, value, form, dropout)
     call = call_of(query, key, value, form)
-    return attend_call(call)[:2] if form.packed is None else attend_rows(call)
+    if form.packed is not None:
+        return attend_rows(call)
+    found = attend_call(call)
+    problem = _posed(query, key, value, form, None)
+    if engine_of(problem) is triton:
+        _keep(form, problem, triton.known_forward(problem), query, key, value)
+    return found[:2]
 
 
 @undisturbed("scaled_dot_product_attention")
@@ -74,51 +136,17 @@ def backward(
     d_out: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk and dv from what `forward` returned."""
-    kind = _kind(query, key, value, form, out, lse, d_out) if dropout is None else None
-    repeated = None if kind is None else _backwards.get(kind)
-    if repeated is not None and not is_watched():
-        (dq, dk, dv, _, _), _ = repeated.run(query, key, value, (), repeated.parts, out, lse, d_out, None)
-        return dq, dk, dv  # type: ignore[return-value]
     problem = _posed(query, key, value, form, dropout)
     if form.packed is not None:
         out, lse, d_out = batch_of_rows(out), lse[None], batch_of_rows(d_out)
     lse = lse.to(lse_dtype_of(query, form.options)).contiguous()
     engine = engine_of(problem)
     dq, dk, dv, _, _ = run_engine("backward", problem, engine.backward, problem, out, lse, d_out, None, _NEEDS)
-    if kind is not None and engine is triton:
-        _keep(kind, problem, triton.known_backward(problem, out, d_out, False, _NEEDS))
+    if engine is triton and dropout is None and form.packed is None:
+        known = triton.known_backward(problem, out, d_out, False, _NEEDS)
+        _keep(form, problem, known, query, key, value, out, d_out)
     assert dq is not None and dk is not None and dv is not None
     return (dq, dk, dv) if form.packed is None else (rows_of_batch(dq), rows_of_batch(dk), rows_of_batch(dv))
-
-
-class _Repeated(NamedTuple):
-    """A backward whose launches are known."""
-
-    run: triton.KnownBackward
-    parts: list[Pointer]
-    mask: BlockMask | None  # it holds the block lists that `parts` points to
-
-
-_backwards: OrderedDict[tuple[object, ...], _Repeated] = OrderedDict()
-CACHES.append(_backwards)
-
-
-def _kind(
-    query: Tensor, key: Tensor, value: Tensor, form: Form, out: Tensor, lse: Tensor, d_out: Tensor
-) -> tuple[object, ...] | None:
-    """Return what the launches of a dense backward depend on; None of one that has to be posed."""
-    if form.packed is not None or not lse.is_contiguous() or lse.dtype != torch.float32 or is_capturing(query.device):
-        return None
-    tensors = query, key, value, out, d_out
-    return (
-        form, allows_tf32(), is_deterministic(), query.dtype, query.device, key.data_ptr() == value.data_ptr(),
-        *[(t.shape, t.stride(), t.data_ptr() & 15) for t in tensors],
-    )  # fmt: skip
-
-
-def _keep(kind: tuple[object, ...], problem: Problem, run: triton.KnownBackward | None) -> None:
-    if run is not None:
-        remember(_backwards, kind, _Repeated(run, list(run.kernels.pointers(problem)), problem.block_mask))
 
 
 def call_of(query: Tensor, key: Tensor, value: Tensor, form: Form) -> Call:

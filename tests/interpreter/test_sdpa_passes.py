@@ -8,12 +8,13 @@ import pytest
 import torch
 from oracle import assert_close_to_oracle
 from sdpa_cases import DENSE, attend_packed, cumulative
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexattn import api, dropout_mask
 from flexattn.call.dropout import check_dropout
 from flexattn.call.varlen.arguments import PackedArguments
 from flexattn.engines import triton
-from flexattn.sdpa.passes import Form, backward, forward
+from flexattn.sdpa.passes import Form, backward, forward, repeated_backward, repeated_forward
 
 ON_TRITON = (("BACKEND", "TRITON"),)
 
@@ -68,3 +69,33 @@ def test_repeated_calls_launch_known_kernels(monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(forward(query, key, value, form, None)[0], out)
         for x, y in zip(backward(query, key, value, form, None, out, lse, out), first, strict=True):
             assert torch.equal(x, y)
+
+
+def test_repeated_passes() -> None:
+    """They read the values of their tensors, and are only for the same dtypes, layouts and settings."""
+    tensors = query, key, value = [x.detach() for x in replace(DENSE["causal"], B=1, dtype=torch.float16).tensors()]
+    form = Form((-1, 0), None, None, ON_TRITON)
+    out, lse = forward(query, key, value, form, None)
+    d_out = torch.ones_like(out)
+    gradients = backward(query, key, value, form, None, out, lse, d_out)
+    negative = [-x for x in tensors]
+    found = repeated_forward(*negative, form)
+    assert found is not None
+    assert torch.equal(found[0], forward(*negative, form, None)[0]) and torch.equal(found[1], lse)
+    again = repeated_backward(query, key, value, form, out, lse, d_out)
+    assert again is not None and all(torch.equal(x, y) for x, y in zip(again, gradients, strict=True))
+    others = (
+        (query, key.bfloat16(), value), (query, key, value.float()),
+        (query.transpose(1, 2).contiguous().transpose(1, 2), key, value),
+        (torch._neg_view(query), key, value), (query, key, key), (query[..., :8], key[..., :8], value[..., :8]),
+    )  # fmt: skip
+    assert all(repeated_forward(*other, form) is None for other in others)
+    assert repeated_forward(*tensors, form._replace(window=(-1, -1))) is None
+    assert repeated_backward(query, key, value, form, out, lse, d_out[:1, :1].expand_as(d_out)) is None
+    with FakeTensorMode():
+        assert repeated_forward(*tensors, form) is None
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert repeated_backward(query, key, value, form, out, lse, d_out) is None
+    finally:
+        torch.use_deterministic_algorithms(False)
