@@ -17,8 +17,9 @@ def test_defaults(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     home = Path("/home/someone/.cache/flexattn")
     assert read_settings({}) == Settings(
-        cache_dir=home, cache_size=2**30, compile_processes=4, debug=False, print_source=False, dump_dir=None
-    )
+        cache_dir=home, cache_size=2**30, compile_processes=4, debug=False, print_source=False, dump_dir=None,
+        without=frozenset(),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,18 @@ def test_home_that_cannot_hold_kernels(tmp_path):
 def test_bad_switch():
     with pytest.raises(ArgumentError, match=r"FLEXATTN_DEBUG: found 'maybe', expected 1 or 0"):
         read_settings({"FLEXATTN_DEBUG": "maybe"})
+
+
+@pytest.mark.parametrize(
+    ("value", "names"), [("", set()), ("stripes", {"stripes"}), (" Hopper , stripes,", {"hopper", "stripes"})]
+)
+def test_without(value, names):
+    assert read_settings({"FLEXATTN_WITHOUT": value}).without == names
+
+
+def test_without_what_does_not_exist():
+    with pytest.raises(ArgumentError, match="FLEXATTN_WITHOUT: found 'tma', expected names of hopper, stripes"):
+        read_settings({"FLEXATTN_WITHOUT": "stripes,tma"})
 
 
 def test_settings_are_read_once(monkeypatch, capsys):

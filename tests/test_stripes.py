@@ -14,6 +14,7 @@ from flexattn.compile.render import render
 from flexattn.compile.schedule import expected_backward
 from flexattn.compile.shared_memory import shared_bytes
 from flexattn.compile.stripes import stripe_of
+from flexattn.process.config import settings
 from flexattn.trace.trace import trace
 
 NAMES = ["backward_delta", "hopper_backward", "backward_dq_rows"]
@@ -74,6 +75,17 @@ def test_lists_by_hand_have_none() -> None:
     assert mask is not None and stripe_of(problem) == 256
     edited = mask.from_kv_blocks(mask.kv_num_blocks, mask.kv_indices, mask_mod=mods.causal)
     assert stripe_of(problem.with_fields(block_mask=edited)) == 0
+
+
+@pytest.mark.parametrize(("without", "backward"), [("stripes", "hopper_backward"), ("hopper", "backward_dq")])
+def test_they_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, without: str, backward: str) -> None:
+    monkeypatch.setenv("FLEXATTN_WITHOUT", without)
+    settings.cache_clear()
+    try:
+        assert backward in kernels(dense(33, 4, 4, 256))
+    finally:
+        monkeypatch.undo()
+        settings.cache_clear()
 
 
 def test_wide_heads_have_none() -> None:

@@ -32,6 +32,7 @@ from flexattn.compile.tiles import Tile
 from flexattn.graph.dependence import computed_from, loads_per_pair
 from flexattn.machine.triton_versions import has_gluon
 from flexattn.options import option
+from flexattn.process.config import settings
 from flexattn.process.frozen_class import frozen
 
 # Forward tiles by widths. BLOCK_M is hopper_descriptors.ROWS per consumer.
@@ -167,6 +168,7 @@ def _refusal(plan: KernelPlan, problem: Problem, tensors: Tensors) -> str | None
             for name in ("TRITON", "TRITON_DECODE")
         ),
         (not target.is_hopper, f"{target} is not sm_90"),
+        ("hopper" in settings().without, "FLEXATTN_WITHOUT has hopper"),
         (plan.dtype not in (torch.float16, torch.bfloat16), f"{plan.dtype} is not float16 or bfloat16"),
         (plan.exact, "EXACT is True"),
         (not has_gluon(), "this release of Triton is not known to compile it"),

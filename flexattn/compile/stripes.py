@@ -11,6 +11,7 @@ import math
 from flexattn.call.problem import Problem
 from flexattn.machine.target import l2_bytes, processors
 from flexattn.options import LARGEST_TILE
+from flexattn.process.config import settings
 
 _PACKED = (1024, 512)  # keys of a stripe of packed sequences; longer ones cut fewer sequences
 _BUSY = 0.9  # the least part of the multiprocessors that is busy, on average
@@ -23,7 +24,9 @@ _OF_L2 = 1.5
 def stripe_of(problem: Problem) -> int:
     """Return the number of keys in a stripe, a multiple of the tile; 0 if programs own single tiles."""
     blocks, N = problem.block_mask, problem.N
-    if N == 0 or (blocks is not None and not blocks.is_built):  # lists by hand may differ by direction
+    if N == 0 or "stripes" in settings().without:
+        return 0
+    if blocks is not None and not blocks.is_built:  # lists by hand may differ by direction
         return 0
     packed = blocks is not None and blocks.reach is not None
     longest = blocks.reach if blocks is not None and blocks.reach is not None else max(N, problem.query.size(2))

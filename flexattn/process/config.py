@@ -17,6 +17,8 @@ _FALSE = frozenset({"", "0", "false", "off", "no"})
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 CACHE_SIZE = 2**30  # default FLEXATTN_CACHE_SIZE in bytes, enough for thousands of kernels
 
+MECHANISMS = ("hopper", "stripes")  # what FLEXATTN_WITHOUT may name
+
 COMPILE_PROCESSES = 4  # default FLEXATTN_COMPILE_PROCESSES; a training step needs at most that many large kernels
 
 
@@ -30,6 +32,7 @@ class Settings:
     debug: bool  # FLEXATTN_DEBUG: log each stage of a first call on stderr
     print_source: bool  # FLEXATTN_DUMP=1: print generated sources on stderr
     dump_dir: Path | None  # FLEXATTN_DUMP=directory: copy generated sources and PTX there
+    without: frozenset[str]  # FLEXATTN_WITHOUT: the names of MECHANISMS that no plan uses
 
 
 @functools.cache
@@ -49,6 +52,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         debug=_switch(environment, "FLEXATTN_DEBUG"),
         print_source=is_switch and dump.lower() in _TRUE,
         dump_dir=None if is_switch else _folder("FLEXATTN_DUMP", dump),
+        without=_names(environment, "FLEXATTN_WITHOUT", MECHANISMS),
     )
 
 
@@ -57,6 +61,14 @@ def _switch(environment: Mapping[str, str], name: str) -> bool:
     if value not in _TRUE | _FALSE:
         raise ArgumentError(message(name, repr(environment[name]), "1 or 0", f"Set {name}=1, or unset it."))
     return value in _TRUE
+
+
+def _names(environment: Mapping[str, str], variable: str, allowed: tuple[str, ...]) -> frozenset[str]:
+    found = {name.strip().lower() for name in environment.get(variable, "").split(",")} - {""}
+    if unknown := sorted(found.difference(allowed)):
+        fix = f"Set {variable}={','.join(allowed)} or a part of it, or unset it."
+        raise ArgumentError(message(variable, repr(unknown[0]), f"names of {', '.join(allowed)}", fix))
+    return frozenset(found)
 
 
 def _count(environment: Mapping[str, str], name: str, default: int) -> int:
