@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from flexattn.tuning.tune import tune as tune
     from flexattn.varlen import varlen_attn as varlen_attn
     from flexattn.varlen import varlen_attn_out as varlen_attn_out
+    from flexattn.verification import Verification as Verification
+    from flexattn.verification import verify as verify
 
 __version__ = "0.1.0"
 
@@ -57,6 +59,7 @@ __all__ = [
     "PagedKVCache",
     "Profile",
     "Tuning",
+    "Verification",
     "and_masks",
     "counters",
     "create_block_mask",
@@ -76,6 +79,7 @@ __all__ = [
     "tune",
     "varlen_attn",
     "varlen_attn_out",
+    "verify",
 ]
 
 # Names that no call of flex_attention needs. The module of each is imported when the name is first used. No module of
@@ -85,6 +89,7 @@ _ON_FIRST_USE = {
     "PagedKVCache": "flexattn.kv_cache",
     "Profile": "flexattn.profiling",
     "Tuning": "flexattn.tuning.report",
+    "Verification": "flexattn.verification",
     "explain": "flexattn.explanation",
     "install_as_torch_flex": "flexattn.integrations.torch_flex",
     "merge_attention": "flexattn.merge",
@@ -94,6 +99,7 @@ _ON_FIRST_USE = {
     "tune": "flexattn.tuning.tune",
     "varlen_attn": "flexattn.varlen",
     "varlen_attn_out": "flexattn.varlen",
+    "verify": "flexattn.verification",
 }
 
 

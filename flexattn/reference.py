@@ -79,11 +79,11 @@ def over_all_pairs(
     for over in (3, 2, 1, 0):
         dims: list[int | None] = [0 if over == i else None for i in range(4)]
         scalar = torch.vmap(scalar, in_dims=tuple(dims if score is None else [0, *dims]))
-    with _IndexByTensor():
+    with IndexByTensor():
         return scalar(*indices) if score is None else scalar(score, *indices)
 
 
-class _IndexByTensor(TorchFunctionMode):
+class IndexByTensor(TorchFunctionMode):
     """Keeps `table[h]` from converting a 0-d tensor to a Python int, which vmap does not support."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

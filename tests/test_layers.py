@@ -21,7 +21,7 @@ ORDER = (
     "errors", "options", "merge", "reference", "mods", "process", "torch_state", "machine", "graph", "trace",
     "block_mask", "call",
     "kv_cache", "compile", "runtime", "mask_build", "engines", "torch_compile", "tuning", "explanation",
-    "profiling", "counters", "api", "varlen", "sdpa", "integrations", "__init__", "__main__",
+    "profiling", "counters", "api", "varlen", "verification", "sdpa", "integrations", "__init__", "__main__",
 )  # fmt: skip
 # These modules import Dynamo, which takes a second, Triton and jinja2.
 LAZY = {
@@ -117,9 +117,11 @@ def test_public_names() -> None:
     assert flexattn.__all__ == [
         "AuxOutput", "AuxRequest", "BlockMask", "Counters", "Explanation", "FlexAttentionError", "FlexKernelOptions",
         "PagedKVCache",
-        "Profile", "Tuning", "and_masks", "counters", "create_block_mask", "create_mask", "dropout_mask", "explain",
+        "Profile", "Tuning", "Verification", "and_masks", "counters", "create_block_mask", "create_mask",
+        "dropout_mask", "explain",
         "flex_attention", "install_as_torch_flex", "merge_attention", "mods", "noop_mask", "or_masks", "profile",
         "reference", "register_operator", "sdpa", "tune", "varlen_attn", "varlen_attn_out",
+        "verify",
     ]  # fmt: skip
     assert all(hasattr(flexattn, name) for name in flexattn.__all__)
     assert dir(flexattn) == sorted([*flexattn.__all__, "__version__"])
