@@ -30,6 +30,7 @@ with paused():
     from flexattn.trace.registered import register_operator as register_operator
 
 if TYPE_CHECKING:
+    from flexattn import layout as layout
     from flexattn import reference as reference
     from flexattn import sdpa as sdpa
     from flexattn.explanation import Explanation as Explanation
@@ -68,6 +69,7 @@ __all__ = [
     "explain",
     "flex_attention",
     "install_as_torch_flex",
+    "layout",
     "merge_attention",
     "mods",
     "noop_mask",
@@ -83,7 +85,7 @@ __all__ = [
 ]
 
 # Names that no call of flex_attention needs. The module of each is imported when the name is first used. No module of
-# this package is called like one of them, except `reference` and `sdpa`, which are modules.
+# this package is called like one of them, except `layout`, `reference` and `sdpa`, which are modules.
 _ON_FIRST_USE = {
     "Explanation": "flexattn.explanation",
     "PagedKVCache": "flexattn.kv_cache",
@@ -92,6 +94,7 @@ _ON_FIRST_USE = {
     "Verification": "flexattn.verification",
     "explain": "flexattn.explanation",
     "install_as_torch_flex": "flexattn.integrations.torch_flex",
+    "layout": "flexattn.layout",
     "merge_attention": "flexattn.merge",
     "profile": "flexattn.profiling",
     "reference": "flexattn.reference",

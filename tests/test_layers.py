@@ -18,7 +18,7 @@ import flexattn
 PACKAGE = Path(flexattn.__file__).parent
 # Reading order: a module imports only from those before it. A folder is one layer.
 ORDER = (
-    "errors", "options", "merge", "reference", "mods", "process", "torch_state", "machine", "graph", "trace",
+    "errors", "options", "merge", "reference", "mods", "layout", "process", "torch_state", "machine", "graph", "trace",
     "block_mask", "call",
     "kv_cache", "compile", "runtime", "mask_build", "engines", "torch_compile", "tuning", "explanation",
     "profiling", "counters", "api", "varlen", "verification", "sdpa", "integrations", "__init__", "__main__",
@@ -118,8 +118,8 @@ def test_public_names() -> None:
         "AuxOutput", "AuxRequest", "BlockMask", "Counters", "Explanation", "FlexAttentionError", "FlexKernelOptions",
         "PagedKVCache",
         "Profile", "Tuning", "Verification", "and_masks", "counters", "create_block_mask", "create_mask",
-        "dropout_mask", "explain",
-        "flex_attention", "install_as_torch_flex", "merge_attention", "mods", "noop_mask", "or_masks", "profile",
+        "dropout_mask", "explain", "flex_attention", "install_as_torch_flex", "layout", "merge_attention", "mods",
+        "noop_mask", "or_masks", "profile",
         "reference", "register_operator", "sdpa", "tune", "varlen_attn", "varlen_attn_out",
         "verify",
     ]  # fmt: skip
@@ -148,14 +148,14 @@ def test_the_door_holds_names_only() -> None:
 def test_type_checkers_see_the_names_that_are_loaded_on_first_use() -> None:
     (block,) = (s for s in _tree(Path("__init__.py")).body if isinstance(s, ast.If))
     seen = {a.name: f"{s.module}" for s in block.body if isinstance(s, ast.ImportFrom) for a in s.names}
-    assert seen == {**flexattn._ON_FIRST_USE, "reference": "flexattn", "sdpa": "flexattn"}
+    assert seen == {**flexattn._ON_FIRST_USE, **dict.fromkeys(("layout", "reference", "sdpa"), "flexattn")}
     assert set(seen) <= set(flexattn.__all__)
 
 
 def test_no_module_hides_a_name_that_is_loaded_on_first_use() -> None:
     """Importing the module flexattn.x sets the attribute x of the package."""
     modules = {m.parts[0].removesuffix(".py") for m in MODULES}
-    assert modules & set(flexattn._ON_FIRST_USE) == {"reference", "sdpa"}
+    assert modules & set(flexattn._ON_FIRST_USE) == {"layout", "reference", "sdpa"}
 
 
 def _of_a_fresh_process(script: str) -> str:
@@ -199,7 +199,7 @@ names = sorted(flexattn._ON_FIRST_USE)
 loaded = [name for name in names if name in vars(flexattn) or flexattn._ON_FIRST_USE[name] in sys.modules]
 from flexattn import explain, tune
 import flexattn.explanation, flexattn.profiling, flexattn.varlen, flexattn.merge
-print(loaded, [n for n in names if not callable(getattr(flexattn, n))] == ["reference", "sdpa"])
+print(loaded, [n for n in names if not callable(getattr(flexattn, n))] == ["layout", "reference", "sdpa"])
 print(flexattn.reference.attention.__module__, flexattn.explain is explain, hasattr(flexattn, "explanations"))
 """)
     assert found == "[] True\nflexattn.reference True False"

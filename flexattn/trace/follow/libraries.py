@@ -8,7 +8,7 @@ from functools import lru_cache
 _PACKAGES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton", "sympy", "functorch"}
 _OURS = "flexattn"
 # The modules of the package that define mods (test_follow.py). Functions of the others run without a guard.
-OUR_MODS = ("flexattn.mods", "flexattn.block_mask.slices", "flexattn.integrations")
+OUR_MODS = ("flexattn.mods", "flexattn.layout", "flexattn.block_mask.slices", "flexattn.integrations")
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: types without it are static C types and cannot be changed
 
 

@@ -1,0 +1,110 @@
+"""layout: the order of tokens of images and volumes. In tiles, the neighborhood of a token touches few blocks."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.errors import ArgumentError, message
+from flexattn.mods.kinds import named
+
+
+@dataclass(frozen=True, slots=True)
+class TiledGrid:
+    """The tokens of a grid, tile by tile: those of a tile are adjacent, in row-major order, as are the tiles.
+
+    A block of 128 tokens in row-major order is a part of a row, so a window of 13 x 13 touches 13 rows of blocks. With
+    tiles of 8 x 16 it touches 12 blocks at most, 8 on average. Narrow windows may touch fewer blocks in row-major
+    order: compare `counts()` of both masks.
+
+    Permute tokens before a model's first layer, restore them after the last one, and rewrite mods that were written for
+    row-major order with `mod`. Positional embeddings are permuted as tokens are.
+
+    Args:
+        shape: the grid, for example (height, width) or (depth, height, width).
+        tile: the shape of a tile. Its product should be the BLOCK_SIZE of masks. Tiles at the ends may be smaller.
+
+    Raises ArgumentError for other numbers of dims, and for sizes below 1.
+
+    Example:
+        >>> import torch
+        >>> from flexattn import create_block_mask, flex_attention, mods
+        >>> grid = TiledGrid((32, 32), (8, 16))
+        >>> q = k = v = torch.randn(1, 2, 32 * 32, 16)  # row-major
+        >>> window = mods.natten_2d(32, 32, 7)
+        >>> mask = create_block_mask(grid.mod(window), None, None, grid.tokens, grid.tokens, device="cpu")
+        >>> out = grid.restore(flex_attention(*(grid.permute(x) for x in (q, k, v)), block_mask=mask))  # row-major
+    """
+
+    shape: tuple[int, ...]
+    tile: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("shape", "tile"):
+            sizes = getattr(self, name)
+            good = isinstance(sizes, tuple) and sizes and all(type(n) is int and n > 0 for n in sizes)
+            if not good:
+                fix = f"Pass {name}=(height, width), for example."
+                raise ArgumentError(message(name, repr(sizes), "a tuple of ints from 1 on", fix))
+        if len(self.shape) != len(self.tile):
+            fix = "Pass one size of a tile for each dim of the grid."
+            raise ArgumentError(message("tile", f"{len(self.tile)} sizes", f"{len(self.shape)}, as in shape", fix))
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens."""
+        return math.prod(self.shape)
+
+    def row_major(self, position: Any) -> Any:
+        """Return the row-major position of the token at a position in this order. Both are ints or integer tensors."""
+        rest, outside = self.tokens, 1  # tokens of a slice of the dims that follow, and of a tile in those before
+        starts, sizes = [], []
+        for n, tile in zip(self.shape, self.tile, strict=True):
+            rest //= n
+            index = position // (outside * tile * rest)
+            position = position - index * (outside * tile * rest)
+            starts.append(index * tile)
+            sizes.append(tile if n % tile == 0 else _at_most(n - index * tile, tile))
+            outside = outside * sizes[-1]
+        found: Any = 0
+        stride = 1
+        for n, start, size in zip(reversed(self.shape), reversed(starts), reversed(sizes), strict=True):
+            found = found + stride * (start + position % size)
+            position = position // size
+            stride *= n
+        return found
+
+    def order(self, device: torch.device | str | None = None) -> Tensor:
+        """Return the row-major position of each token in this order, int64 [tokens]."""
+        return self.row_major(torch.arange(self.tokens, device=device))
+
+    def permute(self, x: Tensor, dim: int = -2) -> Tensor:
+        """Return a tensor with tokens along `dim` in row-major order in this order."""
+        return x.index_select(dim, self.order(x.device))
+
+    def restore(self, x: Tensor, dim: int = -2) -> Tensor:
+        """Return a tensor with tokens along `dim` in this order in row-major order."""
+        return x.index_select(dim, self.order(x.device).argsort())
+
+    def mod(self, mod: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a mask_mod or score_mod of row-major positions as one of positions in this order."""
+
+        def score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+            return mod(score, b, h, self.row_major(q_idx), self.row_major(kv_idx))
+
+        def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+            return mod(b, h, self.row_major(q_idx), self.row_major(kv_idx))
+
+        required = [p for p in inspect.signature(mod).parameters.values() if p.default is p.empty]
+        name = f"{getattr(mod, '__name__', 'mod')}_in_tiles"
+        return named(score, name) if len(required) == 5 else named(mask, name)
+
+
+def _at_most(n: Any, most: int) -> Any:
+    return n.clamp(max=most) if isinstance(n, Tensor) else min(n, most)
