@@ -646,3 +646,20 @@ def test_opcheck():
     arguments = columns, [], [], [], 130, 130, H, 60, True, text
     torch.library.opcheck(torch.ops.flexattn.list_rows.default, arguments, test_utils=utils)
     assert len(list_rows(columns, [], [], [], (130, 130, H, 60), False, text)) == 5
+
+
+@pytest.mark.parametrize("M", [16, 2048])
+def test_short_queries_of_long_keys(M: int) -> None:
+    """Whether a backward takes keys in order depends on both lengths, in the lists and where they are read."""
+    cu_q, cu_k = (torch.arange(0, 5 * n, n, dtype=torch.int32) for n in (M, 1024))
+    query, key = torch.randn(4 * M, 1, 8), torch.randn(4096, 1, 8)
+    given = [x.requires_grad_() for x in (query, key, key.clone())]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = varlen_attn(query, key, value, cu_q, cu_k, M, 1024)
+        assert isinstance(out, Tensor)
+        return out
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    results = [torch.autograd.grad(f(*given).square().sum(), given) for f in (attend, compiled)]
+    assert all(map(torch.equal, *results))

@@ -61,11 +61,26 @@ def test_dense_calls(sizes: tuple[int, ...], stripe: int, causal: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("problem", "stripe"), [((64, 256), 1024), ((64, 256, 32, 8), 1024), ((40, 256), 0), ((64, 1024), 0)], ids=str
-)
+    ("problem", "stripe"),
+    [
+        ((64, 256), 1024), ((64, 256, 32, 8), 512), ((128, 64, 32, 8), 0), ((40, 256), 0), ((64, 1024), 0),
+        ((66, 512), 1024), ((24, 700), 0),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_packed_calls(problem: tuple[int, ...], stripe: int) -> None:
     """40 x 256 tokens have 80 of 132 programs in the second wave, or 28 in the third one."""
     assert stripe_of(packed(*problem)) == stripe
+
+
+def test_long_keys_of_short_queries_have_none() -> None:
+    """No queries would have all their keys in one stripe."""
+    cu_q, cu_k = (torch.arange(0, 33 * n, n, dtype=torch.int32) for n in (128, 4096))
+    q, k = (torch.zeros(1, 16, 32 * n, 128, dtype=torch.bfloat16, requires_grad=True) for n in (128, 4096))
+    found = Packed.of(PackedArguments(cu_q, cu_k, 128, 4096), q, k)
+    mask = packed_mask(None, found.packing, found.window)
+    blocks = found.blocks_of(mask, (32 * 128, 32 * 4096), 16, True)
+    assert stripe_of(Problem(q, k, k, 0.1, mask=mask, block_mask=blocks)) == 0
 
 
 def test_lists_by_hand_have_none() -> None:

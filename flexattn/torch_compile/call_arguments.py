@@ -115,7 +115,7 @@ def operands_of(given: CallArguments, score: BoundMod | None, mask: BoundMod | N
         learning = (*tensors, *(() if score is None else score.captures), *(() if sink is None else (sink,)))
         both = torch.is_grad_enabled() and any(x.requires_grad for x in learning)
         tensors, layout = _described(given, sequences, mask, both)
-        lengths = (given.lengths[0],)
+        lengths = (torch.sym_max(*given.lengths),)
     elif sequences is not None and form is not None:
         lengths = tuple(given.sizes[:2])
     return Operands(
@@ -136,7 +136,7 @@ def _described(
     captures = [] if mask is None else [_placed(c, query) for c in mask.captures]
     ints, floats = _numbers(() if mask is None else (mask,))
     spec = Spec(mask=None if mask is None else mask.graph, sequences=form)
-    sizes = T_q, T_k, query.shape[1], packed.max_q
+    sizes = T_q, T_k, query.shape[1], torch.sym_max(packed.max_q, packed.max_k)
     lists = list_rows(columns, captures, list(ints), list(floats), sizes, both, spec.dumps())
     return (query, key, value), (columns, *lists)
 

@@ -139,7 +139,7 @@ class Packed:
 
     packing: Packing
     window: tuple[int, int]
-    longest: int  # no sequence has more queries
+    longest: int  # no sequence has more queries, or keys
     used_rows: Tensor | None  # bool [T_k]: which rows of key hold a token that is used; None: all
 
     @staticmethod
@@ -156,7 +156,7 @@ class Packed:
                 return packing, None if used_k is None else used_rows(given.cu_seq_k, used_k, T_k)
 
         packing, rows = packings.get(_sizes_of(given, (T_q, T_k)), tensors, make)
-        return Packed(packing, tuple(given.window_size), given.max_q, rows)  # type: ignore[arg-type]
+        return Packed(packing, tuple(given.window_size), max(given.max_q, given.max_k), rows)  # type: ignore[arg-type]
 
     @staticmethod
     def recalled(given: PackedArguments, query: Tensor, key: Tensor) -> Packed | None:
@@ -174,7 +174,7 @@ class Packed:
         lengths = rows_in(query), rows_in(key)
         found = packings.known(_sizes_of(given, lengths), (given.cu_seq_q, given.cu_seq_k))
         if found is not None:
-            return Packed(found[0][0], window, given.max_q, None)
+            return Packed(found[0][0], window, max(given.max_q, given.max_k), None)
         return Packed.of(given, *[batch_of_rows(x) if x.dim() == 3 else x for x in (query, key)])
 
     def tensors_of(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ def mask_of_rows(
     bound: BoundMod, packing: Packing, window: tuple[int, int] | None, lengths: tuple[int, int], H: int, both: bool,
     longest: int,
 ) -> BlockMask:  # fmt: skip
-    """Return the block lists of a packed mask. `both`: for a backward too, of sequences of at most `longest` queries.
+    """Return the block lists of a packed mask. `both`: for a backward too. `longest`: no sequence has more rows.
 
     Programs of a backward take keys with many queries first. If all sequences are short, they take them in order
     instead: keys of one sequence at a time, so that their queries and the sums of dq stay in L2. For 64 x 256 tokens
