@@ -255,3 +255,22 @@ def test_its_text() -> None:
     cache.append(X, X, lengths=[3, 0])
     cache.append(X, X, lengths=torch.tensor([1, 2], dtype=torch.int32))
     assert repr(cache) == "PagedKVCache(2 of 8 pages of 16 tokens, lengths [3..6, 0..3])"
+
+
+def test_wrong_types_and_lengths_name_the_argument_and_change_nothing() -> None:
+    model = ModelledCache()
+    key, value = torch.randn(4, 2, 5, 8), torch.randn(4, 2, 5, 12)
+    calls: list[tuple[str, Any]] = [
+        ("lengths", lambda: model.cache.append(key, value, lengths=torch.tensor([6, 0, 0, 0], dtype=torch.int32))),
+        ("lengths", lambda: model.cache.append(key, value, lengths=torch.tensor([-1, 0, 0, 0], dtype=torch.int32))),
+        ("lengths", lambda: model.cache.append(key, value, lengths=1.5)),  # type: ignore[arg-type]
+        ("sequences", lambda: model.cache.erase(0)),  # type: ignore[arg-type]
+        ("sequences", lambda: model.cache.fork(0, 1)),  # type: ignore[arg-type]
+        ("tokens", lambda: model.cache.reserve(1.5)),  # type: ignore[arg-type]
+        ("keep", lambda: model.cache.erase([0], 1.5)),  # type: ignore[arg-type]
+    ]
+    for name, call in calls:
+        with pytest.raises(flexattn.errors.ArgumentError, match=f"^{name}: found"):
+            call()
+    model.check()
+    assert model.cache.free_pages == 24
