@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexattn.errors import ArgumentError, DtypeError, message
+from flexattn.errors import ArgumentError, DeviceError, DtypeError, message
 
 _OUTS = "Pass the outputs of flex_attention over each part of the keys."
 _LSES = "Pass their lse, from return_aux=AuxRequest(lse=True)."
@@ -30,7 +30,8 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         are 0, and their lse is -inf. Both are differentiable. A sink belongs to one of the parts only.
 
     Raises:
-        ArgumentError if the numbers or shapes of `outs` and `lses` do not match, DtypeError if their dtypes differ.
+        ArgumentError if the numbers or shapes of `outs` and `lses` do not match, DtypeError if they are not
+        lists of tensors of one dtype, DeviceError if their devices differ.
 
     Example:
         >>> import torch, flexattn
@@ -64,11 +65,19 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
 
 def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
+    for name, parts, fix in (("outs", outs, _OUTS), ("lses", lses, _LSES)):
+        if not isinstance(parts, (list, tuple)) or not all(isinstance(x, Tensor) for x in parts):
+            found = f"a {type(parts).__name__}" if not isinstance(parts, (list, tuple)) else "other objects"
+            raise DtypeError(message(name, found, "a list of tensors", fix))
     if not outs:
         raise ArgumentError(message("outs", "no tensor", "at least one", _OUTS))
     if len(outs) != len(lses):
         raise ArgumentError(message("lses", f"{len(lses)} tensors", f"as many as outs, {len(outs)}", _LSES))
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        for name, x in (("outs", out), ("lses", lse)):
+            if x.device != outs[0].device:
+                expected = f"that of outs[0], {outs[0].device}"
+                raise DeviceError(message(f"{name}[{i}]", f"device {x.device}", expected, "Move it."))
         if out.shape != outs[0].shape:
             expected = f"that of outs[0], {tuple(outs[0].shape)}"
             raise ArgumentError(message(f"outs[{i}]", f"shape {tuple(out.shape)}", expected, _OUTS))

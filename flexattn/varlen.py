@@ -121,8 +121,9 @@ def varlen_attn(
         kv_layout: as in flex_attention.
 
     Returns:
-        [T_q, Hq, Dv]. Rows without keys are 0, and so are rows after the last sequence. All derivatives that
-        flex_attention has. For gradients on a GPU, the rows of query after the last sequence must be finite.
+        [T_q, Hq, Dv]. Rows without keys are 0, and so are rows after the last sequence, whose lse is -inf. All
+        derivatives that flex_attention has. For gradients on a GPU, the rows of query after the last sequence must be
+        finite.
 
     Raises ArgumentError for wrong lengths: on the CPU. On a GPU, a device-side assertion names cu_seq_q or cu_seq_k.
 
@@ -133,16 +134,22 @@ def varlen_attn(
         >>> varlen_attn(query, key, value, cu_seq, cu_seq, 4, 4, window_size=(-1, 0)).shape
         torch.Size([7, 2, 16])
     """
+    if return_aux is not None and not hasattr(return_aux, "lse"):
+        fix = "Write return_aux=AuxRequest(lse=True)."
+        raise DtypeError(message("return_aux", f"a {type(return_aux).__name__}", "an AuxRequest", fix))
     given = _Given(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, enable_gqa, seqused_k, block_table,
         score_mod, mask_mod, sink, dropout_p, _options(kernel_options, num_splits), kv_layout,
     )  # fmt: skip
     _check_ranks(given)
+    _check_keys(given)
     invariant = given.kernel_options.get("BATCH_INVARIANT") is True
     if given.cu_seq_k is None or given.block_table is not None or invariant:
         out, lse = _padded(given)
     else:
         out, lse = _packed(given)
+        if return_aux is not None and return_aux.lse and sink is not None:
+            lse = _without_rows_after(lse, cu_seq_q)
     return (out, lse) if return_aux is not None and return_aux.lse else out
 
 
@@ -195,6 +202,9 @@ class _Given(NamedTuple):  # Dynamo traces it
 
 def _options(kernel_options: Mapping[str, object] | None, num_splits: int | None) -> dict[str, object]:
     """Return kernel_options with num_splits as one of them."""
+    if kernel_options is not None and not isinstance(kernel_options, Mapping):
+        found, fix = f"a {type(kernel_options).__name__}", "See FlexKernelOptions."
+        raise DtypeError(message("kernel_options", found, "a dict", fix))
     options = dict(kernel_options or {})
     if num_splits is None:
         return options
@@ -221,10 +231,28 @@ def _check_ranks(given: _Given) -> None:
         raise ArgumentError(message("seqused_k", "None", "a tensor with block_table", fix))
 
 
+def _check_keys(given: _Given) -> None:
+    """Check the rows of value and the sequences of key, before key and value are gathered."""
+    key, value, cu = given.key, given.value, given.cu_seq_q
+    if given.block_table is not None:
+        return
+    if given.cu_seq_k is not None and value.size(0) != key.size(0):
+        fix = "Give each key its value."
+        raise ArgumentError(message("value", f"{value.size(0)} rows", f"those of key, {key.size(0)}", fix))
+    if given.cu_seq_k is None and isinstance(cu, Tensor) and cu.dim() == 1 and key.size(0) != cu.size(0) - 1:
+        fix = "Give each sequence its keys: key.expand(sequences, -1, -1, -1) if they share them."
+        raise ArgumentError(message("key", f"{key.size(0)} sequences", f"those of cu_seq_q, {cu.size(0) - 1}", fix))
+
+
 def _packed(given: _Given) -> tuple[Tensor, Tensor]:
     """Compute the sequences as one row of a batch, with a mask that separates them."""
     arguments = _arguments(given, given.query, given.key, given.value, _sequences(given))
     return traced_rows(*arguments) if torch.compiler.is_dynamo_compiling() else attend_rows(Call(*arguments))
+
+
+def _without_rows_after(lse: Tensor, cu_seq_q: Tensor) -> Tensor:
+    """Return lse [Hq, T_q] with -inf in the rows after the last sequence, where the kernels write the sink."""
+    return torch.where(torch.arange(lse.size(1), device=lse.device) < cu_seq_q[-1], lse, -torch.inf)
 
 
 def _arguments(given: _Given, query: Tensor, key: Tensor, value: Tensor, layout: Any) -> tuple[Any, ...]:

@@ -255,3 +255,41 @@ def test_its_text() -> None:
     cache.append(X, X, lengths=[3, 0])
     cache.append(X, X, lengths=torch.tensor([1, 2], dtype=torch.int32))
     assert repr(cache) == "PagedKVCache(2 of 8 pages of 16 tokens, lengths [3..6, 0..3])"
+
+
+def test_wrong_types_and_lengths_name_the_argument_and_change_nothing() -> None:
+    model = ModelledCache()
+    key, value = torch.randn(4, 2, 5, 8), torch.randn(4, 2, 5, 12)
+    calls: list[tuple[str, Any]] = [
+        ("lengths", lambda: model.cache.append(key, value, lengths=torch.tensor([6, 0, 0, 0], dtype=torch.int32))),
+        ("lengths", lambda: model.cache.append(key, value, lengths=torch.tensor([-1, 0, 0, 0], dtype=torch.int32))),
+        ("lengths", lambda: model.cache.append(key, value, lengths=1.5)),  # type: ignore[arg-type]
+        ("sequences", lambda: model.cache.erase(0)),  # type: ignore[arg-type]
+        ("sequences", lambda: model.cache.fork(0, 1)),  # type: ignore[arg-type]
+        ("tokens", lambda: model.cache.reserve(1.5)),  # type: ignore[arg-type]
+        ("keep", lambda: model.cache.erase([0], 1.5)),  # type: ignore[arg-type]
+    ]
+    for name, call in calls:
+        with pytest.raises(flexattn.errors.ArgumentError, match=f"^{name}: found"):
+            call()
+    model.check()
+    assert model.cache.free_pages == 24
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_float64_tokens_keep_their_bits_and_positions_without_an_angle_are_nan(interleaved: bool) -> None:
+    cache = PagedKVCache(1, 64, pages=4, heads=1, head_dim=8, dtype=torch.float64, device="cpu")
+    x, angles = torch.randn(1, 1, 5, 8, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+    cos, sin = angles.cos(), angles.sin()
+    rotated = cache.append(x, x, query=x, rotary_cos=cos, rotary_sin=sin, rotary_interleaved=interleaved)
+    assert rotated is not None
+    key, value = stored(cache, 0)
+    pairs = [(0, 1), (2, 3)] if interleaved else [(0, 2), (1, 3)]
+    expected = x[0, 0].clone()
+    expected[4, :4] = torch.nan
+    for i, (a, b) in enumerate(pairs):
+        expected[:4, a] = x[0, 0, :4, a] * cos[:, i] - x[0, 0, :4, b] * sin[:, i]
+        expected[:4, b] = x[0, 0, :4, b] * cos[:, i] + x[0, 0, :4, a] * sin[:, i]
+    for found in (key[:, 0], rotated[0, 0]):
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14, equal_nan=True)
+    assert torch.equal(value[:, 0], x[0, 0])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexattn import AuxRequest, flex_attention, merge_attention
-from flexattn.errors import ArgumentError, DtypeError
+from flexattn.errors import ArgumentError, DtypeError, FlexAttentionError
 
 CUTS = ((0, 5), (5, 6), (6, 20))
 
@@ -96,3 +96,18 @@ def test_errors_name_the_argument() -> None:
     ):
         with pytest.raises(error, match=text):
             merge_attention(outs, lses)
+
+
+@pytest.mark.parametrize(
+    ("outs", "lses", "name"),
+    [
+        ([1], [2], "outs"),
+        (torch.zeros(2, 1, 1, 1, 4), torch.zeros(2, 1, 1, 1), "outs"),
+        ([torch.zeros(1, 1, 1, 4)], [None], "lses"),
+        ([torch.zeros(1, 1, 1, 4)], [torch.zeros(1, 1, 1, device="meta")], r"lses\[0\]"),
+        ([], [torch.zeros(1, 1, 1)], "outs"),
+    ],
+)
+def test_parts_that_are_no_tensors_of_one_device(outs: object, lses: object, name: str) -> None:
+    with pytest.raises(FlexAttentionError, match=f"^{name}: found"):
+        merge_attention(outs, lses)  # type: ignore[arg-type]

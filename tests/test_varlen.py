@@ -373,3 +373,27 @@ def test_keys_of_short_sequences_are_taken_in_order() -> None:
         assert blocks.q_runs is not None
         assert (blocks.q_runs.order[0].tolist() == list(range(32))) == in_order
         assert blocks.reach == (longest if in_order else None)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_splits": 1}], ids=["packed", "padded"])
+def test_rows_after_the_last_sequence_have_no_sink(options: dict[str, Any]) -> None:
+    case = PackedCase(after=3, sink=True, window_size=(-1, 0))
+    tensors = case.tensors()
+    _, lse = case.run(*tensors, **options)
+    torch.testing.assert_close(lse.double(), case.expected(*tensors)[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"return_aux": True}, "return_aux"),
+        ({"kernel_options": 3}, "kernel_options"),
+        ({"value": torch.randn(9, 2, 16), "num_splits": 1}, "value"),
+        ({"cu_seq_k": None, "key": torch.randn(1, 9, 2, 16), "value": torch.randn(1, 9, 2, 16)}, "key"),
+    ],
+)
+def test_errors_of_forms_name_the_argument(changes: dict[str, Any], name: str) -> None:
+    x, cu = torch.randn(10, 2, 16), integers(0, 4, 10)
+    given = {"query": x, "key": x, "value": x, "cu_seq_q": cu, "cu_seq_k": cu, "max_q": 6, "max_k": 9, **changes}
+    with pytest.raises(flexattn.errors.FlexAttentionError, match=f"^{name}: found"):
+        varlen_attn(**given)

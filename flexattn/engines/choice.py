@@ -58,8 +58,9 @@ def _reads_layout(engine: Engine, problem: Problem) -> bool:
     blocks = problem.block_mask
     if blocks is not None and blocks.seq_lengths[1] != problem.N:  # its lists of query blocks have more rows than key
         return False
-    shared = problem.key.size(0) == 1 < problem.query.size(0)  # dK/dV would need a length per batch
-    return not problem.is_paged and not (shared and problem.layout.seqused_k is not None)
+    shared = problem.key.size(0) == 1 < problem.query.size(0)
+    by_sequence = problem.layout.seqused_k is not None or problem.layout.q_offsets is not None
+    return not problem.is_paged and not (shared and by_sequence)  # dK/dV reads one length and one offset
 
 
 def lse_dtype_of(query: Tensor, options: Options) -> torch.dtype:

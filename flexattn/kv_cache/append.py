@@ -117,8 +117,11 @@ def _rotated(x: Tensor, position: Tensor, tokens: Tokens) -> Tensor:
     if tokens.cos is None or tokens.sin is None:
         return x
     half = tokens.cos.size(1)
-    cos, sin = (t.float()[position.clamp(max=t.size(0) - 1)][:, None] for t in (tokens.cos, tokens.sin))
-    turned, rest = x.float().split((2 * half, x.size(3) - 2 * half), -1)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    known = (position < tokens.cos.size(0))[:, None, :, None]
+    angles = (t.to(wide)[position.clamp(max=t.size(0) - 1)][:, None] for t in (tokens.cos, tokens.sin))
+    cos, sin = (torch.where(known, angle, torch.nan) for angle in angles)
+    turned, rest = x.to(wide).split((2 * half, x.size(3) - 2 * half), -1)
     if tokens.interleaved:
         a, b = turned.unflatten(-1, (half, 2)).unbind(-1)
     else:

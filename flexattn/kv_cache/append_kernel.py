@@ -11,10 +11,14 @@ import triton.language as tl
 @triton.jit
 def rotated(x_ptr, m, inside, stride_m, cos_ptr, sin_ptr, position, positions, SIZE: tl.constexpr, ROTARY: tl.constexpr,
             INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """Load the rows m of a tensor and rotate their first ROTARY columns. Positions without an angle give NaN."""
+    """Load the rows m of a tensor and rotate their first ROTARY columns. Positions without an angle give NaN.
+
+    The result is float64 if the tensor is, otherwise float32.
+    """
+    wide: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     d = tl.arange(0, WIDTH)[None, :]
     row = x_ptr + m.to(tl.int64)[:, None] * stride_m
-    x = tl.load(row + d, mask=inside[:, None] & (d < SIZE), other=0.0).to(tl.float32)
+    x = tl.load(row + d, mask=inside[:, None] & (d < SIZE), other=0.0).to(wide)
     if ROTARY > 0:
         half: tl.constexpr = ROTARY // 2
         if INTERLEAVED:
@@ -26,10 +30,10 @@ def rotated(x_ptr, m, inside, stride_m, cos_ptr, sin_ptr, position, positions, S
             partner = tl.where(is_first, d + half, d - half)
         turns = inside[:, None] & (d < ROTARY)
         known = turns & (position < positions)[:, None]
-        y = tl.load(row + partner, mask=turns, other=0.0).to(tl.float32)
+        y = tl.load(row + partner, mask=turns, other=0.0).to(wide)
         angle = position.to(tl.int64)[:, None] * half + pair
-        cos = tl.load(cos_ptr + angle, mask=known, other=float("nan")).to(tl.float32)
-        sin = tl.load(sin_ptr + angle, mask=known, other=float("nan")).to(tl.float32)
+        cos = tl.load(cos_ptr + angle, mask=known, other=float("nan")).to(wide)
+        sin = tl.load(sin_ptr + angle, mask=known, other=float("nan")).to(wide)
         x = tl.where(turns, x * cos + tl.where(is_first, -y, y) * sin, x)
     return x
 
@@ -39,7 +43,7 @@ def stored(x, descale_ptr, h, DTYPE: tl.constexpr):
     """Return x in the dtype of the cache: float8 is divided by the scale of its head, and saturates."""
     if descale_ptr is not None:
         x = x / tl.load(descale_ptr + h)
-        x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+        x = tl.where(x == x, tl.minimum(tl.maximum(x, -448.0), 448.0), x)  # NaN stays NaN
     return x.to(DTYPE)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -178,7 +178,7 @@ class PagedKVCache:
             value: [B, Hkv, M, Dv].
             query: [B, Hq, M, D] of the same tokens, to be rotated too. It is not stored.
             lengths: how many of the M tokens each sequence appends; None: all. With a tensor, int32 [B] on the device,
-                pages are taken for M tokens.
+                pages are taken for M tokens. A GPU uses entries from 0 to M; others raise on the CPU.
             sequences: which sequences, in the order of key's batch; None: all.
             rotary_cos, rotary_sin: [positions, R / 2]. The first R columns of key and query are rotated by the angles
                 of their positions. Positions beyond the last give NaN.
@@ -345,7 +345,7 @@ class PagedKVCache:
         most = len(self._most)
         if sequences is None:
             return list(range(most))
-        rows = list(sequences)
+        rows = list(sequences) if isinstance(sequences, Iterable) else [repr(sequences)]
         if any(not isinstance(row, int) or not 0 <= row < most for row in rows) or len(set(rows)) < len(rows):
             fix = "Pass Python ints. sequences of the constructor is their number."
             raise ArgumentError(message("sequences", rows, f"different ints from 0 to {most - 1}", fix))
@@ -408,6 +408,9 @@ class PagedKVCache:
                 found = f"{short_dtype(lengths.dtype)} {list(lengths.shape)} on {lengths.device}"
                 expected = f"i32 [{B}] on {self.key.device}"
                 raise ArgumentError(message("lengths", found, expected, "Or pass a list of ints."))
+            if lengths.is_cpu and bool(((lengths < 0) | (lengths > M)).any()):
+                fix = "Append at most the tokens that key has."
+                raise ArgumentError(message("lengths", lengths.tolist(), f"entries from 0 to {M}", fix))
             return [M] * B, lengths.contiguous()
         counts = _numbers("lengths", lengths, B)
         if any(n > M for n in counts):
@@ -418,7 +421,7 @@ class PagedKVCache:
 
 def _numbers(name: str, given: int | Sequence[int], count: int) -> list[int]:
     """Return one number for each sequence."""
-    numbers = [given] * count if isinstance(given, int) else list(given)
+    numbers = [given] * count if not isinstance(given, Iterable) else list(given)
     if len(numbers) != count or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers):
         fix = "Pass Python ints."
         raise ArgumentError(message(name, repr(given), f"an int from 0 on, or one for each of {count}", fix))

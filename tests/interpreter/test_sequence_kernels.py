@@ -9,6 +9,7 @@ import torch
 from oracle import assert_close_to_oracle
 from sequence_cases import CASES, SequenceCase
 
+from flexattn import create_block_mask, flex_attention, mods
 from flexattn.call import layout
 
 pytest.importorskip("triton")
@@ -97,3 +98,22 @@ def test_pages_that_do_not_exist_give_nan(page_size: int, page: int, monkeypatch
     out, _, _ = case.run(q, k, v, BACKEND="TRITON_DECODE")
     assert out[1].isnan().all()
     assert not out[0].isnan().any()
+
+
+def test_gradients_of_keys_that_sequences_at_different_offsets_share() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, 2, M, 16, generator=generator) for B, M in ((3, 5), (1, 170), (1, 170)))
+    mask = create_block_mask(mods.sliding_window(20), None, None, 170, 170, device="cpu", BLOCK_SIZE=32)
+    offsets = torch.tensor([100, 20, 98], dtype=torch.int32)
+    d_out = torch.randn(q.shape, generator=generator)
+
+    def gradients(keys: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        key, value = (x.expand(keys, -1, -1, -1) for x in leaves[1:])
+        options = {"BACKEND": "TRITON" if dtype == torch.float32 else "CPU"}
+        out = flex_attention(leaves[0], key, value, None, mask, q_offsets=offsets, kernel_options=options)
+        return torch.autograd.grad(out, leaves, d_out.to(dtype))
+
+    expected = gradients(3, torch.float64)
+    for found, exact in zip(gradients(1, torch.float32), expected, strict=True):
+        torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
