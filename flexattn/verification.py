@@ -198,7 +198,7 @@ def _row_of_query(inputs: _Inputs, at: tuple[int, int, int], dtype: torch.dtype)
     with torch.enable_grad():
         query.requires_grad_()
         raw = ((key @ query) * inputs.scale).to(torch.promote_types(dtype, torch.float32))  # [N]
-        score = _modified(inputs, raw, b, h, torch.full_like(kv_idx, i), kv_idx)
+        score = _modified(inputs, raw, (b, h), torch.full_like(kv_idx, i), kv_idx)
         lse = torch.logsumexp(score, 0) if score.numel() else score.new_tensor(-math.inf)
         weight = torch.where(lse == -math.inf, 0.0, torch.exp(score - lse))
         out = weight.to(dtype) @ value
@@ -226,7 +226,7 @@ def _row_of_key(inputs: _Inputs, at: tuple[int, int, int], dtype: torch.dtype) -
             delta = (inputs.out[b, h].to(wide) * d_out.to(wide)).sum(-1)
             raw = ((query @ key) * inputs.scale).to(wide).requires_grad_()  # [M]
             with torch.enable_grad():
-                score = _modified(inputs, raw, b, h, q_idx, torch.full_like(q_idx, j))
+                score = _modified(inputs, raw, (b, h), q_idx, torch.full_like(q_idx, j))
             weight = torch.where(lse == -math.inf, 0.0, torch.exp(score.detach() - lse))
             d_score = weight * ((d_out @ value).to(wide) - delta)
             d_raw = _gradient(score, raw, torch.where(weight == 0, 0.0, d_score))
@@ -241,9 +241,10 @@ def _gradient(y: Tensor, x: Tensor, d_y: Tensor) -> Tensor:
     return torch.zeros_like(x) if found is None else found
 
 
-def _modified(inputs: _Inputs, raw: Tensor, b: int, h: int, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """Return the scores of pairs (q_idx, kv_idx) after score_mod, -inf where they do not attend."""
-    at = torch.tensor((b, h), device=raw.device)
+def _modified(inputs: _Inputs, raw: Tensor, head: tuple[int, int], q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """Return the scores of pairs (q_idx, kv_idx) of (b, h) after score_mod, -inf where they do not attend."""
+    b, h = head
+    at = torch.tensor(head, device=raw.device)
     score = raw
     if inputs.score_mod is not None:
         score = _over_pairs(inputs.score_mod, (0, None, None, 0, 0), raw, at[0], at[1], q_idx, kv_idx).to(raw.dtype)

@@ -188,6 +188,7 @@ MASKED = replace(SHORT, mask="causal")
 CACHE = Call(M=1, offsets=True, rows=512, mask="causal")
 NARROW = Call(M=1, N=1024, D=96, stored=(3, 4, 1024, 128))
 LATENT = Call(M=1, N=1024, D=576, Dv=512, stored=(3, 2, 1024, 640), latent=True)
+STRIPED = Call(B=66, Bkv=66, Hq=2, stored=(66, 2, 256, 64))  # 132 programs of short sequences
 WIDE = Call(D=256, Dv=256, stored=(3, 8, 512, 256))
 
 
@@ -228,6 +229,8 @@ BASES = (PLAIN, TABLE, EXACT, DROPPED, PAIRS, GATE, SHORT, NARROW, CACHE, WIDE)
 CALLS = [
     *dict.fromkeys(itertools.chain.from_iterable(map(variants, BASES))),
     LATENT,
+    STRIPED,
+    *(replace(STRIPED, mask="causal", by_hand=by_hand) for by_hand in (False, True)),
     MASKED,
     replace(MASKED, by_hand=True),
     CAPTURED,
