@@ -293,3 +293,15 @@ def test_float64_tokens_keep_their_bits_and_positions_without_an_angle_are_nan(i
     for found in (key[:, 0], rotated[0, 0]):
         torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14, equal_nan=True)
     assert torch.equal(value[:, 0], x[0, 0])
+
+
+def test_nan_stays_nan_in_float8() -> None:
+    scale = torch.ones(1)
+    cache = PagedKVCache(
+        1, 64, pages=4, heads=1, head_dim=8, dtype=FLOAT8, device="cpu", k_descale=scale, v_descale=scale
+    )
+    x = torch.tensor([torch.nan, 1.0, 1000.0, -torch.inf]).repeat(2)[None, None, None]
+    cache.append(x, x)
+    for found in stored(cache, 0):
+        expected = torch.tensor([torch.nan, 1.0, 448.0, -448.0]).repeat(2)
+        torch.testing.assert_close(found[0, 0].float(), expected, rtol=0, atol=0, equal_nan=True)

@@ -15,7 +15,7 @@ def rotated(x_ptr, m, inside, stride_m, cos_ptr, sin_ptr, position, positions, S
 
     The result is float64 if the tensor is, otherwise float32.
     """
-    wide: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    wide = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     d = tl.arange(0, WIDTH)[None, :]
     row = x_ptr + m.to(tl.int64)[:, None] * stride_m
     x = tl.load(row + d, mask=inside[:, None] & (d < SIZE), other=0.0).to(wide)

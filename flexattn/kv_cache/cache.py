@@ -345,10 +345,12 @@ class PagedKVCache:
         most = len(self._most)
         if sequences is None:
             return list(range(most))
-        rows = list(sequences) if isinstance(sequences, Iterable) else [repr(sequences)]
+        fix, expected = "Pass a list of Python ints.", f"different ints from 0 to {most - 1}"
+        if not isinstance(sequences, Iterable):
+            raise ArgumentError(message("sequences", repr(sequences), expected, fix))
+        rows = list(sequences)
         if any(not isinstance(row, int) or not 0 <= row < most for row in rows) or len(set(rows)) < len(rows):
-            fix = "Pass Python ints. sequences of the constructor is their number."
-            raise ArgumentError(message("sequences", rows, f"different ints from 0 to {most - 1}", fix))
+            raise ArgumentError(message("sequences", rows, expected, fix))
         return rows
 
     def _check_tokens(self, key: object, value: object, query: object, B: int) -> None:
