@@ -15,9 +15,10 @@ from mask_cases import brute_force, classes
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
+import flexattn
 from flexattn import mods
 from flexattn.block_mask import BlockMask
-from flexattn.errors import ArgumentError, DeviceError, IndexRangeError, ModError
+from flexattn.errors import ArgumentError, DeviceError, IndexRangeError, MaskError
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.mask_build import boxes
 from flexattn.mask_build import cache as mask_cache
@@ -334,8 +335,6 @@ def test_device_is_that_of_the_captured_tensors():
         ({"BLOCK_SIZE": 0}, ArgumentError, "BLOCK_SIZE: found 0, expected a positive int, or two: (query, key)"),
         ({"BLOCK_SIZE": (16, 16, 16)}, ArgumentError, "BLOCK_SIZE: found (16, 16, 16), expected a positive int"),
         ({"dq_kv_order": torch.zeros(1)}, ValueError, "dq_kv_order: found Tensor, expected a bool"),
-        ({"mask_mod": lambda b, h, q, kv: (b == 0) & (q >= kv)}, ModError, "reads b; pass B: found B=None"),
-        ({"mask_mod": lambda b, h, q, kv: (h == 0) & (q >= kv)}, ModError, "reads h; pass H: found H=None"),
         ({"mask_mod": lambda s, b, h, q, kv: s}, AssertionError, "It looks like a score_mod"),
         ({"mask_mod": lambda b, h, q, kv: q - kv}, AssertionError, "expected torch.bool"),
     ],
@@ -344,6 +343,26 @@ def test_refusals(change, error, text):
     arguments = {"mask_mod": causal, "B": None, "H": None, "Q_LEN": 8, "KV_LEN": 8} | change
     with pytest.raises(error, match=re.escape(text)):
         create(**arguments)
+
+
+@pytest.mark.parametrize("of", ["b", "h"])
+def test_without_b_and_h_the_mask_is_of_batch_0_and_head_0(of):
+    """As in PyTorch. transformers compares such a mask of a dense table with its own."""
+    allowed = torch.rand(1, 1, 150, 150) < 0.1
+
+    def table(b, h, q, kv):
+        return allowed[b, 0, q, kv] if of == "b" else allowed[0, h, q, kv]
+
+    ours, theirs = (make(table, None, None, 150, 150, device="cpu") for make in (create_block_mask, upstream.create_block_mask))
+    assert ours.shape == theirs.shape == (1, 1, 150, 150)
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
+    assert torch.equal(create_mask(table, None, None, 150, 150, device="cpu"), allowed)
+    x = torch.randn(1, 1, 150, 16)
+    expected = torch.nn.functional.scaled_dot_product_attention(x, x, x, allowed)
+    torch.testing.assert_close(flexattn.flex_attention(x, x, x, block_mask=ours), expected.nan_to_num())
+    more = x.expand(2, 2, -1, -1)
+    with pytest.raises(MaskError, match=f"which reads {of}, expected that of query, 2"):
+        flexattn.flex_attention(more, more, more, block_mask=ours)
 
 
 def test_compile_flag_warns():

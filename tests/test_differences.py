@@ -88,7 +88,7 @@ CASES: dict[str, Call] = {
     "a mask built inside of": differing_masks,
     "a tensor that mask_mod reads": changed_after,
     "a mask of batch 1": masked(lambda b, h, i, j: i >= j + b, B=1),
-    "`create_block_mask(B=None)`": masked(lambda b, h, i, j: i >= j + h),
+    "a mask of one head": masked(lambda b, h, i, j: i >= j + h),
     "a mask of more heads": masked(lambda b, h, i, j: i >= j, H=4),
     "a mask_mod that returns numbers": lambda m: m.create_mask(
         lambda b, h, i, j: (i >= j).float(), None, None, 8, 8, device="cpu"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import BlockMask, BuildCounts, BuiltMask, RunLists, Runs, run_lists
-from flexattn.errors import ArgumentError, DeviceError, ModError, UnsupportedError, message
+from flexattn.errors import ArgumentError, DeviceError, UnsupportedError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.boxes import DTYPES
 from flexattn.graph.interval_bounds import EMPTY, FULL, PARTIAL
@@ -109,7 +109,6 @@ def create_block_mask(
     _check_sizes(B, H, Q_LEN, KV_LEN)
     block_size = _block_size(BLOCK_SIZE)
     bound = trace(mask_mod, "mask")
-    _check_extents(bound, B, H)
     chosen = _device(bound, device)
     # Batches and heads that the mod does not read are classified once.
     sizes = (B or 1 if bound.graph.reads("b") else 1, H or 1 if bound.graph.reads("h") else 1, Q_LEN, KV_LEN)
@@ -165,7 +164,6 @@ def create_mask(
     _check_sizes(B, H, Q_LEN, KV_LEN)
     is_score = _is_score_mod(mod_fn)
     bound = trace(mod_fn, "score" if is_score else "mask")
-    _check_extents(bound, B, H)
     sizes = (B or 1, H or 1, Q_LEN, KV_LEN)
     chosen = _device(bound, device)
     bound = bound.on(chosen)
@@ -296,16 +294,6 @@ def _block_size(value: Any) -> tuple[int, int]:
     if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in pair):
         raise ArgumentError(message("BLOCK_SIZE", repr(value), "a positive int, or two: (query, key)", "Try 128."))
     return pair
-
-
-def _check_extents(bound: BoundMod, B: int | None, H: int | None) -> None:
-    for name, size, argument in (("b", B, "B"), ("h", H, "H")):
-        if size is None and bound.graph.reads(name):
-            where = f" ({bound.graph.location})" if bound.graph.location else ""
-            raise ModError(
-                f"{bound.graph.name}{where} reads {name}; pass {argument}: found {argument}=None, expected the number "
-                f"of {'batches' if name == 'b' else 'query heads'} of the query."
-            )
 
 
 def _device(bound: BoundMod, device: torch.device | str | int | None) -> torch.device:
