@@ -353,7 +353,9 @@ def test_without_b_and_h_the_mask_is_of_batch_0_and_head_0(of):
     def table(b, h, q, kv):
         return allowed[b, 0, q, kv] if of == "b" else allowed[0, h, q, kv]
 
-    ours, theirs = (make(table, None, None, 150, 150, device="cpu") for make in (create_block_mask, upstream.create_block_mask))
+    ours, theirs = (
+        make(table, None, None, 150, 150, device="cpu") for make in (create_block_mask, upstream.create_block_mask)
+    )
     assert ours.shape == theirs.shape == (1, 1, 150, 150)
     assert torch.equal(ours.to_dense(), theirs.to_dense())
     assert torch.equal(create_mask(table, None, None, 150, 150, device="cpu"), allowed)
