@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flexattn.tuning.search import sample
 
@@ -193,6 +194,19 @@ def measure(
             guarded(config, lambda c=config: samples[c].append(clock(runs[c], launches[c], device)))
     work = flops or {}
     return {c: Result(c, tuple(samples[c]), work.get(c, 0.0), notes.get(c, "")) for c in runs}
+
+
+def both_directions(attend: Callable[..., Tensor], inputs: Sequence[Tensor], d_out: Tensor) -> dict[str, Run]:
+    """Return the forward, and the forward and backward, of attention as functions to time."""
+
+    def forward() -> object:
+        with torch.no_grad():
+            return attend(*inputs)
+
+    def both() -> object:
+        return torch.autograd.grad(attend(*inputs), inputs, d_out)
+
+    return {"forward": forward, "forward and backward": both}
 
 
 def one_line(error: BaseException, width: int = 160) -> str:

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import flexattn
-from benchmarks.harness import Config, Result, Run, environment, measure, sample, table, write_json
+from benchmarks.harness import Config, Result, Run, both_directions, environment, measure, sample, table, write_json
 
 TOKENS = 16_384
 PEERS = ("direct", "provider", "flash", "cudnn")
@@ -119,16 +119,8 @@ def runs_of(work: Work, peers: list[str], device: torch.device) -> dict[tuple[st
     found: dict[tuple[str, str], Run] = {}
     for peer, (attend, active) in attends(work, device).items():
         if peer in peers:
-
-            def forward(attend: Attend = attend) -> object:
-                with torch.no_grad():
-                    return attend(q, k, v)
-
-            def both(attend: Attend = attend) -> object:
-                return torch.autograd.grad(attend(q, k, v), (q, k, v), d_out)
-
-            found[peer, "forward"] = Setting(forward, active)
-            found[peer, "forward and backward"] = Setting(both, active)
+            for direction, run in both_directions(attend, (q, k, v), d_out).items():
+                found[peer, direction] = Setting(run, active)
     return found
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import flexattn
-from benchmarks.harness import Config, Run, environment, measure, table, write_json
+from benchmarks.harness import Config, Run, both_directions, environment, measure, table, write_json
 from benchmarks.works import document_lengths
 from flexattn import mods
 
@@ -116,15 +116,8 @@ def runs_of(work: Work, peers: list[str], device: torch.device) -> dict[tuple[st
     found: dict[tuple[str, str], Run] = {}
     for peer, attend in attends(work, device).items():
         if peer in peers:
-
-            def forward(attend: Attend = attend) -> object:
-                with torch.no_grad():
-                    return attend(q, k, v)
-
-            def both(attend: Attend = attend) -> object:
-                return torch.autograd.grad(attend(q, k, v), (q, k, v), d_out)
-
-            found[peer, "forward"], found[peer, "forward and backward"] = forward, both
+            for direction, run in both_directions(attend, (q, k, v), d_out).items():
+                found[peer, direction] = run
     return found
 
 

@@ -116,7 +116,7 @@ def test_wide_heads_have_none() -> None:
 def test_sm90(problem: Problem, spills: int) -> None:
     q, k, v = problem.query, problem.key, problem.value
     plan = expected_backward(problem, {"q": q, "k": k, "v": v, "o": q}, SM90)[1]
-    assert plan.owns_dq
+    assert plan.spec.owns_dq
     found = report(render(plan))
     assert found.spill_bytes <= spills and not found.warnings
     assert 0.95 * shared_bytes(plan) <= found.shared_bytes <= shared_bytes(plan)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from flexattn.block_mask.mask import BlockMask
 from flexattn.block_mask.runs import RunLists, Runs
 from flexattn.mods.combine import noop_mask
 from flexattn.options import LARGEST_TILE
-from flexattn.torch_state.lasting import is_capturing, lasting
+from flexattn.torch_state.lasting import cached_on_device
 from flexattn.torch_state.transforms import outside
 
 
@@ -24,17 +23,9 @@ def dense_blocks(blocks: BlockMask) -> tuple[Tensor, Tensor]:
     return lists.partial.dense(columns).view(shape), lists.full.dense(columns).view(shape)
 
 
+@cached_on_device
 def all_partial(M: int, N: int, device: torch.device) -> BlockMask:
     """Return a mask with all blocks partial: the problem's mask decides. Making it waits for nothing."""
-    return _all_partial(M, N, device) if is_capturing(device) else _cached_all_partial(M, N, device)
-
-
-@lru_cache(64)
-def _cached_all_partial(M: int, N: int, device: torch.device) -> BlockMask:
-    return lasting(device, _all_partial, M, N, device)
-
-
-def _all_partial(M: int, N: int, device: torch.device) -> BlockMask:
     rows, columns = -(-M // LARGEST_TILE), -(-N // LARGEST_TILE)
     with outside_of_call():
         lists = [_one_run_per_row(*sizes, device) for sizes in ((rows, columns), (columns, rows))]

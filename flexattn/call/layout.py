@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -18,7 +17,7 @@ from flexattn.errors import ArgumentError, DeviceError, DtypeError, MaskError, U
 from flexattn.graph.nodes import short_dtype
 from flexattn.graph.ranges import INDEX_LIMIT
 from flexattn.process.frozen_class import frozen
-from flexattn.torch_state.lasting import is_capturing, lasting
+from flexattn.torch_state.lasting import cached_on_device
 from flexattn.torch_state.subclasses import check_plain, has_no_values
 from flexattn.torch_state.transforms import outside
 
@@ -100,16 +99,8 @@ class Layout:
         return replace(self, **dict(zip(self.names, tensors, strict=True)))
 
 
+@cached_on_device
 def _zeros(count: int, device: torch.device) -> Tensor:
-    return _make_zeros(count, device) if is_capturing(device) else _lasting_zeros(count, device)
-
-
-@lru_cache(64)
-def _lasting_zeros(count: int, device: torch.device) -> Tensor:
-    return lasting(device, _make_zeros, count, device)
-
-
-def _make_zeros(count: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False), outside():
         return torch.zeros(count, dtype=torch.int32, device=device)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from flexattn.call.arguments import as_float
 from flexattn.errors import ArgumentError, DeviceError, DtypeError, message
-from flexattn.torch_state.lasting import is_capturing, lasting
+from flexattn.torch_state.lasting import cached_on_device
 from flexattn.torch_state.subclasses import check_plain
 from flexattn.torch_state.transforms import outside
 
@@ -24,7 +23,7 @@ def check_sink(sink: object, query: Tensor, plain: bool = True) -> Tensor | None
         return None
     wide = torch.promote_types(query.dtype, torch.float32)
     if not isinstance(sink, Tensor):
-        return _constant(_number(sink), query.device, wide)
+        return _constant(_number(sink), wide, query.device)
     if plain:
         check_plain("sink", sink)
     B, Hq = query.shape[:2]
@@ -42,7 +41,7 @@ def check_sink(sink: object, query: Tensor, plain: bool = True) -> Tensor | None
 
 def constant_sink(number: float, query: Tensor) -> Tensor:
     """Return a number as a sink of this query."""
-    return _constant(number, query.device, torch.promote_types(query.dtype, torch.float32))
+    return _constant(number, torch.promote_types(query.dtype, torch.float32), query.device)
 
 
 def _number(sink: object) -> float:
@@ -52,17 +51,8 @@ def _number(sink: object) -> float:
     return number
 
 
-def _constant(number: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    make = _make_constant if is_capturing(device) else _lasting_constant
-    return make(number, device, dtype)
-
-
-@lru_cache(64)
-def _lasting_constant(number: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return lasting(device, _make_constant, number, device, dtype)
-
-
-def _make_constant(number: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+@cached_on_device
+def _constant(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False), outside():
         return torch.full((1, 1), number, device=device, dtype=dtype)
 

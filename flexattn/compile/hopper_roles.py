@@ -37,7 +37,7 @@ def hopper_names(plan: KernelPlan) -> dict[str, object]:
     gradient = plan.grad if plan.scales_gradient else None
     names: dict[str, object] = {
         "mods": hopper_mods(plan), "ends": ends_of(plan), "list_arguments": lists, "adds_dq": plan.adds_dq,
-        "owns_dq": plan.owns_dq, "dq_pieces": pieces_of(plan.D),
+        "owns_dq": plan.spec.owns_dq, "dq_pieces": pieces_of(plan.D),
         "prelude": as_gluon(environment().get_template("mod_functions.py.jinja").render(scatter_arguments=())),
         "loads_per_pair": any(loads_where_live(mod) for mod in (plan.score, plan.mask, gradient) if mod),
         "bytes": lambda text, parts: " + ".join(f"{text}.block_type.nbytes".replace("%", str(p.index)) for p in parts),
@@ -129,15 +129,13 @@ def _hopper_dq_names(plan: KernelPlan) -> _Own:
 
 
 # Roles of kernels whose programs own keys.
+_FUSED_ROLES: dict[str, object] = {
+    "roles": ["keys_0", "keys_1", "queries", "producer", "scheduler"], "worker_warps": [4, 4, 1, 1],
+    "worker_registers": [KEYS_REGISTERS, QUERIES_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+}  # fmt: skip
 _KEY_ROLES: dict[str, dict[str, object]] = {
-    "hopper_backward": {
-        "roles": ["keys_0", "keys_1", "queries", "producer", "scheduler"], "worker_warps": [4, 4, 1, 1],
-        "worker_registers": [KEYS_REGISTERS, QUERIES_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-    },
-    "hopper_backward_stripes": {
-        "roles": ["keys_0", "keys_1", "queries", "producer", "scheduler"], "worker_warps": [4, 4, 1, 1],
-        "worker_registers": [KEYS_REGISTERS, QUERIES_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-    },
+    "hopper_backward": _FUSED_ROLES,
+    "hopper_backward_stripes": _FUSED_ROLES,
     "hopper_backward_wide": {
         "roles": ["values", "keys", "queries", "producer"], "worker_warps": [4, 4, 1],
         "worker_registers": [KEYS_REGISTERS, QUERIES_REGISTERS, PRODUCER_REGISTERS],
@@ -156,9 +154,8 @@ def _hopper_backward_names(plan: KernelPlan) -> _Own:
         constants=[*own.constants, ("RECORDS", RECORDS), ("EARLY", EARLY)],
         buffers=(
             *(name for name in own.buffers if name != "kv_full"), "k_full", "k_empty", "v_full", "v_empty",
-            *(("ds_rows", "dk_stored") if plan.adds_dq else ()), *(("sum_full",) if plan.owns_dq else ()),
-            "work", "work_full", "work_empty", "tile_numbers",
-            "query_numbers",
+            *(("ds_rows", "dk_stored") if plan.adds_dq else ()), *(("sum_full",) if plan.spec.owns_dq else ()),
+            "work", "work_full", "work_empty", "tile_numbers", "query_numbers",
         ),
         names=own.names | {
             "numbers": numbers, "recorded": [*numbers, *(["block"] if plan.blocks else [])],

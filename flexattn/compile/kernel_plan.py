@@ -218,11 +218,6 @@ class KernelPlan:
         return self.spec.gluon and len(self.spec.gradients) == 3
 
     @property
-    def owns_dq(self) -> bool:
-        """Whether a program may own all keys of a query, and write its dq."""
-        return self.spec.owns_dq
-
-    @property
     def rings(self) -> Rings:
         """Ring sizes of Hopper's backward."""
         return RINGS[self.widths]

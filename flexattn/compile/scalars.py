@@ -66,7 +66,7 @@ def tiles_of(plan: KernelPlan, problem: Problem) -> int:
         return tiles if plan.blocks is None else tiles * _touched(problem)
     if "q_offsets" in plan.features and not plan.transposed:
         return _touched(problem) * plan.tiles_per_block * _heads(plan, problem)
-    if plan.owns_dq:
+    if plan.spec.owns_dq:
         return -(-rows // stripe_of(problem)) * _heads(plan, problem)
     if plan.spec.fills_padding:
         return padded(rows) // plan.tile.BLOCK_M * _heads(plan, problem)

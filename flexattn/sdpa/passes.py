@@ -73,21 +73,26 @@ def _kind(form: Form, *tensors: Tensor) -> tuple[object, ...]:
     )  # fmt: skip
 
 
+def _may_repeat(form: Form, *tensors: Tensor) -> bool:
+    """Whether nothing but the kind of a pass decides what it launches."""
+    return form.scale != 0.0 and is_quiet() and PLAIN.issuperset(map(type, tensors))  # 0.0 == -0.0
+
+
 def _repeated(form: Form, *tensors: Tensor) -> _Repeated | None:
     """Return the dense pass of this kind, unless it must not be launched directly."""
-    if form.scale == 0.0 or not is_quiet() or not PLAIN.issuperset(map(type, tensors)):  # 0.0 == -0.0
-        return None
-    return _passes.get(_kind(form, *tensors))
+    return _passes.get(_kind(form, *tensors)) if _may_repeat(form, *tensors) else None
+
+
+def _may_keep(form: Form, *tensors: Tensor) -> bool:
+    """Whether the launches of a pass may be kept. In a CUDA graph the mask may belong to the graph."""
+    allowed = _may_repeat(form, *tensors) and not settings().debug and not is_capturing(tensors[0].device)
+    return allowed and not any(t.is_neg() for t in tensors)
 
 
 def _keep(form: Form, problem: Problem, run: Any, *tensors: Tensor) -> None:
-    """Keep the launches of a pass. What a CUDA graph captures is not kept: its mask may belong to the graph."""
-    if run is None or settings().debug or problem.batch_invariant or is_capturing(problem.query.device):
-        return
-    if is_quiet() and PLAIN.issuperset(map(type, tensors)) and not any(t.is_neg() for t in tensors):
-        remember(
-            _passes, _kind(form, *tensors), _Repeated(run, list(run.kernels.pointers(problem)), problem.block_mask)
-        )
+    if run is not None and not problem.batch_invariant:
+        pointers = list(run.kernels.pointers(problem))
+        remember(_passes, _kind(form, *tensors), _Repeated(run, pointers, problem.block_mask))
 
 
 def repeated_forward(query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor] | None:
@@ -114,9 +119,10 @@ def forward(query: Tensor, key: Tensor, value: Tensor, form: Form, dropout: Drop
     if form.packed is not None:
         return attend_rows(call)
     found = attend_call(call)
-    problem = _posed(query, key, value, form, None)
-    if engine_of(problem) is triton:
-        _keep(form, problem, triton.known_forward(problem), query, key, value)
+    if _may_keep(form, query, key, value):
+        problem = _posed(query, key, value, form, None)
+        if engine_of(problem) is triton:
+            _keep(form, problem, triton.known_forward(problem), query, key, value)
     return found[:2]
 
 
@@ -142,7 +148,8 @@ def backward(
     lse = lse.to(lse_dtype_of(query, form.options)).contiguous()
     engine = engine_of(problem)
     dq, dk, dv, _, _ = run_engine("backward", problem, engine.backward, problem, out, lse, d_out, None, _NEEDS)
-    if engine is triton and dropout is None and form.packed is None:
+    dense = dropout is None and form.packed is None
+    if dense and engine is triton and _may_keep(form, query, key, value, out, d_out):
         known = triton.known_backward(problem, out, d_out, False, _NEEDS)
         _keep(form, problem, known, query, key, value, out, d_out)
     assert dq is not None and dk is not None and dv is not None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -34,3 +35,17 @@ def lasting(device: torch.device, make: Callable[P, R], *args: P.args, **kwargs:
 
     with ThreadPoolExecutor(1) as elsewhere:
         return elsewhere.submit(made).result()
+
+
+def cached_on_device(make: Callable[..., R]) -> Callable[..., R]:
+    """Cache what a function of hashable arguments makes on a device, which is the last one; but not in a capture."""
+
+    @lru_cache(64)
+    def cached(*args: Any) -> R:
+        return lasting(args[-1], make, *args)
+
+    @wraps(make)
+    def called(*args: Any) -> R:
+        return make(*args) if is_capturing(args[-1]) else cached(*args)
+
+    return called
