@@ -192,6 +192,26 @@ def test_keys_of_a_static_cache_that_are_not_written(padding: str) -> None:
     close(*(x[real.bool()] for x in logits))
 
 
+@pytest.mark.parametrize(
+    ("padding", "window", "none"), [("whole", None, True), ("left", None, False), ("whole", 8, False)]
+)
+def test_one_query_has_a_mask_only_if_it_leaves_out_keys(padding: str, window: int | None, none: bool) -> None:
+    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+    ours, eager = models("mistral" if window else "llama")
+    make = create_sliding_window_causal_mask if window else create_causal_mask
+    tokens, real, _ = batch(padding, 20)
+    real = torch.nn.functional.pad(real.long(), (0, 1), value=1)
+    logits = []
+    for model in (ours, eager):
+        cache = transformers.DynamicCache()
+        model(tokens, attention_mask=real[:, :-1], past_key_values=cache)
+        mask = make(model.config, torch.empty(2, 1, 64), real, cache)
+        assert (mask is None) == (none and model is ours)
+        logits.append(model(tokens[:, -1:], attention_mask=real, past_key_values=cache).logits)
+    close(*logits)
+
+
 def test_generation_of_a_model_that_asks_for_the_dimensions_of_a_mask() -> None:
     sizes = {"vocab_size": 101, "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 64}
     ours, eager = pair(transformers.AutoModelForCausalLM.from_config, "GPT2Config", sizes)

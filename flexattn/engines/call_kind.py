@@ -19,7 +19,7 @@ from flexattn.call.pose import autocast
 from flexattn.call.positions import at_positions, mask_at_positions
 from flexattn.call.problem import Problem
 from flexattn.call.varlen.arguments import Packed, PackedArguments, batch_of_rows, rows_in
-from flexattn.call.varlen.mods import packed_mask, packed_score
+from flexattn.call.varlen.mods import packed_score
 from flexattn.engines.mask_state import Masked, MaskState, TraceSettings, memory_form
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.mod_graph import ModGraph
@@ -192,9 +192,8 @@ def _packed_kind(
             return None
         captures, numbers = known[0].traced.values(*known[1])
         bound = BoundMod(known[0].traced.graph_of(numbers), captures, numbers)
-    mask = packed_mask(bound, packed.packing, packed.window)
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    blocks = packed.blocks_of(mask, (rows_in(query), rows_in(other)), query.size(1), learns)
+    mask, blocks = packed.masked(bound, (rows_in(query), rows_in(other)), query.size(1), learns)
     if blocks._state is None:
         batch = [batch_of_rows(x) if x.dim() == 3 else x for x in tensors[:3]]
         keep_packed(blocks, Problem(*batch, scale=1.0, mask=mask, block_mask=blocks))

@@ -57,8 +57,10 @@ def register(name: str = "flexattn") -> None:
 
 def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, mask_function: Mod = causal,
-    attention_mask: Tensor | None = None, device: torch.device | str = "cpu", use_vmap: bool = False, **_: Any,
-) -> BlockMask | Tensor:  # fmt: skip
+    attention_mask: Tensor | None = None, device: torch.device | str = "cpu", use_vmap: bool = False,
+    local_size: int | None = None, allow_is_causal_skip: bool = False, allow_is_bidirectional_skip: bool = False,
+    **_: Any,
+) -> BlockMask | Tensor | None:  # fmt: skip
     """Return the mask of a forward of a model. transformers calls it once per forward and kind of layer.
 
     Args:
@@ -69,17 +71,20 @@ def mask(
         attention_mask: bool [batch_size, keys in the sequence], false for padding.
         device: of the model.
         use_vmap: whether mask_function needs scalars, and not tensors of positions.
+        local_size: length of the window or chunk, None if keys of any distance are attended.
+        allow_is_causal_skip, allow_is_bidirectional_skip: whether mask_function is no more than causal, or all true.
 
     Returns:
-        A BlockMask. For few queries, and in a graph that is compiled, where a BlockMask cannot be built: bool
-        [batch_size, 1, q_length, kv_length].
+        A BlockMask. None for one query that attends to all keys. For few queries, and in a graph that is compiled,
+        where a BlockMask cannot be built: bool [batch_size, 1, q_length, kv_length].
     """
     if q_length <= _FEW_QUERIES or torch.compiler.is_compiling():
         from transformers.masking_utils import sdpa_mask  # type: ignore[import-not-found]
 
+        one = q_length == 1  # a mask of more queries that transformers skips is causal from the top left
         return sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-            allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size,
+            one and allow_is_causal_skip, one and allow_is_bidirectional_skip, use_vmap, device,
         )  # fmt: skip
     length, first_query = kv_offset + kv_length, int(q_offset)  # the cache changes its tensor in place
     keys = None if attention_mask is None else _padded(attention_mask, length)

@@ -25,7 +25,7 @@ from flexattn.machine.triton_versions import FlatLaunch, launches_are_watched
 from flexattn.process.frozen_class import frozen
 from flexattn.runtime import build
 from flexattn.runtime.build import Kernel
-from flexattn.runtime.launch import DescriptorLayout, FillerSource, Launch, launch_key, launch_of
+from flexattn.runtime.launch import Address, DescriptorLayout, FillerSource, Launch, launch_key, launch_of
 
 COUNTER = "counter_ptr"  # the name of the counter from which programs take tiles
 Pointer = Tensor | int
@@ -249,8 +249,13 @@ def _flat(step: Step, pointers: Sequence[Pointer]) -> FlatStep:
 def _expander(
     flat: FlatLaunch, n: int, form: DescriptorLayout, block: tuple[int, ...]
 ) -> Callable[[Pointer], list[Any]]:
-    """Return a function that gives the arguments for the n-th descriptor, encoded once for each address."""
+    """Return a function that gives the arguments for the n-th descriptor, encoded once for each address.
+
+    Triton checks a descriptor when it is made, which takes as long as encoding it. All addresses of a pass are aligned
+    alike (call_kind.py), so the descriptors after the first are copies of it.
+    """
     known: dict[int, list[Any]] = {}
+    checked: list[Any] = []
 
     def expanded(pointer: Pointer) -> list[Any]:
         address = pointer.data_ptr() if isinstance(pointer, Tensor) else pointer
@@ -258,7 +263,11 @@ def _expander(
         if found is None:
             if len(known) >= _MOST_ADDRESSES:
                 known.clear()
-            found = known[address] = flat.expand(n, form.descriptor(address, block))
+            if not checked:
+                checked.append(form.descriptor(address, block))
+            descriptor = object.__new__(type(checked[0]))
+            descriptor.__dict__.update(checked[0].__dict__, base=Address(address, form.dtype))
+            found = known[address] = flat.expand(n, descriptor)
         return found
 
     return expanded

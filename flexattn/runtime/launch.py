@@ -259,11 +259,11 @@ class DescriptorLayout:
         """Return Triton's descriptor of a tensor, or of what is at an address. Raises if TMA cannot address it."""
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        where = _Address(base, self.dtype) if isinstance(base, int) else base
+        where = Address(base, self.dtype) if isinstance(base, int) else base
         return TensorDescriptor(where, list(self.shape), list(self.strides), list(tile))
 
 
-class _Address:
+class Address:
     """The part of a tensor that a descriptor needs. It does not keep the tensor's memory."""
 
     __slots__ = ("address", "dtype")

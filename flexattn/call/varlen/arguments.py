@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from flexattn.block_mask import BlockMask
 from flexattn.call.layout import check_integers
 from flexattn.call.varlen.block_lists import mask_of_rows
 from flexattn.call.varlen.memory import Memory
-from flexattn.call.varlen.mods import mask_at_rows
+from flexattn.call.varlen.mods import mask_at_rows, packed_mask
 from flexattn.call.varlen.packing import LONGEST, Packing, packing_of
 from flexattn.errors import ArgumentError, message
 from flexattn.graph.bound_mod import BoundMod
@@ -141,6 +142,7 @@ class Packed:
     window: tuple[int, int]
     longest: int  # no sequence has more queries, or keys
     used_rows: Tensor | None  # bool [T_k]: which rows of key hold a token that is used; None: all
+    kept: dict[object, tuple[BoundMod, BlockMask]] = field(default_factory=dict)  # masks without mask_mod
 
     @staticmethod
     def of(given: PackedArguments, query: Tensor, key: Tensor) -> Packed:
@@ -150,13 +152,14 @@ class Packed:
         tensors = tuple(t for t in (given.cu_seq_q, given.cu_seq_k, used_q, used_k) if t is not None)
         T_q, T_k = query.size(2), key.size(2)
 
-        def make() -> tuple[Packing, Tensor | None]:
+        def make() -> tuple[Packing, Tensor | None, dict[object, tuple[BoundMod, BlockMask]]]:
             packing = packing_of(given.cu_seq_q, given.cu_seq_k, used_q, used_k, (T_q, T_k), assertions(T_q, T_k))
             with outside(), torch.no_grad():
-                return packing, None if used_k is None else used_rows(given.cu_seq_k, used_k, T_k)
+                return packing, None if used_k is None else used_rows(given.cu_seq_k, used_k, T_k), {}
 
-        packing, rows = packings.get(_sizes_of(given, (T_q, T_k)), tensors, make)
-        return Packed(packing, tuple(given.window_size), max(given.max_q, given.max_k), rows)  # type: ignore[arg-type]
+        packing, rows, kept = packings.get(_sizes_of(given, (T_q, T_k)), tensors, make)
+        window: Any = tuple(given.window_size)
+        return Packed(packing, window, max(given.max_q, given.max_k), rows, kept)
 
     @staticmethod
     def recalled(given: PackedArguments, query: Tensor, key: Tensor) -> Packed | None:
@@ -174,12 +177,26 @@ class Packed:
         lengths = rows_in(query), rows_in(key)
         found = packings.known(_sizes_of(given, lengths), (given.cu_seq_q, given.cu_seq_k))
         if found is not None:
-            return Packed(found[0][0], window, max(given.max_q, given.max_k), None)
+            packing, _, kept = found[0]
+            return Packed(packing, window, max(given.max_q, given.max_k), None, kept)
         return Packed.of(given, *[batch_of_rows(x) if x.dim() == 3 else x for x in (query, key)])
 
     def tensors_of(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return key and value with 0 in rows that are not used."""
         return (key, value) if self.used_rows is None else without_unused(key, value, self.used_rows)
+
+    def masked(
+        self, mask_mod: BoundMod | None, lengths: tuple[int, int], H: int, both: bool
+    ) -> tuple[BoundMod, BlockMask]:
+        """Return the packed mask and its block lists. Without mask_mod they are found without looking at tensors."""
+        key = self.window, H, both
+        found = self.kept.get(key) if mask_mod is None else None
+        if found is None:
+            mask = packed_mask(mask_mod, self.packing, self.window)
+            found = mask, self.blocks_of(mask, lengths, H, both)
+            if mask_mod is None:
+                self.kept[key] = found
+        return found
 
     def blocks_of(self, mask: BoundMod, lengths: tuple[int, int], H: int, both: bool) -> BlockMask:
         """Return the block lists of a packed mask, computed once for the same tensors."""
