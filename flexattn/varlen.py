@@ -12,7 +12,7 @@ from flexattn.api import attend_call, attend_rows
 from flexattn.call.call import Call, Mod
 from flexattn.call.layout import KVLayout, LayoutArguments
 from flexattn.call.varlen.arguments import PackedArguments, check_packed_forms
-from flexattn.errors import ArgumentError, DtypeError, message
+from flexattn.errors import ArgumentError, DtypeError, UnsupportedError, message
 from flexattn.mods import and_masks, band
 from flexattn.mods.shifted import shifted_mask
 from flexattn.torch_compile.call import traced_call, traced_rows
@@ -107,7 +107,8 @@ def varlen_attn(
         cu_seq_q: int32 [sequences + 1], the row of query at which each sequence begins, and the end of the last.
         cu_seq_k: the same for key. None: each sequence has its own row of key, or its pages.
         max_q, max_k: lengths of the longest sequences, or more.
-        return_aux: torch's AuxRequest or flexattn's. With lse=True the result is (out, lse), lse [Hq, T_q] float32.
+        return_aux: torch's AuxRequest, or flexattn's without max_scores. With lse=True the result is (out, lse), lse
+            [Hq, T_q] float32.
         scale: factor of the scores before score_mod, 1 / sqrt(D) if None.
         window_size: (left, right), how many keys before and after its own a query attends to, -1 for all. The last
             query and the last key of a sequence are aligned. (-1, 0) is causal.
@@ -137,6 +138,9 @@ def varlen_attn(
     if return_aux is not None and not hasattr(return_aux, "lse"):
         fix = "Write return_aux=AuxRequest(lse=True)."
         raise DtypeError(message("return_aux", f"a {type(return_aux).__name__}", "an AuxRequest", fix))
+    if getattr(return_aux, "max_scores", False):
+        fix = "Only flex_attention returns the row maxima."
+        raise UnsupportedError(message("return_aux", "max_scores=True", "AuxRequest(lse=True)", fix))
     given = _Given(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, enable_gqa, seqused_k, block_table,
         score_mod, mask_mod, sink, dropout_p, _options(kernel_options, num_splits), kv_layout,
@@ -217,6 +221,9 @@ def _options(kernel_options: Mapping[str, object] | None, num_splits: int | None
 
 def _check_ranks(given: _Given) -> None:
     pages = given.block_table is not None
+    if pages and not isinstance(given.block_table, Tensor):
+        found, fix = f"a {type(given.block_table).__name__}", "Pass an int32 tensor [sequences, pages]."
+        raise DtypeError(message("block_table", found, "a torch.Tensor", fix))
     dims = 3 if given.cu_seq_k is not None and not pages else 4
     what = "[T_k, Hkv, D]" if dims == 3 else "pages of 4 dims" if pages else "[sequences, N, Hkv, D]"
     for name, x, rank, expected in (

@@ -387,7 +387,10 @@ def test_rows_after_the_last_sequence_have_no_sink(options: dict[str, Any]) -> N
     ("changes", "name"),
     [
         ({"return_aux": True}, "return_aux"),
+        ({"return_aux": flexattn.AuxRequest(lse=True, max_scores=True)}, "return_aux"),
         ({"kernel_options": 3}, "kernel_options"),
+        ({"kv_layout": "HND"}, "kv_layout"),
+        ({"block_table": [[0]], "seqused_k": integers(3, 4)}, "block_table"),
         ({"value": torch.randn(9, 2, 16), "num_splits": 1}, "value"),
         ({"cu_seq_k": None, "key": torch.randn(1, 9, 2, 16), "value": torch.randn(1, 9, 2, 16)}, "key"),
     ],
