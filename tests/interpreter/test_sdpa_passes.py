@@ -113,3 +113,13 @@ def test_an_output_without_contiguous_rows() -> None:
         for x, y in zip(backward(query, key, value, form, None, columns, lse, d_out), expected, strict=True):
             assert torch.equal(x, y)
     assert repeated_backward(query, key, value, form, columns, lse, d_out) is None
+
+
+def test_a_known_backward_is_only_for_an_lse_of_the_call() -> None:
+    query, key, value = [x.detach() for x in replace(DENSE["causal"], B=1, dtype=torch.float16).tensors()]
+    form = Form((-1, 0), None, None, ON_TRITON)
+    out, lse = forward(query, key, value, form, None)
+    backward(query, key, value, form, None, out, lse, out)
+    assert repeated_backward(query, key, value, form, out, lse, out) is not None
+    for other in (lse[:, :, 1:].contiguous(), lse[:, :1], lse.double(), lse.mT.contiguous().mT, lse.to("meta")):
+        assert repeated_backward(query, key, value, form, out, other, out) is None
