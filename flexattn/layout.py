@@ -30,7 +30,7 @@ class TiledGrid:
         shape: the grid, for example (height, width) or (depth, height, width).
         tile: the shape of a tile. Its product should be the BLOCK_SIZE of masks. Tiles at the ends may be smaller.
 
-    Raises ArgumentError for other numbers of dims, and for sizes below 1.
+    Raises ArgumentError for other numbers of dims, for sizes below 1, and for tensors with other numbers of tokens.
 
     Example:
         >>> import torch
@@ -86,11 +86,18 @@ class TiledGrid:
 
     def permute(self, x: Tensor, dim: int = -2) -> Tensor:
         """Return a tensor with tokens along `dim` in row-major order in this order."""
+        self._check_tokens(x, dim)
         return x.index_select(dim, self.order(x.device))
 
     def restore(self, x: Tensor, dim: int = -2) -> Tensor:
         """Return a tensor with tokens along `dim` in this order in row-major order."""
+        self._check_tokens(x, dim)
         return x.index_select(dim, self.order(x.device).argsort())
+
+    def _check_tokens(self, x: Tensor, dim: int) -> None:
+        if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.tokens:
+            fix = "Pass the dim of the tokens. Split off tokens that are not of the grid, and add them afterwards."
+            raise ArgumentError(message("x", f"shape {tuple(x.shape)}", f"{self.tokens} tokens along dim {dim}", fix))
 
     def mod(self, mod: Callable[..., Any]) -> Callable[..., Any]:
         """Return a mask_mod or score_mod of row-major positions as one of positions in this order."""

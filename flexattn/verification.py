@@ -19,12 +19,14 @@ from flexattn.block_mask import BlockMask
 from flexattn.block_mask.dense import dense_blocks
 from flexattn.block_mask.from_torch import from_torch
 from flexattn.call.call import Mod
+from flexattn.call.pose import autocast
+from flexattn.errors import ArgumentError, UnsupportedError, message
 from flexattn.process.frozen_class import frozen
 from flexattn.reference import IndexByTensor
 from flexattn.torch_state.uncompiled import uncompiled
 
 _FACTOR = 3.0  # allowed error relative to that of a dense computation of the same rows in the same dtype
-_ULPS = 4.0  # allowed in any case, of the largest expected value
+_ULPS = 4.0  # allowed in any case, of what rounding affects
 
 
 @frozen
@@ -59,7 +61,7 @@ class Verification:
         return "\n".join(lines)
 
 
-class _Inputs(NamedTuple):
+class _Call(NamedTuple):
     """A call, its results, and which pairs attend."""
 
     query: Tensor
@@ -77,6 +79,15 @@ class _Inputs(NamedTuple):
     def group(self) -> int:
         """The query heads that share a key head."""
         return self.query.size(1) // self.key.size(1)
+
+    def precisions(self, dtype: torch.dtype) -> tuple[torch.dtype, float, float]:
+        """Return the dtype of scores computed in `dtype`, and eps of the call's own dtype and of that of its scores."""
+        own = self.query.dtype
+        return _wide(dtype), torch.finfo(own).eps, torch.finfo(_wide(own)).eps
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 @uncompiled
@@ -96,13 +107,14 @@ def verify(
 ) -> Verification:
     """Run a call, and its backward with a random gradient of the output, and compare sampled rows with float64.
 
-    Sampled are rows of query for out, lse and dq, and rows of key for dk and dv, among them the first and the last. A
-    row costs as much as one row of attention in plain torch. An error may be 3 times that of a dense computation of the
-    same rows in the same dtype. Blocks of block_mask decide what is skipped, as in the call.
+    Sampled are rows of query for out, lse and dq, and rows of key for dk and dv, among them the first and the last, and
+    those with the largest element, or NaN, of each result. A row costs as much as one row of attention in plain torch.
+    An error may be 3 times that of a dense computation of the same rows in the same dtype, whose scores are at least
+    float32, and a few units in the last place. Blocks of block_mask decide what is skipped, as in the call.
 
     Args:
         query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options: as in flex_attention.
-        rows: how many rows of query and of key are sampled.
+        rows: how many rows of query and of key are sampled, besides those with the largest elements. At least 1.
         gradients: whether to compare the gradients of query, key and value too.
         seed: of the sampled rows and of the gradient of the output.
 
@@ -110,7 +122,7 @@ def verify(
         A Verification, which is true if everything is within its bounds. `print` shows the errors.
 
     Raises:
-        What flex_attention raises.
+        What flex_attention raises, ArgumentError for other `rows`, and UnsupportedError for nested tensors.
 
     Example:
         >>> import torch
@@ -120,8 +132,26 @@ def verify(
         >>> bool(verify(q, k, v, flexattn.mods.softcap(20.0), mask))
         True
     """
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = (x.detach().requires_grad_(gradients) for x in (query, key, value))
+    if type(rows) is not int or rows < 1:
+        raise ArgumentError(message("rows", repr(rows), "an int from 1 on", "Leave it out, for 32 rows."))
+    if getattr(query, "is_nested", False):
+        fix = "Verify a call with the tensors of one sequence, [1, H, length, D]."
+        raise UnsupportedError(message("query", "a nested tensor", "a dense tensor", fix))
+    query, key, value = autocast(query, key, value)  # type: ignore[assignment]  # as the call
+    with torch.inference_mode(False), torch.autocast(query.device.type, enabled=False):
+        return _verified(
+            query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, rows, gradients, seed
+        )
+
+
+def _verified(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Mod | None, block_mask: BlockMask | upstream.BlockMask | None,
+    scale: float | None, enable_gqa: bool, kernel_options: Mapping[str, object] | None, rows: int, gradients: bool,
+    seed: int,
+) -> Verification:  # fmt: skip
+    generator = torch.Generator("cpu").manual_seed(seed)
+    inputs = (x.clone() if x.is_inference() else x.detach() for x in (query, key, value))
+    q, k, v = (x.requires_grad_(gradients) for x in inputs)
     with torch.set_grad_enabled(gradients):
         out, aux = flex_attention(
             q, k, v, score_mod, block_mask, scale, enable_gqa, kernel_options=kernel_options,
@@ -130,55 +160,70 @@ def verify(
         assert aux.lse is not None
         found, d_out = {"out": out.detach(), "lse": aux.lse.detach()}, None
         if gradients:
-            d_out = torch.randn(out.shape, generator=generator).to(out)
+            d_out = torch.randn(out.shape, generator=generator, device="cpu").to(out)
             of_inputs = torch.autograd.grad(out, (q, k, v), d_out)
             found |= dict(zip(("dq", "dk", "dv"), of_inputs, strict=True))
     mask = from_torch(block_mask) if type(block_mask) is upstream.BlockMask else block_mask
     assert mask is None or isinstance(mask, BlockMask)
     scale = 1.0 / math.sqrt(query.size(-1)) if scale is None else scale
-    inputs = _Inputs(
+    call = _Call(
         q.detach(), k.detach(), v.detach(), score_mod, mask, scale, found["out"], found["lse"], d_out,
         None if mask is None else dense_blocks(mask),
     )  # fmt: skip
-    of_queries = _sample(query, rows, generator)
-    comparisons = _compared(("out", "lse", "dq")[: 3 if gradients else 2], found, inputs, of_queries, _row_of_query)
+    of_queries = {name: found[name] for name in (("out", "lse", "dq") if gradients else ("out", "lse"))}
+    comparisons = _compared(of_queries, call, _sample(query, of_queries, rows, generator), _row_of_query)
     if gradients:
-        of_keys = _sample(key, rows, generator)
-        comparisons += _compared(("dk", "dv"), found, inputs, of_keys, _row_of_key)
+        of_keys = {name: found[name] for name in ("dk", "dv")}
+        comparisons += _compared(of_keys, call, _sample(key, of_keys, rows, generator), _row_of_key)
     return Verification(comparisons)
 
 
-def _sample(tensor: Tensor, rows: int, generator: torch.Generator) -> list[tuple[int, int, int]]:
-    """Return (batch, head, row) of sampled rows of [B, H, rows, D], among them the first and the last."""
+def _sample(
+    tensor: Tensor, found: Mapping[str, Tensor], rows: int, generator: torch.Generator
+) -> list[tuple[int, int, int]]:
+    """Return (batch, head, row) of sampled rows of [B, H, rows, D], among them the first, the last and the largest."""
     B, H, n = tensor.shape[:3]
     if 0 in (B, H, n):
         return []
-    drawn = torch.stack([torch.randint(size, (max(rows - 2, 0),), generator=generator) for size in (B, H, n)], 1)
+    sizes = (B, H, n)
+    drawn = [torch.randint(size, (max(rows - 2, 0),), generator=generator, device="cpu") for size in sizes]
     corners = [(0, 0, 0), (B - 1, H - 1, n - 1)][:rows]
-    return [*corners, *((int(b), int(h), int(i)) for b, h, i in drawn.tolist())]
+    largest = [_largest(x if name == "lse" else x.abs()) for name, x in found.items()]  # lse may be -inf
+    return list(dict.fromkeys((*corners, *largest, *((b, h, i) for b, h, i in torch.stack(drawn, 1).tolist()))))
 
 
-Row = Callable[[_Inputs, tuple[int, int, int], torch.dtype], tuple[Tensor, ...]]
+def _largest(x: Tensor) -> tuple[int, int, int]:
+    """Return batch, head and row of the first NaN, or else of the largest element."""
+    b, h, i = (int(index) for index in torch.unravel_index(x.argmax(), x.shape)[:3])
+    return b, h, i
+
+
+class _Value(NamedTuple):
+    """A row of a result."""
+
+    row: Tensor
+    rounding: float  # an estimate of what one rounding of each number that it is computed from changes
+
+
+Row = Callable[["_Call", tuple[int, int, int], torch.dtype], tuple[_Value, ...]]
 
 
 def _compared(
-    names: tuple[str, ...], found: Mapping[str, Tensor], inputs: _Inputs, at: list[tuple[int, int, int]], row: Row
+    found: Mapping[str, Tensor], call: _Call, at: list[tuple[int, int, int]], row: Row
 ) -> tuple[Comparison, ...]:
     """Compare sampled rows of results with those that `row` computes in float64 and in the dtype of the call."""
-    dtype = inputs.query.dtype
-    exact, dense = ([row(inputs, place, d) for place in at] for d in (torch.float64, dtype))
+    exact, dense = ([row(call, place, d) for place in at] for d in (torch.float64, call.query.dtype))
     comparisons = []
-    for i, name in enumerate(names):
-        largest, worst, allowed, magnitude = 0.0, at[0] if at else (), 0.0, 0.0
+    for i, (name, result) in enumerate(found.items()):
+        largest, worst, allowed, rounding = 0.0, at[0] if at else (), 0.0, 0.0
         for place, expected, other in zip(at, exact, dense, strict=True):
-            error = _distance(found[name][place], expected[i])
-            if not error <= largest:  # also if it is NaN
+            error = _distance(result[place], expected[i].row)
+            if error > largest:
                 largest, worst = error, place
-            allowed = max(allowed, _distance(other[i], expected[i]))
-            finite = expected[i][expected[i].isfinite()]
-            magnitude = max(magnitude, float(finite.abs().max())) if finite.numel() else magnitude
-        eps = torch.finfo(dtype if name != "lse" else torch.float32).eps
-        comparisons.append(Comparison(name, largest, _FACTOR * allowed + _ULPS * eps * magnitude, worst))
+            own = _distance(other[i].row, expected[i].row)
+            allowed = max(allowed, own if math.isfinite(own) else 0.0)  # one that overflows allows nothing
+            rounding = max(rounding, expected[i].rounding)
+        comparisons.append(Comparison(name, largest, _FACTOR * allowed + _ULPS * rounding, worst))
     return tuple(comparisons)
 
 
@@ -186,73 +231,93 @@ def _distance(x: Tensor, exact: Tensor) -> float:
     """Return the largest difference. It is 0 for equal infinities, and infinite for NaN in one of both."""
     x = x.double()
     same = (x == exact) | (x.isnan() & exact.isnan())
-    return float(torch.where(same, 0.0, (x - exact).abs()).nan_to_num(nan=math.inf).max()) if x.numel() else 0.0
+    difference = torch.where(same, 0.0, (x - exact).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+    return float(difference.max()) if x.numel() else 0.0
 
 
-def _row_of_query(inputs: _Inputs, at: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _size(x: Tensor) -> float:
+    """Return the largest finite magnitude."""
+    return float(torch.where(x.isfinite(), x, 0.0).abs().max()) if x.numel() else 0.0
+
+
+def _row_of_query(call: _Call, at: tuple[int, int, int], dtype: torch.dtype) -> tuple[_Value, ...]:
     """Return out, lse and dq of one row of query."""
     b, h, i = at
-    query, d_out = inputs.query[at].to(dtype), inputs.d_out
-    key, value = (x[b if x.size(0) > 1 else 0, h // inputs.group].to(dtype) for x in (inputs.key, inputs.value))
+    wide, eps, eps_wide = call.precisions(dtype)
+    query = call.query[at].to(dtype)
+    key, value = (x[b if x.size(0) > 1 else 0, h // call.group].to(dtype) for x in (call.key, call.value))
     kv_idx = torch.arange(key.size(0), device=query.device)
+    raw = ((key.to(wide) @ query.to(wide)) * call.scale).requires_grad_()  # [N]
     with torch.enable_grad():
-        query.requires_grad_()
-        raw = ((key @ query) * inputs.scale).to(torch.promote_types(dtype, torch.float32))  # [N]
-        score = _modified(inputs, raw, (b, h), torch.full_like(kv_idx, i), kv_idx)
-        lse = torch.logsumexp(score, 0) if score.numel() else score.new_tensor(-math.inf)
-        weight = torch.where(lse == -math.inf, 0.0, torch.exp(score - lse))
-        out = weight.to(dtype) @ value
-        if d_out is None:
-            return out.detach(), lse.detach()
-        if lse == -math.inf:
-            return out.detach(), lse.detach(), torch.zeros_like(query)
-        dq = _gradient(out, query, d_out[at].to(dtype))
-    return out.detach(), lse.detach(), dq
+        modified = _modified(call, raw, (b, h), torch.full_like(kv_idx, i), kv_idx)
+    score = modified.detach()
+    lse = torch.logsumexp(score, 0) if score.numel() else score.new_tensor(-math.inf)
+    weight = torch.where(lse == -math.inf, 0.0, torch.exp(score - lse))
+    out = weight.to(dtype) @ value
+    exponent = eps_wide * (1.0 + _size(score))  # relative error of a weight
+    of_out = eps * _size(out) + exponent * _size(weight @ value.to(wide).abs())
+    values = _Value(out, of_out), _Value(lse, torch.finfo(call.lse.dtype).eps * (1.0 + _size(score)))
+    if call.d_out is None:
+        return values
+    if lse == -math.inf:
+        return *values, _Value(torch.zeros_like(query), 0.0)
+    d_out = call.d_out[at].to(wide)
+    terms = out.to(wide) * d_out
+    d_score = torch.where(weight == 0, 0.0, weight * (value.to(wide) @ d_out - terms.sum()))
+    d_raw, mean = (_gradient(modified, raw, x) for x in (d_score, weight))
+    dq = ((d_raw.to(dtype) @ key).to(wide) * call.scale).to(dtype)
+    of_sum = _size(mean @ key.to(wide)) * float(terms.abs().sum())
+    of_weights = exponent * _size(d_raw.abs() @ key.to(wide).abs())
+    return *values, _Value(dq, eps * _size(dq) + (eps * of_sum + of_weights) * abs(call.scale))
 
 
-def _row_of_key(inputs: _Inputs, at: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _row_of_key(call: _Call, at: tuple[int, int, int], dtype: torch.dtype) -> tuple[_Value, ...]:
     """Return dk and dv of one row of key, from the lse and the output of the call."""
     b_kv, h_kv, j = at
-    assert inputs.d_out is not None
-    key, value = inputs.key[at].to(dtype), inputs.value[at].to(dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    dk, dv = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
-    q_idx = torch.arange(inputs.query.size(2), device=key.device)
-    batches = [b_kv] if inputs.key.size(0) == inputs.query.size(0) else range(inputs.query.size(0))
+    assert call.d_out is not None
+    wide, eps, eps_wide = call.precisions(dtype)
+    key, value = call.key[at].to(wide), call.value[at].to(wide)
+    dk, dv, of_dk, of_dv = (torch.zeros_like(x) for x in (key, value, key, value))
+    q_idx = torch.arange(call.query.size(2), device=key.device)
+    batches = [b_kv] if call.key.size(0) == call.query.size(0) else range(call.query.size(0))
     for b in batches:
-        for h in range(h_kv * inputs.group, (h_kv + 1) * inputs.group):
-            query, d_out = inputs.query[b, h].to(dtype), inputs.d_out[b, h].to(dtype)
-            lse = inputs.lse[b, h].to(wide)
-            delta = (inputs.out[b, h].to(wide) * d_out.to(wide)).sum(-1)
-            raw = ((query @ key) * inputs.scale).to(wide).requires_grad_()  # [M]
+        for h in range(h_kv * call.group, (h_kv + 1) * call.group):
+            query, d_out = call.query[b, h].to(dtype), call.d_out[b, h].to(dtype)
+            lse, terms = call.lse[b, h].to(wide), call.out[b, h].to(wide) * d_out.to(wide)
+            raw = ((query.to(wide) @ key) * call.scale).requires_grad_()  # [M]
             with torch.enable_grad():
-                score = _modified(inputs, raw, (b, h), q_idx, torch.full_like(q_idx, j))
-            weight = torch.where(lse == -math.inf, 0.0, torch.exp(score.detach() - lse))
-            d_score = weight * ((d_out @ value).to(wide) - delta)
-            d_raw = _gradient(score, raw, torch.where(weight == 0, 0.0, d_score))
+                modified = _modified(call, raw, (b, h), q_idx, torch.full_like(q_idx, j))
+            score = modified.detach()
+            weight = torch.where(lse == -math.inf, 0.0, torch.exp(score - lse))
+            d_score = torch.where(weight == 0, 0.0, weight * (d_out.to(wide) @ value - terms.sum(-1)))
+            d_raw, of_sum = (_gradient(modified, raw, x) for x in (d_score, weight * terms.abs().sum(-1)))
             dv += (weight.to(dtype) @ d_out).to(wide)
-            dk += (d_raw.to(dtype) @ query).to(wide) * inputs.scale
-    return dk.to(dtype), dv.to(dtype)
+            dk += (d_raw.to(dtype) @ query).to(wide) * call.scale
+            exponent = eps_wide * (1.0 + torch.where(score.isfinite(), score, 0.0).abs())  # relative error of a weight
+            of_dv += (exponent * weight) @ d_out.to(wide).abs()
+            of_raw = exponent * d_raw.abs() + eps_wide * of_sum.abs()
+            of_dk += of_raw @ query.to(wide).abs() * abs(call.scale)
+    return _Value(dk.to(dtype), eps * _size(dk) + _size(of_dk)), _Value(dv.to(dtype), eps * _size(dv) + _size(of_dv))
 
 
 def _gradient(y: Tensor, x: Tensor, d_y: Tensor) -> Tensor:
     """Return the gradient of x, 0 if y does not depend on it."""
-    found = torch.autograd.grad(y, x, d_y, allow_unused=True)[0] if y.requires_grad else None
+    found = torch.autograd.grad(y, x, d_y, allow_unused=True, retain_graph=True)[0] if y.requires_grad else None
     return torch.zeros_like(x) if found is None else found
 
 
-def _modified(inputs: _Inputs, raw: Tensor, head: tuple[int, int], q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+def _modified(call: _Call, raw: Tensor, head: tuple[int, int], q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     """Return the scores of pairs (q_idx, kv_idx) of (b, h) after score_mod, -inf where they do not attend."""
     b, h = head
     at = torch.tensor(head, device=raw.device)
     score = raw
-    if inputs.score_mod is not None:
-        score = _over_pairs(inputs.score_mod, (0, None, None, 0, 0), raw, at[0], at[1], q_idx, kv_idx).to(raw.dtype)
-    if inputs.mask is None or inputs.blocks is None:
+    if call.score_mod is not None:
+        score = _over_pairs(call.score_mod, (0, None, None, 0, 0), raw, at[0], at[1], q_idx, kv_idx).to(raw.dtype)
+    if call.mask is None or call.blocks is None:
         return score
-    rows, columns = (x // size for x, size in zip((q_idx, kv_idx), inputs.mask.BLOCK_SIZE, strict=True))
-    partial, full = (x[b if x.size(0) > 1 else 0, h if x.size(1) > 1 else 0][rows, columns] for x in inputs.blocks)
-    keep = _over_pairs(inputs.mask.mask_mod, (None, None, 0, 0), at[0], at[1], q_idx, kv_idx)
+    rows, columns = (x // size for x, size in zip((q_idx, kv_idx), call.mask.BLOCK_SIZE, strict=True))
+    partial, full = (x[b if x.size(0) > 1 else 0, h if x.size(1) > 1 else 0][rows, columns] for x in call.blocks)
+    keep = _over_pairs(call.mask.mask_mod, (None, None, 0, 0), at[0], at[1], q_idx, kv_idx)
     return torch.where(full | (partial & keep), score, -math.inf)
 
 

@@ -95,3 +95,11 @@ def test_windows_touch_fewer_blocks() -> None:
 def test_errors(shape: tuple[int, ...], tile: tuple[int, ...], text: str) -> None:
     with pytest.raises(ArgumentError, match=text):
         TiledGrid(shape, tile)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((2, 17, 3), -2), ((2, 15, 3), 1), ((16,), -2), ((16, 3), 2)])
+def test_tensors_with_other_numbers_of_tokens(shape: tuple[int, ...], dim: int) -> None:
+    grid, x = TiledGrid((4, 4), (2, 2)), torch.zeros(shape)
+    for order in (grid.permute, grid.restore):
+        with pytest.raises(ArgumentError, match=f"x: found shape .*, expected 16 tokens along dim {dim}"):
+            order(x, dim)

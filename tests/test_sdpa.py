@@ -19,7 +19,7 @@ from torch.library import Library, get_kernel
 
 import flexattn
 from flexattn import sdpa
-from flexattn.errors import UnsupportedError
+from flexattn.errors import ArgumentError, UnsupportedError
 from flexattn.process.events import fallbacks, forget_fallbacks
 from flexattn.sdpa import operators, passes, provider, rules
 from flexattn.sdpa.passes import mask_for
@@ -223,6 +223,20 @@ def test_where_the_inplace_operator_cannot_write(out: Tensor, p: float, text: st
     query = torch.zeros(2, 6, 4, 8)
     with pytest.raises(ValueError, match=text):
         sdpa.flash_attention_forward_no_dropout_inplace(out, query, query, query, None, None, 6, 6, p, False, False)
+
+
+@pytest.mark.parametrize("name", ["grad_out", "out", "logsumexp"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_backward_of_other_results_is_refused(name: str, packed: bool) -> None:
+    query = torch.randn(7, 2, 8) if packed else torch.randn(2, 6, 2, 8)
+    cu = cumulative((3, 4)) if packed else None
+    call = query, query, query, cu, cu, 6, 6, 0.0, True
+    out, lse, state, unused, _ = sdpa.flash_attention_forward(*call, False)
+    given = {"grad_out": out, "out": out, "logsumexp": lse}
+    for wrong in (given[name][:1], given[name].half() if name != "logsumexp" else lse[..., :3]):
+        grad_out, o, of_rows = (given | {name: wrong}).values()
+        with pytest.raises(ArgumentError, match=f"{name}: found torch.float"):
+            sdpa.flash_attention_backward(grad_out, *call[:3], o, of_rows, *call[3:], state, unused)
 
 
 @pytest.mark.parametrize("sizes", [(0, 3), (2, 0)], ids=str)

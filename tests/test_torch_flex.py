@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import flex_attention as upstream
 
 import flexattn
@@ -100,6 +101,28 @@ def test_results_and_gradients(case, torchs_mask, backend):
     d_out = torch.randn_like(out)
     for x, y in zip(*(torch.autograd.grad(o, (q, k, v), d_out) for o in (out, expected)), strict=True):
         torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("reads", ["b", "h"])
+@pytest.mark.parametrize("how", ["eager", "compiled", "recorded"])
+def test_torchs_mask_of_one_batch_and_head_must_not_read_them(reads: str, how: str) -> None:
+    def mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return q_idx >= kv_idx + (b if reads == "b" else h)
+
+    q, mask = torch.randn(2, 4, T, D), mask_of(mod)
+    with install_as_torch_flex():
+        flex: Any = upstream.flex_attention
+
+    def call(q: Tensor) -> Any:
+        return flex(q, q, q, block_mask=mask)
+
+    run: Any = call
+    if how == "compiled":
+        run = torch.compile(call, fullgraph=True, backend="eager")
+    if how == "recorded":
+        run = make_fx(call)
+    with pytest.raises(Exception, match=f"the mask_mod mod, which reads {reads}"):
+        run(q)
 
 
 @torchs_advice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn.attention import flex_attention as upstream
 
 import flexattn
 from flexattn import BlockMask, create_block_mask, mods, verification, verify
+from flexattn.errors import ArgumentError, UnsupportedError
 
 B, Hq, Hkv, M, N, D, Dv = 2, 4, 2, 70, 90, 16, 24
 
@@ -111,3 +113,88 @@ def test_an_error_is_found(monkeypatch: pytest.MonkeyPatch, name: str, value: fl
     assert not comparison.passed
     last = (B - 1, Hq - 1, M - 1) if name in ("out", "lse", "dq") else (B - 1, Hkv - 1, N - 1)
     assert comparison.at == last
+
+
+def test_inputs_for_which_dense_half_precision_overflows() -> None:
+    query, value = (20 * torch.randn(1, 1, 40, 256, dtype=torch.float16) for _ in range(2))
+    found = verify(query, query, value, rows=8)
+    assert found, str(found)
+    assert all(math.isfinite(c.bound) for c in found.comparisons)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_rows_with_one_weight_pass(dtype: torch.dtype, rows: int) -> None:
+    """Their gradient of query is a difference of equal numbers."""
+    query, key, value = (torch.randn(1, 2, 64, 64).to(dtype) for _ in range(3))
+    for q, k in ((query, query), (20 * query, key)):
+        found = verify(q, k, value, rows=rows)
+        assert found, str(found)
+
+
+def test_contexts() -> None:
+    with torch.inference_mode():
+        tensors = inputs()
+        assert verify(*tensors, enable_gqa=True, rows=4)
+    assert verify(*tensors, enable_gqa=True, rows=4)
+    with torch.no_grad():
+        assert len(verify(*inputs(), enable_gqa=True, rows=4).comparisons) == 5
+    with torch.autocast("cpu", torch.bfloat16):
+        assert verify(*inputs(), enable_gqa=True, rows=4) == verify(*inputs(torch.bfloat16), enable_gqa=True, rows=4)
+    tensors = inputs()
+    with torch.device("meta"):
+        assert verify(*tensors, enable_gqa=True, rows=4)
+
+
+@pytest.mark.parametrize("rows", [0, -1, 2.0])
+def test_rows_that_compare_nothing(rows: Any) -> None:
+    with pytest.raises(ArgumentError, match="rows: found"):
+        verify(*inputs(), enable_gqa=True, rows=rows)
+
+
+def test_nested_tensors() -> None:
+    nested = torch.nested.nested_tensor([torch.randn(5, 2, 16)] * 2, layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(UnsupportedError, match="query: found a nested tensor"):
+        verify(nested, nested, nested)
+
+
+@pytest.mark.parametrize("name", ["dk", "dv"])
+@pytest.mark.parametrize("value", [1e3, torch.nan])
+def test_an_error_in_one_row_is_found(monkeypatch: pytest.MonkeyPatch, name: str, value: float) -> None:
+    """If it is large, also in a row that is not sampled."""
+
+    def wrong(*tensors: Any, **options: Any) -> Any:
+        first = [OneRow.apply(x, value) if f"d{n}" == name else x for n, x in zip("qkv", tensors[:3], strict=True)]
+        return flexattn.flex_attention(*first, *tensors[3:], **options)
+
+    monkeypatch.setattr(verification, "flex_attention", wrong)
+    found = verify(*inputs(), enable_gqa=True, rows=2)
+    assert [(c.name, c.at) for c in found.comparisons if not c.passed] == [(name, (1, 0, 37))]
+
+
+def test_nan_in_one_row_that_spreads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of dk is NaN, and so is what is expected from the output of the call."""
+
+    def wrong(query: Tensor, *tensors: Any, **options: Any) -> Any:
+        error = torch.zeros_like(query)
+        error[1, 0, 37] = torch.nan
+        return flexattn.flex_attention(query + error, *tensors, **options)
+
+    monkeypatch.setattr(verification, "flex_attention", wrong)
+    found = verify(*inputs(), enable_gqa=True, rows=2)
+    assert not found and found.comparisons[0].at == (1, 0, 37)
+
+
+class OneRow(torch.autograd.Function):
+    """The identity, with an error in one row of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: float) -> Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        gradient = grads[0].clone()
+        gradient[1, 0, 37, 3] += ctx.error
+        return gradient, None

@@ -33,6 +33,7 @@ class MaskForm:
     is_built: bool
     graph: str = ""  # digest of the graph that the mask was built from
     runs: tuple[int, ...] = ()  # its captures with known runs of equal elements, whose places follow the lists
+    is_torchs: bool = False  # the lists are those of PyTorch's BlockMask
 
     def dumps(self) -> str:
         return json.dumps(list(asdict(self).values()))

@@ -261,6 +261,7 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """Return the gradients of query, key, value, captured tensors and the sink; None if not needed."""
     problem, d_out = _with_rows(problem), _rows(d_out, problem.batch_invariant)
+    out = _rows(out, False)  # that of scaled_dot_product_attention has the strides of query
     if run is not None:
         return _backward(problem, out, lse, d_out, d_lse, needs, run)[0]
     key = _backward_key(problem, out, d_out, d_lse is not None, needs)
@@ -280,6 +281,8 @@ def backward(
 def known_backward(problem: Problem, out: Tensor, d_out: Tensor, has_d_lse: bool, needs: Needs) -> KnownBackward | None:
     """Return the cached backward, or None if there is none or if a tensor must be copied first."""
     if _with_rows(problem) is not problem or _rows(d_out, problem.batch_invariant) is not d_out:
+        return None
+    if _rows(out, False) is not out:
         return None
     return _backwards.get(_backward_key(problem, out, d_out, has_d_lse, needs))
 

@@ -235,6 +235,7 @@ def _gradients(
     query: Tensor, key: Tensor, value: Tensor, form: Form, dropout_p: float, state: Tensor, out: Tensor, lse: Tensor,
     d_out: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _check_results(query, form, out, lse, d_out)
     dropout = _dropout_of(dropout_p, state, query.device) if dropout_p else None
     found = backward(query, key, value, form, dropout, out, lse, d_out)
     dq, dk, dv = [_like(g, x) for g, x in zip(found, (query, key, value), strict=True)]
@@ -273,6 +274,18 @@ def _check_out(out: Tensor, query: Tensor, dropout_p: float) -> None:
     kinds = [f"{x.dtype} {list(x.shape)} on {x.device}" for x in (out, query)]
     if kinds[0] != kinds[1]:
         raise ArgumentError(message("out", kinds[0], f"that of query, {kinds[1]}", "Pass torch.empty_like(query)."))
+
+
+def _check_results(query: Tensor, form: Form, out: Tensor, lse: Tensor, d_out: Tensor) -> None:
+    """Check what a backward is given besides the call: kernels would read past the end of a smaller tensor."""
+    of_lse = query.shape[:3] if form.packed is None else query.shape[1::-1]
+    for name, x, dtype, shape in (
+        ("out", out, query.dtype, query.shape), ("logsumexp", lse, lse.dtype, of_lse),
+        ("grad_out", d_out, query.dtype, query.shape),
+    ):  # fmt: skip
+        if x.dtype != dtype or x.shape != shape or x.device != query.device:
+            found, wanted = f"{x.dtype} {list(x.shape)} on {x.device}", f"{dtype} {list(shape)} on {query.device}"
+            raise ArgumentError(message(name, found, wanted, "Pass what the forward returned, and its gradient."))
 
 
 def _lse_without_rows(query: Tensor) -> Tensor:

@@ -105,7 +105,9 @@ def repeated_backward(
     query: Tensor, key: Tensor, value: Tensor, form: Form, out: Tensor, lse: Tensor, d_out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return dq, dk and dv of a dense backward, if one of this kind was computed before."""
-    if lse.dtype != torch.float32 or not lse.is_contiguous():
+    if lse.dtype != torch.float32 or not lse.is_contiguous() or type(lse) not in PLAIN:
+        return None
+    if lse.shape != query.shape[:3] or lse.device != query.device:
         return None
     known = _repeated(form, query, key, value, out, d_out)
     return None if known is None else known.run(query, key, value, (), known.parts, out, lse, d_out, None)[0][:3]

@@ -96,7 +96,8 @@ def operands_of(given: CallArguments, score: BoundMod | None, mask: BoundMod | N
         score = None
     form = None if given.form is None else MaskForm.loads(given.form)
     if mask is not None and form is not None:
-        check_mask_reads(given.sizes[2], given.sizes[3], mask, query, by_hand=not form.is_built)
+        by_hand = not form.is_built and not form.is_torchs  # PyTorch's masks do not tell, and most of them are built
+        check_mask_reads(given.sizes[2], given.sizes[3], mask, query, by_hand)
         result = mask.graph.nodes[mask.graph.output]
         mask = None if isinstance(result, Const) and result.value else mask
     bounds = [b for b in (score, mask) if b is not None]

@@ -16,6 +16,7 @@ from flexattn.block_mask import BlockMask
 from flexattn.call.call import Call, Mod
 from flexattn.call.layout import LayoutArguments, paged
 from flexattn.call.pose import autocast
+from flexattn.call.validate import check_mask_reads
 from flexattn.errors import DtypeError, UnsupportedError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.narrow import specialized
@@ -63,6 +64,8 @@ def recorded_call(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     score = None if call.score_mod is None else _bound(call.score_mod, "score", wide)
     keep = None if mask_mod is None else _bound(mask_mod, "mask", torch.float32)
+    if mask is not None and mask is not call.block_mask and keep is not None:  # of PyTorch, and converted
+        check_mask_reads(mask.B, mask.H, keep, query, by_hand=False)
     return call_operators(operands_of(given, score, keep))
 
 

@@ -99,3 +99,27 @@ def test_repeated_passes() -> None:
         assert repeated_backward(query, key, value, form, out, lse, d_out) is None
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_an_output_without_contiguous_rows() -> None:
+    """The operators give the output the strides of query, whatever these are."""
+    query, key, value = [x.detach() for x in replace(DENSE["causal"], B=1, dtype=torch.float16).tensors()]
+    form = Form((-1, 0), None, None, ON_TRITON)
+    out, lse = forward(query, key, value, form, None)
+    d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    expected = backward(query, key, value, form, None, out, lse, d_out)
+    columns = out.mT.contiguous().mT
+    for _ in range(2):
+        for x, y in zip(backward(query, key, value, form, None, columns, lse, d_out), expected, strict=True):
+            assert torch.equal(x, y)
+    assert repeated_backward(query, key, value, form, columns, lse, d_out) is None
+
+
+def test_a_known_backward_is_only_for_an_lse_of_the_call() -> None:
+    query, key, value = [x.detach() for x in replace(DENSE["causal"], B=1, dtype=torch.float16).tensors()]
+    form = Form((-1, 0), None, None, ON_TRITON)
+    out, lse = forward(query, key, value, form, None)
+    backward(query, key, value, form, None, out, lse, out)
+    assert repeated_backward(query, key, value, form, out, lse, out) is not None
+    for other in (lse[:, :, 1:].contiguous(), lse[:, :1], lse.double(), lse.mT.contiguous().mT, lse.to("meta")):
+        assert repeated_backward(query, key, value, form, out, other, out) is None
