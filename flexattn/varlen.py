@@ -226,6 +226,9 @@ def _check_ranks(given: _Given) -> None:
             raise DtypeError(message(name, f"a {type(x).__name__}", "a torch.Tensor", "Pass a tensor."))
         if x.dim() != rank:
             raise ArgumentError(message(name, f"shape {list(x.shape)}", expected, "Reshape it."))
+    if not pages and given.kv_layout != "NHD":
+        fix = "Leave it out: it describes pages."
+        raise ArgumentError(message("kv_layout", repr(given.kv_layout), "a block_table with it", fix))
     if pages and given.seqused_k is None:
         fix = "Pass the number of tokens of each sequence: its last page may not be full."
         raise ArgumentError(message("seqused_k", "None", "a tensor with block_table", fix))
@@ -316,7 +319,7 @@ def _columns(given: _Given) -> Tensor:
     one_row_of_key, T_k = one_row, query.size(0)
     if given.cu_seq_k is not None and given.block_table is None:
         packed, one_row_of_key, T_k = _sequences(given), key.transpose(0, 1)[None], key.size(0)
-    check_packed_forms(packed, one_row, one_row_of_key)
+    check_packed_forms(packed._replace(seqused_k=given.seqused_k), one_row, one_row_of_key)
     return pack_rows(packed, query.size(0), T_k)
 
 

@@ -383,6 +383,10 @@ def test_rows_after_the_last_sequence_have_no_sink(options: dict[str, Any]) -> N
     torch.testing.assert_close(lse.double(), case.expected(*tensors)[1], rtol=1e-4, atol=1e-5)
 
 
+DENSE = torch.randn(2, 9, 2, 16)
+DENSE_KEYS = {"cu_seq_k": None, "key": DENSE, "value": DENSE, "window_size": (3, 0)}
+
+
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
@@ -390,6 +394,10 @@ def test_rows_after_the_last_sequence_have_no_sink(options: dict[str, Any]) -> N
         ({"kernel_options": 3}, "kernel_options"),
         ({"value": torch.randn(9, 2, 16), "num_splits": 1}, "value"),
         ({"cu_seq_k": None, "key": torch.randn(1, 9, 2, 16), "value": torch.randn(1, 9, 2, 16)}, "key"),
+        ({"kv_layout": "HND"}, "kv_layout"),
+        ({"kv_layout": "HND", "num_splits": 1}, "kv_layout"),
+        ({**DENSE_KEYS, "seqused_k": [4, 9]}, "seqused_k"),
+        ({**DENSE_KEYS, "seqused_k": integers(4, 9, 3)}, "seqused_k"),
     ],
 )
 def test_errors_of_forms_name_the_argument(changes: dict[str, Any], name: str) -> None:
