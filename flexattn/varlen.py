@@ -14,7 +14,7 @@ from flexattn.call.layout import KVLayout, LayoutArguments
 from flexattn.call.varlen.arguments import PackedArguments, check_packed_forms
 from flexattn.errors import ArgumentError, DtypeError, UnsupportedError, message
 from flexattn.mods import and_masks, band
-from flexattn.mods.shifted import shifted_mask
+from flexattn.mods.shifted import rows_before, shifted_mask
 from flexattn.torch_compile.call import traced_call, traced_rows
 from flexattn.torch_compile.sequences import pack_rows
 from flexattn.torch_state.modes import is_recording
@@ -233,6 +233,9 @@ def _check_ranks(given: _Given) -> None:
             raise DtypeError(message(name, f"a {type(x).__name__}", "a torch.Tensor", "Pass a tensor."))
         if x.dim() != rank:
             raise ArgumentError(message(name, f"shape {list(x.shape)}", expected, "Reshape it."))
+    if not pages and given.kv_layout != "NHD":
+        fix = "Leave it out: it describes pages."
+        raise ArgumentError(message("kv_layout", repr(given.kv_layout), "a block_table with it", fix))
     if pages and given.seqused_k is None:
         fix = "Pass the number of tokens of each sequence: its last page may not be full."
         raise ArgumentError(message("seqused_k", "None", "a tensor with block_table", fix))
@@ -294,7 +297,7 @@ def _padded(given: _Given) -> tuple[Tensor, Tensor]:
     N = key.size(2) if given.block_table is None else 0
     if given.block_table is not None:
         N = given.block_table.size(1) * key.size(1 if given.kv_layout == "NHD" else 2)
-    mask_mod = _mask_mod(given, used, N)
+    mask_mod = _mask_mod(given, used, N, whole)
     layout = LayoutArguments(used, None, None, given.block_table, given.kv_layout, mask_mod=mask_mod)
     arguments = _arguments(given, padded.transpose(1, 2), key, value, None if layout.is_empty else layout)
     compiling = torch.compiler.is_dynamo_compiling()
@@ -323,7 +326,7 @@ def _columns(given: _Given) -> Tensor:
     one_row_of_key, T_k = one_row, query.size(0)
     if given.cu_seq_k is not None and given.block_table is None:
         packed, one_row_of_key, T_k = _sequences(given), key.transpose(0, 1)[None], key.size(0)
-    check_packed_forms(packed, one_row, one_row_of_key)
+    check_packed_forms(packed._replace(seqused_k=given.seqused_k), one_row, one_row_of_key)
     return pack_rows(packed, query.size(0), T_k)
 
 
@@ -340,12 +343,14 @@ def _keys_by_sequence(given: _Given) -> tuple[Tensor, Tensor, Tensor | None]:
     return key, value, cu.diff() if given.seqused_k is None else given.seqused_k
 
 
-def _mask_mod(given: _Given, used: Tensor | None, N: int) -> Mod | None:
-    """Return the mask_mod of the window and of the call. It is applied to all keys."""
+def _mask_mod(given: _Given, used: Tensor | None, N: int, whole: bool) -> Mod | None:
+    """Return the mask_mod of the window, of the call, and of the rows of each sequence. It is applied to all keys."""
     left, right = given.window_size
     window = None if left < 0 and right < 0 else band(left, right)
+    lengths = given.cu_seq_q.diff()
     if window is not None:
-        lengths = given.cu_seq_q.diff()
         window = shifted_mask(window, (N - lengths if used is None else used - lengths).int())
-    asked: list[Any] = [mod for mod in (window, given.mask_mod) if mod is not None]
+    # score_mod may index a tensor that has no elements for the rows of the padding.
+    rows = None if whole or given.score_mod is None else rows_before(lengths)
+    asked: list[Any] = [mod for mod in (rows, window, given.mask_mod) if mod is not None]
     return and_masks(*asked) if asked else None

@@ -246,6 +246,22 @@ def test_mask_with_a_number(numbers):
 @pytest.mark.parametrize(
     "mod",
     [
+        lambda b, h, i, j, n: j - i <= n,
+        lambda b, h, i, j, n: (i - j < 9) & (n - i <= j),
+        lambda b, h, i, j, n: (i - j) % 3 != n,
+    ],
+)
+def test_a_mask_with_the_number_0(mod):
+    """Dynamo makes it a literal, which a trace places elsewhere than a number."""
+    n = 0
+    mask = create_block_mask(lambda b, h, i, j: mod(b, h, i, j, n), None, None, T, T, BLOCK_SIZE=32, device="cpu")
+    x = qkv(0)
+    assert compilations(masked, [((*x, mask), x)]) == [1]
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
         functools.partial(lambda s, b, h, i, j, t: s * t[h], t=torch.rand(H)),
         mods.alibi(H),
         mods.softcap(20.0),

@@ -107,6 +107,31 @@ def test_a_row_does_not_depend_on_other_sequences_with_num_splits_1() -> None:
     assert torch.equal(out[30:80], one)
 
 
+@pytest.mark.parametrize("max_q", [13, 20])
+@pytest.mark.parametrize("form", ["dense", "num_splits"])
+def test_score_mods_are_not_used_for_padding(form: str, max_q: int) -> None:
+    """A tensor with an element for each row of query, or for each distance, has none for the rows of the padding."""
+    cu = integers(0, 13, 20)
+    of_rows, of_distances = torch.randn(20, requires_grad=True), torch.randn(26, requires_grad=True)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + of_rows[cu[b] + q_idx] * kv_idx + of_distances[q_idx - kv_idx + 13]
+
+    q, x = torch.randn(20, 2, 16, requires_grad=True), torch.randn(20, 2, 16, requires_grad=True)
+    tensors = q, x, of_rows, of_distances
+    other: dict[str, Any] = {"num_splits": 1}
+    if form == "dense":
+        padded = torch.stack((x[:13], torch.nn.functional.pad(x[13:], (0, 0, 0, 0, 0, 6))))
+        other = {"key": padded, "value": padded, "cu_seq_k": None, "seqused_k": integers(13, 7)}
+    given = {"query": q, "key": x, "value": x, "cu_seq_q": cu, "cu_seq_k": cu, "max_q": 13, "max_k": 13}
+    expected = varlen_attn(**given, score_mod=score_mod)
+    found = varlen_attn(**{**given, "max_q": max_q, **other}, score_mod=score_mod)
+    torch.testing.assert_close(found, expected)
+    grads = (torch.autograd.grad(out.square().sum(), tensors) for out in (found, expected))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 def test_results_of_varlen_attn_out() -> None:
     out = torch.empty_like(X)
     expected = varlen_attn(X, X, X, CU, CU, 13, 13, return_aux=AuxRequest(lse=True))
@@ -383,6 +408,10 @@ def test_rows_after_the_last_sequence_have_no_sink(options: dict[str, Any]) -> N
     torch.testing.assert_close(lse.double(), case.expected(*tensors)[1], rtol=1e-4, atol=1e-5)
 
 
+DENSE = torch.randn(2, 9, 2, 16)
+DENSE_KEYS = {"cu_seq_k": None, "key": DENSE, "value": DENSE, "window_size": (3, 0)}
+
+
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
@@ -393,6 +422,10 @@ def test_rows_after_the_last_sequence_have_no_sink(options: dict[str, Any]) -> N
         ({"block_table": [[0]], "seqused_k": integers(3, 4)}, "block_table"),
         ({"value": torch.randn(9, 2, 16), "num_splits": 1}, "value"),
         ({"cu_seq_k": None, "key": torch.randn(1, 9, 2, 16), "value": torch.randn(1, 9, 2, 16)}, "key"),
+        ({"kv_layout": "HND"}, "kv_layout"),
+        ({"kv_layout": "HND", "num_splits": 1}, "kv_layout"),
+        ({**DENSE_KEYS, "seqused_k": [4, 9]}, "seqused_k"),
+        ({**DENSE_KEYS, "seqused_k": integers(4, 9, 3)}, "seqused_k"),
     ],
 )
 def test_errors_of_forms_name_the_argument(changes: dict[str, Any], name: str) -> None:

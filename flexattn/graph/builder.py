@@ -222,6 +222,24 @@ def without_unused(graph: ModGraph) -> tuple[ModGraph, tuple[int, ...], tuple[in
     return rewrite(graph, renumbered, captures=kept_captures, numbers=kept_numbers), captures, numbers
 
 
+def in_order_of_use(graph: ModGraph) -> ModGraph:
+    """Return the graph with its nodes in the order in which its outputs need them, whatever order they were made in."""
+    position: dict[int, int] = {}
+    todo = [i for i in reversed((*graph.outputs, *graph.sites)) if i is not None]
+    while todo:
+        missing = [a for a in graph.nodes[todo[-1]].args if a not in position]
+        if missing:
+            todo += reversed(missing)
+        else:
+            position.setdefault(todo.pop(), len(position))
+    nodes = (graph.nodes[i] for i in position)
+    return replace(
+        graph, nodes=tuple([_with_args(node, tuple([position[a] for a in node.args])) for node in nodes]),
+        outputs=tuple([None if o is None else position[o] for o in graph.outputs]),
+        sites=tuple([position[s] for s in graph.sites]),
+    )  # fmt: skip
+
+
 def _with_args(node: Node, args: tuple[int, ...]) -> Node:
     """Return the node with other operands."""
     return replace(node, args=args) if isinstance(node, (Load, RangeLoad, Operation)) else node

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 
 from flexattn.errors import ModError, message
-from flexattn.graph.builder import Builder, Expr, rewrite
+from flexattn.graph.builder import Builder, Expr, in_order_of_use, rewrite
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const, Input, Load, NumberRef, Operation
 from flexattn.graph.ranges import ranges
@@ -34,7 +34,10 @@ def narrowed(graph: ModGraph, numbers: Sequence[int | float]) -> ModGraph:
 
 
 def specialized(graph: ModGraph, numbers: tuple[int | float, ...]) -> ModGraph:
-    """Return a graph as it would be if its numbers were literals in the user's code, without names."""
+    """Return a graph as it would be if its numbers were literals in the user's code, without names.
+
+    Its nodes are in the order of their use: where a trace makes a constant depends on whether it is a literal.
+    """
     return _specialized(graph, numbers, repr(numbers))
 
 
@@ -46,7 +49,7 @@ def _specialized(graph: ModGraph, numbers: tuple[int | float, ...], text: str) -
         return builder.const(numbers[node.position], node.dtype) if isinstance(node, NumberRef) else None
 
     without_numbers = replace(rewrite(graph, literal), numbers=())
-    return _narrowed(without_numbers, (), "")
+    return in_order_of_use(_narrowed(without_numbers, (), ""))
 
 
 def _magnitude(number: int | float) -> int:
