@@ -190,4 +190,10 @@ def _with_tile(plan: KernelPlan, spec: KernelSpec, tiles: dict[tuple[int, int], 
     known = {feature.name for feature in spec.features}
     if unknown := [name for name in plan.features if name not in known]:
         return f"it does not support {', '.join(unknown)}"
-    return replace(plan, spec=spec, tile=tile, tma=True)
+    return replace(plan, spec=spec, tile=tile, tma=True, fixed_reference=spec is HOPPER_FORWARD and _fixes_reference(plan))
+
+
+def _fixes_reference(plan: KernelPlan) -> bool:
+    """Whether weights may be relative to an earlier maximum. The exponents of float16 are too few."""
+    exact_maximum = plan.batch_invariant or "max_scores" in plan.features
+    return plan.dtype == torch.bfloat16 and not exact_maximum and "fixed_reference" not in settings().without

@@ -37,7 +37,7 @@ def hopper_names(plan: KernelPlan) -> dict[str, object]:
     gradient = plan.grad if plan.scales_gradient else None
     names: dict[str, object] = {
         "mods": hopper_mods(plan), "ends": ends_of(plan), "list_arguments": lists, "adds_dq": plan.adds_dq,
-        "owns_dq": plan.spec.owns_dq, "dq_pieces": pieces_of(plan.D),
+        "owns_dq": plan.spec.owns_dq, "fixed_reference": plan.fixed_reference, "dq_pieces": pieces_of(plan.D),
         "prelude": as_gluon(environment().get_template("mod_functions.py.jinja").render(scatter_arguments=())),
         "loads_per_pair": any(loads_where_live(mod) for mod in (plan.score, plan.mask, gradient) if mod),
         "bytes": lambda text, parts: " + ".join(f"{text}.block_type.nbytes".replace("%", str(p.index)) for p in parts),
@@ -68,6 +68,15 @@ EARLY = 3
 RECORDS = 2
 
 
+# HEADROOM: weights are at most 2 ** -HEADROOM relative to a maximum that is up to date, so that float32 holds those of
+# scores that are 2 ** (127 + HEADROOM) times larger. Below 2 ** -126 they are 0, which is 2 ** -96 of the largest.
+# MOST_RISE: in powers of two. Chunks of tiles grow only while no maximum of a warpgroup rises by more from chunk to chunk.
+# SAFE_SUM: up to this sum of weights, the output overflows only if values are above 2 ** 87.
+FIXED_REFERENCE: tuple[tuple[str, object], ...] = (
+    ("HEADROOM", 30.0), ("MOST_RISE", 24.0), ("LONGEST_CHUNK", 8), ("SAFE_SUM", 2.0**40), ("DONE", 4),
+)  # fmt: skip
+
+
 def _hopper_forward_names(plan: KernelPlan) -> _Own:
     consumers = plan.tile.BLOCK_M // ROWS
     shared_lists = ("starts",) if plan.blocks else ()
@@ -75,13 +84,15 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
     buffers = (
         *(f"{x}_bufs_{p.index}" for x in ("q", "k") for p in parts), "v_bufs", "o_bufs", "q_full", "q_empty", "k_full",
         "k_empty", "v_full", "v_empty", "tile_numbers", *shared_lists, "work", "work_full", "work_empty",
+        *(("bad_rows", "handed_out", "done") if plan.fixed_reference else ()),
     )  # fmt: skip
-    numbers = ["b", "h", "m0", *(["partial", "full"] if plan.blocks else [])]  # of a tile of queries, for consumers
+    again = ["again"] if plan.fixed_reference else []
+    numbers = ["b", "h", "m0", *(["partial", "full"] if plan.blocks else []), *again]  # of a tile, for consumers
     runs = [f"{kind}_{place}" for kind in ("partial", "full") for place in ("run", "end")] if plan.blocks else []
     return _Own(
         [
             ("CONSUMERS", consumers), ("Q_STAGES", plan.tiles_of_queries), ("SAFE", plan.score is not None),
-            ("RECORDS", RECORDS), ("EARLY", EARLY),
+            ("RECORDS", RECORDS), ("EARLY", EARLY), *(FIXED_REFERENCE if plan.fixed_reference else ()),
         ],
         buffers,
         {
@@ -99,10 +110,10 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
 def _exponent(plan: KernelPlan) -> str:
     """Return the expression of the forward's scores minus the maximum, in the exp2 domain."""
     if plan.score is not None:
-        return "s - m_safe[:, None]"
+        return "s - reference[:, None]"
     if plan.batch_invariant:  # FMA contraction is off, so a separate product would be rounded
-        return "gl.fma(s, qk_scale, -m_safe[:, None])"
-    return "s * qk_scale - m_safe[:, None]"
+        return "gl.fma(s, qk_scale, -reference[:, None])"
+    return "s * qk_scale - reference[:, None]"
 
 
 def _hopper_latent_names(plan: KernelPlan) -> _Own:

@@ -145,6 +145,8 @@ class KernelPlan:
     # No FMA contraction. The compiler contracts the same expression differently at each place where it is inlined, so
     # a row's bits could depend on which loop computes it.
     batch_invariant: bool = False
+    # Weights of most tiles are relative to an earlier maximum. Tiles whose sums overflow are computed again.
+    fixed_reference: bool = False
     integer_sums: bool = False  # gradients of captured tensors are summed as integers, for deterministic algorithms
 
     @property
