@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from flexattn.merge import merge_attention as merge_attention
     from flexattn.profiling import Profile as Profile
     from flexattn.profiling import profile as profile
+    from flexattn.runtime.redone import tiles_redone as tiles_redone
     from flexattn.tuning.report import Tuning as Tuning
     from flexattn.tuning.tune import tune as tune
     from flexattn.varlen import varlen_attn as varlen_attn
@@ -78,6 +79,7 @@ __all__ = [
     "reference",
     "register_operator",
     "sdpa",
+    "tiles_redone",
     "tune",
     "varlen_attn",
     "varlen_attn_out",
@@ -99,6 +101,7 @@ _ON_FIRST_USE = {
     "profile": "flexattn.profiling",
     "reference": "flexattn.reference",
     "sdpa": "flexattn.sdpa",
+    "tiles_redone": "flexattn.runtime.redone",
     "tune": "flexattn.tuning.tune",
     "varlen_attn": "flexattn.varlen",
     "varlen_attn_out": "flexattn.varlen",

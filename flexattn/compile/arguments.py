@@ -123,12 +123,17 @@ class TileCounter:
 
 
 @frozen
+class RedoneTiles:
+    """The device's count of tiles that were computed again."""
+
+
+@frozen
 class Argument:
     """One runtime argument of a kernel: its name in the template, its Triton type and the source of its value."""
 
     name: str
     type: str  # in Triton's notation: i32, fp32, *bf16, tensordesc<...>
-    source: FromShapes | FromTensors | FromProblem | DescriptorOf | TileCounter
+    source: FromShapes | FromTensors | FromProblem | DescriptorOf | TileCounter | RedoneTiles
     divisible: bool = False  # the pointer is a multiple of 16 bytes
 
     @property

@@ -9,6 +9,7 @@ import torch
 
 from flexattn.call.problem import Problem
 from flexattn.compile.arguments import Tensors
+from flexattn.compile.fixed_reference import fixes_reference
 from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
 from flexattn.compile.kernels import (
     BATCH_CAPTURES,
@@ -190,10 +191,5 @@ def _with_tile(plan: KernelPlan, spec: KernelSpec, tiles: dict[tuple[int, int], 
     known = {feature.name for feature in spec.features}
     if unknown := [name for name in plan.features if name not in known]:
         return f"it does not support {', '.join(unknown)}"
-    return replace(plan, spec=spec, tile=tile, tma=True, fixed_reference=spec is HOPPER_FORWARD and _fixes_reference(plan))
-
-
-def _fixes_reference(plan: KernelPlan) -> bool:
-    """Whether weights may be relative to an earlier maximum. The exponents of float16 are too few."""
-    exact_maximum = plan.batch_invariant or "max_scores" in plan.features
-    return plan.dtype == torch.bfloat16 and not exact_maximum and "fixed_reference" not in settings().without
+    fixed = spec is HOPPER_FORWARD and fixes_reference(plan)
+    return replace(plan, spec=spec, tile=tile, tma=True, fixed_reference=fixed)

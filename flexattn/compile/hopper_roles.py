@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from flexattn.compile import fixed_reference
 from flexattn.compile.head_dims import pieces_of, split_head_dim
 from flexattn.compile.hopper import (
     CONSUMER_REGISTERS,
@@ -68,15 +69,6 @@ EARLY = 3
 RECORDS = 2
 
 
-# HEADROOM: weights are at most 2 ** -HEADROOM relative to a maximum that is up to date, so that float32 holds those of
-# scores that are 2 ** (127 + HEADROOM) times larger. Below 2 ** -126 they are 0, which is 2 ** -96 of the largest.
-# MOST_RISE: in powers of two. Chunks of tiles grow only while no maximum of a warpgroup rises by more from chunk to chunk.
-# SAFE_SUM: up to this sum of weights, the output overflows only if values are above 2 ** 87.
-FIXED_REFERENCE: tuple[tuple[str, object], ...] = (
-    ("HEADROOM", 30.0), ("MOST_RISE", 24.0), ("LONGEST_CHUNK", 8), ("SAFE_SUM", 2.0**40), ("DONE", 4),
-)  # fmt: skip
-
-
 def _hopper_forward_names(plan: KernelPlan) -> _Own:
     consumers = plan.tile.BLOCK_M // ROWS
     shared_lists = ("starts",) if plan.blocks else ()
@@ -92,7 +84,7 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
     return _Own(
         [
             ("CONSUMERS", consumers), ("Q_STAGES", plan.tiles_of_queries), ("SAFE", plan.score is not None),
-            ("RECORDS", RECORDS), ("EARLY", EARLY), *(FIXED_REFERENCE if plan.fixed_reference else ()),
+            ("RECORDS", RECORDS), ("EARLY", EARLY), *(fixed_reference.CONSTANTS if plan.fixed_reference else ()),
         ],
         buffers,
         {

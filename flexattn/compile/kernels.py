@@ -34,6 +34,7 @@ from flexattn.compile.operands import (
     ModArguments,
     OfProblem,
     Pointers,
+    RedoneCount,
     Scalars,
     ScoreScale,
     Strides,
@@ -322,7 +323,7 @@ HOPPER_FORWARD = KernelSpec(
     phase="fwd",
     tensors=("q", "k", "v", "o"),
     operands=(
-        Descriptors(forward_descriptors), Scalars(("tiles",)), Counter(), _LSE, MAX_SCORES, SINK,
+        Descriptors(forward_descriptors), Scalars(("tiles",)), Counter(), RedoneCount(), _LSE, MAX_SCORES, SINK,
         Scalars(("M", "N", "heads", "heads_q", "group_size", "heads_per_group", "batch_shares_keys")), ScoreScale(),
         MaskLists(), ModArguments(),
     ),

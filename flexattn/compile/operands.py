@@ -7,7 +7,16 @@ from collections.abc import Callable
 import torch
 
 from flexattn.call.layout import FLOAT8
-from flexattn.compile.arguments import Argument, DescriptorOf, FromProblem, FromShapes, FromTensors, Part, TileCounter
+from flexattn.compile.arguments import (
+    Argument,
+    DescriptorOf,
+    FromProblem,
+    FromShapes,
+    FromTensors,
+    Part,
+    RedoneTiles,
+    TileCounter,
+)
 from flexattn.compile.head_dims import split_head_dim
 from flexattn.compile.kernel_plan import KernelPlan, Operand
 from flexattn.compile.mod_plan import TRITON_POINTER
@@ -103,6 +112,14 @@ class Counter:
 
     def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
         return (Argument("counter_ptr", "*i32", TileCounter()),)
+
+
+@frozen
+class RedoneCount:
+    """The count of tiles that were computed again."""
+
+    def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
+        return (Argument("redone_ptr", "*i32", RedoneTiles()),) if plan.fixed_reference else ()
 
 
 @frozen

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 
+from flexattn.compile.fixed_reference import flag_bytes
 from flexattn.compile.head_dims import split_head_dim
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.mod_plan import ModPlan
@@ -339,10 +340,10 @@ def batch_capture_bytes(plan: KernelPlan) -> int:
 
 
 def hopper_forward_bytes(plan: KernelPlan) -> int:
-    """Queries, an output tile unless it shares a buffer with them, and rings of keys and values."""
+    """Queries, an output tile unless it shares a buffer with them, rings of keys and values, and flags of rows."""
     t, (D, Dv) = plan.tile, plan.widths
     queries = t.BLOCK_M * (D * plan.tiles_of_queries + (0 if plan.shares_output else Dv))
-    return (queries + t.num_stages * t.BLOCK_N * (D + Dv)) * plan.dtype.itemsize + 1024
+    return (queries + t.num_stages * t.BLOCK_N * (D + Dv)) * plan.dtype.itemsize + flag_bytes(plan) + 1024
 
 
 def hopper_latent_bytes(plan: KernelPlan) -> int:

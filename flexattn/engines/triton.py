@@ -32,8 +32,9 @@ from flexattn.options import option
 from flexattn.process.events import fallback
 from flexattn.process.frozen_class import frozen
 from flexattn.runtime import build
-from flexattn.runtime.known import COUNTER, KnownKernels, LaunchLog, Pointer, known_key
+from flexattn.runtime.known import COUNTER, REDONE, KnownKernels, LaunchLog, Pointer, known_key
 from flexattn.runtime.launch import CACHES, remember, scheduled_backward
+from flexattn.runtime.redone import count_on
 
 # Runs one kernel, as LaunchLog does. Tuning and profile pass functions that also record the calls. If one is
 # given, a cached KnownForward or KnownBackward is not used.
@@ -42,7 +43,7 @@ _FORWARD_OUTPUTS = tuple((f.wanted, f.outputs) for f in FORWARD.features if f.ou
 
 
 # The tensors of a forward in the order of its pointers.
-_FORWARD = ("q", "k", "v", "o", "lse_ptr", "max_ptr", COUNTER, "part_ptr", "part_lse_ptr")
+_FORWARD = ("q", "k", "v", "o", "lse_ptr", "max_ptr", COUNTER, REDONE, "part_ptr", "part_lse_ptr")
 Sizes = tuple[tuple[int, ...], tuple[int, ...]]  # the shape of a tensor and its strides
 
 
@@ -55,6 +56,7 @@ class KnownForward:
     returns_largest: bool  # of each row of scores
     splits: tuple[int, int]  # elements of the results of splits and of their lse, 0 without splits
     counts: bool  # tiles are taken from a counter
+    redoes: bool  # tiles may be computed again
     kernels: KnownKernels
 
     @staticmethod
@@ -64,7 +66,9 @@ class KnownForward:
         shape = tuple(out.shape)
         rows = shape[:3], (shape[1] * shape[2], shape[2], 1)
         splits = arrays["part_ptr"].numel() if "part_ptr" in arrays else 0, len(arrays.get("part_lse_ptr", ()))
-        return KnownForward((shape, out.stride()), rows, problem.max_scores, splits, recorded.counts, kernels)
+        return KnownForward(
+            (shape, out.stride()), rows, problem.max_scores, splits, recorded.counts, recorded.redoes, kernels
+        )
 
     def for_rows(self) -> KnownForward:
         """Return the same forward for tensors [rows, H, D]."""
@@ -86,6 +90,7 @@ class KnownForward:
         # A new counter for each launch: a CUDA graph captures the zeroing, and concurrent launches must not share one.
         counter = lse.new_zeros(1, dtype=torch.int32) if self.counts else lse
         at_lse = pointer(lse)  # also in the place of arrays that no kernel reads or writes
+        at_redone = pointer(count_on(query.device)) if self.redoes else at_lse
         splits: list[Pointer] = [at_lse, at_lse]
         if self.splits[0]:
             memory = empty((sum(self.splits),), (1,), torch.float32)
@@ -94,7 +99,8 @@ class KnownForward:
         kernels.run(
             [
                 pointer(query), pointer(key), pointer(value), pointer(out), at_lse,
-                at_lse if largest is None else pointer(largest), pointer(counter), *splits, *parts,
+                at_lse if largest is None else pointer(largest), pointer(counter), at_redone, *splits,
+                *parts,
             ],
             device,
         )  # fmt: skip

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flexattn.call.problem import Problem
-from flexattn.compile.arguments import PARTS, DescriptorOf, FromProblem, FromTensors, Part, Tensors
+from flexattn.compile.arguments import PARTS, DescriptorOf, FromProblem, FromTensors, Part, RedoneTiles, Tensors
 from flexattn.compile.kernel_plan import KernelSpec
 from flexattn.machine.triton_versions import FlatLaunch, launches_are_watched
 from flexattn.process.frozen_class import frozen
@@ -27,7 +27,7 @@ from flexattn.runtime import build
 from flexattn.runtime.build import Kernel
 from flexattn.runtime.launch import Address, DescriptorLayout, FillerSource, Launch, launch_key, launch_of
 
-COUNTER = "counter_ptr"  # the name of the counter from which programs take tiles
+COUNTER, REDONE = "counter_ptr", "redone_ptr"  # the counter from which programs take tiles, and that of redone tiles
 Pointer = Tensor | int
 Empty = Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]  # (shape, strides, dtype) -> Tensor
 
@@ -88,6 +88,11 @@ class LaunchLog:
     def counts(self) -> bool:
         """Whether programs of a kernel take their tiles from a counter."""
         return any(launch.shares_tiles for launch, _ in self.launches)
+
+    @property
+    def redoes(self) -> bool:
+        """Whether a kernel may compute tiles again."""
+        return any(isinstance(s, RedoneTiles) for launch, _ in self.launches for s in launch.sources)
 
 
 @frozen
@@ -223,6 +228,8 @@ def _place(source: FillerSource, counted: bool) -> str | tuple[Part, int]:
             return name
         case FromProblem(part, i):
             return part, i
+        case RedoneTiles():
+            return REDONE
     return COUNTER if counted else "lse_ptr"  # any address: it is not read
 
 

@@ -23,6 +23,7 @@ from flexattn.compile.arguments import (
     FromProblem,
     FromShapes,
     FromTensors,
+    RedoneTiles,
     Tensors,
     TileCounter,
 )
@@ -43,12 +44,13 @@ from flexattn.process.events import fallback
 from flexattn.process.frozen_class import frozen
 from flexattn.runtime.build import Kernel
 from flexattn.runtime.load import load, load_ahead
+from flexattn.runtime.redone import count_on
 
 _REMEMBERED = 4096
 
 V = TypeVar("V")
 Filler = Callable[[Problem, Tensors], Any]  # returns an argument that differs between launches
-FillerSource = FromTensors | FromProblem | DescriptorOf | TileCounter
+FillerSource = FromTensors | FromProblem | DescriptorOf | TileCounter | RedoneTiles
 
 
 @frozen
@@ -228,6 +230,8 @@ def _filler(argument: Argument, shared: bool) -> Filler:
             return lambda problem, tensors: DescriptorLayout.of(tensors[name]).descriptor(tensors[name], block)
         case TileCounter():
             return _counter if shared else _no_counter
+        case RedoneTiles():
+            return lambda problem, tensors: count_on(problem.query.device)
     raise AssertionError(argument)
 
 
