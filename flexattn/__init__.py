@@ -27,6 +27,7 @@ with paused():
     from flexattn.mods import noop_mask as noop_mask
     from flexattn.mods import or_masks as or_masks
     from flexattn.options import FlexKernelOptions as FlexKernelOptions
+    from flexattn.runtime.redone import tiles_redone as tiles_redone
     from flexattn.trace.registered import register_operator as register_operator
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from flexattn.merge import merge_attention as merge_attention
     from flexattn.profiling import Profile as Profile
     from flexattn.profiling import profile as profile
-    from flexattn.runtime.redone import tiles_redone as tiles_redone
     from flexattn.tuning.report import Tuning as Tuning
     from flexattn.tuning.tune import tune as tune
     from flexattn.varlen import varlen_attn as varlen_attn
@@ -101,7 +101,6 @@ _ON_FIRST_USE = {
     "profile": "flexattn.profiling",
     "reference": "flexattn.reference",
     "sdpa": "flexattn.sdpa",
-    "tiles_redone": "flexattn.runtime.redone",
     "tune": "flexattn.tuning.tune",
     "varlen_attn": "flexattn.varlen",
     "varlen_attn_out": "flexattn.varlen",

@@ -120,7 +120,7 @@ def test_public_names() -> None:
         "Profile", "Tuning", "Verification", "and_masks", "counters", "create_block_mask", "create_mask",
         "dropout_mask", "explain", "flex_attention", "install_as_torch_flex", "layout", "merge_attention", "mods",
         "noop_mask", "or_masks", "profile",
-        "reference", "register_operator", "sdpa", "tune", "varlen_attn", "varlen_attn_out",
+        "reference", "register_operator", "sdpa", "tiles_redone", "tune", "varlen_attn", "varlen_attn_out",
         "verify",
     ]  # fmt: skip
     assert all(hasattr(flexattn, name) for name in flexattn.__all__)

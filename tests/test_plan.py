@@ -109,6 +109,7 @@ def test_smaller_tiles_only_become_smaller():
 def test_every_field_is_in_the_key():
     """Two plans that differ give kernels that differ."""
     forward, delta, dq, dkdv = plans_of()
+    gluon = plans_of(fwd_BACKEND="HOPPER", dtype=torch.bfloat16)[0]
     mod, mask = forward.score, forward.mask
     assert mod is not None and mask is not None
     changes: dict[str, tuple[KernelPlan, object]] = {
@@ -122,6 +123,7 @@ def test_every_field_is_in_the_key():
         "precision": (forward, "tf32"), "exact": (forward, True), "features": (forward, ("sink",)),
         "intervals": (replace(forward, spec=FORWARD_SPLIT, tma=False, blocks=None), True),
         "integer_sums": (dq, True), "batch_invariant": (dq, True),
+        "fixed_reference": (gluon, False),
     }  # fmt: skip
     assert changes.keys() == {f.name for f in fields(KernelPlan)}
     for name, (plan, value) in changes.items():

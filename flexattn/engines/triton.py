@@ -56,7 +56,7 @@ class KnownForward:
     returns_largest: bool  # of each row of scores
     splits: tuple[int, int]  # elements of the results of splits and of their lse, 0 without splits
     counts: bool  # tiles are taken from a counter
-    redoes: bool  # tiles may be computed again
+    redone: Tensor | None  # the device's count of tiles that were computed again, if a kernel counts them
     kernels: KnownKernels
 
     @staticmethod
@@ -66,9 +66,8 @@ class KnownForward:
         shape = tuple(out.shape)
         rows = shape[:3], (shape[1] * shape[2], shape[2], 1)
         splits = arrays["part_ptr"].numel() if "part_ptr" in arrays else 0, len(arrays.get("part_lse_ptr", ()))
-        return KnownForward(
-            (shape, out.stride()), rows, problem.max_scores, splits, recorded.counts, recorded.redoes, kernels
-        )
+        redone = count_on(out.device) if recorded.redoes else None
+        return KnownForward((shape, out.stride()), rows, problem.max_scores, splits, recorded.counts, redone, kernels)
 
     def for_rows(self) -> KnownForward:
         """Return the same forward for tensors [rows, H, D]."""
@@ -90,7 +89,7 @@ class KnownForward:
         # A new counter for each launch: a CUDA graph captures the zeroing, and concurrent launches must not share one.
         counter = lse.new_zeros(1, dtype=torch.int32) if self.counts else lse
         at_lse = pointer(lse)  # also in the place of arrays that no kernel reads or writes
-        at_redone = pointer(count_on(query.device)) if self.redoes else at_lse
+        at_redone = at_lse if self.redone is None else pointer(self.redone)
         splits: list[Pointer] = [at_lse, at_lse]
         if self.splits[0]:
             memory = empty((sum(self.splits),), (1,), torch.float32)

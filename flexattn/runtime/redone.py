@@ -16,7 +16,7 @@ def count_on(device: torch.device) -> Tensor:
     if found is None:
         if is_capturing(device):
             return torch.zeros(1, dtype=torch.int32, device=device)
-        found = _counts[device] = lasting(device, torch.zeros, 1, dtype=torch.int32, device=device)
+        found = _counts[device] = lasting(device, lambda: torch.zeros(1, dtype=torch.int32, device=device))
     return found
 
 
