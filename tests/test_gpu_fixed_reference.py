@@ -87,11 +87,12 @@ def test_against_float64(name: str, D: int, causal: bool) -> None:
     s = scores(q, k, score_mod, causal)
     weights = s.softmax(-1).nan_to_num(0.0)
     expected = weights @ v[0].double()
-    # The dense computation in bfloat16 rounds weights between 0 and 1, and its result, in the same way.
+    # Weights and the result are rounded to bfloat16, each by up to 2^-9. A dense computation does not round a weight of 1.
     dense = (weights.bfloat16() @ v[0]).double()
-    bound = 2.0**-8 * (weights @ v[0].double().abs()) + (dense - expected).abs().amax()
+    bound = 1.02 * 2.0**-8 * (weights @ v[0].double().abs()) + (dense - expected).abs().amax()
     assert ((out[0].double() - expected).abs() <= bound).all()
-    torch.testing.assert_close(aux.lse[0].double(), s.logsumexp(-1), rtol=2e-6, atol=2e-5)
+    approximate_tanh = 5e-4 if name == "softcap" else 0.0
+    torch.testing.assert_close(aux.lse[0].double(), s.logsumexp(-1), rtol=5e-6, atol=2e-5 + approximate_tanh)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -104,8 +105,8 @@ def test_tiles_that_overflow_are_computed_again_and_counted(causal: bool) -> Non
     call = with_sink(128, 150, 1500)
     first = flex_attention(*call, block_mask=mask, kernel_options=HOPPER)
     found = tiles_redone() - before
-    # Tiles of 128 queries; with a causal mask only those that have key 1500 in a full tile.
-    assert found == (H * sum(m > 1500 + 128 for m in range(0, S, 128)) if causal else H * S // 128)
+    # Tiles of 128 queries; with a causal mask only those that have the tile of key 1500 as a full one.
+    assert found == (H * sum(m >= 1536 for m in range(0, S, 128)) if causal else H * S // 128)
     assert torch.equal(first, flex_attention(*call, block_mask=mask, kernel_options=HOPPER))
 
 

@@ -310,6 +310,8 @@ class KernelPlan:
         lines += [f.text for f in self.spec.features if f.name in self.features and f.text]
         if self.batch_invariant:
             lines.append("    order    batch-invariant: keys ascending, nothing fused")
+        if self.fixed_reference:
+            lines.append("    maxima   of some tiles of keys; a tile of queries whose sums overflow is computed again")
         if self.adds_dq:
             lines.append(f"    memory   a float32 sum of dq: {128 * pieces_of(self.D)} bytes for each row, padded")
         if self.sums in MEMORY:
