@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flexattn
-from benchmarks.harness import Config, environment, measure, one_line, table, write_json
+from benchmarks.harness import Config, absent, environment, measure, one_line, table, write_json
 from benchmarks.peers import torch_flex_module
 from flexattn import PagedKVCache, mods
 
@@ -266,6 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows += [[name, peer, "", "", note] for peer, note in notes.items()]
     where = environment(device, options.options)
     print(f"{where}\n\n{table(['work', 'peer', 'us', 'GB/s of keys and values', 'note'], rows)}")
+    print(absent(options.peers.split(","), rows), end="")
     if options.graph:
         print(replay(Work(32, 8192), options.graph, device))
     write_json(options.json, {"environment": asdict(where), "results": records})

@@ -51,6 +51,8 @@ WORKS = {
     "llama": Work("LlamaConfig", 8, 2048, 128),
     "mistral_window": Work("MistralConfig", 8, 8192, 128, window=1024),
     "gemma2": Work("Gemma2Config", 8, 8192, 128, window=1024),
+    "gemma3": Work("Gemma3TextConfig", 8, 8192, 128, window=1024),
+    "gpt_oss": Work("GptOssConfig", 8, 2048, 128, layers=4, window=128),
 }
 QUICK = Work("MistralConfig", 2, 24, 4, layers=2, hidden=64, heads=4, window=8)
 

@@ -12,7 +12,7 @@ import random
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -218,6 +218,12 @@ def one_line(error: BaseException, width: int = 160) -> str:
 def geometric_mean(values: Sequence[float]) -> float:
     """Return the geometric mean, nan for an empty sequence."""
     return statistics.geometric_mean(values) if values else math.nan
+
+
+def absent(peers: Iterable[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a line about requested peers that no row is of, "" if all have one. Rows are [work, peer, ...]."""
+    missing = sorted(set(peers) - {row[1] for row in rows})
+    return f"\nNot installed, or without any of these works: {', '.join(missing)}\n" if missing else ""
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import flexattn
-from benchmarks.harness import Config, Run, both_directions, environment, measure, table, write_json
+from benchmarks.harness import Config, Run, absent, both_directions, environment, measure, table, write_json
 from benchmarks.works import document_lengths
 from flexattn import mods
 
@@ -144,6 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
             failed = failed or (result.failed and config.peer.startswith("flexattn"))
     where = environment(device)
     print(f"{where}\n\n{table(['work', 'peer', 'direction', 'us', 'TFLOP/s', 'note'], rows)}")
+    print(absent(options.peers.split(","), rows), end="")
     write_json(options.json, {"environment": asdict(where), "results": records})
     return int(failed)
 

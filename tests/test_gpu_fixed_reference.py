@@ -87,7 +87,7 @@ def test_against_float64(name: str, D: int, causal: bool) -> None:
     s = scores(q, k, score_mod, causal)
     weights = s.softmax(-1).nan_to_num(0.0)
     expected = weights @ v[0].double()
-    # Weights and the result are rounded to bfloat16, each by up to 2^-9. A dense computation does not round a weight of 1.
+    # Weights and the result are rounded to bfloat16, each by up to 2^-9. In a dense computation a weight of 1 is exact.
     dense = (weights.bfloat16() @ v[0]).double()
     bound = 1.02 * 2.0**-8 * (weights @ v[0].double().abs()) + (dense - expected).abs().amax()
     assert ((out[0].double() - expected).abs() <= bound).all()
