@@ -46,6 +46,10 @@ class Tokens:
 @torch.no_grad()
 def append(pages: Pages, tokens: Tokens) -> Tensor | None:
     """Write the tokens, update the lengths, and return the rotated query."""
+    if tokens.key.size(2) == 0:  # a launch without programs would leave `starts` as it is
+        rows = slice(None) if tokens.rows is None else tokens.rows.long()
+        pages.starts[rows] = pages.lengths[rows]
+        return tokens.query
     if pages.key.is_cuda or is_interpreting():
         return _launch(pages, tokens)
     return _in_torch(pages, tokens)

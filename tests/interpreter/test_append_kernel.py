@@ -94,3 +94,14 @@ def test_replays_without_room_write_nothing() -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_float64(interleaved: bool) -> None:
     test_kv_cache.test_float64_tokens_keep_their_bits_and_positions_without_an_angle_are_nan(interleaved)
+
+
+def test_no_tokens() -> None:
+    """q_offsets follow, as after each append."""
+    cache = PagedKVCache(2, 60, pages=8, heads=2, head_dim=12, dtype=torch.float32, device="cpu")
+    tokens = torch.randn(2, 2, 19, 12)
+    cache.append(tokens, tokens, lengths=[5, 19])
+    assert cache.q_offsets.tolist() == [0, 0]
+    query = cache.append(tokens[:, :, :0], tokens[:, :, :0], query=tokens[:, :, :0])
+    assert query is not None and query.shape == (2, 2, 0, 12)
+    assert cache.q_offsets.tolist() == cache.seqused_k.tolist() == [5, 19]
