@@ -30,7 +30,7 @@ CONSTANTS: tuple[tuple[str, object], ...] = (
 def fixes_reference(plan: KernelPlan) -> bool:
     """Whether a plan of hopper_forward uses it. The exponents of float16 are too few."""
     all_maxima = plan.batch_invariant or "max_scores" in plan.features
-    return plan.dtype == torch.bfloat16 and not all_maxima and "fixed_reference" not in settings().without
+    return plan.dtype == torch.bfloat16 and not all_maxima and "fixed_reference" in settings().experiments
 
 
 def flag_bytes(plan: KernelPlan) -> int:

@@ -34,7 +34,7 @@ from flexattn.process.frozen_class import frozen
 from flexattn.runtime import build
 from flexattn.runtime.known import COUNTER, REDONE, KnownKernels, LaunchLog, Pointer, known_key
 from flexattn.runtime.launch import CACHES, remember, scheduled_backward
-from flexattn.runtime.redone import count_on
+from flexattn.runtime.redone import count_on, is_counted
 
 # Runs one kernel, as LaunchLog does. Tuning and profile pass functions that also record the calls. If one is
 # given, a cached KnownForward or KnownBackward is not used.
@@ -219,7 +219,8 @@ def forward(problem: Problem, run: Run | None = None) -> tuple[Tensor, Tensor, T
         return known(problem.query, problem.key, problem.value, known.kernels.pointers(problem))
     recorded = LaunchLog(compile_backward_of=problem)
     found, arrays = _forward(problem, recorded)
-    if not option(problem.options, "PROFILE"):
+    lasts = not recorded.redoes or is_counted(problem.query.device)  # False in a capture before any other call
+    if lasts and not option(problem.options, "PROFILE"):
         remember(_forwards, key, KnownForward.of(problem, recorded, found[0], arrays))
     return found
 

@@ -20,12 +20,17 @@ def count_on(device: torch.device) -> Tensor:
     return found
 
 
+def is_counted(device: torch.device) -> bool:
+    """Return whether the device has a count that lasts."""
+    return device in _counts
+
+
 def tiles_redone() -> int:
     """Return how many tiles all devices computed again in this process. This waits for the devices.
 
-    A Hopper forward in bfloat16 computes most weights relative to an earlier maximum (docs/numerics.md). A tile of
-    queries whose sums overflow is computed again, which takes as long as computing it with all maxima. If this number
-    is a large part of the tiles, set FLEXATTN_WITHOUT=fixed_reference.
+    With FLEXATTN_WITH=fixed_reference, a Hopper forward in bfloat16 computes most weights relative to an earlier
+    maximum (docs/numerics.md). A tile of queries whose sums overflow is computed again, which takes as long as with all
+    maxima.
 
     Example:
         >>> flexattn.tiles_redone()
