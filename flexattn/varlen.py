@@ -14,7 +14,8 @@ from flexattn.call.layout import KVLayout, LayoutArguments
 from flexattn.call.varlen.arguments import PackedArguments, check_packed_forms
 from flexattn.errors import ArgumentError, DtypeError, UnsupportedError, message
 from flexattn.mods import and_masks, band
-from flexattn.mods.shifted import rows_before, shifted_mask
+from flexattn.mods.padding import queries_before
+from flexattn.mods.shifted import shifted_mask
 from flexattn.torch_compile.call import traced_call, traced_rows
 from flexattn.torch_compile.sequences import pack_rows
 from flexattn.torch_state.modes import is_recording
@@ -351,6 +352,6 @@ def _mask_mod(given: _Given, used: Tensor | None, N: int, whole: bool) -> Mod | 
     if window is not None:
         window = shifted_mask(window, (N - lengths if used is None else used - lengths).int())
     # score_mod may index a tensor that has no elements for the rows of the padding.
-    rows = None if whole or given.score_mod is None else rows_before(lengths)
+    rows = None if whole or given.score_mod is None else queries_before(lengths)
     asked: list[Any] = [mod for mod in (rows, window, given.mask_mod) if mod is not None]
     return and_masks(*asked) if asked else None

@@ -20,3 +20,12 @@ def padding(lengths: Tensor) -> MaskMod:
         return kv_idx < lengths[b]
 
     return named(mask, "padding")
+
+
+def queries_before(lengths: Tensor) -> MaskMod:
+    """Return a mask whose first `lengths[b]` queries attend to all keys, and the others to none."""
+
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return q_idx < lengths[b]
+
+    return named(mask, "queries_before")

@@ -42,15 +42,6 @@ def shifted_mask(mod: Callable[..., Any], q_offset: int | Tensor = 0, kv_offset:
     return named(mask, _name(mod))
 
 
-def rows_before(lengths: Tensor) -> MaskMod:
-    """Return a mask whose first `lengths[b]` queries attend to all keys, and the others to none."""
-
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return q_idx < lengths[b]
-
-    return named(mask, "rows_before")
-
-
 def _name(mod: Callable[..., Any]) -> str:
     return f"shifted_{getattr(mod, '__name__', 'mod')}"
 

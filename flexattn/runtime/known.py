@@ -244,7 +244,7 @@ def _flat(step: Step, pointers: Sequence[Pointer]) -> FlatStep:
         moved[position] = begin = len(arguments)
         if position in found:
             n, i, form, block = found[position]
-            expanded = _expander(flat, n, form, block)
+            expanded = _expander(flat, n, form, block, pointers[i])
             arguments += expanded(pointers[i])
             described.append((begin, len(arguments), i, expanded))
         else:
@@ -254,15 +254,15 @@ def _flat(step: Step, pointers: Sequence[Pointer]) -> FlatStep:
 
 
 def _expander(
-    flat: FlatLaunch, n: int, form: DescriptorLayout, block: tuple[int, ...]
+    flat: FlatLaunch, n: int, form: DescriptorLayout, block: tuple[int, ...], first: Pointer
 ) -> Callable[[Pointer], list[Any]]:
     """Return a function that gives the arguments for the n-th descriptor, encoded once for each address.
 
     Triton checks a descriptor when it is made, which takes as long as encoding it. All addresses of a pass are aligned
-    alike (call_kind.py), so the descriptors after the first are copies of it.
+    alike (call_kind.py), so only the descriptor of the first is made in this way. The others are copies of it.
     """
     known: dict[int, list[Any]] = {}
-    checked: list[Any] = []
+    checked = form.descriptor(first.data_ptr() if isinstance(first, Tensor) else first, block)
 
     def expanded(pointer: Pointer) -> list[Any]:
         address = pointer.data_ptr() if isinstance(pointer, Tensor) else pointer
@@ -270,10 +270,8 @@ def _expander(
         if found is None:
             if len(known) >= _MOST_ADDRESSES:
                 known.clear()
-            if not checked:
-                checked.append(form.descriptor(address, block))
-            descriptor = object.__new__(type(checked[0]))
-            descriptor.__dict__.update(checked[0].__dict__, base=Address(address, form.dtype))
+            descriptor = object.__new__(type(checked))
+            descriptor.__dict__.update(checked.__dict__, base=Address(address, form.dtype))
             found = known[address] = flat.expand(n, descriptor)
         return found
 

@@ -21,6 +21,7 @@ from flexattn.process.frozen_class import frozen
 from flexattn.torch_state.transforms import outside
 
 packings, masks = Memory(), Memory()
+Masks = dict[object, tuple[BoundMod, BlockMask]]  # packed masks without mask_mod, and their lists
 
 
 class PackedArguments(NamedTuple):
@@ -142,7 +143,7 @@ class Packed:
     window: tuple[int, int]
     longest: int  # no sequence has more queries, or keys
     used_rows: Tensor | None  # bool [T_k]: which rows of key hold a token that is used; None: all
-    kept: dict[object, tuple[BoundMod, BlockMask]] = field(default_factory=dict)  # masks without mask_mod
+    kept: Masks = field(default_factory=dict)
 
     @staticmethod
     def of(given: PackedArguments, query: Tensor, key: Tensor) -> Packed:
@@ -152,7 +153,7 @@ class Packed:
         tensors = tuple(t for t in (given.cu_seq_q, given.cu_seq_k, used_q, used_k) if t is not None)
         T_q, T_k = query.size(2), key.size(2)
 
-        def make() -> tuple[Packing, Tensor | None, dict[object, tuple[BoundMod, BlockMask]]]:
+        def make() -> tuple[Packing, Tensor | None, Masks]:
             packing = packing_of(given.cu_seq_q, given.cu_seq_k, used_q, used_k, (T_q, T_k), assertions(T_q, T_k))
             with outside(), torch.no_grad():
                 return packing, None if used_k is None else used_rows(given.cu_seq_k, used_k, T_k), {}
