@@ -387,17 +387,21 @@ def test_errors_of_jagged_tensors(changes: dict[str, object], error: type[Except
         flex_attention(**{"query": N, "key": N, "value": N, **changes})
 
 
-def test_keys_of_short_sequences_are_taken_in_order() -> None:
-    """Otherwise keys with many queries come first."""
+@pytest.mark.parametrize("both", [True, False])
+def test_short_sequences_are_taken_in_order(both: bool) -> None:
+    """Otherwise rows with many blocks come first."""
     cu = torch.arange(0, 4097, 256, dtype=torch.int32)
-    query = torch.zeros(1, 2, 4096, 16)
-    for longest, in_order in ((256, True), (257, False), (4096, False)):
-        packed = Packed.of(PackedArguments(cu, cu, longest, longest, (-1, 0)), query, query)
+    query = torch.zeros(1, 32, 4096, 16)
+    for longest, heads, reach in ((256, 32, 256), (200, 32, 256), (257, 32, None), (4096, 32, None), (256, 31, None)):
+        packed = Packed.of(PackedArguments(cu, cu, 256, 256, (-1, 0)), query, query)
+        packed = replace(packed, longest=longest)
         mask = packed_mask(None, packed.packing, packed.window)
-        blocks = packed.blocks_of(mask, (4096, 4096), 2, both=True)
-        assert blocks.q_runs is not None
-        assert (blocks.q_runs.order[0].tolist() == list(range(32))) == in_order
-        assert blocks.reach == (longest if in_order else None)
+        blocks = packed.blocks_of(mask, (4096, 4096), heads, both)
+        assert blocks.reach == reach
+        assert (blocks.kv_runs.order[0].tolist() == list(range(31, -1, -1))) == (reach is not None)
+        if both:
+            assert blocks.q_runs is not None
+            assert (blocks.q_runs.order[0].tolist() == list(range(32))) == (reach is not None)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_splits": 1}], ids=["packed", "padded"])

@@ -63,7 +63,7 @@ class BlockMask(upstream.BlockMask):
     dq_kv_order: Tensor | None
     dq_kv_order_spt: bool | None
     build_counts: BuildCounts | None = None  # set by create_block_mask; None for any other mask
-    # Programs that own keys take those near each other at the same time, and these read about this many queries.
+    # Programs take rows near each other at the same time, and these read about this many rows of the other side.
     # None: all of them, as with lists that are sorted by length.
     reach: int | None = None
     _prepared: Prepared | None = None

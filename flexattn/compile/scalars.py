@@ -163,15 +163,21 @@ def _heads_per_group(plan: KernelPlan, problem: Problem) -> int:
         # Programs claim tiles as late as possible, so all work on one head at a time: 1,648 us instead of 1,689 for
         # 2x16x8192, D 128 (H200).
         return 1
-    rows = _rows_at_once(problem) * _group_size(plan, problem) if plan.transposed else problem.N
+    rows = _queries_at_once(problem) * _group_size(plan, problem) if plan.transposed else _keys_at_once(problem)
     head_bytes = rows * (q.size(3) + v.size(3)) * q.element_size()
     return heads_per_group(head_bytes, l2_bytes(q.device), _heads(plan, problem))
 
 
-def _rows_at_once(problem: Problem) -> int:
-    """Return the rows of a head that programs that own keys read at the same time."""
+def _queries_at_once(problem: Problem) -> int:
+    """Return the queries of a head that programs that own keys read at the same time."""
     M, blocks = problem.query.size(2), problem.block_mask
     return M if blocks is None or blocks.reach is None else min(M, blocks.reach)
+
+
+def _keys_at_once(problem: Problem) -> int:
+    """Return the keys of a head that programs that own queries read at the same time."""
+    N, blocks = problem.N, problem.block_mask
+    return N if blocks is None or blocks.reach is None else min(N, blocks.reach)
 
 
 def _group_size(plan: KernelPlan, problem: Problem) -> int:

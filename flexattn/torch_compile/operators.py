@@ -247,7 +247,7 @@ def _in_sequences(problem: Problem, form: SequenceForm, tensors: Sequence[Tensor
     if form.window is not None:
         columns, *lists = tensors
         rows = at_rows(problem, Packing.of_columns(columns, T_q), form.window)
-        return rows.with_fields(block_mask=mask_of_flat(lists, (T_q, T_k), lengths[0]))
+        return rows.with_fields(block_mask=mask_of_flat(lists, (T_q, T_k), lengths[0], query.shape[1]))
     layout = check_layout(form.layout_of(tensors), query, key)
     if blocks is not None:
         check_offsets(blocks.seq_lengths[0], layout, T_q)

@@ -105,7 +105,7 @@ def kind_of(
     assert form is not None
     if form.window is not None:
         # Sizes of the tensors follow from those of query and key, and from what the graph of mask_mod reads.
-        reach = reach_of(ints[-1], key.shape[2], len(layout) > 1 + DIRECTION)
+        reach = reach_of(ints[-1], key.shape[2], query.shape[1])
         ints, forms = ints[:-1], (reach, len(layout), *[t.data_ptr() & 15 for t in layout])
     elif "kv_positions" in form.names:
         return None, None

@@ -73,7 +73,7 @@ def _list_rows(
     assert form is not None and form.window is not None
     mask = packed_mask(bound_to(parsed.mask, captures, iter(ints), numbers), packing, form.window)
     window = form.window if parsed.mask is None else None
-    blocks = mask_of_rows(mask, packing, window, (T_q, T_k), heads, both, longest if both else 0)
+    blocks = mask_of_rows(mask, packing, window, (T_q, T_k), heads, both, longest)
     return flat_lists(blocks)
 
 

@@ -202,7 +202,7 @@ class Packed:
     def blocks_of(self, mask: BoundMod, lengths: tuple[int, int], H: int, both: bool) -> BlockMask:
         """Return the block lists of a packed mask, computed once for the same tensors."""
         window = self.window if mask.graph == mask_at_rows(None, self.window) else None
-        wanted = lengths, H, both, self.longest if both else 0
+        wanted = lengths, H, both, self.longest
         make = partial(mask_of_rows, mask, self.packing, window, *wanted)
         return masks.get((mask.graph, mask.numbers, *wanted), mask.captures, make)
 
