@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 import torch
 
-from flexattn.compile import tile_choice
+from flexattn.compile import fixed_reference, tile_choice
 from flexattn.process import config
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -28,7 +28,14 @@ hypothesis.settings.register_profile("flexattn", deadline=None, derandomize=True
 hypothesis.settings.load_profile("flexattn")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "use hopper_forward's fixed reference also for few keys, so that all GPU tests of that kernel test it"
+    parser.addoption("--fixed-reference", action="store_true", help=text)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--fixed-reference"):
+        fixed_reference._FEWEST_KEYS = 0
     torch.set_num_threads(1)  # two workers share two cores, and small tensors gain nothing from threads
     cache = getattr(config, "cache", None)  # absent with -p no:cacheprovider
     if cache is not None:  # kept between runs and shared by the workers: that several processes may is a promise

@@ -18,7 +18,7 @@ def test_defaults(monkeypatch):
     home = Path("/home/someone/.cache/flexattn")
     assert read_settings({}) == Settings(
         cache_dir=home, cache_size=2**30, compile_processes=4, debug=False, print_source=False, dump_dir=None,
-        without=frozenset(), experiments=frozenset(),
+        without=frozenset(),
     )  # fmt: skip
 
 
@@ -125,7 +125,9 @@ def test_without(value, names):
 
 
 def test_without_what_does_not_exist():
-    with pytest.raises(ArgumentError, match="FLEXATTN_WITHOUT: found 'tma', expected names of hopper, stripes"):
+    with pytest.raises(
+        ArgumentError, match="FLEXATTN_WITHOUT: found 'tma', expected names of fixed_reference, hopper, stripes"
+    ):
         read_settings({"FLEXATTN_WITHOUT": "stripes,tma"})
 
 
@@ -139,10 +141,3 @@ def test_settings_are_read_once(monkeypatch, capsys):
     finally:
         config.settings.cache_clear()
     assert capsys.readouterr().err == "flexattn plan: tile 128x64\nflexattn plan: again\n"
-
-
-def test_experiments():
-    assert read_settings({}).experiments == set()
-    assert read_settings({"FLEXATTN_WITH": "fixed_reference"}).experiments == {"fixed_reference"}
-    with pytest.raises(ArgumentError, match="FLEXATTN_WITH: found 'stripes', expected names of fixed_reference"):
-        read_settings({"FLEXATTN_WITH": "stripes"})

@@ -1,11 +1,12 @@
 """hopper_forward's fixed reference: scores whose maximum rises in every way, against float64.
 
-tests/test_gpu_hopper.py and the other GPU tests run with it if FLEXATTN_WITH=fixed_reference is set.
+With --fixed-reference, all GPU tests use it also for few keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,15 +30,16 @@ HOPPER: dict[str, Any] = {"BACKEND": "HOPPER"}
 Tensors = tuple[Tensor, Tensor, Tensor]
 
 
-@pytest.fixture(autouse=True)
-def fixed_reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("FLEXATTN_WITH", "fixed_reference")
+def all_maxima(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> Any:
+    """Call flex_attention without the fixed reference."""
+    with monkeypatch.context() as patch:
+        patch.setenv("FLEXATTN_WITHOUT", "fixed_reference")
+        settings.cache_clear()
+        forget_launches()
+        found = flex_attention(*args, **options)
     settings.cache_clear()
     forget_launches()
-    yield
-    monkeypatch.undo()
-    settings.cache_clear()
-    forget_launches()
+    return found
 
 
 def normal(D: int, deviation: float = 1.0) -> Tensors:
@@ -145,6 +147,30 @@ def test_products_that_overflow_while_sums_do_not() -> None:
     out = flex_attention(q, k, v, kernel_options=HOPPER)
     expected = scores(q, k, None, False).softmax(-1) @ v[0].double()
     torch.testing.assert_close(out[0].double(), expected, rtol=2e-2, atol=1e23)
+
+
+@pytest.mark.parametrize("power", [10, 16, 20, 22, 24, 25, 26, 28])
+def test_large_scores(power: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Around a power of two, where a reference is rounded otherwise than the maximum that it is HEADROOM above."""
+    q, k, v = normal(128)
+    wanted = torch.rand(S, device="cuda", generator=torch.Generator("cuda").manual_seed(power))
+    table = (2.0**power + 80.0 * (wanted - 0.5)) * math.log(2)  # nats
+    given = q * 0.0, k, v, lambda score, b, h, q_idx, kv_idx: score + table[kv_idx]
+    options: Any = {"kernel_options": HOPPER, "return_aux": AuxRequest(lse=True)}
+    (out, aux), (expected, expected_aux) = flex_attention(*given, **options), all_maxima(monkeypatch, *given, **options)
+    torch.testing.assert_close(out, expected, rtol=2.0**-6, atol=2.0**-7)
+    torch.testing.assert_close(aux.lse, expected_aux.lse, rtol=1e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize("nats", [60, 100, 105])
+def test_an_attention_sink_far_above_a_sum_that_is_large(nats: float) -> None:
+    q, k, v = with_sink(128, nats, 1500)
+    sink = torch.full((H,), nats + 25.0, device="cuda")
+    out = flex_attention(q, k, v, sink=sink, kernel_options=HOPPER)
+    s = scores(q, k, None, False)
+    weights = (s - torch.logaddexp(s.logsumexp(-1), sink.double()[:, None])[..., None]).exp()
+    expected = weights @ v[0].double()
+    assert ((out[0].double() - expected).abs() <= 1.02 * 2.0**-7 * (weights @ v[0].double().abs())).all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -14,6 +14,7 @@ import torch
 from mask_cases import make_mask, plan_of
 
 from flexattn import create_block_mask, explain, mods
+from flexattn.compile import fixed_reference
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.shared_memory import shared_bytes
@@ -21,7 +22,6 @@ from flexattn.graph.equal_runs import EqualRuns
 from flexattn.machine import triton_versions
 from flexattn.machine.target import Target
 from flexattn.mask_build.kernels import levels_source, list_sources, small_lists_source, table_source
-from flexattn.process.config import settings
 from flexattn.runtime.build import build
 from flexattn.runtime.compiler import request_of
 from flexattn.trace.trace import trace
@@ -168,13 +168,8 @@ FIXED_REFERENCE = {"full 128": 44, "document 128": 140, "document runs 128": 140
 
 @pytest.mark.parametrize("work", slow_unless(("causal 64",).__contains__, [work for work, _ in FORWARDS]))
 def test_fixed_reference(work: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLEXATTN_WITH", "fixed_reference")
-    settings.cache_clear()
-    try:
-        plan, source = sources(work, "HOPPER")[0]
-    finally:
-        monkeypatch.undo()
-        settings.cache_clear()
+    monkeypatch.setattr(fixed_reference, "_FEWEST_KEYS", 0)
+    plan, source = sources.__wrapped__(work, "HOPPER")[0]
     found = report(source)
     assert plan.fixed_reference and found.sass["HGMMA"] > 0
     assert found.spill_bytes <= FIXED_REFERENCE.get(work, 24)

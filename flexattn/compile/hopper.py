@@ -153,7 +153,7 @@ def _in_form(form: HopperForm, plan: KernelPlan, problem: Problem, tensors: Tens
         *(refusal(plan, problem) for refusal in (*form.refusals, _refusal_of_mods)),
     )
     reason = next((reason for reason in reasons if reason is not None), None)
-    return reason or _with_tile(plan, form.spec, form.tiles)
+    return reason or _with_tile(plan, form.spec, form.tiles, problem)
 
 
 def _refusal(plan: KernelPlan, problem: Problem, tensors: Tensors) -> str | None:
@@ -182,7 +182,9 @@ def _refusal(plan: KernelPlan, problem: Problem, tensors: Tensors) -> str | None
     return next((reason for refused, reason in reasons if refused), None)
 
 
-def _with_tile(plan: KernelPlan, spec: KernelSpec, tiles: dict[tuple[int, int], Tile]) -> KernelPlan | str:
+def _with_tile(
+    plan: KernelPlan, spec: KernelSpec, tiles: dict[tuple[int, int], Tile], problem: Problem
+) -> KernelPlan | str:
     tile = tiles.get(plan.widths)
     if tile is None:
         return f"no tile for D {plan.D}, Dv {plan.Dv}"
@@ -191,5 +193,5 @@ def _with_tile(plan: KernelPlan, spec: KernelSpec, tiles: dict[tuple[int, int], 
     known = {feature.name for feature in spec.features}
     if unknown := [name for name in plan.features if name not in known]:
         return f"it does not support {', '.join(unknown)}"
-    fixed = spec is HOPPER_FORWARD and fixes_reference(plan)
+    fixed = spec is HOPPER_FORWARD and fixes_reference(plan, problem)
     return replace(plan, spec=spec, tile=tile, tma=True, fixed_reference=fixed)

@@ -28,9 +28,8 @@ def is_counted(device: torch.device) -> bool:
 def tiles_redone() -> int:
     """Return how many tiles all devices computed again in this process. This waits for the devices.
 
-    With FLEXATTN_WITH=fixed_reference, a Hopper forward in bfloat16 computes most weights relative to an earlier
-    maximum (docs/numerics.md). A tile of queries whose sums overflow is computed again, which takes as long as with all
-    maxima.
+    A Hopper forward in bfloat16 with 2,048 keys or more computes most weights relative to an earlier maximum
+    (docs/numerics.md). A tile of queries whose sums overflow is computed again, which takes as long as with all maxima.
 
     Example:
         >>> flexattn.tiles_redone()
