@@ -17,7 +17,7 @@ from flexattn.process.config import settings
 # Tiles of queries that the scheduler hands out before it looks whether the first of them overflowed.
 _DONE = 6
 CONSTANTS: tuple[tuple[str, object], ...] = (
-    # A reference is a maximum + HEADROOM. So the largest weight is 2 ** -HEADROOM, and float32 also holds those of later
+    # A reference is a maximum + HEADROOM. The largest weight is 2 ** -HEADROOM, so float32 also holds those of later
     # scores that are 108 nats larger, 2 ** (127 + HEADROOM). Weights below 2 ** -126 are 0, 2 ** -96 of the largest.
     # Weights and factors come from the same rounded reference.
     ("HEADROOM", 30.0),
@@ -30,8 +30,8 @@ CONSTANTS: tuple[tuple[str, object], ...] = (
 )
 
 
-# Keys of a row. With fewer, checks cost more than maxima: 64 x 256 tokens 88 us instead of 83, a window of 1,024 2 % more;
-# causal with 2,048 tokens 2 % less (H200, D 128).
+# Keys of a row. With fewer, checks cost more than maxima: 64 x 256 tokens 88 us instead of 83, a window of 1,024 2 %
+# more; causal with 2,048 tokens 2 % less (H200, D 128).
 _FEWEST_KEYS = 2048
 
 

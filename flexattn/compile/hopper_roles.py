@@ -20,7 +20,6 @@ from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.lower import loads_where_live
 from flexattn.compile.mod_plan import TRITON_DTYPE
 from flexattn.compile.operands import MaskLists
-from flexattn.compile.row_bounds import streamed_ends_of
 from flexattn.compile.scalars import FEW_SPLITS
 from flexattn.compile.templates import environment
 from flexattn.process.frozen_class import frozen
@@ -81,7 +80,6 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
     )  # fmt: skip
     again = ["again"] if plan.fixed_reference else []
     numbers = ["b", "h", "m0", *(["partial", "full"] if plan.blocks else []), *again]  # of a tile, for consumers
-    loads_ends = plan.spec.row_ends and plan.mask is not None and bool(streamed_ends_of(plan.mask))
     runs = [f"{kind}_{place}" for kind in ("partial", "full") for place in ("run", "end")] if plan.blocks else []
     return _Own(
         [
@@ -92,9 +90,8 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
         {
             "maximum": _maximum(plan), "exponent": _exponent(plan),
             "parts": parts, "with_sink": as_gluon(environment().get_template("with_sink.py.jinja").render()),
-            "numbers": numbers, "recorded": [*numbers, "b_kv", "h_kv", *runs, *(["touched"] if loads_ends else [])],
-            "loads_ends": loads_ends, "consumers": consumers, "shared_lists": shared_lists,
-            "shares_output": plan.shares_output,
+            "numbers": numbers, "recorded": [*numbers, "b_kv", "h_kv", *runs],
+            "consumers": consumers, "shared_lists": shared_lists, "shares_output": plan.shares_output,
             "roles": [*(f"consumer_{i}" for i in range(consumers)), "producer", "scheduler"],
             "worker_warps": [4] * (consumers - 1) + [1, 1],
             "worker_registers": [CONSUMER_REGISTERS] * (consumers - 1) + [PRODUCER_REGISTERS] * 2,
