@@ -7,6 +7,7 @@ import re
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.lower import Dialect, lower, lower_score
 from flexattn.compile.row_bounds import lower_row_bounds, lower_with_ends, row_ends_of, streamed_ends_of
+from flexattn.graph.row_bounds import is_interval, row_bounds
 
 
 def hopper_mods(plan: KernelPlan) -> list[str]:
@@ -29,11 +30,17 @@ def ends_of(plan: KernelPlan) -> tuple[str, ...]:
     return row_ends_of(plan.mask) if plan.spec.row_ends else ()
 
 
+def has_intervals_only(plan: KernelPlan) -> bool:
+    """Whether a forward's mask is an interval of keys for each query. The template then has the comparisons."""
+    return plan.mask is not None and not plan.transposed and is_interval(row_bounds(plan.mask.graph, "kv_idx"))
+
+
 def _lowered(plan: KernelPlan) -> list[str]:
     dialect = Dialect(float_index=plan.float_index, columns="q_idx" if plan.transposed else "kv_idx")
     found = []
     if plan.mask is not None and ends_of(plan):
-        found += lower_with_ends(plan.mask, dialect.of_masks(ptx=True))
+        ends, mask_mod = lower_with_ends(plan.mask, dialect.of_masks(ptx=True))
+        found += [ends] if has_intervals_only(plan) else [ends, mask_mod]
     elif plan.mask is not None:
         # Weights of queries past the end are 0 without a limit, but the derivative of score_mod may be anything there.
         limited = not plan.transposed or plan.scales_gradient

@@ -15,7 +15,7 @@ from flexattn.compile.hopper import (
     QUERIES_REGISTERS,
 )
 from flexattn.compile.hopper_descriptors import ROWS, columns
-from flexattn.compile.hopper_mods import as_gluon, ends_of, hopper_mods
+from flexattn.compile.hopper_mods import as_gluon, ends_of, has_intervals_only, hopper_mods
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.lower import loads_where_live
 from flexattn.compile.mod_plan import TRITON_DTYPE
@@ -90,7 +90,7 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
         {
             "maximum": _maximum(plan), "exponent": _exponent(plan),
             "parts": parts, "with_sink": as_gluon(environment().get_template("with_sink.py.jinja").render()),
-            "numbers": numbers, "recorded": [*numbers, "b_kv", "h_kv", *runs],
+            "is_interval": has_intervals_only(plan), "numbers": numbers, "recorded": [*numbers, "b_kv", "h_kv", *runs],
             "consumers": consumers, "shared_lists": shared_lists, "shares_output": plan.shares_output,
             "roles": [*(f"consumer_{i}" for i in range(consumers)), "producer", "scheduler"],
             "worker_warps": [4] * (consumers - 1) + [1, 1],
