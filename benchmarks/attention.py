@@ -111,7 +111,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
     parser.add_argument("--peers", default="torch_flex", help=f"comma-separated, of {', '.join(PEERS)}; or none")
     parser.add_argument("--subject", default="flexattn", choices=PEERS, help="who is compared with the peers")
-    parser.add_argument("--works", default="all", help=f"comma-separated, of {', '.join([*WORKS, *CPU_WORKS])}")
+    parser.add_argument(
+        "--works",
+        default="all",
+        help=f"all; native, which libraries without mods compute; or comma-separated, of {', '.join(WORKS | CPU_WORKS)}",
+    )
     parser.add_argument("--directions", default=",".join(DIRECTIONS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, on a CPU float32")
@@ -135,7 +139,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
     device = torch.device(options.device)
     known = {**WORKS, **CPU_WORKS}
     every = CPU_WORKS if device.type == "cpu" and not options.quick else WORKS
-    names = list(every) if options.works == "all" else _names(options.works, known, "--works")
+    sets = {"all": list(every), "native": [name for name, work in every.items() if work.native(work) is not None]}
+    names = sets.get(options.works) or _names(options.works, known, "--works")
     works = [known[name] for name in names]
     if options.quick:
         works = [work.shrunk(1024 if device.type == "cuda" else 96) for work in works]
@@ -497,8 +502,26 @@ def summary(results: Sequence[Result], settings: Settings) -> list[str]:
         lines.append(f"geometric mean over {peer}: {geometric_mean(list(found.values())):.3f}x ({means})")
         slow = [f"{c.work} {c.direction} {x:.2f}x" for c, x in found.items() if x < 1.0]
         lines.append(f"  slower than {peer}: {', '.join(slow) or 'none'}")
+    lines += best_peers(results, settings)
     for config, ratio in ratios(results, settings.subject, WITHOUT_MOD).items():
         lines.append(f"{config.work} {config.direction}: {1 / ratio:.2f}x of the time without its score_mod")
+    return lines
+
+
+def best_peers(results: Sequence[Result], settings: Settings) -> list[str]:
+    """Return the speedups over the fastest peer of each workload that libraries without mods can compute."""
+    native = {work.name for work in settings.works if work.native(work) is not None}
+    lines = []
+    for direction in settings.directions if len(settings.peers) > 1 else ():
+        best: dict[str, tuple[float, str]] = {}
+        for peer in settings.peers:
+            for config, ratio in ratios(results, settings.subject, peer).items():
+                if config.direction == direction and config.work in native:
+                    best[config.work] = min(best.get(config.work, (math.inf, "")), (ratio, peer))
+        if best:
+            each = ", ".join(f"{work} {ratio:.3f} ({peer})" for work, (ratio, peer) in best.items())
+            mean = geometric_mean([ratio for ratio, _ in best.values()])
+            lines.append(f"{direction} over the best peer of {len(best)} works: {mean:.3f}x\n  {each}")
     return lines
 
 

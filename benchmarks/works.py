@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from flexattn.layout import TiledGrid
+from flexattn.mods import block_diffusion, natten_2d, natten_3d
 
 Mod = Callable[..., Tensor]
 
@@ -206,6 +210,77 @@ def _relative_bias(work: Work, device: torch.device) -> Mods:
     return Mods(relative_bias, causal_mask, (table,))
 
 
+def _factors(length: int, dims: int) -> tuple[int, ...]:
+    """Return the sides of a grid of `length` tokens, as equal as divisors allow."""
+    if dims == 1:
+        return (length,)
+    most = round(length ** (1 / dims))
+    side = max(n for n in range(1, most + 1) if length % n == 0)
+    return (*_factors(length // side, dims - 1), side)
+
+
+def _odd(size: int, most: int) -> int:
+    return min(most, size - 1 + size % 2)
+
+
+def _neighborhood(window: int, dims: int, tile: tuple[int, ...] = ()) -> Callable[[Work, torch.device], Mods]:
+    """Neighborhood attention on a grid, in row-major order or, with `tile`, in that of a TiledGrid."""
+
+    def mods(work: Work, device: torch.device) -> Mods:
+        grid = _factors(work.length, dims)
+        kernel = tuple(_odd(side, window) for side in grid)
+        mask_mod: Mod = (natten_2d if dims == 2 else natten_3d)(*grid, kernel)
+        return Mods(mask_mod=TiledGrid(grid, tile).mod(mask_mod) if tile else mask_mod)
+
+    return mods
+
+
+def _block_diffusion(work: Work, device: torch.device) -> Mods:
+    return Mods(mask_mod=block_diffusion(work.length // 2, 32))
+
+
+def _swin(work: Work, device: torch.device) -> Mods:
+    """A learned bias for each difference of positions in a window of nearly `length` patches."""
+    side = math.isqrt(work.length - 1) + 1
+    generator = torch.Generator(device).manual_seed(1)
+    table = torch.randn(work.heads, (2 * side - 1) ** 2, device=device, generator=generator).requires_grad_()
+    place = torch.arange(work.length, device=device)
+    y, x = place // side, place % side
+    index = ((y[:, None] - y + side - 1) * (2 * side - 1) + x[:, None] - x + side - 1).int()
+
+    def swin(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + table[h, index[q_idx, kv_idx]]
+
+    return Mods(swin, None, (table,))
+
+
+def _t5(work: Work, device: torch.device) -> Mods:
+    """T5's bias for 32 buckets of distances, bidirectional."""
+    generator = torch.Generator(device).manual_seed(1)
+    table = torch.randn(work.heads, 32, device=device, generator=generator).requires_grad_()
+
+    def t5(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        distance = (q_idx - kv_idx).abs()
+        far = 8 + (torch.log(distance.clamp(min=1) / 8.0) * (8 / math.log(16.0))).to(torch.int32)
+        bucket = torch.where(distance < 8, distance, far.clamp(max=15)) + torch.where(q_idx < kv_idx, 16, 0)
+        return score + table[h, bucket]
+
+    return Mods(t5, None, (table,))
+
+
+def _gemma(work: Work, device: torch.device) -> Mods:
+    """Gemma 2's local layers: scores capped at 50, and a window of 4,096 tokens."""
+    window = min(4096, work.length // 2)
+
+    def softcap(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return 50.0 * torch.tanh(score / 50.0)
+
+    def window_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx >= kv_idx) & (q_idx - kv_idx < window)
+
+    return Mods(softcap, window_mask)
+
+
 def _flags(**flags: object) -> Callable[[Work], Native | None]:
     return lambda work: Native(**flags)
 
@@ -220,11 +295,14 @@ WORKS = {
     work.name: work
     for work in (
         Work("full_d128", 2, 16, 8192, 128, _full, _flags()),
+        Work("full_d64", 2, 32, 8192, 64, _full, _flags()),
         Work("causal_d64", 2, 32, 8192, 64, _causal, _CAUSAL),
+        Work("causal_d96", 3, 12, 5003, 96, _causal, _CAUSAL),
         Work("causal_d128", 2, 16, 8192, 128, _causal, _CAUSAL),
         Work("causal_d256", 2, 8, 8192, 256, _causal, _CAUSAL),
         Work("causal_d192_128", 2, 16, 8192, 192, _causal, _CAUSAL, value_dim=128),
         Work("causal_gqa", 2, 32, 8192, 128, _causal, _CAUSAL, kv_heads=8),
+        Work("causal_1k", 16, 16, 1024, 128, _causal, _CAUSAL),
         Work("causal_2k", 8, 16, 2048, 128, _causal, _CAUSAL),
         Work("causal_32k", 1, 16, 32768, 128, _causal, _CAUSAL),
         Work("sliding_32k", 1, 16, 32768, 128, _sliding(_window), lambda w: Native(causal=True, window=_window(w))),
@@ -234,6 +312,13 @@ WORKS = {
         Work("softcap", 2, 16, 8192, 128, _softcap, _flags(causal=True, softcap=SOFTCAP)),
         Work("alibi", 2, 16, 8192, 128, _alibi, _none),
         Work("relative_bias", 2, 16, 4096, 64, _relative_bias, _none),
+        Work("natten_2d", 1, 16, 16384, 64, _neighborhood(13, 2), _none),
+        Work("natten_2d_tiles", 1, 16, 16384, 64, _neighborhood(13, 2, (8, 16)), _none),
+        Work("natten_3d", 1, 16, 16384, 64, _neighborhood(7, 3), _none),
+        Work("block_diffusion", 1, 16, 8192, 128, _block_diffusion, _none),
+        Work("swin", 4096, 6, 49, 32, _swin, _none),
+        Work("t5", 8, 32, 2048, 64, _t5, _none),
+        Work("gemma", 2, 16, 8192, 256, _gemma, _none, kv_heads=8),
     )
 }  # fmt: skip
 

@@ -69,7 +69,7 @@ def test_pairs_are_those_of_the_mask(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_works_are_those_of_the_tables() -> None:
-    assert len(WORKS) == 14
+    assert len(WORKS) == 24
     assert WORKS["causal_gqa"].shape == "2x32:8x8192 D128"
     assert WORKS["causal_d192_128"].shape == "2x16x8192 D192/128"
     lengths = document_lengths(16384)
@@ -78,6 +78,22 @@ def test_the_works_are_those_of_the_tables() -> None:
 
 
 # attention
+
+
+def test_the_best_peers_of_works_without_mods() -> None:
+    settings = attention.settings_of(attention.parse(["--quick", "--works", "native", "--peers", "fa3,torch_flex"]))
+    assert {"full_d64", "softcap"} <= {work.name for work in settings.works}
+    assert "alibi" not in {work.name for work in settings.works}
+    results = [
+        Result(Config(work, peer, "forward"), (ms,))
+        for work, peer, ms in (
+            ("full_d64", "flexattn", 2.0), ("full_d64", "fa3", 1.0), ("full_d64", "torch_flex", 3.0),
+            ("causal_2k", "flexattn", 1.0), ("causal_2k", "torch_flex", 2.0), ("alibi", "fa3", 0.1),
+        )
+    ]  # fmt: skip
+    first, each = attention.best_peers(results, settings)[0].splitlines()
+    assert first == "forward over the best peer of 2 works: 1.000x"
+    assert each == "  full_d64 0.500 (fa3), causal_2k 2.000 (torch_flex)"
 
 
 def test_attention_measures_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
