@@ -114,7 +114,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--works",
         default="all",
-        help=f"all; native, which libraries without mods compute; or comma-separated, of {', '.join(WORKS | CPU_WORKS)}",
+        help=f"all; native, which libraries without mods compute; or some of {', '.join(WORKS | CPU_WORKS)}",
     )
     parser.add_argument("--directions", default=",".join(DIRECTIONS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
