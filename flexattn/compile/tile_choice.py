@@ -44,6 +44,12 @@ def choose(key: TileKey, target: Target, tuned: bool = True) -> TileChoice:
     own = _remembered(settings().cache_dir).get((str(target), key)) if tuned else None
     if own is not None:
         return TileChoice(own.tile, f"tuned on this machine, {own.date}")
+    return _measured(key, target)
+
+
+@lru_cache(512)
+def _measured(key: TileKey, target: Target) -> TileChoice:
+    """Return the tile for `key` from the package's table."""
     if target.backend == "interpreter":
         return TileChoice(_INTERPRETER_TILE, "for the interpreter")
     rows = list(_candidates(key, target))

@@ -174,7 +174,7 @@ def prepare(wanted: KernelPlan, problem: Problem, tensors: Tensors) -> Launch:
     arguments: list[Any] = []
     fillers: list[tuple[int, Filler]] = []
     sources: list[FillerSource] = []
-    for position, argument in enumerate(plan.spec.arguments(plan)):
+    for position, argument in enumerate(loaded.arguments):
         value = None
         if isinstance(argument.source, FromShapes):
             value = argument.source.value(problem, tensors)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+from flexattn.compile.arguments import Argument
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.render import render
 from flexattn.compile.shared_memory import fit, smaller_tiles
 from flexattn.errors import CompileError
 from flexattn.process.events import fallback
+from flexattn.process.forks import cached_property
 from flexattn.process.frozen_class import frozen
 from flexattn.runtime import compile_workers
 from flexattn.runtime.build import Kernel, OutOfResources, build, build_ahead
@@ -23,6 +25,11 @@ class LoadedKernel:
     plan: KernelPlan
     source: KernelSource
     kernel: Kernel
+
+    @cached_property
+    def arguments(self) -> tuple[Argument, ...]:
+        """The runtime arguments of the kernel, in order."""
+        return self.plan.spec.arguments(self.plan)
 
 
 @lru_cache(1024)
