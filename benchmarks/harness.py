@@ -5,6 +5,7 @@ The clock of a GPU drops under load, so two programs are only comparable inside 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import platform
@@ -207,6 +208,22 @@ def both_directions(attend: Callable[..., Tensor], inputs: Sequence[Tensor], d_o
         return torch.autograd.grad(attend(*inputs), inputs, d_out)
 
     return {"forward": forward, "forward and backward": both}
+
+
+def in_graph(run: Run) -> Run:
+    """Return the replay of a CUDA graph of a run: its time on the device. It is captured when it is first called."""
+
+    @functools.cache
+    def graph() -> torch.cuda.CUDAGraph:
+        for _ in range(2):
+            run()
+        torch.cuda.synchronize()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            run()
+        return captured
+
+    return lambda: graph().replay()
 
 
 def one_line(error: BaseException, width: int = 160) -> str:

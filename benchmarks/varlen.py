@@ -1,6 +1,7 @@
 """Packed sequences: forward, and forward with backward, next to the same work through a BlockMask and the peers.
 
 `python -m benchmarks.varlen`. The time of flexattn's block mask includes building it, as lengths differ in each batch.
+`--graph` also times forwards in a CUDA graph, without the host.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 import flexattn
-from benchmarks.harness import Config, Run, absent, both_directions, environment, measure, table, write_json
+from benchmarks.harness import Config, Run, absent, both_directions, environment, in_graph, measure, table, write_json
 from benchmarks.works import document_lengths
 from flexattn import mods
 
@@ -104,7 +105,10 @@ def _jagged(offsets: Tensor, *rows: Tensor) -> Tensor:
     return out.transpose(1, 2).values()
 
 
-def runs_of(work: Work, peers: list[str], device: torch.device) -> dict[tuple[str, str], Run]:
+_CAPTURED = ("flexattn", "torch_varlen", "fa3")  # the host of the others waits for the device
+
+
+def runs_of(work: Work, peers: list[str], device: torch.device, graph: bool) -> dict[tuple[str, str], Run]:
     """Return what to measure, by peer and direction."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     tokens = sum(work.lengths)
@@ -118,6 +122,8 @@ def runs_of(work: Work, peers: list[str], device: torch.device) -> dict[tuple[st
         if peer in peers:
             for direction, run in both_directions(attend, (q, k, v), d_out).items():
                 found[peer, direction] = run
+            if graph and peer in _CAPTURED:
+                found[peer, "forward, graph"] = in_graph(found[peer, "forward"])
     return found
 
 
@@ -128,13 +134,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--graph", action="store_true", help="time forwards in a CUDA graph, too")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     rows, records, failed = [], [], False
     for name in options.works.split(";"):
         work = QUICK if options.quick else WORKS[name]
-        runs = {Config(name, *key): run for key, run in runs_of(work, options.peers.split(","), device).items()}
+        runs = {
+            Config(name, *key): run
+            for key, run in runs_of(work, options.peers.split(","), device, options.graph).items()
+        }
         flops = {c: 4.0 * work.D * work.Hq * work.pairs * (3.5 if "backward" in c.direction else 1.0) for c in runs}
         for config, result in measure(runs, device, options.rounds, flops).items():
             rows.append([
