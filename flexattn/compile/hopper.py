@@ -194,4 +194,4 @@ def _with_tile(
     if unknown := [name for name in plan.features if name not in known]:
         return f"it does not support {', '.join(unknown)}"
     fixed = spec is HOPPER_FORWARD and fixes_reference(plan, problem)
-    return replace(plan, spec=spec, tile=tile, tma=True, fixed_reference=fixed)
+    return plan.with_fields(spec=spec, tile=tile, tma=True, fixed_reference=fixed)

@@ -149,6 +149,12 @@ class KernelPlan:
     fixed_reference: bool = False
     integer_sums: bool = False  # gradients of captured tensors are summed as integers, for deterministic algorithms
 
+    def with_fields(self, **changes: object) -> KernelPlan:
+        """Return a copy with other fields. A call with new lengths makes six, and dataclasses.replace is slow."""
+        made = object.__new__(KernelPlan)
+        made.__dict__.update(self.__dict__, **changes)
+        return made
+
     @property
     def is_hopper(self) -> bool:
         """Whether it is a Gluon kernel."""

@@ -61,9 +61,9 @@ def _with_products(plan: KernelPlan, problem: Problem, tensors: Tensors) -> Kern
         # The role is "score" and not "grad", because the arguments are those of the score_mod.
         grad = _mod_plan(replace(problem.score, graph=graph), "score", problem)
     if _has_intervals(spec, problem):
-        plan, blocks = replace(plan, intervals=True), None  # its lists are not read
-    plan = replace(
-        plan, wide_rows=any(t.stride(2) >= 1 << 23 for t in tensors.values()), score=score, grad=grad,
+        plan, blocks = plan.with_fields(intervals=True), None  # its lists are not read
+    plan = plan.with_fields(
+        wide_rows=any(t.stride(2) >= 1 << 23 for t in tensors.values()), score=score, grad=grad,
         mask=_mod_plan(problem.mask, "mask", problem), blocks=None if blocks is None else blocks.BLOCK_SIZE,
         float_index=max(problem.query.size(2), problem.N) <= FLOAT_INDEX_LIMIT,
         precision=_precision(problem, plan.target),
@@ -73,8 +73,8 @@ def _with_products(plan: KernelPlan, problem: Problem, tensors: Tensors) -> Kern
     if _may_stream(plan, problem):
         # A descriptor load cannot mask rows. Past the end of the tensor it loads zeros, but past the end of a block
         # it loads rows that are in no list and may be NaN.
-        plan = replace(plan, tma=not plan.cuts_blocks and all(has_descriptor(tensors[n]) for n in spec.streams))
-    plan = replace(plan, full_overhangs=blocks is not None and blocks.full_overhangs, page_size=_page_size(problem))
+        plan = plan.with_fields(tma=not plan.cuts_blocks and all(has_descriptor(tensors[n]) for n in spec.streams))
+    plan = plan.with_fields(full_overhangs=blocks is not None and blocks.full_overhangs, page_size=_page_size(problem))
     return fit(plan)  # descriptor loads need more shared memory
 
 

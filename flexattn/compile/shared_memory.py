@@ -391,7 +391,7 @@ def smaller_tiles(plan: KernelPlan) -> Iterator[KernelPlan]:
 def _smaller(plan: KernelPlan) -> KernelPlan | None:
     t, own = plan.tile, "BLOCK_N" if plan.transposed else "BLOCK_M"
     if t.num_stages > 1:
-        fewer = replace(plan, tile=replace(t, num_stages=t.num_stages - 1))
+        fewer = plan.with_fields(tile=replace(t, num_stages=t.num_stages - 1))
         if shared_bytes(fewer) < shared_bytes(plan):  # without pipelining a plan may need more
             return fewer
     if t.BLOCK_N >= t.BLOCK_M and t.BLOCK_N > 16:
@@ -403,7 +403,7 @@ def _smaller(plan: KernelPlan) -> KernelPlan | None:
         t = replace(t, PARTIAL_M=min(t.PARTIAL_M, t.BLOCK_M))
     else:
         return None
-    return replace(plan, tile=t)
+    return plan.with_fields(tile=t)
 
 
 def fit(plan: KernelPlan) -> KernelPlan:
@@ -412,7 +412,7 @@ def fit(plan: KernelPlan) -> KernelPlan:
     If no tile fits with TF32, ieee products are used. They read their operands in fewer layouts.
     """
     for precision in dict.fromkeys((plan.precision, "ieee")):
-        for smaller in smaller_tiles(replace(plan, precision=precision)):
+        for smaller in smaller_tiles(plan.with_fields(precision=precision)):
             if shared_bytes(smaller) <= plan.target.shared_memory:
                 return smaller
     found = f"D {plan.D}, Dv {plan.Dv} in {plan.dtype}"
