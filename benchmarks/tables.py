@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.utils import deterministic as deterministic_settings
 
 from benchmarks.harness import Config, Run, environment, measure, table, write_json
+from benchmarks.works import swin_cells
 from flexattn import flex_attention, mods
 
 FIXED, LEARNED, DETERMINISTIC = "table fixed", "gradient", "gradient, deterministic"
@@ -32,16 +32,12 @@ def t5(length: int, heads: int, device: torch.device) -> tuple[Tensor, Callable[
 
 def swin(length: int, heads: int, device: torch.device) -> tuple[Tensor, Callable[[Tensor], Any]]:
     """One window of nearly `length` patches, in a row as in Swin Transformer (Liu et al., arXiv:2103.14030)."""
-    side = math.isqrt(length - 1) + 1
-    place = torch.arange(length, device=device)
-    y, x = place // side, place % side
-    cells = (y[:, None] - y + side - 1) * (2 * side - 1) + x[:, None] - x + side - 1
-    index = cells.int()
+    index, entries = swin_cells(length, device)
 
     def mod_of(bias: Tensor) -> Any:
         return lambda score, b, h, q_idx, kv_idx: score + bias[index[q_idx, kv_idx], h]
 
-    return torch.randn((2 * side - 1) ** 2, heads, device=device), mod_of
+    return torch.randn(entries, heads, device=device), mod_of
 
 
 TABLES = {"t5": t5, "swin": swin}

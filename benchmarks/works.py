@@ -183,11 +183,15 @@ def _prefix(work: Work, device: torch.device) -> Mods:
 SOFTCAP = 30.0
 
 
-def _softcap(work: Work, device: torch.device) -> Mods:
+def softcap_of(cap: float) -> Mod:
     def softcap(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return SOFTCAP * torch.tanh(score / SOFTCAP)
+        return cap * torch.tanh(score / cap)
 
-    return Mods(softcap, causal_mask)
+    return softcap
+
+
+def _softcap(work: Work, device: torch.device) -> Mods:
+    return Mods(softcap_of(SOFTCAP), causal_mask)
 
 
 def _alibi(work: Work, device: torch.device) -> Mods:
@@ -200,9 +204,7 @@ def _alibi(work: Work, device: torch.device) -> Mods:
 
 
 def _relative_bias(work: Work, device: torch.device) -> Mods:
-    generator = torch.Generator(device).manual_seed(1)
-    table = torch.randn(work.heads, 2 * work.length - 1, device=device, generator=generator).requires_grad_()
-    last = work.length - 1
+    table, last = _learned(work, 2 * work.length - 1, device), work.length - 1
 
     def relative_bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + table[h, q_idx - kv_idx + last]
@@ -239,25 +241,33 @@ def _block_diffusion(work: Work, device: torch.device) -> Mods:
     return Mods(mask_mod=block_diffusion(work.length // 2, 32))
 
 
-def _swin(work: Work, device: torch.device) -> Mods:
-    """A learned bias for each difference of positions in a window of nearly `length` patches."""
-    side = math.isqrt(work.length - 1) + 1
-    generator = torch.Generator(device).manual_seed(1)
-    table = torch.randn(work.heads, (2 * side - 1) ** 2, device=device, generator=generator).requires_grad_()
-    place = torch.arange(work.length, device=device)
+def swin_cells(length: int, device: torch.device) -> tuple[Tensor, int]:
+    """Return the cell of a Swin table for each pair of patches in a window, and how many cells the table has."""
+    side = math.isqrt(length - 1) + 1
+    place = torch.arange(length, device=device)
     y, x = place // side, place % side
-    index = ((y[:, None] - y + side - 1) * (2 * side - 1) + x[:, None] - x + side - 1).int()
+    cells = (y[:, None] - y + side - 1) * (2 * side - 1) + x[:, None] - x + side - 1
+    return cells.int(), (2 * side - 1) ** 2
+
+
+def _learned(work: Work, entries: int, device: torch.device) -> Tensor:
+    generator = torch.Generator(device).manual_seed(1)
+    return torch.randn(work.heads, entries, device=device, generator=generator).requires_grad_()
+
+
+def _swin(work: Work, device: torch.device) -> Mods:
+    cells, entries = swin_cells(work.length, device)
+    table = _learned(work, entries, device)
 
     def swin(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score + table[h, index[q_idx, kv_idx]]
+        return score + table[h, cells[q_idx, kv_idx]]
 
     return Mods(swin, None, (table,))
 
 
 def _t5(work: Work, device: torch.device) -> Mods:
-    """T5's bias for 32 buckets of distances, bidirectional."""
-    generator = torch.Generator(device).manual_seed(1)
-    table = torch.randn(work.heads, 32, device=device, generator=generator).requires_grad_()
+    """T5's bias for 32 buckets of distances, bidirectional, with heads as the first axis of the table."""
+    table = _learned(work, 32, device)
 
     def t5(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         distance = (q_idx - kv_idx).abs()
@@ -270,15 +280,8 @@ def _t5(work: Work, device: torch.device) -> Mods:
 
 def _gemma(work: Work, device: torch.device) -> Mods:
     """Gemma 2's local layers: scores capped at 50, and a window of 4,096 tokens."""
-    window = min(4096, work.length // 2)
-
-    def softcap(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return 50.0 * torch.tanh(score / 50.0)
-
-    def window_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (q_idx >= kv_idx) & (q_idx - kv_idx < window)
-
-    return Mods(softcap, window_mask)
+    window = _sliding(lambda work: min(4096, work.length // 2))(work, device)
+    return Mods(softcap_of(50.0), window.mask_mod)
 
 
 def _flags(**flags: object) -> Callable[[Work], Native | None]:

@@ -153,7 +153,7 @@ def _in_form(form: HopperForm, plan: KernelPlan, problem: Problem, tensors: Tens
         *(refusal(plan, problem) for refusal in (*form.refusals, _refusal_of_mods)),
     )
     reason = next((reason for reason in reasons if reason is not None), None)
-    return reason or _with_tile(plan, form.spec, form.tiles, problem)
+    return reason or _with_tile(form, plan, problem)
 
 
 def _refusal(plan: KernelPlan, problem: Problem, tensors: Tensors) -> str | None:
@@ -182,10 +182,8 @@ def _refusal(plan: KernelPlan, problem: Problem, tensors: Tensors) -> str | None
     return next((reason for refused, reason in reasons if refused), None)
 
 
-def _with_tile(
-    plan: KernelPlan, spec: KernelSpec, tiles: dict[tuple[int, int], Tile], problem: Problem
-) -> KernelPlan | str:
-    tile = tiles.get(plan.widths)
+def _with_tile(form: HopperForm, plan: KernelPlan, problem: Problem) -> KernelPlan | str:
+    spec, tile = form.spec, form.tiles.get(plan.widths)
     if tile is None:
         return f"no tile for D {plan.D}, Dv {plan.Dv}"
     if plan.blocks and (plan.blocks[0] % tile.BLOCK_M or plan.blocks[1] % tile.BLOCK_N):

@@ -58,13 +58,14 @@ def mask_of_rows(
             assert intervals is not None
             kv_runs, q_runs = _in_torch(*intervals, lengths[1], both)
         if short:
-            _number(kv_runs.order, descending=True)
+            _put_in_order(kv_runs.order, descending=True)
             if q_runs is not None:
-                _number(q_runs.order, descending=False)
+                _put_in_order(q_runs.order, descending=False)
         return _mask_of(kv_runs, q_runs, lengths, H, reach)
 
 
-def _number(order: Tensor, descending: bool) -> None:
+def _put_in_order(order: Tensor, descending: bool) -> None:
+    """Write the order of the rows of each head by position, instead of by length."""
     n = order.size(1)
     ends = (n - 1, -1, -1) if descending else (0, n, 1)
     order.copy_(torch.arange(*ends, dtype=order.dtype, device=order.device))
