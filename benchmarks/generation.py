@@ -2,6 +2,7 @@
 
 `python -m benchmarks.generation` generates with random models in bfloat16: tokens per second of a whole `generate`
 with a prompt, with a dynamic cache, and with a static cache whose steps transformers compiles on a GPU. It also trains.
+`--runs static` selects some of these.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from benchmarks.harness import Config, Run, environment, measure, table, write_j
 from flexattn.integrations import transformers as bridge
 
 PEERS = ("flexattn", "sdpa", "flex_attention", "eager")
+RUNS = ("dynamic", "static", "train")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Work:
     hidden: int = 2048
     heads: int = 16
     window: int | None = None
+    more: tuple[tuple[str, object], ...] = ()  # of the config
 
     def model(self, peer: str, device: torch.device) -> Any:
         """Return a model with random weights. Each has a config of its own, as it holds the name of the peer."""
@@ -40,19 +43,20 @@ class Work:
         config = getattr(transformers, self.config)(
             vocab_size=32_000, hidden_size=self.hidden, intermediate_size=2 * self.hidden,
             num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.heads // 4,
-            head_dim=self.hidden // self.heads, pad_token_id=0, eos_token_id=None, **window,
+            head_dim=self.hidden // self.heads, pad_token_id=0, eos_token_id=None, **window, **dict(self.more),
         )  # fmt: skip
         torch.manual_seed(0)
         make = transformers.AutoModelForCausalLM.from_config
-        return make(config, attn_implementation=peer, dtype=torch.bfloat16).to(device)
+        with device:
+            return make(config, attn_implementation=peer, dtype=torch.bfloat16)
 
 
 WORKS = {
     "llama": Work("LlamaConfig", 8, 2048, 128),
     "mistral_window": Work("MistralConfig", 8, 8192, 128, window=1024),
-    "gemma2": Work("Gemma2Config", 8, 8192, 128, window=1024),
-    "gemma3": Work("Gemma3TextConfig", 8, 8192, 128, window=1024),
-    "gpt_oss": Work("GptOssConfig", 8, 2048, 128, layers=4, window=128),
+    "gemma2": Work("Gemma2Config", 8, 8192, 128, layers=4, window=1024),
+    "gemma3": Work("Gemma3TextConfig", 8, 8192, 128, layers=6, window=1024),  # the sixth has no window
+    "gpt_oss": Work("GptOssConfig", 8, 2048, 128, layers=4, window=128, more=(("num_local_experts", 8),)),
 }
 QUICK = Work("MistralConfig", 2, 24, 4, layers=2, hidden=64, heads=4, window=8)
 
@@ -74,7 +78,7 @@ def runs_of(work: Work, peer: str, device: torch.device) -> dict[str, Run]:
         model().train()(tokens, labels=tokens, use_cache=False).loss.backward()
         model().zero_grad()
 
-    return {"dynamic": lambda: generate("dynamic"), "static": lambda: generate("static"), "train": train}
+    return dict(zip(RUNS, (lambda: generate("dynamic"), lambda: generate("static"), train), strict=True))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -83,6 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="one tiny model")
+    parser.add_argument("--runs", default=",".join(RUNS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args(arguments)
@@ -92,7 +97,8 @@ def main(arguments: list[str] | None = None) -> int:
     rows, records, failed = [], [], False
     for name, work in works.items():
         found = {peer: runs_of(work, peer, device) for peer in options.peers.split(",")}
-        runs = {Config(name, peer, kind): run for peer, kinds in found.items() for kind, run in kinds.items()}
+        kinds = options.runs.split(",")
+        runs = {Config(name, peer, kind): of_peer[kind] for peer, of_peer in found.items() for kind in kinds}
         for config, result in measure(runs, device, options.rounds).items():
             tokens = work.batch * (work.prompt if config.direction == "train" else work.new)
             rows.append([name, config.peer, config.direction, f"{tokens / result.median * 1e3:,.0f}", result.note])

@@ -27,7 +27,7 @@ RUNTIME = (*BOUNDED, "numpy", "sympy", "jinja2")
 
 def main(folder: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    optional = project["optional-dependencies"]
     borrowed = all(satisfies(name, project["dependencies"]) for name in BOUNDED)
     python = create(folder, borrowed)
     if borrowed:
@@ -35,12 +35,14 @@ def main(folder: Path) -> None:
         pins = [line for line in pinned() if installed(re.split("[=;]", line)[0].strip()) is None]
     else:
         pins = pinned()
-    done = install(python, wanted, pins, retries=0 if borrowed else 3)
+    retries = 0 if borrowed else 3
+    done = install(python, [*project["dependencies"], *optional["test"]], pins, retries)
+    done = done and install(python, [*optional["plot"], *optional["transformers"]], pins, retries)
     missing = [name for name in RUNTIME if not runs(python, "-c", f"import {name}")]
     if missing:
         sys.exit(f"could not install {', '.join(missing)}: connect to a package index, or install them manually")
     if not done:
-        print("some packages could not be installed: steps whose tools are missing are skipped, each with a note")
+        print("some packages could not be installed: steps and tests that need them are skipped, each with a note")
 
 
 def satisfies(name: str, requirements: list[str]) -> bool:

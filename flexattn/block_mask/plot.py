@@ -47,6 +47,6 @@ def plot(ax: Any, cells: Tensor, tokens: tuple[int, int], seq_lengths: tuple[int
     ax.set_ylim(max(1, queries), 0)
     ax.set_xlabel("key")
     ax.set_ylabel("query")
-    colours = {kind: tuple(part / 255 for part in colour) for kind, colour in COLOURS.items()}
+    colours = {kind: (r / 255, g / 255, b / 255) for kind, (r, g, b) in COLOURS.items()}
     ax.legend(handles=[Patch(facecolor=c, edgecolor="gray", label=kind) for kind, c in colours.items()])
     return ax

@@ -153,7 +153,7 @@ CONSTANTS = (
     # Units of queries in the unit of the strides of float8 keys and values.
     Constant("KEY_UNITS", _is_quantized, lambda plan: plan.dtype.itemsize if plan.aligned else 1),
     Constant("PAGE_SIZE", _has_pages, lambda plan: plan.page_size),
-    Constant("PAGES_BY_TILE", _has_pages, lambda plan: plan.pages_by_tile),  # all keys of a tile are in one page
+    Constant("PAGES_PER_TILE", _has_pages, lambda plan: plan.pages_per_tile),  # 0: looked up for each key
     Constant("DTYPE", _has_sums, lambda plan: f"tl.{TRITON_DTYPE[plan.dtype]}"),
     # Whether score_scatter takes `live`. Otherwise the contributions of all other positions are already 0.
     Constant("SUMS_ASK_LIVE", _has_sums, lambda plan: plan.grad is not None and needs_live(plan.grad)),

@@ -24,6 +24,7 @@ from flexattn.process.frozen_class import frozen
 Phase = Literal["fwd", "bwd"]
 
 MEMORY = {"float": "float32 sums: 4 bytes", "integer": "int64 sums, the same in any order: 8 bytes"}
+_MOST_PAGES = 8  # of a tile that are looked up one by one
 
 
 @frozen
@@ -180,9 +181,12 @@ class KernelPlan:
         return None if self.intervals else self.mask
 
     @property
-    def pages_by_tile(self) -> bool:
-        """Whether all keys of a tile are in one page."""
-        return bool(self.page_size) and self.page_size % self.tile.BLOCK_N == 0 and not self.cuts_blocks
+    def pages_per_tile(self) -> int:
+        """Pages of the keys of a tile, if tiles begin where pages do; 0 if the page of each key is looked up."""
+        if not self.page_size or self.cuts_blocks:
+            return 0
+        pages = max(1, self.tile.BLOCK_N // self.page_size)  # both are powers of two
+        return pages if pages <= _MOST_PAGES else 0
 
     @property
     def one_loop(self) -> bool:
