@@ -14,6 +14,7 @@ from torch.nn.attention import flex_attention as upstream
 from torch.utils._pytree import GetAttrKey
 
 from flexattn.block_mask import picture, plot, stored
+from flexattn.block_mask.bits import MaskBits
 from flexattn.block_mask.lists import check_transposed, lists_of, read_lists
 from flexattn.block_mask.one_tensor import pack
 from flexattn.block_mask.pairs import Pairs, count_useful
@@ -66,6 +67,7 @@ class BlockMask(upstream.BlockMask):
     # Programs take rows near each other at the same time, and these read about this many rows of the other side.
     # None: all of them, as with lists that are sorted by length.
     reach: int | None = None
+    _bits: MaskBits | None = None
     _prepared: Prepared | None = None
     _state: Any = None  # what repeated calls need of it: a MaskState (engines/mask_state.py)
 
@@ -293,7 +295,7 @@ class BlockMask(upstream.BlockMask):
         self._forget_derived()
 
     def _forget_derived(self) -> None:
-        self._prepared = self._state = None
+        self._prepared = self._state = self._bits = None
         self._sets: dict[tuple[int, int], tuple[RunLists, RunLists | None]] = {}  # by further sizes of blocks
         self._build_lists: Callable[[BlockMask, tuple[int, int]], tuple[RunLists, RunLists]] | None = None
 
@@ -402,6 +404,11 @@ class BlockMask(upstream.BlockMask):
         """Return the runs of equal elements in captured tensors, if building the mask found them."""
         return () if self._record is None or self._record.mod is not self._mask_mod else self._record.runs
 
+    @property
+    def bits(self) -> MaskBits | None:
+        """Which pairs of partial blocks attend, for kernels that read it instead of mask_mod; None if not computed."""
+        return self._bits
+
     def _remember(self, bound: BoundMod, runs: tuple[EqualRuns, ...] = ()) -> None:
         """Record that the blocks were computed from mask_mod with the values of `bound`."""
         self._record = CaptureRecord.of(self._mask_mod, bound, runs)
@@ -439,11 +446,12 @@ class BlockMask(upstream.BlockMask):
         form = MaskForm(
             (self.BLOCK_SIZE, *self._sets), self.q_runs is not None, self.B > 1, self.H > 1, self.full_overhangs,
             self._built_from_mod, "" if record is None or record.numbers else record.graph.digest,
-            tuple(r.capture for r in runs),
+            tuple(r.capture for r in runs), has_bits=self._bits is not None,
         )  # fmt: skip
         if record is not None:
             Origin(record, record.mod is self._mask_mod).keep(lists)
-        self._prepared = Prepared((lists, *others, *(r.places for r in runs)), form.dumps())
+        bits = () if self._bits is None else self._bits.tensors
+        self._prepared = Prepared((lists, *others, *bits, *(r.places for r in runs)), form.dumps())
         return self
 
     def at(self, BLOCK_SIZE: tuple[int, int]) -> Self:
@@ -626,6 +634,7 @@ class BlockMask(upstream.BlockMask):
         kept._fill_fields(self.seq_lengths, self.BLOCK_SIZE, self._mask_mod, (B, H), self._separate, self._widths)
         kept.kv_runs = self.kv_runs.take(heads)
         kept.q_runs = None if self.q_runs is None else self.q_runs.take(heads)
+        kept._bits = None if self._bits is None else self._bits.take(heads, self.B * self.H)
         return kept._inherit(self)
 
     @uncompiled

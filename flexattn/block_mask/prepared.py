@@ -32,8 +32,9 @@ class MaskForm:
     full_overhangs: bool
     is_built: bool
     graph: str = ""  # digest of the graph that the mask was built from
-    runs: tuple[int, ...] = ()  # its captures with known runs of equal elements, whose places follow the lists
+    runs: tuple[int, ...] = ()  # its captures with known runs of equal elements, whose places come last
     is_torchs: bool = False  # the lists are those of PyTorch's BlockMask
+    has_bits: bool = False  # the tensors of its MaskBits follow the sets of lists
 
     def dumps(self) -> str:
         return json.dumps(list(asdict(self).values()))
@@ -50,7 +51,8 @@ class MaskForm:
 class Prepared:
     """The arguments of operators for a mask."""
 
-    tensors: tuple[Tensor, ...]  # each set of lists as one tensor (see one_tensor.py), then the places of equal runs
+    # Each set of lists as one tensor (see one_tensor.py), the bits of the first, then the places of equal runs.
+    tensors: tuple[Tensor, ...]
     text: str  # a MaskForm
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.block_mask.bits import MaskBits
 from flexattn.block_mask.captures import substitute, survey
 from flexattn.block_mask.runs import RunLists
 from flexattn.errors import MutationError
@@ -38,8 +39,9 @@ class BuiltMask(NamedTuple):
     by_query: RunLists
     by_key: RunLists
     counts: BuildCounts
-    bytes: int  # memory of the lists
+    bytes: int  # memory of the lists and the bits
     runs: tuple[EqualRuns, ...] = ()
+    bits: MaskBits | None = None
 
 
 class CaptureRecord(NamedTuple):

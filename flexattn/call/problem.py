@@ -59,6 +59,12 @@ class Problem:
         return self.key.size(2) if self.layout is None else self.layout.capacity
 
     @property
+    def has_bits(self) -> bool:
+        """Whether kernels may read the bits of partial blocks instead of evaluating `mask`."""
+        blocks = self.block_mask
+        return blocks is not None and blocks.bits is not None and self.mask is not None and self.layout is None
+
+    @property
     def is_paged(self) -> bool:
         return self.layout is not None and self.layout.page_size > 0
 

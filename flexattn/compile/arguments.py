@@ -8,6 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from flexattn.block_mask import BlockMask
+from flexattn.block_mask.bits import MaskBits
 from flexattn.call.problem import Problem
 from flexattn.process.frozen_class import frozen
 
@@ -32,6 +33,8 @@ class FromTensors:
 Part = Literal[
     "kv_runs",
     "q_runs",
+    "kv_bits",
+    "q_bits",
     "score",
     "mask",
     "sink",
@@ -60,10 +63,27 @@ def block_mask_of(problem: Problem) -> BlockMask:
     return problem.block_mask
 
 
-def _q_runs(problem: Problem) -> tuple[Tensor, ...]:
-    lists = block_mask_of(problem).q_runs
-    assert lists is not None
-    return lists.tensors
+def _q_runs(blocks: BlockMask) -> tuple[Tensor, ...]:
+    assert blocks.q_runs is not None
+    return blocks.q_runs.tensors
+
+
+def _bits(blocks: BlockMask) -> MaskBits:
+    assert blocks.bits is not None
+    return blocks.bits
+
+
+# The tensors of a BlockMask.
+OF_MASK: dict[Part, Callable[[BlockMask], tuple[Tensor, ...]]] = {
+    "kv_runs": lambda blocks: blocks.kv_runs.tensors,
+    "q_runs": _q_runs,
+    "kv_bits": lambda blocks: _bits(blocks).by_query,
+    "q_bits": lambda blocks: _bits(blocks).by_key,
+}
+
+
+def _of_mask(part: Part) -> Callable[[Problem], tuple[Tensor, ...]]:
+    return lambda problem: OF_MASK[part](block_mask_of(problem))
 
 
 def _score(problem: Problem) -> tuple[Tensor, ...]:
@@ -95,8 +115,7 @@ def _of_layout(name: str) -> Callable[[Problem], tuple[Tensor, ...]]:
 
 # The tensors that kernels read besides query, key and value. They are the same in each variant of a problem.
 PARTS: dict[Part, Callable[[Problem], tuple[Tensor, ...]]] = {
-    "kv_runs": lambda problem: block_mask_of(problem).kv_runs.tensors,
-    "q_runs": _q_runs,
+    **{part: _of_mask(part) for part in OF_MASK},
     "score": _score,
     "mask": _mask,
     "sink": _sink,

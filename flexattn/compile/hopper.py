@@ -8,11 +8,12 @@ from dataclasses import replace
 import torch
 
 from flexattn.call.problem import Problem
-from flexattn.compile.arguments import Tensors
+from flexattn.compile.arguments import NO_ARRAYS, Tensors
 from flexattn.compile.fixed_reference import fixes_reference
 from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
 from flexattn.compile.kernels import (
     BATCH_CAPTURES,
+    BITS,
     CAPTURES,
     DKDV,
     DQ,
@@ -192,4 +193,6 @@ def _with_tile(form: HopperForm, plan: KernelPlan, problem: Problem) -> KernelPl
     if unknown := [name for name in plan.features if name not in known]:
         return f"it does not support {', '.join(unknown)}"
     fixed = spec is HOPPER_FORWARD and fixes_reference(plan, problem)
+    if BITS in spec.features and BITS.wanted(problem, NO_ARRAYS):
+        plan = plan.with_fields(mask=None, features=(*plan.features, BITS.name))
     return plan.with_fields(spec=spec, tile=tile, tma=True, fixed_reference=fixed)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from flexattn.block_mask.bits import BITS_BLOCK
 from flexattn.compile import fixed_reference
 from flexattn.compile.head_dims import pieces_of, split_head_dim
 from flexattn.compile.hopper import (
@@ -17,6 +18,7 @@ from flexattn.compile.hopper import (
 from flexattn.compile.hopper_descriptors import ROWS, columns
 from flexattn.compile.hopper_mods import as_gluon, ends_of, has_intervals_only, hopper_mods
 from flexattn.compile.kernel_plan import KernelPlan
+from flexattn.compile.kernels import BITS
 from flexattn.compile.lower import loads_where_live
 from flexattn.compile.mod_plan import TRITON_DTYPE
 from flexattn.compile.operands import MaskLists
@@ -34,11 +36,12 @@ def hopper_names(plan: KernelPlan) -> dict[str, object]:
     ]  # fmt: skip
     if plan.blocks:
         constants += [("SPARSE_Q", plan.blocks[0]), ("SPARSE_KV", plan.blocks[1]), ("TILES", plan.tiles_per_block)]
-    lists = tuple(a.name for a in MaskLists().arguments(plan))
+    lists = tuple(a.name for operand in (MaskLists(), BITS) for a in operand.arguments(plan))
     gradient = plan.grad if plan.scales_gradient else None
     names: dict[str, object] = {
         "mods": hopper_mods(plan), "ends": ends_of(plan), "list_arguments": lists, "adds_dq": plan.adds_dq,
         "owns_dq": plan.spec.owns_dq, "fixed_reference": plan.fixed_reference, "dq_pieces": pieces_of(plan.D),
+        "reads_bits": BITS.name in plan.features, "BITS_BLOCK": BITS_BLOCK,
         "prelude": as_gluon(environment().get_template("mod_functions.py.jinja").render(scatter_arguments=())),
         "loads_per_pair": any(loads_where_live(mod) for mod in (plan.score, plan.mask, gradient) if mod),
         "bytes": lambda text, parts: " + ".join(f"{text}.block_type.nbytes".replace("%", str(p.index)) for p in parts),
@@ -79,7 +82,8 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
         *(("bad_rows", "handed_out", "done") if plan.fixed_reference else ()),
     )  # fmt: skip
     again = ["again"] if plan.fixed_reference else []
-    numbers = ["b", "h", "m0", *(["partial", "full"] if plan.blocks else []), *again]  # of a tile, for consumers
+    bits = ["bits"] if BITS.name in plan.features else []
+    numbers = ["b", "h", "m0", *(["partial", "full"] if plan.blocks else []), *again, *bits]  # of a tile, for consumers
     runs = [f"{kind}_{place}" for kind in ("partial", "full") for place in ("run", "end")] if plan.blocks else []
     return _Own(
         [
@@ -168,7 +172,7 @@ def _hopper_backward_names(plan: KernelPlan) -> _Own:
         ),
         names=own.names | {
             "numbers": numbers, "recorded": [*numbers, *(["block"] if plan.blocks else [])],
-            "of_queries": ["b", "h", "m0"],
+            "of_queries": ["b", "h", "m0", *(["bits"] if BITS.name in plan.features else [])],
         },
     )  # fmt: skip
 

@@ -25,6 +25,7 @@ from flexattn.compile.hopper_descriptors import (
 from flexattn.compile.kernel_plan import Feature, KernelPlan, KernelSpec, Operand
 from flexattn.compile.operands import (
     Array,
+    BitPointers,
     CaptureSumArguments,
     Counter,
     DescriptorOperand,
@@ -95,6 +96,13 @@ DLSE = Feature(
     operands=(Array("dlse_ptr", "*fp32"),),  # [B, Hq, M]
 )
 
+# Of Hopper kernels alone: their plans get it in hopper.py.
+BITS = Feature(
+    "bits",
+    wanted=lambda problem, arrays: problem.has_bits,
+    operands=(BitPointers(),),
+    text="    bits     of the pairs in partial blocks, instead of mask_mod",
+)
 SEQUSED_K = Feature(
     "seqused_k",
     wanted=lambda problem, arrays: problem.layout is not None and problem.layout.seqused_k is not None,
@@ -325,7 +333,7 @@ HOPPER_FORWARD = KernelSpec(
     operands=(
         Descriptors(forward_descriptors), Scalars(("tiles",)), Counter(), RedoneCount(), _LSE, MAX_SCORES, SINK,
         Scalars(("M", "N", "heads", "heads_q", "group_size", "heads_per_group", "batch_shares_keys")), ScoreScale(),
-        MaskLists(), ModArguments(),
+        MaskLists(), BITS, ModArguments(),
     ),
     shared_bytes=hopper_forward_bytes,
     gluon=True,
@@ -367,7 +375,7 @@ HOPPER_DKDV = KernelSpec(
     phase="bwd",
     tensors=("q", "k", "v", "do", "dk", "dv"),
     operands=(
-        Descriptors(key_descriptors), Scalars(("tiles",)), _CLAIMED, _KEY_SCALARS, ScoreScale(), MaskLists(),
+        Descriptors(key_descriptors), Scalars(("tiles",)), _CLAIMED, _KEY_SCALARS, ScoreScale(), MaskLists(), BITS,
         ModArguments(),
     ),
     shared_bytes=hopper_keys_bytes,
@@ -391,7 +399,7 @@ HOPPER_BACKWARD_STRIPES = replace(
 HOPPER_BACKWARD_WIDE = replace(
     HOPPER_BACKWARD,
     name="hopper_backward_wide",
-    operands=(Descriptors(wide_descriptors), *HOPPER_BACKWARD.operands[3:]),
+    operands=(Descriptors(wide_descriptors), *(o for o in HOPPER_BACKWARD.operands[3:] if o is not BITS)),
     persistent=False,
 )
 # The last step after HOPPER_BACKWARD: its float32 sums of dq -> dq.

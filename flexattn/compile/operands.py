@@ -166,6 +166,18 @@ class ListPointers:
         return tuple(Argument(name, "*i32", FromProblem(self.part, i)) for i, name in enumerate(names))
 
 
+@frozen
+class BitPointers:
+    """Pointers to the bits of partial blocks, whose rows are on the axis that programs own."""
+
+    def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
+        part: Part = "q_bits" if plan.transposed else "kv_bits"
+        return (
+            Argument("bits_first_ptr", "*i32", FromProblem(part, 0)),
+            Argument("bits_ptr", "*i16", FromProblem(part, 1), divisible=True),
+        )
+
+
 _LISTS = ("partial", "partial_runs", "full", "full_runs", "order")  # as in RunLists.tensors
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexattn.block_mask import BlockMask
 from flexattn.call.problem import Problem
-from flexattn.compile.arguments import PARTS, Part
+from flexattn.compile.arguments import OF_MASK, PARTS, Part
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import EqualRuns
 from flexattn.graph.frozen import FrozenMod
@@ -45,12 +45,13 @@ class MaskState:
         self._versions = [t._version for t in tensors]
         self._addresses = [t.data_ptr() for t in tensors]
         self._pointer = pointer_of(problem.query.device)
-        # The pointers to each part of a problem that is a part of the mask. Those of q_runs are made when asked for.
+        # The pointers to each part of a problem that is a part of the mask. Others are made when asked for.
         self._parts: dict[Part, list[Pointer]] = {"kv_runs": list(map(self._pointer, PARTS["kv_runs"](problem)))}
         if bound is not None:
             self._parts["mask"] = list(map(self._pointer, PARTS["mask"](problem)))
         kind = (
             blocks.B, blocks.H, blocks.full_overhangs, blocks.is_built, blocks.q_runs is None, blocks.device,
+            blocks.bits is None,
             None if bound is None else (bound.graph, bound.numbers, *map(memory_form, bound.captures)),
             *[(r.capture, r.places.shape, r.places.stride(), r.places.data_ptr() & 15) for r in equal_runs],
         )  # fmt: skip
@@ -85,8 +86,7 @@ class MaskState:
         """Return the pointers to a part of a problem."""
         found = self._parts.get(part)
         if found is None:
-            assert part == "q_runs" and blocks.q_runs is not None
-            found = self._parts[part] = list(map(self._pointer, blocks.q_runs.tensors))
+            found = self._parts[part] = list(map(self._pointer, OF_MASK[part](blocks)))
         return found
 
 

@@ -121,7 +121,9 @@ def create_block_mask(
             mask_cache.keep(key, bound, built)
     mask = BlockMask._of_runs(
         built.by_query, built.by_key, *sizes[:2], (Q_LEN, KV_LEN), block_size, mask_mod, separate_full_blocks, False
-    ).expand(B or 1, H or 1)
+    )
+    mask._bits = built.bits
+    mask = mask.expand(B or 1, H or 1)
     mask._remember(bound, built.runs)
     mask.build_counts = built.counts
     if is_logging():

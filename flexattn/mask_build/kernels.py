@@ -1,6 +1,6 @@
-"""kernels: the kernels of a mask's build on a GPU, as KernelSources: range tables, classification, run lists.
+"""kernels: the kernels of a mask's build on a GPU, as KernelSources: range tables, classification, run lists, bits.
 
-Only two kernels are specific to a mask (to its graph and captures, not to lengths, block sizes or numbers). The other
+Few kernels are specific to a mask (to its graph and captures, not to lengths, block sizes or numbers). The other
 kernels are the same for all masks.
 """
 
@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import torch
 
+from flexattn.block_mask.bits import BITS_BLOCK, ROW_WORDS
 from flexattn.compile.kernel_source import KernelSource, kernel_name
 from flexattn.compile.lower import Dialect, lower
 from flexattn.compile.lower_bounds import BoundsText, TableSpec, lower_bounds, table_dtype
@@ -41,7 +42,8 @@ _BITS = tuple((f"{n}_ptr", "*i32") for n in ("full", "partial", "full_by_key", "
 
 SAMPLES = 9 + 96  # positions of a block that are sampled before it is evaluated
 TILE = (32, 64)  # tile of the evaluation kernel
-WARPS = {"classify": 8, "evaluate": 4}
+WARPS = {"classify": 8, "evaluate": 4, "pair_bits": 4}
+BITS_PROGRAMS = 8  # that take the bits of a row of blocks
 
 
 @frozen(eq=False)
@@ -93,6 +95,16 @@ class MaskPlan:
             "TILE_KV": TILE[1],
         }  # fmt: skip
         return self._source("evaluate", (*own, *self.mod.signature()), names)
+
+    def pair_bits(self, by_key: bool) -> KernelSource:
+        """Return the kernel for the bits of partial blocks, whose rows are keys or queries."""
+        own = tuple((n, "*i32") for n in ("row_ptr_ptr", "runs_ptr", "first_ptr"))
+        sizes = tuple((n, "i32") for n in ("H", "Q", "KV", "row_blocks"))
+        names = {
+            "functions": [self._mask_mod], "mask_arguments": self.mod.argument_names(), "by_key": by_key,
+            "PROGRAMS": BITS_PROGRAMS, "BLOCK": BITS_BLOCK, "ROWS": 32, "WORDS": ROW_WORDS,
+        }  # fmt: skip
+        return self._source("pair_bits", (*own, ("words_ptr", "*i16"), *sizes, *self.mod.signature()), names)
 
     @property
     def _mask_mod(self) -> str:

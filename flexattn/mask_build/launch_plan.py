@@ -126,11 +126,7 @@ def recipe_of(
     by_row, by_column = q_rows * kv_words, kv_rows * q_words
     listed = (*rows, q_blocks, kv_blocks)
     of_blocks = (Q, KV, *block_size, q_blocks, kv_blocks, H, int(separate))
-    of_captures = [
-        n
-        for (shape, strides), layout in zip(captures, plan.mod.layouts, strict=True)
-        for n in (*(strides[:-1] if layout.dense else strides), *shape)
-    ]
+    of_captures = numbers_of_captures(plan, captures)
     dtypes = [c.dtype for c in plan.mod.graph.captures]
     keys = _table_keys(plan, block_size)
     wanted = tuple(dict.fromkeys(keys))
@@ -161,6 +157,15 @@ def recipe_of(
         lists=tuple(Step(build(source, target), *of) for source, of in zip(lists, launched, strict=True)),
         evaluated=(*of_blocks, 4 * by_row, *of_captures),
     )  # fmt: skip
+
+
+def numbers_of_captures(plan: MaskPlan, captures: Sequence[Strided]) -> tuple[int, ...]:
+    """Return the strides and sizes of captured tensors that kernels get."""
+    return tuple([
+        n
+        for (shape, strides), layout in zip(captures, plan.mod.layouts, strict=True)
+        for n in (*(strides[:-1] if layout.dense else strides), *shape)
+    ])  # fmt: skip
 
 
 def _is_small(sizes: Sizes, block_size: tuple[int, int]) -> bool:

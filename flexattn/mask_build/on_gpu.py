@@ -3,6 +3,7 @@
 The launches are range tables, classification, then count, scan and fill (for a small mask, all three at once). The host
 waits once, to read the number of runs. If bounds and samples leave undecided blocks, these are evaluated, and the host
 waits a second time. If the maximum number of runs takes little memory, everything is launched before the host waits.
+If the mask_mod is expensive, the bits of partial blocks follow, and the host waits for their number.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from flexattn.machine.target import Target, processors, target_of
 from flexattn.mask_build.boxes import MOST_RUNS, too_many_runs
 from flexattn.mask_build.kernels import MaskPlan
 from flexattn.mask_build.launch_plan import Recipe, Sizes, Step, TableRecipe, recipe_of
+from flexattn.mask_build.pair_bits import pair_bits, wants_bits
 from flexattn.process.progress import announce
 from flexattn.runtime.build import build, current_stream
 
@@ -79,8 +81,11 @@ def build_lists(
         EqualRuns(r.capture, kept.as_strided(r.shape, r.strides, at))
         for r, at in zip(recipe.runs, recipe.kept[3:-1:2], strict=True)
     ])  # fmt: skip
-    words = kept.numel() + (0 if memory is kept else memory.numel())
-    return BuiltMask(by_query, by_key, BuildCounts(recipe.blocks, None, open_blocks), 4 * words, found)
+    bits = None
+    if totals[0] and wants_bits(bound, found, block_size, target):
+        bits = pair_bits(plan, bound, by_query.partial, by_key.partial, sizes, device, target)
+    size = kept.nbytes + (0 if memory is kept else memory.nbytes) + (0 if bits is None else bits.nbytes)
+    return BuiltMask(by_query, by_key, BuildCounts(recipe.blocks, None, open_blocks), size, found, bits)
 
 
 class _Build:

@@ -144,7 +144,10 @@ def launch_key(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Ite
 
 
 def _mask_key(blocks: BlockMask) -> tuple[object, ...]:
-    return (blocks.B, blocks.H, blocks.BLOCK_SIZE, blocks.full_overhangs, blocks.is_built, blocks.reach)
+    return (
+        blocks.B, blocks.H, blocks.BLOCK_SIZE, blocks.full_overhangs, blocks.is_built, blocks.reach,
+        blocks.bits is not None,
+    )  # fmt: skip
 
 
 def _layout_key(layout: Layout, blocks: BlockMask | None) -> tuple[object, ...]:

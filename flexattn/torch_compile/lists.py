@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import BlockMask
+from flexattn.block_mask.bits import BITS_TENSORS, MaskBits
 from flexattn.block_mask.one_tensor import unpack
 from flexattn.block_mask.prepared import MaskForm, Origin
 from flexattn.graph.bound_mod import BoundMod
@@ -15,17 +16,23 @@ from flexattn.graph.equal_runs import EqualRuns
 from flexattn.mods.combine import noop_mask
 
 
-def mask_of_lists(lists: Sequence[Tensor], form: MaskForm, query: Tensor, M: int, N: int) -> BlockMask:
+def mask_of_lists(
+    lists: Sequence[Tensor], form: MaskForm, query: Tensor, M: int, N: int, bound: BoundMod | None
+) -> BlockMask:
     """Return the mask whose sets of lists are in packed tensors. It is cached as long as the first of them lives.
 
-    M and N are the lengths that it was built for.
+    M and N are the lengths that it was built for, and `bound` is its mask_mod.
     """
     cached = Origin.of(lists[0]).masks
     B, Hq = query.shape[0], query.shape[1]
+    has_bits = form.has_bits and bound is not None and _was_built_from(lists, form, bound)
     sizes = form, B, Hq, M, N
-    mask = cached.get(sizes)
+    mask = cached.get((*sizes, has_bits))
     if mask is None:
-        mask = cached[sizes] = _mask(lists, *sizes)
+        mask = cached[*sizes, has_bits] = _mask(lists, *sizes)
+        if has_bits:
+            first = len(form.BLOCK_SIZES)
+            mask._bits = MaskBits.from_tensors(tuple(lists[first : first + BITS_TENSORS]))
     return mask
 
 
@@ -48,10 +55,13 @@ def _mask(lists: Sequence[Tensor], form: MaskForm, B: int, Hq: int, M: int, N: i
 
 def equal_runs_of(lists: Sequence[Tensor], form: MaskForm, mask: BoundMod) -> tuple[EqualRuns, ...]:
     """Return the runs of equal elements in captured tensors, if the graph is the one that they were found for."""
-    if not form.runs:
+    if not form.runs or not _was_built_from(lists, form, mask):
         return ()
+    places = lists[len(lists) - len(form.runs) :]
+    return tuple([EqualRuns(i, place) for i, place in zip(form.runs, places, strict=True)])
+
+
+def _was_built_from(lists: Sequence[Tensor], form: MaskForm, mask: BoundMod) -> bool:
+    """Return whether the graph of a mask_mod is the one that the lists were built from."""
     origin = Origin.of(lists[0])
-    same = mask.graph.digest == form.graph if origin.record is None else origin.is_graph_of(mask)
-    if not same:
-        return ()
-    return tuple([EqualRuns(i, places) for i, places in zip(form.runs, lists[len(form.BLOCK_SIZES) :], strict=True)])
+    return mask.graph.digest == form.graph if origin.record is None else origin.is_graph_of(mask)

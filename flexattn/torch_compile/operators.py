@@ -221,7 +221,7 @@ def _problem(
     blocks, equal_runs = None, ()
     if parsed.form is not None:
         M, N = lengths or (query.shape[2], key.shape[2])
-        blocks = mask_of_lists(lists, parsed.form, query, M, N)
+        blocks = mask_of_lists(lists, parsed.form, query, M, N, mask)
         if mask is not None:
             Origin.of(lists[0]).check(mask)
             equal_runs = equal_runs_of(lists, parsed.form, mask)

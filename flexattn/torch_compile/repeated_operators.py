@@ -187,7 +187,7 @@ def keep(
         kinds[known] = _Lists([t.data_ptr() for t in lists], pointers)
 
 
-_OF_LISTS = frozenset(("kv_runs", "q_runs", "mask"))
+_OF_LISTS = frozenset(("kv_runs", "q_runs", "kv_bits", "q_bits", "mask"))
 
 
 def _captures(bound: BoundMod | None) -> tuple[Tensor, ...]:

@@ -1,0 +1,29 @@
+"""pair_cost: how many instructions a kernel executes to evaluate a mask_mod for one (query, key) pair."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from flexattn.graph.dependence import PAIR_INDICES, computed_from
+from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.row_bounds import conditions_of, row_bounds
+
+_FREE = frozenset({"input", "number", "const", "cast", "detach"})
+_COSTS = {"load": 8, "floordiv": 4, "mod": 4, "fmod": 4, "div": 4, "sqrt": 4, "pow": 16}  # other operations: 1
+
+
+@lru_cache(512)
+def pair_cost(graph: ModGraph) -> int:
+    """Return an estimate of the instructions per pair of a mask_mod.
+
+    Intervals of keys are left out, because their ends are computed once per query. What depends on the key alone counts
+    half: a thread has two queries of each key (`hopper_forward`).
+    """
+    conditions = conditions_of(row_bounds(graph, "kv_idx"))
+    nodes = {n for condition in conditions for n in computed_from(graph, condition)}
+    halves = 0
+    for n in nodes:
+        node, reads = graph.nodes[n], graph.dependence[n]
+        if node.op not in _FREE and "kv_idx" in reads:
+            halves += _COSTS.get(node.op, 1) * (2 if reads >= PAIR_INDICES else 1)
+    return halves // 2

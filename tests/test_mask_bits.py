@@ -1,0 +1,227 @@
+"""Bits of a mask's partial blocks: when a mask has them, what reads them, and the Hopper code that does."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from mask_bits import reference_bits, with_bits
+
+pytest.importorskip("triton")
+
+from emulation import load_in_emulator
+from sm90 import report
+
+from flexattn import BlockMask, create_block_mask, explain, mods
+from flexattn.block_mask.bits import BITS_BLOCK, ROW_WORDS, MaskBits
+from flexattn.block_mask.prepared import MaskForm
+from flexattn.compile.kernel_source import KernelSource
+from flexattn.errors import FormatError
+from flexattn.explanation import target_named
+from flexattn.graph.equal_runs import with_runs
+from flexattn.graph.pair_cost import pair_cost
+from flexattn.mask_build.pair_bits import wants_bits
+from flexattn.process.config import settings
+from flexattn.runtime.build import build
+from flexattn.torch_compile.lists import mask_of_lists
+from flexattn.torch_compile.spec import Spec, loads
+from flexattn.trace.trace import trace
+
+HOPPER, AMPERE = target_named("sm_90"), target_named("sm_80")
+NEIGHBORS = mods.natten_2d(16, 32, 7)
+DOCUMENTS = torch.arange(512) // 100
+
+Mod = Callable[..., Any]
+
+
+def dilated(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx - kv_idx) % 3 == 0
+
+
+CHEAP: dict[str, Mod] = {
+    "causal": mods.causal,
+    "window": mods.sliding_window(100),
+    "both sides": lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() < 50,
+    "documents": lambda b, h, q_idx, kv_idx: DOCUMENTS[q_idx] == DOCUMENTS[kv_idx],
+    "dilated": dilated,
+}
+EXPENSIVE: dict[str, Mod] = {
+    "neighborhood": NEIGHBORS,
+    "volume": mods.natten_3d(8, 8, 8, 3),
+    "graph": lambda b, h, q_idx, kv_idx: (DOCUMENTS[(q_idx * 7 + kv_idx * 13) % 512] & 1) == 1,
+}
+
+
+@pytest.mark.parametrize("name", [*CHEAP, *EXPENSIVE])
+def test_masks_that_are_expensive_have_bits_on_hopper(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = trace((CHEAP | EXPENSIVE)[name], "mask")
+    size = BITS_BLOCK, BITS_BLOCK
+    assert wants_bits(bound, (), size, HOPPER) == (name in EXPENSIVE)
+    assert not wants_bits(bound, (), size, AMPERE)
+    assert not wants_bits(bound, (), (64, BITS_BLOCK), HOPPER)
+    monkeypatch.setenv("FLEXATTN_WITHOUT", "bits")
+    settings.cache_clear()
+    try:
+        assert not wants_bits(bound, (), size, HOPPER)
+    finally:
+        monkeypatch.undo()
+        settings.cache_clear()
+
+
+def test_runs_of_equal_elements_make_a_mask_cheaper() -> None:
+    mod = lambda b, h, q_idx, kv_idx: (DOCUMENTS[q_idx] == DOCUMENTS[kv_idx]) & (q_idx >= kv_idx)  # noqa: E731
+    mask = create_block_mask(mod, None, None, 512, 512, device="cpu")
+    bound = trace(mod, "mask")
+    assert pair_cost(bound.graph) > 0
+    if runs := mask.equal_runs():
+        assert pair_cost(with_runs(bound, runs, by_key=False).graph) == 0
+
+
+def masked(D: int, score_mod: Mod | None = None, mod: Mod = NEIGHBORS, bits: bool = True, **options: Any) -> Any:
+    x = torch.zeros(1, 2, 512, D, dtype=torch.bfloat16, requires_grad=True)
+    mask = create_block_mask(mod, None, None, 512, 512, device="cpu")
+    return explain(x, x, x, score_mod, with_bits(mask) if bits else mask, target="sm_90", kernel_options=options)
+
+
+READERS = {"hopper_forward", "hopper_backward", "hopper_backward_stripes", "hopper_dkdv"}
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_which_kernels_read_bits(D: int) -> None:
+    made = masked(D)
+    readers = {p.spec.name for p in made.plans if "bits" in p.features}
+    assert readers == {p.spec.name for p in made.plans} & READERS
+    assert readers
+    assert "instead of mask_mod" in str(made)
+    for plan, source in zip(made.plans, made.sources, strict=True):
+        if "bits" in plan.features:
+            assert "mask_mod" not in source.text
+            assert "bits_ptr" in source.text
+    assert not any("bits" in p.features for p in masked(D, bits=False).plans)
+    assert not any("bits" in p.features for p in masked(D, BACKEND="TRITON").plans)
+    assert not any("bits" in p.features for p in masked(D, BATCH_INVARIANT=True).plans)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("score_mod", [None, mods.softcap(20.0), mods.alibi(2)], ids=["plain", "softcap", "alibi"])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_kernels_that_read_bits_compile(D: int, score_mod: Mod | None) -> None:
+    for plan, source in zip((made := masked(D, score_mod)).plans, made.sources, strict=True):
+        if "bits" in plan.features:
+            found = report(source)
+            assert found.spill_bytes <= 400, plan.spec.name
+            assert not found.warnings
+
+
+PROBE = """
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+N: gl.constexpr = gl.constexpr({n})
+
+{functions}
+
+@gluon.jit
+def probe(x_ptr, bits_ptr, block, row, column, out_ptr):
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    columns = gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    x = gl.load(x_ptr + rows * N + columns)
+    WORDS: gl.constexpr = gl.sum(x.reshape([64, N // 8, 8]), 1).type.layout
+    words = load_bits(bits_ptr, block, row, column, WORDS)
+    gl.store(out_ptr + rows * N + columns, where_bits(x, words))
+"""
+
+
+@pytest.mark.parametrize(("D", "kernel"), [(64, "hopper_forward"), (256, "hopper_forward"), (128, "hopper_backward")])
+def test_tiles_by_bits(D: int, kernel: str) -> None:
+    made = masked(D)
+    plan, source = next((p, s) for p, s in zip(made.plans, made.sources, strict=True) if p.spec.name == kernel)
+    text = "".join(
+        match[0]
+        for name in ("load_bits", "where_bits")
+        if (match := re.search(rf"@gluon\.jit\ndef {name}\(.*?(?=\n@gluon\.jit)", source.text, re.DOTALL))
+    )
+    n = plan.tile.BLOCK_M if plan.transposed else plan.tile.BLOCK_N
+    signature = (
+        ("x_ptr", "*fp32"), ("bits_ptr", "*i16"), ("block", "i32"), ("row", "i32"), ("column", "i32"),
+        ("out_ptr", "*fp32"),
+    )  # fmt: skip
+    made_probe = KernelSource("probe", PROBE.format(n=n, functions=text), (), signature, ("bits_ptr",))
+    loaded = build(made_probe, HOPPER, loader=load_in_emulator)
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.rand(3, BITS_BLOCK, BITS_BLOCK, generator=generator) < 0.5
+    groups = torch.arange(BITS_BLOCK // ROW_WORDS)[:, None]
+    words = (dense.unflatten(-1, (-1, ROW_WORDS)).int() << groups).sum(-2).to(torch.int16).flatten()
+    x = torch.randn(64, n, generator=generator)
+    x[3, 5] = float("nan")
+    outside = 0.0 if plan.transposed else float("-inf")
+    for block in range(3):
+        for row in (0, 64):
+            for column in range(0, BITS_BLOCK, n):
+                out = torch.zeros(64, n)
+                loaded.launch(1, (x, words, block, row, column, out), 0)
+                kept = dense[block, row : row + 64, column : column + n]
+                expected = torch.where(kept, x, outside)
+                torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_bits_follow_the_lists_that_they_are_of() -> None:
+    def fresh() -> BlockMask:
+        return with_bits(create_block_mask(NEIGHBORS, None, None, 512, 512, device="cpu"))
+
+    mask = fresh()
+    assert copy.copy(mask).bits is mask.bits
+    assert copy.deepcopy(mask).bits is not None
+    wide = mask.expand(2, 3)
+    assert wide.bits is not None
+    assert mask.bits is not None
+    assert len(wide.bits.by_query.first) == 6 * 4 + 1
+    assert wide.bits.by_query.words is mask.bits.by_query.words
+    for first in wide.bits.by_query.first[:-1].view(6, 4):
+        assert torch.equal(first, mask.bits.by_query.first[:-1])
+    # Others have other lists, or another mod.
+    assert mask[:, :, :2].bits is None
+    assert mask.to("meta").bits is None
+    for edit in ("kv_runs", "q_runs", "mask_mod"):
+        edited = fresh()
+        setattr(edited, edit, getattr(edited, edit))
+        assert edited.bits is None, edit
+
+
+def test_bits_in_graphs() -> None:
+    mask = create_block_mask(NEIGHBORS, None, None, 512, 512, device="cpu")
+    plain = MaskForm.loads(mask._prepared.text) if mask._prepared else None
+    assert plain is not None
+    assert not plain.has_bits
+    with_bits(mask)._prepared = None
+    ready = mask.prepare()._prepared
+    assert ready is not None
+    form = MaskForm.loads(ready.text)
+    assert form.has_bits
+    assert len(ready.tensors) == 5
+    bound, query = trace(NEIGHBORS, "mask"), torch.zeros(1, 2, 512, 64)
+    same = mask_of_lists(ready.tensors, form, query, 512, 512, bound)
+    assert same.bits is not None
+    assert all(x is y for x, y in zip(same.bits.tensors, ready.tensors[1:], strict=True))
+    assert mask_of_lists(ready.tensors, form, query, 512, 512, trace(dilated, "mask")).bits is None
+    assert mask_of_lists(ready.tensors, form, query, 512, 512, None).bits is None
+    assert MaskBits.from_tensors(tuple(ready.tensors[1:])).tensors == tuple(ready.tensors[1:])
+    text = Spec(form=form).dumps()
+    assert loads(text).form == form
+    with pytest.raises(FormatError):
+        loads(text.replace("[4,", "[3,", 1))
+
+
+def test_reference_bits_are_those_of_the_mask() -> None:
+    mask = create_block_mask(NEIGHBORS, None, None, 512, 512, device="cpu")
+    bits = reference_bits(mask).by_query
+    first_row = int(mask.kv_runs.partial.runs[0, 0])
+    words = bits.words.view(-1, BITS_BLOCK, ROW_WORDS)
+    for q, kv in ((0, 0), (3, 5), (100, 40), (127, 127)):
+        index = torch.tensor([q]), torch.tensor([first_row * BITS_BLOCK + kv])
+        expected = bool(NEIGHBORS(torch.tensor(0), torch.tensor(0), *index))
+        assert bool(int(words[0, q, kv % ROW_WORDS]) >> kv // ROW_WORDS & 1) == expected
