@@ -47,9 +47,9 @@ CHEAP: dict[str, Mod] = {
     "window": mods.sliding_window(100),
     "both sides": lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() < 50,
     "documents": lambda b, h, q_idx, kv_idx: DOCUMENTS[q_idx] == DOCUMENTS[kv_idx],
-    "dilated": dilated,
 }
 EXPENSIVE: dict[str, Mod] = {
+    "dilated": dilated,
     "neighborhood": NEIGHBORS,
     "volume": mods.natten_3d(8, 8, 8, 3),
     "graph": lambda b, h, q_idx, kv_idx: (DOCUMENTS[(q_idx * 7 + kv_idx * 13) % 512] & 1) == 1,

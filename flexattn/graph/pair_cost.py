@@ -9,7 +9,7 @@ from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.row_bounds import conditions_of, row_bounds
 
 _FREE = frozenset({"input", "number", "const", "cast", "detach"})
-_COSTS = {"load": 8, "floordiv": 4, "mod": 4, "fmod": 4, "div": 4, "sqrt": 4, "pow": 16}  # other operations: 1
+_COSTS = {"load": 8, "floordiv": 6, "mod": 6, "fmod": 6, "div": 6, "sqrt": 6, "pow": 16}  # other operations: 1
 
 
 @lru_cache(512)

@@ -1,0 +1,200 @@
+"""Masks whose partial blocks are read as bits: the same results as with their mask_mod, on Hopper."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from mask_bits import reference_bits
+from torch import Tensor
+
+from flexattn import BlockMask, create_block_mask, explain, flex_attention, mods
+from flexattn.errors import MutationError
+
+is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not is_hopper, reason="bits are read by Hopper kernels")]
+
+Mod = Callable[..., Any]
+
+
+def table(*shape: int) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(len(shape))
+    return torch.rand(*shape, generator=generator, device="cuda") < 0.6
+
+
+def hashed(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx * 31 + kv_idx * 17) % 7 < 3
+
+
+def block_diffusion(b: Any, h: Any, q_idx: Any, kv_idx: Any, n: int = 512, block: int = 24) -> Any:
+    q_noisy, kv_noisy = q_idx < n, kv_idx < n
+    q_block, kv_block = (q_idx % n) // block, (kv_idx % n) // block
+    diagonal = (q_block == kv_block) & (q_noisy == kv_noisy)
+    offset = (q_block > kv_block) & q_noisy & ~kv_noisy
+    causal = (q_block >= kv_block) & ~q_noisy & ~kv_noisy
+    return diagonal | offset | causal
+
+
+def by_head(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx * (h + 2) + kv_idx * (b + 3)) % 5 < 2
+
+
+def random_graph() -> Mod:
+    edges = table(9, 9)
+    return lambda b, h, q_idx, kv_idx: edges[q_idx * 5 % 9, kv_idx * 7 % 9] & (q_idx // 64 >= kv_idx // 64)
+
+
+# mask_mod, B and H of the mask, (B, Hq, Hkv, M, N)
+CASES: dict[str, tuple[Callable[[], Mod], tuple[int | None, int | None], tuple[int, int, int, int, int]]] = {
+    "neighborhood": (lambda: mods.natten_2d(32, 40, 9), (None, None), (1, 4, 4, 1280, 1280)),
+    "volume": (lambda: mods.natten_3d(8, 12, 12, 5), (None, None), (2, 2, 2, 1152, 1152)),
+    "block diffusion": (lambda: block_diffusion, (None, None), (1, 4, 2, 1024, 1024)),
+    "other lengths": (lambda: hashed, (None, None), (2, 2, 2, 300, 717)),
+    "short": (lambda: hashed, (None, None), (1, 2, 2, 130, 60)),
+    "grouped heads": (random_graph, (None, None), (2, 8, 2, 900, 640)),
+    "by batch and head": (lambda: by_head, (2, 4), (2, 4, 4, 520, 400)),
+    "by head": (lambda: by_head, (None, 4), (2, 4, 2, 384, 512)),
+    "many short": (lambda: mods.natten_2d(16, 16, 5), (None, None), (64, 8, 8, 256, 256)),
+}
+
+
+def tensors(B: int, Hq: int, Hkv: int, M: int, N: int, D: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    generator = torch.Generator("cuda").manual_seed(M + N + D)
+    shapes = (B, Hq, M, D), (B, Hkv, N, D), (B, Hkv, N, D)
+    return tuple(torch.randn(s, generator=generator, device="cuda", dtype=dtype).requires_grad_() for s in shapes)
+
+
+def made(name: str) -> tuple[BlockMask, BlockMask, tuple[int, int, int, int, int]]:
+    """Return a mask with bits, the same without, and sizes of a call."""
+    make, (B, H), sizes = CASES[name]
+    if name == "by head":  # reads b too: give it one batch
+        mod = make()
+        mask = create_block_mask(lambda b, h, q, kv: mod(0 * b, h, q, kv), B, H, *sizes[3:], device="cuda")
+    else:
+        mask = create_block_mask(make(), B, H, *sizes[3:], device="cuda")
+    plain = copy.copy(mask)
+    plain._forget_derived()
+    assert plain.bits is None
+    return mask, plain, sizes
+
+
+def run(inputs: tuple[Tensor, ...], mask: BlockMask, score_mod: Mod | None = None) -> list[Tensor]:
+    out, lse = flex_attention(*inputs, score_mod, mask, enable_gqa=True, return_lse=True)
+    gradients = torch.autograd.grad((out, lse), inputs, (torch.ones_like(out), torch.ones_like(lse)))
+    return [out, lse, *gradients]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for name, x, y in zip(
+        ("out", "lse", "dk", "dv"), [*found[:2], *found[3:]], [*expected[:2], *expected[3:]], strict=True
+    ):
+        assert torch.equal(x, y), f"{name}: {(x != y).sum()} of {x.numel()}"
+    torch.testing.assert_close(found[2], expected[2], rtol=2e-2, atol=1e-3)  # dq is added in any order
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_bits_that_are_built(name: str) -> None:
+    mask = made(name)[0]
+    assert mask.bits is not None
+    for found, expected in zip(mask.bits, reference_bits(mask), strict=True):
+        rows = expected.first.diff()
+        for row, count in enumerate(rows.tolist()):
+            spans = [slice(int(x.first[row]) * 1024, (int(x.first[row]) + count) * 1024) for x in (found, expected)]
+            assert torch.equal(found.words[spans[0]], expected.words[spans[1]]), row
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_those_of_the_mask_mod(name: str, D: int) -> None:
+    mask, plain, sizes = made(name)
+    inputs = tensors(*sizes, D, torch.bfloat16)
+    plans = explain(*inputs, None, mask, enable_gqa=True).plans
+    assert {"fwd", "bwd"} == {p.spec.phase for p in plans if "bits" in p.features}
+    assert_same(run(inputs, mask), run(inputs, plain))
+
+
+@pytest.mark.parametrize("score_mod", [mods.softcap(15.0), mods.alibi(4)], ids=["softcap", "alibi"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_with_a_score_mod(score_mod: Mod, dtype: torch.dtype) -> None:
+    mask, plain, sizes = made("neighborhood")
+    inputs = tensors(*sizes, 128, dtype)
+    assert_same(run(inputs, mask, score_mod), run(inputs, plain, score_mod))
+
+
+def test_a_long_sequence_with_a_fixed_reference() -> None:
+    mask = create_block_mask(block_diffusion_of(2048), None, None, 4096, 4096, device="cuda")
+    plain = copy.copy(mask)
+    plain._forget_derived()
+    inputs = tensors(1, 2, 2, 4096, 4096, 128, torch.bfloat16)
+    assert_same(run(inputs, mask), run(inputs, plain))
+
+
+def block_diffusion_of(n: int) -> Mod:
+    return lambda b, h, q_idx, kv_idx: block_diffusion(b, h, q_idx, kv_idx, n, 96)
+
+
+def test_wide_heads_have_bits_in_the_forward() -> None:
+    mask, plain, sizes = made("neighborhood")
+    inputs = tensors(*sizes, 256, torch.bfloat16)
+    assert_same(run(inputs, mask), run(inputs, plain))
+
+
+def test_deterministic_gradients() -> None:
+    mask, plain, sizes = made("grouped heads")
+    inputs = tensors(*sizes, 64, torch.bfloat16)
+    torch.use_deterministic_algorithms(True)
+    try:
+        found, expected = run(inputs, mask), run(inputs, plain)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same(found, expected)
+    assert torch.equal(found[2], expected[2])
+
+
+def test_repeated_calls_and_other_masks_of_the_kind() -> None:
+    inputs = tensors(1, 4, 4, 1280, 1280, 64, torch.bfloat16)
+    for kernel in (9, 5, 9, 13):
+        mask = create_block_mask(mods.natten_2d(32, 40, kernel), None, None, 1280, 1280, device="cuda")
+        assert mask.bits is not None
+        plain = copy.copy(mask)
+        plain._forget_derived()
+        expected = run(inputs, plain)
+        for _ in range(3):
+            assert_same(run(inputs, mask), expected)
+
+
+def test_compiled_and_captured() -> None:
+    inputs = tensors(1, 4, 4, 1280, 1280, 64, torch.bfloat16)
+
+    def forward(mask: BlockMask) -> Tensor:
+        with torch.no_grad():
+            return flex_attention(*inputs, None, mask)
+
+    in_graph = torch.compile(forward, fullgraph=True, backend="aot_eager")
+    for kernel in (9, 13, 5):
+        mask = create_block_mask(mods.natten_2d(32, 40, kernel), None, None, 1280, 1280, device="cuda")
+        plain = copy.copy(mask)
+        plain._forget_derived()
+        expected = forward(plain)
+        assert torch.equal(in_graph(mask), expected)
+        assert torch.equal(in_graph(mask), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = forward(mask)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+def test_changed_values_are_an_error() -> None:
+    edges = table(9, 9)
+    mod = lambda b, h, q_idx, kv_idx: edges[q_idx * 5 % 9, kv_idx * 7 % 9]  # noqa: E731
+    mask = create_block_mask(mod, None, None, 512, 512, device="cuda")
+    assert mask.bits is not None
+    inputs = tensors(1, 2, 2, 512, 512, 64, torch.bfloat16)
+    run(inputs, mask)
+    edges.logical_not_()
+    with pytest.raises(MutationError):
+        run(inputs, mask)
