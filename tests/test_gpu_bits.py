@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,13 +11,26 @@ import torch
 from mask_bits import reference_bits
 from torch import Tensor
 
-from flexattn import BlockMask, create_block_mask, explain, flex_attention, mods
+from flexattn import AuxRequest, BlockMask, create_block_mask, explain, flex_attention, mods
 from flexattn.errors import MutationError
+from flexattn.mask_build import cache as mask_cache
+from flexattn.process.config import settings
 
 is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not is_hopper, reason="bits are read by Hopper kernels")]
 
 Mod = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def with_bits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("FLEXATTN_WITH", "bits")
+    settings.cache_clear()
+    mask_cache.clear()
+    yield
+    monkeypatch.undo()
+    settings.cache_clear()
+    mask_cache.clear()
 
 
 def table(*shape: int) -> Tensor:
@@ -82,9 +95,9 @@ def made(name: str) -> tuple[BlockMask, BlockMask, tuple[int, int, int, int, int
 
 
 def run(inputs: tuple[Tensor, ...], mask: BlockMask, score_mod: Mod | None = None) -> list[Tensor]:
-    out, lse = flex_attention(*inputs, score_mod, mask, enable_gqa=True, return_lse=True)
-    gradients = torch.autograd.grad((out, lse), inputs, (torch.ones_like(out), torch.ones_like(lse)))
-    return [out, lse, *gradients]
+    out, aux = flex_attention(*inputs, score_mod, mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    gradients = torch.autograd.grad((out, aux.lse), inputs, (torch.ones_like(out), torch.ones_like(aux.lse)))
+    return [out, aux.lse, *gradients]
 
 
 def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:

@@ -60,13 +60,13 @@ EXPENSIVE: dict[str, Mod] = {
 def test_masks_that_are_expensive_have_bits_on_hopper(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bound = trace((CHEAP | EXPENSIVE)[name], "mask")
     size = BITS_BLOCK, BITS_BLOCK
-    assert wants_bits(bound, (), size, HOPPER) == (name in EXPENSIVE)
-    assert not wants_bits(bound, (), size, AMPERE)
-    assert not wants_bits(bound, (), (64, BITS_BLOCK), HOPPER)
-    monkeypatch.setenv("FLEXATTN_WITHOUT", "bits")
+    assert not wants_bits(bound, (), size, HOPPER)
+    monkeypatch.setenv("FLEXATTN_WITH", "bits")
     settings.cache_clear()
     try:
-        assert not wants_bits(bound, (), size, HOPPER)
+        assert wants_bits(bound, (), size, HOPPER) == (name in EXPENSIVE)
+        assert not wants_bits(bound, (), size, AMPERE)
+        assert not wants_bits(bound, (), (64, BITS_BLOCK), HOPPER)
     finally:
         monkeypatch.undo()
         settings.cache_clear()
@@ -113,7 +113,7 @@ def test_kernels_that_read_bits_compile(D: int, score_mod: Mod | None) -> None:
     for plan, source in zip((made := masked(D, score_mod)).plans, made.sources, strict=True):
         if "bits" in plan.features:
             found = report(source)
-            assert found.spill_bytes <= 400, plan.spec.name
+            assert found.spill_bytes <= 512, plan.spec.name  # 370 with mask_mods
             assert not found.warnings
 
 

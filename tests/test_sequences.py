@@ -106,6 +106,7 @@ PAGED_ERRORS: dict[str, tuple[dict[str, object], type[Exception], str]] = {
     "positions of pages": ({"kv_positions": integers(*range(64))[None]}, ValueError, "kv_positions.*block_table"),
     "page size": ({"key": PAGES[:, :8], "value": PAGES[:, :8]}, ValueError, "key: found pages of 8, expected a power"),
     "order of dims": ({"kv_layout": "HND"}, ValueError, "key"),
+    "no pages": ({"key": PAGES[:0], "value": PAGES[:0]}, ValueError, "key: found no pages"),
     "values of fewer pages": ({"value": PAGES[:4]}, ValueError, "value: found 4 pages"),
     "rank of pages": ({"key": PAGES[0]}, ValueError, "key: found shape"),
 }
@@ -129,6 +130,12 @@ def test_masks_that_do_not_cover_the_positions_are_rejected() -> None:
     flex_attention(q, k, k, block_mask=mask, q_offsets=integers(0, 37))
     with pytest.raises(ValueError, match="q_offsets: found an entry 38, expected entries from 0 to 37"):
         flex_attention(q, k, k, block_mask=mask, q_offsets=integers(0, 38))
+    # The last page need not be filled. But no sequence may use more keys than the mask has.
+    pages = mods.causal, None, None, 64, 60
+    whole, used = {"block_table": TABLE, "q_offsets": integers(0, 30)}, integers(60, 61)
+    flex_attention(q, PAGES, PAGES, block_mask=create_block_mask(*pages, device="cpu"), seqused_k=used - 1, **whole)
+    with pytest.raises(ValueError, match="seqused_k: found an entry 61, expected entries from 0 to 60"):
+        flex_attention(q, PAGES, PAGES, block_mask=create_block_mask(*pages, device="cpu"), seqused_k=used, **whole)
     short = create_block_mask(mods.causal, None, None, 64, 63, device="cpu")
     with pytest.raises(flexattn.errors.MaskError, match=r"block_mask: found lengths \(64, 63\)"):
         flex_attention(q, k, k, block_mask=short, q_offsets=integers(0, 1))

@@ -131,7 +131,9 @@ def paged(key: object, value: object, given: LayoutArguments) -> tuple[Any, Any]
 
 
 def check_pages(key: Tensor, value: Tensor) -> None:
-    """Check that key and value have the same number of pages."""
+    """Check that key and value have the same number of pages, and at least one."""
+    if key.size(0) == 0:
+        raise ArgumentError(message("key", "no pages", "at least one, as there is a block_table", "Allocate pages."))
     if key.size(0) != value.size(0):
         fix = "One page holds the keys and the values of the same tokens."
         raise ArgumentError(message("value", f"{value.size(0)} pages", f"those of key, {key.size(0)}", fix))
@@ -206,9 +208,14 @@ def check_mask_layout(lengths: tuple[int, int], layout: Layout, M: int) -> None:
         raise MaskError(message("block_mask", found, expected, fix))
 
 
-def check_offsets(rows: int, layout: Layout, M: int) -> None:
-    """Check that a mask of so many rows covers the positions of all queries."""
-    if layout.q_offsets is not None and layout.kv_positions is None:
+def check_positions(lengths: tuple[int, int], layout: Layout, M: int) -> None:
+    """Check that a mask of these lengths covers the positions of all queries and the used keys."""
+    rows, columns = lengths
+    if layout.kv_positions is not None:
+        return
+    if layout.seqused_k is not None and columns < layout.capacity:
+        _check_values("seqused_k", layout.seqused_k, 0, columns, f"the columns of block_mask, {columns}")
+    if layout.q_offsets is not None:
         what = f"the rows of block_mask, {rows}, less the {M} of query"
         _check_values("q_offsets", layout.q_offsets, 0, rows - M, what)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexattn.block_mask import BlockMask
 from flexattn.call.arguments import as_float
-from flexattn.call.layout import FLOAT8, Layout, check_mask_layout, check_offsets
+from flexattn.call.layout import FLOAT8, Layout, check_mask_layout, check_positions
 from flexattn.errors import ArgumentError, DeviceError, DtypeError, MaskError, UnsupportedError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.nodes import short_dtype
@@ -135,7 +135,7 @@ def check_block_mask(
     lengths = block_mask.seq_lengths
     if layout is not None:
         check_mask_layout(lengths, layout, query.shape[2])
-        check_offsets(lengths[0], layout, query.shape[2])
+        check_positions(lengths, layout, query.shape[2])
         lengths = (query.shape[2], key.shape[2])
     sizes = (*lengths, block_mask.B, block_mask.H)
     check_mask_sizes(sizes, block_mask.device, block_mask.q_runs is not None, query, key, backward)

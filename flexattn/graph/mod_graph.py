@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from flexattn.graph.nodes import (
 from flexattn.graph.operators import OPS
 from flexattn.process.forks import cached_property
 from flexattn.process.frozen_class import frozen
+from flexattn.torch_state.lasting import cached_on_device
 from flexattn.torch_state.transforms import outside
 
 
@@ -177,10 +178,10 @@ def _first_outside(source: Tensor, index: tuple[Tensor, ...]) -> tuple[int, int,
     return None
 
 
-@lru_cache(1024)
+@partial(cached_on_device, most=1024)
 def _constant(node: Const, device: torch.device) -> Tensor:
-    with outside():  # it is cached, and outlives any transform
-        return torch.tensor(node.value, dtype=node.dtype, device=device)
+    with torch.inference_mode(False), outside():
+        return torch.full((), node.value, dtype=node.dtype, device=device)
 
 
 _INFIX = {

@@ -96,8 +96,12 @@ class MaskPlan:
         }  # fmt: skip
         return self._source("evaluate", (*own, *self.mod.signature()), names)
 
-    def pair_bits(self, by_key: bool) -> KernelSource:
-        """Return the kernel for the bits of partial blocks, whose rows are keys or queries."""
+    @cached_property
+    def pair_bits(self) -> tuple[KernelSource, KernelSource]:
+        """The kernels for the bits of partial blocks, whose rows are queries or keys."""
+        return self._pair_bits(by_key=False), self._pair_bits(by_key=True)
+
+    def _pair_bits(self, by_key: bool) -> KernelSource:
         own = tuple((n, "*i32") for n in ("row_ptr_ptr", "runs_ptr", "first_ptr"))
         sizes = tuple((n, "i32") for n in ("H", "Q", "KV", "row_blocks"))
         names = {

@@ -24,7 +24,7 @@ _CHEAPEST = 8
 
 def wants_bits(bound: BoundMod, runs: tuple[EqualRuns, ...], block_size: tuple[int, int], target: Target) -> bool:
     """Return whether kernels read the bits of a mask: Hopper kernels do, if its mask_mod is expensive."""
-    allowed = target.is_hopper and "bits" not in settings().without and block_size == (BITS_BLOCK, BITS_BLOCK)
+    allowed = target.is_hopper and "bits" in settings().experiments and block_size == (BITS_BLOCK, BITS_BLOCK)
     return allowed and pair_cost(with_runs(bound, runs, by_key=False).graph) >= _CHEAPEST
 
 
@@ -45,12 +45,12 @@ def pair_bits(
     stream = current_stream(device.index) if target.backend == "cuda" else 0
     of_captures = numbers_of_captures(plan, [(t.shape, t.stride()) for t in bound.captures])
     found = []
-    for runs, first, is_by_key in ((by_query, starts[0], False), (by_key, starts[1], True)):
+    for runs, first, source in zip((by_query, by_key), starts, plan.pair_bits, strict=True):
         words = torch.empty((blocks + 1) * BITS_BLOCK * ROW_WORDS, dtype=torch.int16, device=device)
         words._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]  # as in one_tensor.pack
         row_blocks = runs.rows // (sizes[0] * sizes[1])
         constants = (*sizes[1:], row_blocks, *of_captures)
-        step = Step(build(plan.pair_bits(is_by_key), target), runs.rows * BITS_PROGRAMS, constants)
+        step = Step(build(source, target), runs.rows * BITS_PROGRAMS, constants)
         pointers = [_pointer(t, target) for t in (runs.row_ptr, runs.runs, first, words, *bound.captures)]
         step.launch(stream, pointers, bound.numbers)
         found.append(PairBits(first, words))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flexattn.block_mask.prepared import Origin
 from flexattn.call.dropout import Dropout
-from flexattn.call.layout import check_layout, check_offsets
+from flexattn.call.layout import check_layout, check_positions
 from flexattn.call.pose import at_rows, complete, in_layout
 from flexattn.call.problem import Problem
 from flexattn.call.sinks import constant_sink
@@ -250,7 +250,7 @@ def _in_sequences(problem: Problem, form: SequenceForm, tensors: Sequence[Tensor
         return rows.with_fields(block_mask=mask_of_flat(lists, (T_q, T_k), lengths[0], query.shape[1]))
     layout = check_layout(form.layout_of(tensors), query, key)
     if blocks is not None:
-        check_offsets(blocks.seq_lengths[0], layout, T_q)
+        check_positions(blocks.seq_lengths, layout, T_q)
     return in_layout(problem, layout, form.by_hand and blocks is not None and not blocks.is_built)
 
 

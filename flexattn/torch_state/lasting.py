@@ -37,10 +37,13 @@ def lasting(device: torch.device, make: Callable[P, R], *args: P.args, **kwargs:
         return elsewhere.submit(made).result()
 
 
-def cached_on_device(make: Callable[..., R]) -> Callable[..., R]:
-    """Cache what a function of hashable arguments makes on a device, which is the last one; but not in a capture."""
+def cached_on_device(make: Callable[..., R], most: int = 64) -> Callable[..., R]:
+    """Cache what a function of hashable arguments makes on a device, which is the last one; but not in a capture.
 
-    @lru_cache(64)
+    `most` results are kept.
+    """
+
+    @lru_cache(most)
     def cached(*args: Any) -> R:
         return lasting(args[-1], make, *args)
 

@@ -117,3 +117,22 @@ def test_gradients_of_keys_that_sequences_at_different_offsets_share() -> None:
     expected = gradients(3, torch.float64)
     for found, exact in zip(gradients(1, torch.float32), expected, strict=True):
         torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("backend", ["TRITON", "TRITON_DECODE"])
+@pytest.mark.parametrize("descale", [float("nan"), float("inf"), 3e38])
+def test_descales_of_pages_that_a_sequence_does_not_own(descale: float, backend: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(6, 16, 1, 16, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
+    q = torch.randn(1, 1, 1, 16, generator=generator).to(dtype)
+
+    def run(of_page_0: float) -> torch.Tensor:
+        scales = torch.tensor([of_page_0, 0.5, 2.0, 1.0, 0.25, 1.0])[:, None]
+        return flex_attention(
+            q, keys, values, block_table=torch.tensor([[1, 2, 3, 4]], dtype=torch.int32), k_descale=scales,
+            seqused_k=torch.tensor([40], dtype=torch.int32), v_descale=scales,
+            kernel_options={"BACKEND": backend, "BLOCK_N": 64},
+        )  # fmt: skip
+
+    assert torch.equal(run(descale), run(1.0))

@@ -14,7 +14,6 @@ from flexattn.process.forks import Lock
 from flexattn.torch_state.lasting import is_capturing
 
 _REMEMBERED = 16
-_COMPARED = 4096  # elements of a tensor on a CPU whose values are compared
 
 
 class _At(NamedTuple):
@@ -29,7 +28,7 @@ class _At(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> _At:
-        compared = type(tensor) is Tensor and tensor.is_cpu and tensor.numel() <= _COMPARED
+        compared = type(tensor) is Tensor and tensor.is_cpu
         return _At(seen(tensor), tensor.data_ptr(), tensor.detach().clone() if compared else None)
 
     def holds(self, tensor: Tensor) -> bool:
