@@ -51,4 +51,5 @@ def cached_on_device(make: Callable[..., R], most: int = 64) -> Callable[..., R]
     def called(*args: Any) -> R:
         return make(*args) if is_capturing(args[-1]) else cached(*args)
 
+    called.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
     return called
