@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 import ptx
+from ptx_hopper import HANDLES, Box
 from torch import Tensor
 
 from flexattn import api
@@ -27,15 +28,34 @@ def load_in_emulator(request: Request, files: dict[str, Path]) -> LaunchFunction
     """Load a kernel for emulation of its PTX, program by program. This is a loader for `build`."""
     program = ptx.parse(files["ptx"].read_text())
     metadata = json.loads(files["json"].read_text())
-    threads, shared = 32 * metadata["num_warps"], metadata["shared"]
+    threads, shared = program.threads or 32 * metadata["num_warps"], metadata["shared"]
+    types = [kind for _, kind in request.signature]
 
     def launch(programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
-        memory = ptx.Memory([a for a in arguments if isinstance(a, Tensor)])
-        parameters = [_bits(a) for a in arguments] + [0, 0]  # Triton's scratch memory, which these kernels do not use
+        parameters: list[int] = []
+        boxes: dict[int, Box] = {}
+        for kind, argument in zip(types, arguments, strict=True):
+            if kind.startswith("tensordesc"):
+                handle = HANDLES + len(boxes)
+                boxes[handle] = _box(kind, argument)
+                parameters += [handle, *argument.shape, *argument.strides]
+            else:
+                parameters.append(_bits(argument))
+        memory = ptx.Memory([a for a in arguments if isinstance(a, Tensor)], boxes)
+        parameters += [0, 0]  # Triton's scratch memory, which these kernels do not use
         for index in range(programs):
-            ptx.run(program, parameters, index, memory, threads, shared)
+            ptx.run(program, parameters, index, programs, memory, threads, shared)
 
     return launch
+
+
+def _box(kind: str, descriptor: Any) -> Box:
+    """Return what a launch passes as a TensorDescriptor. A row of a box is at most as long as a swizzle."""
+    tensor = descriptor.base.as_strided(descriptor.shape, descriptor.strides)
+    swizzle = int(kind.split("swizzle_byte_width=")[1].split(",")[0])
+    *outer, inner = descriptor.block_shape
+    row = min(inner, swizzle // tensor.element_size()) if swizzle else inner
+    return Box(tensor, (*outer, row), swizzle)
 
 
 def _bits(argument: Tensor | float) -> int:

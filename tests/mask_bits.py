@@ -19,7 +19,7 @@ def reference_bits(mask: BlockMask) -> MaskBits:
     past = [-n % BITS_BLOCK for n in lengths]
     dense = torch.nn.functional.pad(dense, (0, past[1], 0, past[0]))
     partial, _ = dense_blocks(mask)
-    return MaskBits(_of_direction(dense, partial), _of_direction(dense.mT, partial.mT))
+    return MaskBits(_of_direction(dense, partial), _of_direction(dense.mT, partial.mT), lengths)
 
 
 def _of_direction(dense: Tensor, partial: Tensor) -> PairBits:

@@ -1,8 +1,8 @@
 """PTX on a CPU: the programs of a kernel one after the other, the threads of each side by side in numpy.
 
 So the results of what Triton compiles for a card that is not here can be compared with float64. It has what Triton's
-kernels for sm_75 to sm_89 are made of; another instruction raises. Copies that PTX lets overtake each other happen at
-once: a missing wait or barrier is not seen.
+kernels for sm_75 to sm_89 are made of, and `ptx_hopper` adds those for sm_90; another instruction raises. Copies and
+products that PTX lets overtake each other happen at once: a missing wait is not seen, but one that waits for ever is.
 """
 
 from __future__ import annotations
@@ -52,7 +52,14 @@ class Program:
 
     name: str
     code: tuple[Instruction, ...]
-    labels: dict[str, int]
+    labels: dict[str, tuple[int, ...]]  # labels of inline assembly have one place for each of its uses
+    tables: dict[str, tuple[str, ...]]  # the labels of a brx.idx
+    threads: int | None  # of a program, if the file says so
+
+    def target(self, label: str, at: int) -> int:
+        """Return where a branch at a place goes."""
+        places = self.labels[label]
+        return next((p for p in places if p > at), places[-1])
 
 
 def parse(text: str) -> Program:
@@ -64,14 +71,21 @@ def parse(text: str) -> Program:
     body = re.sub(r"\n\s*\.(loc|file|pragma)[^\n]*", "\n", body)
     body = re.sub(r"\n\s*[{}]\s*(?=\n)", "\n", body)
     code: list[Instruction] = []
-    labels: dict[str, int] = {}
-    for statement in re.split(r"(?<=[;:])", body):
+    labels: dict[str, list[int]] = {}
+    tables: dict[str, tuple[str, ...]] = {}
+    label = ""
+    for statement in re.split(r"(?<=;)|(?<=:)(?=\s)", body):
         line = " ".join(statement.split()).lstrip("{} ")  # braces of inline assembly
         if line.endswith(":"):
-            labels[line[:-1].split()[-1]] = len(code)
+            label = line[:-1].split()[-1]
+            labels.setdefault(label, []).append(len(code))
+        elif line.startswith(".branchtargets"):
+            tables[label] = tuple(re.findall(r"[$\w]+", line.removeprefix(".branchtargets")))
         elif line.endswith(";") and not line.startswith("."):
             code.append(_instruction(line.rstrip("; ")))
-    return Program(name[1], tuple(code), labels)
+    size = re.search(r"\.reqntid\s+(\d+)", text)
+    places = {name: tuple(found) for name, found in labels.items()}
+    return Program(name[1], tuple(code), places, tables, None if size is None else int(size[1]))
 
 
 def _instruction(line: str) -> Instruction:
@@ -86,7 +100,8 @@ def _instruction(line: str) -> Instruction:
 class Memory:
     """Global memory: the storages of tensors, at their own addresses. What is outside of all of them raises."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], boxes: dict[int, Any] | None = None) -> None:
+        self.boxes = boxes or {}  # what TMA descriptors describe, by their addresses
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
         self.starts = np.array(sorted(storages), np.uint64)
         self.views = [torch.empty(0, dtype=torch.uint8).set_(storages[int(p)]).numpy() for p in self.starts]
@@ -104,44 +119,63 @@ class Memory:
         return pieces
 
 
-def run(program: Program, parameters: Sequence[int], index: int, memory: Memory, threads: int, shared: int) -> None:
-    """Run one program (CTA) of a kernel; parameters are the bits of its arguments."""
-    cta = _Cta(program, parameters, index, memory, threads, shared)
+def run(
+    program: Program, parameters: Sequence[int], index: int, programs: int, memory: Memory, threads: int, shared: int
+) -> None:
+    """Run one of the programs (CTAs) of a kernel; parameters are the bits of its arguments."""
+    cta = Cta(program, parameters, (index, programs), memory, threads, shared)
     while cta.step():
         pass
 
 
-class _Cta:
+class Cta:
+    """A program: its threads, their registers and their memory."""
+
     def __init__(
-        self, program: Program, parameters: Sequence[int], index: int, memory: Memory, threads: int, shared: int
-    ) -> None:
+        self, program: Program, parameters: Sequence[int], place: tuple[int, int], memory: Memory, threads: int,
+        shared: int,
+    ) -> None:  # fmt: skip
         self.program, self.memory, self.threads = program, memory, threads
         self.shared = np.zeros(shared + 16, np.uint8)
         self.at = np.zeros(threads, int)  # the instruction that each thread does next
         self.stacks = np.zeros((threads, 1024), np.uint8)
         self.registers: dict[str, Values] = {
-            "%tid.x": np.arange(threads, dtype=np.uint64), "%ctaid.x": self.all(index), "%clock64": self.all(0),
+            "%tid.x": np.arange(threads, dtype=np.uint64), "%ctaid.x": self.all(place[0]),
+            "%nctaid.x": self.all(place[1]), "%clock64": self.all(0),
         }  # fmt: skip
         self.parameters = {f"{program.name}_param_{i}": value for i, value in enumerate(parameters)}
+        self.blocked = np.zeros(threads, bool)  # at a barrier, behind which `at` is
+        self.arrived: dict[int, Values] = {}  # which threads, by barrier
+        self.targets = {place for places in program.labels.values() for place in places}
+        self.group = np.zeros(threads, bool)  # the threads that did the last instruction, if they go on alone
+        self.mbarriers: dict[int, list[int]] = {}  # by address: phase, arrivals left, and of a phase, bytes to come
 
     def all(self, value: int) -> Values:
         return np.full(self.threads, value & (1 << 64) - 1, np.uint64)
 
     def step(self) -> bool:
         """Do one instruction for threads that are furthest behind, so that all meet again; tell if any was."""
-        at = self.next()
+        at, active = self.next()
         if at == len(self.program.code):
             return False
         self.registers["%clock64"] += np.uint64(1)
-        this, active = self.program.code[at], self.at == at
+        this = self.program.code[at]
         self.at[active] = at + 1
+        alone = this.parts[0] not in _TURNS and at + 1 not in self.targets
+        self.group = active if alone else np.zeros(self.threads, bool)
         if this.guard is not None:
-            active = active & (self.registers[this.guard[0]].astype(bool) == this.guard[1])
+            active = self.guarded(this, active)
         if this.parts[0] in ("bra", "ret"):
-            self.at[active] = self.program.labels[this.operands[0][0]] if this.operands else len(self.program.code)
+            end = len(self.program.code)
+            self.at[active] = self.program.target(this.operands[0][0], at) if this.operands else end
             return True
-        if this.parts[0] in _STEPS:
-            _STEPS[this.parts[0]](self, this, active)
+        if this.parts[0] == "brx":
+            (index,), (table,) = this.operands
+            for i, label in enumerate(self.program.tables[table]):
+                self.at[active & (self.value(index) == i)] = self.program.target(label, at)
+            return True
+        if this.parts[0] in STEPS:
+            STEPS[this.parts[0]](self, this, active)
         elif this.parts[0] in _RULES:
             (target,), *rest = this.operands
             self.put(target, _RULES[this.parts[0]](this, *(self.value(x) for (x,) in rest)), active)
@@ -149,18 +183,40 @@ class _Cta:
             raise NotImplementedError(this.text)
         return True
 
-    def next(self) -> int:
-        """Return the first place at which threads are; where all must come together, the others go first."""
-        if (self.at == self.at[0]).all():
-            return int(self.at[0])
-        places = [int(p) for p in np.unique(self.at) if p < len(self.program.code)]
-        return next((p for p in places if self.program.code[p].parts[0] not in _TOGETHER), places[0])
+    def guarded(self, this: Instruction, active: Values) -> Values:
+        assert this.guard is not None
+        return active & (self.registers[this.guard[0]].astype(bool) == this.guard[1])
+
+    def next(self) -> tuple[int, Values]:
+        """Return the first place at which threads can go on, and which ones."""
+        if self.group.any():
+            at = int(self.at[np.argmax(self.group)])
+            if self.program.code[at].parts[0] not in ALIKE and self.program.code[at].parts[0] not in READY:
+                return at, self.group
+        end = len(self.program.code)
+        free = ~self.blocked & (self.at < end)
+        for place in np.unique(self.at[free]):
+            here = free & (self.at == place)
+            this = self.program.code[place]
+            alike = ALIKE.get(this.parts[0], 1)
+            if alike > 1:  # whole warps or warpgroups, without the threads that have ended
+                groups = (here | (self.at == end)).reshape(-1, alike).all(1)
+                here = here & np.repeat(groups, alike)
+            if this.parts[0] in READY:
+                here = READY[this.parts[0]](self, this, here)
+            if here.any():
+                return int(place), here
+        if (self.at < end).any():
+            raise RuntimeError(f"all threads wait, at {[self.program.code[p].text for p in np.unique(self.at[free])]}")
+        return end, free
 
     def value(self, name: str) -> Values:
         if name.startswith("0f"):
             return self.all(int(name[2:], 16))
         if name in self.registers:
             return self.registers[name]
+        if name in self.parameters:  # its address
+            return self.all(self.parameters[name])
         if name.startswith("%") or name in _SYMBOLS:  # what is read before it is written is used by no thread
             return self.all(0)
         return self.all(int(name.rstrip("U"), 0))
@@ -242,11 +298,12 @@ class _Cta:
     def store_matrices(self, this: Instruction, active: Values) -> None:
         target, sources = this.operands
         first = self.address(target).astype(int).reshape(-1, 4, 8)
+        warps = active.reshape(-1, WARP)[:, 0]
         for i, source in enumerate(sources):
             matrix = self.value(source).astype(np.uint32).view(np.uint16).reshape(-1, 8, 8)
             matrix = matrix.swapaxes(1, 2) if "trans" in this.parts else matrix
             places = first[:, i, :, None, None] + np.arange(16).reshape(8, 2)
-            self.shared[places] = np.ascontiguousarray(matrix)[..., None].view(np.uint8)
+            self.shared[places[warps]] = np.ascontiguousarray(matrix[warps])[..., None].view(np.uint8)
 
     def multiply(self, this: Instruction, active: Values) -> None:
         """mma.m16n8k*: products of each warp, in float64 as nothing is rounded between them."""
@@ -311,16 +368,32 @@ class _Cta:
         found = reduction.reduce(_whole(self.value(source), 32, this.signed).reshape(-1, WARP), axis=1)
         self.put(target, _cut(np.repeat(found, WARP).astype(np.uint64), 32), active)
 
+    def meet(self, this: Instruction, active: Values) -> None:
+        """bar and barrier: wait for so many threads, or for all that have not ended."""
+        if "warp" in this.parts:
+            return
+        number = int(this.operands[0][0])
+        wanted = int(this.operands[1][0]) if len(this.operands) > 1 else int((self.at < len(self.program.code)).sum())
+        arrived = self.arrived.pop(number, np.zeros(self.threads, bool)) | active
+        if arrived.sum() < wanted:
+            self.arrived[number] = arrived
+            self.blocked |= active
+        else:
+            self.blocked &= ~arrived
+
     def nothing(self, this: Instruction, active: Values) -> None:
-        """Threads go on together as it is."""
+        """What happened at once needs no wait."""
 
 
 _SYMBOLS = ("global_smem", "__local_depot0", "__cudart_i2opi_f")  # shared memory, stacks; what sin of 1e5 would need
-_TOGETHER = ("bar", "mma", "ldmatrix", "stmatrix", "shfl", "redux")
-_STEPS: dict[str, Callable[[_Cta, Instruction, Values], None]] = {
-    "ld": _Cta.load, "st": _Cta.store, "cp": _Cta.copy, "ldmatrix": _Cta.load_matrices, "mov": _Cta.move,
-    "stmatrix": _Cta.store_matrices, "mma": _Cta.multiply, "shfl": _Cta.shuffle, "bar": _Cta.nothing,
-    "atom": _Cta.atomic, "red": _Cta.atomic, "redux": _Cta.reduce,
+# How many threads do an instruction together.
+ALIKE = dict.fromkeys(("bar", "mma", "ldmatrix", "stmatrix", "shfl", "redux"), WARP)
+READY: dict[str, Callable[[Cta, Instruction, Values], Values]] = {}  # which threads can do an instruction now
+_TURNS = ("bra", "brx", "ret", "bar", "barrier")  # after which other threads may be the next
+STEPS: dict[str, Callable[[Cta, Instruction, Values], None]] = {
+    "ld": Cta.load, "st": Cta.store, "cp": Cta.copy, "ldmatrix": Cta.load_matrices, "mov": Cta.move,
+    "stmatrix": Cta.store_matrices, "mma": Cta.multiply, "shfl": Cta.shuffle, "bar": Cta.meet, "barrier": Cta.meet,
+    "atom": Cta.atomic, "red": Cta.atomic, "redux": Cta.reduce,
 }  # fmt: skip
 
 

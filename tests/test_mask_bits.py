@@ -19,7 +19,9 @@ from sm90 import report
 from flexattn import BlockMask, create_block_mask, explain, mods
 from flexattn.block_mask.bits import BITS_BLOCK, ROW_WORDS, MaskBits
 from flexattn.block_mask.prepared import MaskForm
+from flexattn.call.problem import Problem
 from flexattn.compile.kernel_source import KernelSource
+from flexattn.engines.mask_state import MaskState
 from flexattn.errors import FormatError
 from flexattn.explanation import target_named
 from flexattn.graph.equal_runs import with_runs
@@ -183,6 +185,9 @@ def test_bits_follow_the_lists_that_they_are_of() -> None:
     assert wide.bits.by_query.words is mask.bits.by_query.words
     for first in wide.bits.by_query.first[:-1].view(6, 4):
         assert torch.equal(first, mask.bits.by_query.first[:-1])
+    longer = fresh()
+    longer.seq_lengths = (512, 500)
+    assert longer.bits is None
     # Others have other lists, or another mod.
     assert mask[:, :, :2].bits is None
     assert mask.to("meta").bits is None
@@ -190,6 +195,19 @@ def test_bits_follow_the_lists_that_they_are_of() -> None:
         edited = fresh()
         setattr(edited, edit, getattr(edited, edit))
         assert edited.bits is None, edit
+
+
+def test_a_backward_reads_the_bits_of_its_forward() -> None:
+    mask = with_bits(create_block_mask(NEIGHBORS, None, None, 512, 512, device="cpu"))
+    assert mask.bits is not None
+    expected = [t.clone() for t in mask.bits.tensors]
+    q = torch.zeros(1, 1, 512, 16)
+    state = MaskState(mask, None, Problem(q, q, q, 1.0, mask=trace(NEIGHBORS, "mask"), block_mask=mask))
+    mask.mask_mod = dilated  # the forward has run
+    found: list[Any] = [*state.pointers("kv_bits"), *state.pointers("q_bits")]  # tensors, on a CPU
+    assert all(map(torch.equal, found, expected))
+    other = MaskState(mask, None, Problem(q, q, q, 1.0, mask=trace(NEIGHBORS, "mask"), block_mask=mask))
+    assert other.kind is not state.kind
 
 
 def test_bits_in_graphs() -> None:
@@ -209,7 +227,8 @@ def test_bits_in_graphs() -> None:
     assert all(x is y for x, y in zip(same.bits.tensors, ready.tensors[1:], strict=True))
     assert mask_of_lists(ready.tensors, form, query, 512, 512, trace(dilated, "mask")).bits is None
     assert mask_of_lists(ready.tensors, form, query, 512, 512, None).bits is None
-    assert MaskBits.from_tensors(tuple(ready.tensors[1:])).tensors == tuple(ready.tensors[1:])
+    of_bits = tuple(ready.tensors[1:])
+    assert MaskBits.from_tensors(of_bits, (512, 512)).tensors == of_bits
     text = Spec(form=form).dumps()
     assert loads(text).form == form
     with pytest.raises(FormatError):

@@ -35,15 +35,16 @@ class MaskBits(NamedTuple):
 
     by_query: PairBits
     by_key: PairBits
+    lengths: tuple[int, int]  # of queries and keys. Pairs past them have no bit.
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (*self.by_query, *self.by_key)
 
     @staticmethod
-    def from_tensors(tensors: tuple[Tensor, ...]) -> MaskBits:
+    def from_tensors(tensors: tuple[Tensor, ...], lengths: tuple[int, int]) -> MaskBits:
         """Inverse of `tensors`."""
-        return MaskBits(PairBits(*tensors[:2]), PairBits(*tensors[2:]))
+        return MaskBits(PairBits(*tensors[:2]), PairBits(*tensors[2:]), lengths)
 
     @property
     def nbytes(self) -> int:
@@ -51,4 +52,4 @@ class MaskBits(NamedTuple):
 
     def take(self, heads: Tensor, count: int) -> MaskBits:
         """Return the bits for some (b, h) pairs of `count`, int64 [n]."""
-        return MaskBits(self.by_query.take(heads, count), self.by_key.take(heads, count))
+        return MaskBits(self.by_query.take(heads, count), self.by_key.take(heads, count), self.lengths)

@@ -407,7 +407,8 @@ class BlockMask(upstream.BlockMask):
     @property
     def bits(self) -> MaskBits | None:
         """Which pairs of partial blocks attend, for kernels that read it instead of mask_mod; None if not computed."""
-        return self._bits
+        bits = self._bits
+        return bits if bits is not None and bits.lengths == self.seq_lengths else None
 
     def _remember(self, bound: BoundMod, runs: tuple[EqualRuns, ...] = ()) -> None:
         """Record that the blocks were computed from mask_mod with the values of `bound`."""
@@ -443,15 +444,16 @@ class BlockMask(upstream.BlockMask):
         sets = ((self.kv_runs, self.q_runs), *self._sets.values())
         lists, *others = (pack([by_query] if by_key is None else [by_query, by_key]) for by_query, by_key in sets)
         runs, record = self.equal_runs(), self._record
+        bits = self.bits
         form = MaskForm(
             (self.BLOCK_SIZE, *self._sets), self.q_runs is not None, self.B > 1, self.H > 1, self.full_overhangs,
             self._built_from_mod, "" if record is None or record.numbers else record.graph.digest,
-            tuple(r.capture for r in runs), has_bits=self._bits is not None,
+            tuple(r.capture for r in runs), has_bits=bits is not None,
         )  # fmt: skip
         if record is not None:
             Origin(record, record.mod is self._mask_mod).keep(lists)
-        bits = () if self._bits is None else self._bits.tensors
-        self._prepared = Prepared((lists, *others, *bits, *(r.places for r in runs)), form.dumps())
+        of_bits = () if bits is None else bits.tensors
+        self._prepared = Prepared((lists, *others, *of_bits, *(r.places for r in runs)), form.dumps())
         return self
 
     def at(self, BLOCK_SIZE: tuple[int, int]) -> Self:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
-from flexattn.block_mask import BlockMask
+from flexattn.block_mask import BlockMask, RunLists
 from flexattn.block_mask.bits import MaskBits
 from flexattn.call.problem import Problem
 from flexattn.process.frozen_class import frozen
@@ -63,18 +63,29 @@ def block_mask_of(problem: Problem) -> BlockMask:
     return problem.block_mask
 
 
-def _q_runs(blocks: BlockMask) -> tuple[Tensor, ...]:
+class ListsOfMask(Protocol):
+    """A BlockMask, or what is kept of one."""
+
+    @property
+    def kv_runs(self) -> RunLists: ...
+    @property
+    def q_runs(self) -> RunLists | None: ...
+    @property
+    def bits(self) -> MaskBits | None: ...
+
+
+def _q_runs(blocks: ListsOfMask) -> tuple[Tensor, ...]:
     assert blocks.q_runs is not None
     return blocks.q_runs.tensors
 
 
-def _bits(blocks: BlockMask) -> MaskBits:
+def _bits(blocks: ListsOfMask) -> MaskBits:
     assert blocks.bits is not None
     return blocks.bits
 
 
 # The tensors of a BlockMask.
-OF_MASK: dict[Part, Callable[[BlockMask], tuple[Tensor, ...]]] = {
+OF_MASK: dict[Part, Callable[[ListsOfMask], tuple[Tensor, ...]]] = {
     "kv_runs": lambda blocks: blocks.kv_runs.tensors,
     "q_runs": _q_runs,
     "kv_bits": lambda blocks: _bits(blocks).by_query,

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.block_mask import BlockMask
+from flexattn.block_mask import BlockMask, RunLists
+from flexattn.block_mask.bits import MaskBits
 from flexattn.call.problem import Problem
 from flexattn.compile.arguments import OF_MASK, PARTS, Part
 from flexattn.graph.bound_mod import BoundMod
@@ -35,12 +36,15 @@ class MaskReads(NamedTuple):
 class MaskState:
     """The graph, the tensors and the pointers of a BlockMask. Calls run the same kernels if `kind` is the same."""
 
-    __slots__ = ("_addresses", "_kv_runs", "_parts", "_pointer", "_reads", "_versions", "bound", "equal_runs", "kind")
+    __slots__ = (
+        "_addresses", "_lists", "_parts", "_pointer", "_reads", "_versions", "bound", "equal_runs", "kind",
+    )  # fmt: skip
 
     def __init__(self, blocks: BlockMask, reads: MaskReads | None, problem: Problem) -> None:
         """`problem` is one with this mask. Without `reads` nothing is kept of what the mask_mod reads."""
         bound, equal_runs = problem.mask, problem.equal_runs
-        self._kv_runs, self._reads = blocks._kv_runs, reads
+        # Kept, because a backward may read the lists of a mask that was edited after the forward.
+        self._lists, self._reads = _Lists(blocks._kv_runs, blocks._q_runs, blocks.bits), reads
         tensors = () if reads is None else reads.tensors
         self._versions = [t._version for t in tensors]
         self._addresses = [t.data_ptr() for t in tensors]
@@ -74,7 +78,7 @@ class MaskState:
         """Return whether the mask, and what its mod reads, are as they were."""
         assert self._reads is not None
         guard, before, known, numbers = self._reads
-        found = guard(blocks._mask_mod) if before == settings and blocks._kv_runs is self._kv_runs else None
+        found = guard(blocks._mask_mod) if before == settings and blocks._kv_runs is self._lists.kv_runs else None
         if found is None or found[1] != numbers:
             return False
         for now, tensor, version, address in zip(found[0], known, self._versions, self._addresses, strict=True):
@@ -82,12 +86,20 @@ class MaskState:
                 return False
         return True
 
-    def pointers(self, part: Part, blocks: BlockMask) -> list[Pointer]:
+    def pointers(self, part: Part) -> list[Pointer]:
         """Return the pointers to a part of a problem."""
         found = self._parts.get(part)
         if found is None:
-            found = self._parts[part] = list(map(self._pointer, OF_MASK[part](blocks)))
+            found = self._parts[part] = list(map(self._pointer, OF_MASK[part](self._lists)))
         return found
+
+
+class _Lists(NamedTuple):
+    """What kernels read of a BlockMask, by its names there."""
+
+    kv_runs: RunLists
+    q_runs: RunLists | None
+    bits: MaskBits | None
 
 
 class _Kind:

@@ -76,8 +76,7 @@ class RepeatedCall:
                 found += map(kernels.pointer, captures[: self.score_captures])
             else:
                 assert masked is not None
-                blocks, state = masked
-                found += state.pointers(part, blocks)
+                found += masked[1].pointers(part)
         return found
 
     def problem_of(self, masked: Masked | None) -> Problem:
@@ -102,8 +101,7 @@ def _parts_with_layout(
                 found += map(kernels.pointer, kind.of_mask)
             case "kv_runs":
                 assert kind.masked is not None
-                blocks, state = kind.masked
-                found += state.pointers(part, blocks)
+                found += kind.masked[1].pointers(part)
             case _:
                 found.append(kernels.pointer(getattr(layout, part)))
     return found

@@ -24,6 +24,8 @@ _CHEAPEST = 8
 
 def wants_bits(bound: BoundMod, runs: tuple[EqualRuns, ...], block_size: tuple[int, int], target: Target) -> bool:
     """Return whether kernels read the bits of a mask: Hopper kernels do, if its mask_mod is expensive."""
+    if any(t.is_inference() for t in bound.reached):  # its changes would not be seen
+        return False
     allowed = target.is_hopper and "bits" in settings().experiments and block_size == (BITS_BLOCK, BITS_BLOCK)
     return allowed and pair_cost(with_runs(bound, runs, by_key=False).graph) >= _CHEAPEST
 
@@ -54,7 +56,7 @@ def pair_bits(
         pointers = [_pointer(t, target) for t in (runs.row_ptr, runs.runs, first, words, *bound.captures)]
         step.launch(stream, pointers, bound.numbers)
         found.append(PairBits(first, words))
-    return MaskBits(*found)
+    return MaskBits(found[0], found[1], sizes[2:])
 
 
 def _numbers(runs: Runs) -> Tensor:

@@ -26,13 +26,15 @@ def mask_of_lists(
     cached = Origin.of(lists[0]).masks
     B, Hq = query.shape[0], query.shape[1]
     has_bits = form.has_bits and bound is not None and _was_built_from(lists, form, bound)
-    sizes = form, B, Hq, M, N
-    mask = cached.get((*sizes, has_bits))
+    sizes, first = (form, B, Hq, M, N), len(form.BLOCK_SIZES)
+    of_bits = tuple(lists[first : first + BITS_TENSORS]) if has_bits else ()
+    key = *sizes, *[t.data_ptr() for t in of_bits]
+    mask = cached.get(key)
     if mask is None:
-        mask = cached[*sizes, has_bits] = _mask(lists, *sizes)
-        if has_bits:
-            first = len(form.BLOCK_SIZES)
-            mask._bits = MaskBits.from_tensors(tuple(lists[first : first + BITS_TENSORS]))
+        mask = _mask(lists, *sizes)
+        if of_bits:
+            mask._bits = MaskBits.from_tensors(of_bits, (M, N))
+        cached[key] = mask
     return mask
 
 

@@ -1,0 +1,207 @@
+"""What kernels for sm_90 have besides: mbarriers, TMA, and products of warpgroups. Importing this file adds them.
+
+A product reads shared memory when it is issued, and a box is copied when it is asked for. So orders that are wrong on
+a GPU may be right here. Numbers, addresses, swizzles and counts are those of the GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from ptx import ALIKE, READY, STEPS, WARP, Cta, Instruction, Values, _bits, _float, _numbers
+
+WARPGROUP = 128
+HANDLES = 1 << 62  # of descriptors; no tensor is there
+
+
+@dataclass(frozen=True)
+class Box:
+    """A TMA descriptor: a tensor, and the box that a copy moves."""
+
+    tensor: torch.Tensor  # with the shape and the strides of the descriptor
+    shape: tuple[int, ...]  # of the box
+    swizzle: int  # bytes in a row of shared memory whose 16-byte parts are exchanged; 0: none
+
+    def places(self, start: int) -> Values:
+        """Return the address in shared memory of each byte of the box, [elements, bytes of one]."""
+        size = self.tensor.element_size()
+        offsets = start + np.arange(int(np.prod(self.shape)) * size)
+        return swizzled(offsets, self.swizzle).reshape(-1, size)
+
+    def overlap(self, coordinates: tuple[int, ...]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Return the part of the tensor that a box at these coordinates has, and the same part of the box."""
+        there, here = [], []
+        for first, count, size in zip(coordinates, self.shape, self.tensor.shape, strict=True):
+            low, high = min(max(first, 0), size), min(max(first + count, 0), size)
+            there.append(slice(low, high))
+            here.append(slice(low - first, high - first) if high > low else slice(0, 0))
+        return tuple(there), tuple(here)
+
+
+def swizzled(addresses: Values, width: int) -> Values:
+    """Return where the bytes at these addresses are: in rows of `width` bytes, parts of 16 bytes are exchanged."""
+    parts = max(1, width // 16)
+    return addresses ^ (addresses >> 7 & parts - 1) << 4
+
+
+# Barriers in shared memory. A phase ends when all arrivals and all bytes have come.
+
+
+def _init(cta: Cta, this: Instruction, active: Values) -> None:
+    (place,), (count,) = this.operands
+    for address in np.unique(cta.address((place,))[active]):
+        n = int(cta.value(count)[0])
+        cta.mbarriers[int(address)] = [0, n, n, 0]
+
+
+def _arrive(cta: Cta, this: Instruction, active: Values) -> None:
+    """mbarrier.arrive, also with bytes to expect."""
+    operands = [x for (x,) in this.operands if x != "_"]
+    amount = cta.value(operands[1]) if len(operands) > 1 else cta.all(1)
+    for thread in np.nonzero(active)[0]:
+        address = int(cta.address((operands[0],))[thread])
+        if "expect_tx" in this.parts:
+            cta.mbarriers[address][3] += int(amount[thread])
+        cta.mbarriers[address][1] -= 1 if "expect_tx" in this.parts else int(amount[thread])
+        _end_phase(cta, address)
+
+
+def _end_phase(cta: Cta, address: int) -> None:
+    phase, left, count, to_come = cta.mbarriers[address]
+    assert left >= 0, f"too many arrivals at the barrier {address}"
+    if left == 0 and to_come == 0:
+        cta.mbarriers[address] = [phase ^ 1, count, count, 0]
+
+
+def _mbarrier(cta: Cta, this: Instruction, active: Values) -> None:
+    if "try_wait" in this.parts:  # threads come here when the phase has ended
+        cta.put(this.operands[0][0], cta.all(1), active)
+    elif "init" in this.parts:
+        _init(cta, this, active)
+    elif "arrive" in this.parts:
+        _arrive(cta, this, active)
+    elif "inval" not in this.parts:
+        raise NotImplementedError(this.text)
+
+
+def _phase_has_ended(cta: Cta, this: Instruction, here: Values) -> Values:
+    if "try_wait" not in this.parts or not here.any():
+        return here
+    waits = here if this.guard is None else cta.guarded(this, here)
+    _, place, (parity,) = this.operands
+    addresses, wanted = cta.address(place), cta.value(parity)
+    for address in np.unique(addresses[waits]):
+        phase = cta.mbarriers[int(address)][0]
+        here = here & ~(waits & (addresses == address) & (wanted == phase))
+    return here
+
+
+# Copies of boxes.
+
+
+def _copy(cta: Cta, this: Instruction, active: Values) -> None:
+    if "tensor" not in this.parts:
+        if "bulk" in this.parts:
+            return  # groups, and waits for them
+        Cta.copy(cta, this, active)
+        return
+    places = re.findall(r"\[([^\[\]]*)\]", this.text)
+    described = next(p for p in places if "{" in p)
+    plain = [p.strip() for p in places if "{" not in p]
+    handle, names = described.split(",", 1)
+    coordinates = [n.strip() for n in names.strip(" {}").split(",")]
+    for thread in np.nonzero(active)[0]:
+        box = cta.memory.boxes[int(cta.value(handle.strip())[thread])]
+        at = tuple(
+            np.array([cta.value(n)[thread] for n in reversed(coordinates)]).astype(np.uint32).view(np.int32).tolist()
+        )
+        start = int(cta.address((plain[0],))[thread])
+        there, here = box.overlap(at)
+        data = torch.zeros(box.shape, dtype=box.tensor.dtype)
+        shared = box.places(start)
+        if "mbarrier::complete_tx::bytes" in this.parts or "complete_tx::bytes" in this.op:
+            data[here] = box.tensor[there]
+            cta.shared[shared] = data.contiguous().view(torch.uint8).numpy().reshape(shared.shape)
+            barrier = int(cta.address((plain[1],))[thread])
+            cta.mbarriers[barrier][3] -= data.numel() * data.element_size()
+            _end_phase(cta, barrier)
+        else:
+            found = torch.from_numpy(cta.shared[shared].copy()).view(box.tensor.dtype).view(box.shape)
+            if this.parts[1] == "reduce":
+                box.tensor[there] += found[here]
+            else:
+                box.tensor[there] = found[here]
+
+
+# Products.
+
+
+def _operand(cta: Cta, descriptor: int, rows: int, is_contiguous_in_k: bool, kind: str) -> Values:
+    """Return a matrix [rows, 16] from shared memory. A row has all terms of one row of a, or of one column of b."""
+    width = {0: 16, 1: 128, 2: 64, 3: 32}[descriptor >> 62 & 3]
+    start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+    row, term = np.arange(rows)[:, None], np.arange(16)[None, :]
+    if is_contiguous_in_k:
+        places = start + row // 8 * stride + row % 8 * width + term * 2
+        if width == 16:
+            places = start + row // 8 * stride + row % 8 * 16 + term // 8 * leading + term % 8 * 2
+    else:
+        across = width // 2  # elements
+        places = start + row % across * 2 + row // across * leading + term % 8 * width + term // 8 * stride
+    where = swizzled(places, width)[..., None] + np.arange(2)
+    words = cta.shared[where].view(np.uint16)[..., 0]
+    if kind == "f16":
+        return words.view(np.float16).astype(np.float64)
+    return (words.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+
+
+def _multiply(cta: Cta, this: Instruction, active: Values) -> None:
+    """wgmma.mma_async m64nNk16: products of each warpgroup."""
+    if "mma_async" not in this.parts:
+        return  # fences, groups and waits
+    shape = next(p for p in this.parts if p.startswith("m64n"))
+    n, kind = int(shape.removeprefix("m64n").removesuffix("k16")), this.parts[-1]
+    targets, a, (b,), (adds,), *flags = this.operands
+    transposed = [int(x) for (x,) in flags[2:]]  # of a, if it is in shared memory, and of b
+    lane = np.arange(WARPGROUP) % WARP
+    row, column = np.arange(WARPGROUP) // WARP * 16 + lane // 4, 2 * (lane % 4)
+    values = [cta.value(x) for x in targets]
+    accumulates = cta.value(adds).astype(bool)
+    for group in np.unique(np.nonzero(active)[0] // WARPGROUP):
+        threads = slice(group * WARPGROUP, (group + 1) * WARPGROUP)
+        if len(a) == 4:
+            left = np.zeros((64, 16))
+            for i, name in enumerate(a):
+                terms = _numbers(cta.value(name)[threads], kind)
+                for e in range(2):
+                    left[row + 8 * (i % 2), column + e + 8 * (i // 2)] = terms[..., e]
+        else:
+            left = _operand(cta, int(cta.value(a[0])[threads][0]), 64, not transposed[0], kind)
+        right = _operand(cta, int(cta.value(b)[threads][0]), n, not transposed[-1], kind)
+        with np.errstate(invalid="ignore", over="ignore"):
+            product = left @ right.T  # [64, n]
+            for i in range(len(targets)):
+                part = product[row + 8 * (i // 2 % 2), i // 4 * 8 + column + i % 2]
+                if accumulates[threads][0]:
+                    part = part + _float(values[i][threads])
+                values[i] = values[i].copy()
+                values[i][threads] = _bits(part.astype(np.float32))
+    for target, value in zip(targets, values, strict=True):
+        cta.put(target, value, active)
+
+
+def _elect(cta: Cta, this: Instruction, active: Values) -> None:
+    """elect.sync: the first thread of each warp."""
+    _, predicate = this.operands[0][0].split("|")
+    cta.put(predicate, (np.arange(cta.threads) % WARP == 0).astype(np.uint64), active)
+
+
+STEPS |= {
+    "mbarrier": _mbarrier, "cp": _copy, "wgmma": _multiply, "elect": _elect, "setmaxnreg": Cta.nothing,
+    "fence": Cta.nothing,
+}  # fmt: skip
+READY["mbarrier"] = _phase_has_ended
+ALIKE |= {"wgmma": WARPGROUP, "elect": WARP, "setmaxnreg": WARP}

@@ -1,0 +1,161 @@
+"""The Gluon kernels for sm_90, as PTX on a CPU, against the float64 reference. test_gpu_hopper.py has more cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import Setting, Sizes, check, deterministic, make_call
+from mask_bits import with_bits
+from quick import slow_unless
+from torch import Tensor
+
+from flexattn import AuxRequest, create_block_mask, explain, flex_attention, mods
+
+pytest.importorskip("triton")
+
+from emulation import emulated
+
+from flexattn.compile import fixed_reference, stripes
+from flexattn.runtime import load
+from flexattn.runtime.launch import forget_launches
+
+# numpy's, of masked places and of scores of -inf
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+AT = Setting("cpu", torch.bfloat16, block=4, options=(("BACKEND", "HOPPER"),))
+NARROW, WIDE = Sizes(1, 2, 1, 150, 270, 64, 64), Sizes(1, 2, 1, 150, 270, 128, 128)
+CASES: dict[str, tuple[Sizes, str | None, str | None]] = {  # sizes, score_mod and mask
+    "plain": (NARROW, None, None),
+    "causal": (Sizes(1, 1, 1, 270, 270, 128, 128), None, "causal"),
+    "documents": (NARROW, None, "document"),
+    "rows without a key": (NARROW, None, "holes"),
+    "by batch and head": (Sizes(2, 2, 2, 130, 140, 64, 64), None, "per_head_and_batch"),
+    "softcap": (WIDE, "softcap", "sliding"),
+    "distances": (NARROW, "of_index", "causal"),
+    "other head dims": (Sizes(1, 2, 1, 129, 150, 40, 72), "softcap", "causal"),
+    "D 192": (Sizes(1, 2, 1, 150, 140, 192, 128), None, "causal"),
+    "D 256": (Sizes(1, 1, 1, 150, 140, 256, 256), "softcap", "causal"),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_hopper() -> Iterator[None]:
+    with emulated("sm_90"):
+        yield
+
+
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("causal", "by batch and head"), CASES))
+def test_equals_the_reference(name: str) -> None:
+    sizes, score, mask = CASES[name]
+    check(make_call(AT, sizes, score, mask), loose=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "documents", "softcap"])
+def test_two_kernels_of_the_backward(name: str) -> None:
+    sizes, score, mask = CASES[name]
+    with deterministic():
+        check(make_call(AT, sizes, score, mask), loose=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "causal", "by batch and head"])
+def test_stripes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rule, value in (("_BUSY", 0.0), ("_MOST_TILES", 1 << 30), ("_OF_L2", 1e9), ("_PACKED", (256,))):
+        monkeypatch.setattr(stripes, rule, value)
+    sizes, score, mask = CASES[name]
+    call = make_call(AT, sizes, score, mask)
+    inputs = [x.requires_grad_() for x in (call.query, call.key, call.value)]
+    plans = explain(*inputs, None, call.mask, enable_gqa=True, target="sm_90").plans
+    assert "hopper_backward_stripes" in [plan.spec.name for plan in plans]
+    check(make_call(AT, sizes, score, mask), loose=True)
+
+
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "causal", ["plain", "causal", "softcap", "D 256"]))
+def test_a_fixed_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fixed_reference, "_FEWEST_KEYS", 0)
+    sizes, score, mask = CASES[name]
+    check(make_call(AT, sizes, score, mask), loose=True)
+
+
+@pytest.mark.slow
+def test_a_tile_that_overflows_its_reference_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fixed_reference, "_FEWEST_KEYS", 0)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 64, generator=generator).bfloat16() for n in (128, 1024, 1024))
+    k[:, :, 700:720] *= 60  # scores far above those of the tiles before
+    out = flex_attention(q, k, v, kernel_options={"BACKEND": "HOPPER"})
+    weights = torch.softmax(q.double() @ k.double().mT / 8, -1)
+    torch.testing.assert_close(out.double(), weights @ v.double(), rtol=2e-2, atol=2e-2)
+
+
+Mod = Callable[..., Any]
+
+
+def hashed(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx * 31 + kv_idx * 17) % 7 < 3
+
+
+def by_batch_and_head(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx * (h + 2) + kv_idx * (b + 3)) % 5 < 2
+
+
+# mask_mod, whether it reads b and h, score_mod, sizes
+OF_BITS: dict[str, tuple[Mod, bool, Mod | None, Sizes]] = {
+    "neighborhood": (mods.natten_2d(16, 20, 5), False, None, Sizes(1, 2, 2, 320, 320, 64, 64)),
+    "full blocks too": (
+        lambda b, h, q_idx, kv_idx: ((q_idx * 5 + kv_idx * 3) % 7 < 4) | (kv_idx < 128), False, None,
+        Sizes(1, 1, 1, 300, 420, 64, 64),
+    ),
+    "grouped heads": (hashed, False, mods.softcap(9.0), Sizes(2, 4, 2, 200, 300, 128, 128)),
+    "by batch and head": (by_batch_and_head, True, None, Sizes(2, 4, 2, 130, 260, 64, 64)),
+    "D 256": (hashed, False, None, Sizes(1, 1, 1, 200, 300, 256, 256)),
+    "short": (hashed, False, mods.alibi(2), Sizes(1, 2, 2, 100, 60, 64, 64)),
+}  # fmt: skip
+
+
+def both_passes(name: str, has_bits: bool) -> list[Tensor]:
+    mod, reads_heads, score_mod, n = OF_BITS[name]
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, d_out = (
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((n.B, n.Hq, n.M, n.D), (n.B, n.Hkv, n.N, n.D), (n.B, n.Hkv, n.N, n.Dv), (n.B, n.Hq, n.M, n.Dv))
+    )
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    heads = (n.B, n.Hq) if reads_heads else (None, None)
+    mask = create_block_mask(mod, *heads, n.M, n.N, device="cpu")
+    if has_bits:
+        with_bits(mask)
+    out, aux = flex_attention(
+        q, k, v, score_mod, mask, enable_gqa=True, return_aux=AuxRequest(lse=True), kernel_options={"BACKEND": "HOPPER"}
+    )
+    return [out, aux.lse, *torch.autograd.grad(out, inputs, d_out)]
+
+
+FORMS_OF_BITS = [
+    *((name, "fused", False) for name in OF_BITS), ("grouped heads", "pair", False),
+    ("by batch and head", "pair", False), ("neighborhood", "stripes", False), ("full blocks too", "stripes", False),
+    ("full blocks too", "fused", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "backward", "fixed"), slow_unless(lambda c: c == ("full blocks too", "fused", False), FORMS_OF_BITS)
+)
+def test_bits_are_read_as_the_mask_mod_is_computed(
+    name: str, backward: str, fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fixed:
+        monkeypatch.setattr(fixed_reference, "_FEWEST_KEYS", 0)
+    if backward == "stripes":
+        for rule, value in (("_BUSY", 0.0), ("_MOST_TILES", 1 << 30), ("_OF_L2", 1e9)):
+            monkeypatch.setattr(stripes, rule, value)
+    forget_launches()
+    load.load.cache_clear()
+    with deterministic(backward == "pair"):
+        found, expected = both_passes(name, True), both_passes(name, False)
+    for of, x, y in zip(("out", "lse", "dq", "dk", "dv"), found, expected, strict=True):
+        assert torch.equal(x, y), of
