@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 import ptx
+import torch
 from ptx_hopper import HANDLES, Box
 from torch import Tensor
 
@@ -29,15 +31,16 @@ def load_in_emulator(request: Request, files: dict[str, Path]) -> LaunchFunction
     program = ptx.parse(files["ptx"].read_text())
     metadata = json.loads(files["json"].read_text())
     threads, shared = program.threads or 32 * metadata["num_warps"], metadata["shared"]
-    types = [kind for _, kind in request.signature]
+    is_described = [kind.startswith("tensordesc") for _, kind in request.signature]
+    forms = metadata.get("tensordesc_meta") or []
 
     def launch(programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
         parameters: list[int] = []
         boxes: dict[int, Box] = {}
-        for kind, argument in zip(types, arguments, strict=True):
-            if kind.startswith("tensordesc"):
+        for described, argument in zip(is_described, arguments, strict=True):
+            if described:
                 handle = HANDLES + len(boxes)
-                boxes[handle] = _box(kind, argument)
+                boxes[handle] = _box(argument, forms[len(boxes)])
                 parameters += [handle, *argument.shape, *argument.strides]
             else:
                 parameters.append(_bits(argument))
@@ -49,13 +52,18 @@ def load_in_emulator(request: Request, files: dict[str, Path]) -> LaunchFunction
     return launch
 
 
-def _box(kind: str, descriptor: Any) -> Box:
-    """Return what a launch passes as a TensorDescriptor. A row of a box is at most as long as a swizzle."""
-    tensor = descriptor.base.as_strided(descriptor.shape, descriptor.strides)
-    swizzle = int(kind.split("swizzle_byte_width=")[1].split(",")[0])
-    *outer, inner = descriptor.block_shape
-    row = min(inner, swizzle // tensor.element_size()) if swizzle else inner
-    return Box(tensor, (*outer, row), swizzle)
+def _box(descriptor: Any, form: dict[str, Any]) -> Box:
+    """Return what a launch passes as a TensorDescriptor, with the form that the kernel was compiled for."""
+    shape, strides, base = descriptor.shape, descriptor.strides, descriptor.base
+    if not isinstance(base, Tensor):  # an address
+        size = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        memory = (ctypes.c_byte * (size * base.dtype.itemsize)).from_address(base.data_ptr())
+        base = torch.frombuffer(memory, dtype=base.dtype)
+    return Box(
+        base.as_strided(shape, strides, base.storage_offset()),
+        tuple(form["block_size"]),
+        (0, 32, 64, 128)[form["swizzle"]],
+    )
 
 
 def _bits(argument: Tensor | float) -> int:

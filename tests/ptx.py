@@ -175,7 +175,10 @@ class Cta:
                 self.at[active & (self.value(index) == i)] = self.program.target(label, at)
             return True
         if this.parts[0] in STEPS:
-            STEPS[this.parts[0]](self, this, active)
+            try:
+                STEPS[this.parts[0]](self, this, active)
+            except IndexError as error:
+                raise IndexError(f"{this.text}: {error}") from error
         elif this.parts[0] in _RULES:
             (target,), *rest = this.operands
             self.put(target, _RULES[this.parts[0]](this, *(self.value(x) for (x,) in rest)), active)

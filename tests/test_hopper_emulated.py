@@ -159,3 +159,16 @@ def test_bits_are_read_as_the_mask_mod_is_computed(
         found, expected = both_passes(name, True), both_passes(name, False)
     for of, x, y in zip(("out", "lse", "dq", "dk", "dv"), found, expected, strict=True):
         assert torch.equal(x, y), of
+
+
+def test_tiles_past_the_end_of_a_block_read_nothing() -> None:
+    """A block of 256 queries has a tile past 128 queries, whose pairs are not in the tensor."""
+    table = torch.rand(128, 256, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask = create_block_mask(
+        lambda b, h, q_idx, kv_idx: table[q_idx, kv_idx], None, None, 128, 256, device="cpu", BLOCK_SIZE=(256, 128)
+    )
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, n, 64, generator=generator).bfloat16() for n in (128, 256))
+    out = flex_attention(q, k, k, block_mask=mask, kernel_options={"BACKEND": "HOPPER"})  # the emulator checks reads
+    weights = torch.softmax((q.double() @ k.double().mT / 8).masked_fill(~table, float("-inf")), -1)
+    torch.testing.assert_close(out.double(), weights @ k.double(), rtol=2e-2, atol=2e-2)

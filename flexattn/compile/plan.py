@@ -238,10 +238,10 @@ def _mod_plan(mod: BoundMod | None, role: str, problem: Problem) -> ModPlan | No
     loads = loads_per_pair(mod.graph)
     if not loads:
         return plan
-    # A tile may extend past the last row or column by less than its own size.
     B, H, M, N = *problem.query.shape[:3], problem.N
-    whole = problem.block_mask is None or not any(size % LARGEST_TILE for size in problem.block_mask.BLOCK_SIZE)
-    tiled = [n if whole and n % LARGEST_TILE == 0 else n + LARGEST_TILE - 1 for n in (M, N)]
+    blocks = (LARGEST_TILE, LARGEST_TILE) if problem.block_mask is None else problem.block_mask.BLOCK_SIZE
+    whole = not any(size % LARGEST_TILE for size in blocks)
+    tiled = [_end_of_tiles(n, size, whole) for n, size in zip((M, N), blocks, strict=True)]
     valid, touched = (index_ranges(mod.graph, mod.numbers, (B, H, *lengths)) for lengths in ((M, N), tiled))
     sizes = {i: mod.captures[mod.graph.loads[i].capture].shape for i in loads}
     indices = {a for i in loads for a in mod.graph.nodes[i].args}
@@ -254,6 +254,17 @@ def _mod_plan(mod: BoundMod | None, role: str, problem: Problem) -> ModPlan | No
             if all(_within(touched[a], n) for a, n in zip(mod.graph.nodes[i].args, sizes[i], strict=True))
         ),
     )
+
+
+def _end_of_tiles(n: int, block: int, whole: bool) -> int:
+    """Return the end of the last tile of `n` rows or columns. `whole`: blocks are whole tiles.
+
+    A tile may extend past the last row by less than its own size. Hopper kernels also compute the tiles of the last block
+    that are past the end.
+    """
+    if not whole:
+        return n + LARGEST_TILE - 1
+    return max(-(-n // block) * block, n if n % LARGEST_TILE == 0 else n + LARGEST_TILE - 1)
 
 
 def _within(found: Range, size: int) -> bool:

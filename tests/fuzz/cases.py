@@ -159,6 +159,16 @@ SPACES = {
     ),
     "sm_75": _card("sm_75"),
     "sm_80": _card("sm_80"),
+    "sm_90": Space(
+        "cpu", {"default": {}}, longest=300, kinds=0, limit_s=300, card="sm_90",
+        choices={
+            "dtype": ("float16", "bfloat16", "bfloat16"), "B": (1, 2), "Hkv": (1, 1, 2), "group": (1, 2),
+            "block": (*((128, 128),) * 4, (256, 128), (128, 256)), "layout_count": (0, 0, 0, 1),
+            "layout": ("transposed", "transposed", *LAYOUTS), "d_out_layout": (*("contiguous",) * 16, *LAYOUTS),
+            "dims": (*((64, 64),) * 4, *((128, 128),) * 4, (192, 128), (256, 256), (96, 96), (40, 72)),
+            "scale": (*("default",) * 6, "given"),
+        },
+    ),
     "cuda": Space(
         "cuda", {"default": {}, "triton": {"BACKEND": "TRITON"}}, longest=700, kinds=100, limit_s=120,
         choices={
