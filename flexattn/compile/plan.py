@@ -259,8 +259,8 @@ def _mod_plan(mod: BoundMod | None, role: str, problem: Problem) -> ModPlan | No
 def _end_of_tiles(n: int, block: int, whole: bool) -> int:
     """Return the end of the last tile of `n` rows or columns. `whole`: blocks are whole tiles.
 
-    A tile may extend past the last row by less than its own size. Hopper kernels also compute the tiles of the last block
-    that are past the end.
+    A tile may extend past the last row by less than its own size. Hopper kernels also compute the tiles of the last
+    block that are past the end.
     """
     if not whole:
         return n + LARGEST_TILE - 1
