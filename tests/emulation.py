@@ -99,7 +99,7 @@ def kernels_loaded_by(loader: Loader) -> Iterator[None]:
     forget()
     with (
         patch.object(load, "build", functools.partial(build, loader=loader)),
-        patch.multiple(build_module, current_device=lambda: 0, current_stream=lambda device: 0),
+        patch.multiple(build_module, current_device=lambda: 0, current_stream=lambda device: 0, _LARGEST_TEXT=1 << 26),
     ):
         yield
     forget()
