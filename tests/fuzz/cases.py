@@ -163,10 +163,13 @@ SPACES = {
         "cpu", {"default": {}}, longest=300, kinds=0, limit_s=300, card="sm_90",
         choices={
             "dtype": ("float16", "bfloat16", "bfloat16"), "B": (1, 2), "Hkv": (1, 1, 2), "group": (1, 2),
-            "block": (*((128, 128),) * 4, (256, 128), (128, 256)), "layout_count": (0, 0, 0, 1),
+            "block": (*((128, 128),) * 4, (256, 128), (128, 384)), "layout_count": (0, 0, 0, 1, 3),
             "layout": ("transposed", "transposed", *LAYOUTS), "d_out_layout": (*("contiguous",) * 16, *LAYOUTS),
-            "dims": (*((64, 64),) * 4, *((128, 128),) * 4, (192, 128), (256, 256), (96, 96), (40, 72)),
-            "scale": (*("default",) * 6, "given"),
+            "dims": (
+                *((64, 64),) * 4, *((128, 128),) * 4, (192, 128), (256, 256), (96, 96), (40, 72), (1, 1), (33, 65),
+                (7, 7),
+            ),
+            "scale": (*("default",) * 4, "given", "zero", "negative"),
         },
     ),
     "cuda": Space(

@@ -14,6 +14,7 @@ from flexattn.process.forks import Lock
 from flexattn.torch_state.lasting import is_capturing
 
 _REMEMBERED = 16
+_COMPARED = 2**20  # elements; for a larger tensor on a CPU nothing is kept
 
 
 class _At(NamedTuple):
@@ -39,7 +40,8 @@ class _At(NamedTuple):
 class Memory:
     """The latest results for tensors, found by the tensors themselves at the same version.
 
-    Tensors of inference mode have no version, so nothing is kept for them. The results must not refer to the tensors.
+    Tensors of inference mode have no version, and large ones on a CPU would have to be copied, so nothing is kept for
+    them. The results must not refer to the tensors.
     """
 
     def __init__(self) -> None:
@@ -54,7 +56,7 @@ class Memory:
         if known is not None:
             return known[0]
         made, key = make(), (key, *map(id, tensors))
-        if any(t.is_inference() for t in tensors):
+        if any(t.is_inference() or (t.is_cpu and t.numel() > _COMPARED) for t in tensors):
             return made
         with self.lock:
             for other in [k for k, (at, _) in self.found.items() if any(x.seen[0]() is None for x in at)]:
