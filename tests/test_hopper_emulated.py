@@ -41,6 +41,12 @@ CASES: dict[str, tuple[Sizes, str | None, str | None]] = {  # sizes, score_mod a
 }
 
 
+def choose_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let programs own stripes of keys also where that is slower."""
+    for rule, value in (("_BUSY", 0.0), ("_MOST_TILES", 1 << 30), ("_OF_L2", 1e9), ("_PACKED", (256,))):
+        monkeypatch.setattr(stripes, rule, value)
+
+
 @pytest.fixture(autouse=True)
 def on_hopper() -> Iterator[None]:
     with emulated("sm_90"):
@@ -64,8 +70,7 @@ def test_two_kernels_of_the_backward(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "causal", "by batch and head"])
 def test_stripes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for rule, value in (("_BUSY", 0.0), ("_MOST_TILES", 1 << 30), ("_OF_L2", 1e9), ("_PACKED", (256,))):
-        monkeypatch.setattr(stripes, rule, value)
+    choose_stripes(monkeypatch)
     sizes, score, mask = CASES[name]
     call = make_call(AT, sizes, score, mask)
     inputs = [x.requires_grad_() for x in (call.query, call.key, call.value)]
@@ -151,8 +156,7 @@ def test_bits_are_read_as_the_mask_mod_is_computed(
     if fixed:
         monkeypatch.setattr(fixed_reference, "_FEWEST_KEYS", 0)
     if backward == "stripes":
-        for rule, value in (("_BUSY", 0.0), ("_MOST_TILES", 1 << 30), ("_OF_L2", 1e9)):
-            monkeypatch.setattr(stripes, rule, value)
+        choose_stripes(monkeypatch)
     forget_launches()
     load.load.cache_clear()
     with deterministic(backward == "pair"):

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.lower_bounds import table_dtype
@@ -52,6 +53,11 @@ class Step:
 
     def launch(self, stream: int, pointers: Sequence[Any], numbers: Sequence[int | float] = ()) -> None:
         self.kernel.launch(self.programs, (*pointers, *self.constants, *numbers), stream)
+
+
+def as_argument(tensor: Tensor, target: Target) -> Any:
+    """Return a tensor as a kernel argument: its address, which costs less host time than the tensor."""
+    return tensor.detach() if target.backend == "interpreter" else tensor.data_ptr()
 
 
 @frozen

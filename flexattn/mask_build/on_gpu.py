@@ -24,7 +24,7 @@ from flexattn.graph.equal_runs import EqualRuns
 from flexattn.machine.target import Target, processors, target_of
 from flexattn.mask_build.boxes import MOST_RUNS, too_many_runs
 from flexattn.mask_build.kernels import MaskPlan
-from flexattn.mask_build.launch_plan import Recipe, Sizes, Step, TableRecipe, recipe_of
+from flexattn.mask_build.launch_plan import Recipe, Sizes, Step, TableRecipe, as_argument, recipe_of
 from flexattn.mask_build.pair_bits import pair_bits, wants_bits
 from flexattn.process.progress import announce
 from flexattn.runtime.build import build, current_stream
@@ -70,7 +70,7 @@ def build_lists(
         memory, begin = kept, recipe.kept[2]
         if not recipe.has_room:
             memory, begin = _allocate(2 * sum(totals), device), 0
-            running.fill(_pointer(memory, target))
+            running.fill(as_argument(memory, target))
     by_query, by_key = (
         LaterRunLists(
             functools.partial(_views, kept, memory, (recipe.kept[1], begin), totals, recipe.heads, recipe.rows, by_key)
@@ -94,7 +94,7 @@ class _Build:
     def __init__(self, recipe: Recipe, bound: BoundMod, device: torch.device, target: Target) -> None:
         self.recipe, self.bound, self.target = recipe, bound, target
         self.stream = current_stream(device.index) if target.backend == "cuda" else 0
-        self.captures = [_pointer(t, target) for t in bound.captures]
+        self.captures = [as_argument(t, target) for t in bound.captures]
         self.kept = _allocate(recipe.scratch[-1] if recipe.together else recipe.kept[-1], device)
         self.scratch = self.kept if recipe.together else _allocate(recipe.scratch[-1], device)
         self.row_ptr, self.order, self.runs, *equal = _parts(self.kept, recipe.kept, target)
@@ -171,7 +171,7 @@ class _Build:
         table, source = _typed(memory, recipe.dtype), self.captures[recipe.capture]
         if recipe.moved is not None:
             rows = self.bound.captures[recipe.capture].movedim(recipe.moved, -1).contiguous()
-            source = _pointer(rows, self.target)
+            source = as_argument(rows, self.target)
         for i, step in enumerate(recipe.steps):
             step.launch(self.stream, (table,) if i else (source, table))
         return table
@@ -186,7 +186,7 @@ class _Report:
         self.words = self.tensor.numpy()
 
     def pointer(self, target: Target) -> Any:
-        return _pointer(self.tensor, target)
+        return as_argument(self.tensor, target)
 
 
 _reports: list[_Report] = []  # currently unused
@@ -231,11 +231,6 @@ def _parts(memory: Tensor, starts: Sequence[int], target: Target) -> list[Any]:
         return [memory[start:end] for start, end in itertools.pairwise(starts)]
     address = memory.data_ptr()
     return [address + 4 * start for start in starts[:-1]]
-
-
-def _pointer(tensor: Tensor, target: Target) -> Any:
-    """Return a tensor as a kernel argument: its address, which costs less host time than the tensor."""
-    return tensor.detach() if target.backend == "interpreter" else tensor.data_ptr()
 
 
 def _typed(pointer: Any, dtype: torch.dtype) -> Any:

@@ -12,7 +12,7 @@ from flexattn.graph.equal_runs import EqualRuns, with_runs
 from flexattn.graph.pair_cost import pair_cost
 from flexattn.machine.target import Target
 from flexattn.mask_build.kernels import BITS_PROGRAMS, MaskPlan
-from flexattn.mask_build.launch_plan import Sizes, Step, numbers_of_captures
+from flexattn.mask_build.launch_plan import Sizes, Step, as_argument, numbers_of_captures
 from flexattn.process.config import settings
 from flexattn.process.events import fallback
 from flexattn.runtime.build import build, current_stream
@@ -53,7 +53,7 @@ def pair_bits(
         row_blocks = runs.rows // (sizes[0] * sizes[1])
         constants = (*sizes[1:], row_blocks, *of_captures)
         step = Step(build(source, target), runs.rows * BITS_PROGRAMS, constants)
-        pointers = [_pointer(t, target) for t in (runs.row_ptr, runs.runs, first, words, *bound.captures)]
+        pointers = [as_argument(t, target) for t in (runs.row_ptr, runs.runs, first, words, *bound.captures)]
         step.launch(stream, pointers, bound.numbers)
         found.append(PairBits(first, words))
     return MaskBits(found[0], found[1], sizes[2:])
@@ -62,7 +62,3 @@ def pair_bits(
 def _numbers(runs: Runs) -> Tensor:
     """Return the number of the first block of each row, and the number of all blocks at the end, int32 [rows + 1]."""
     return torch.nn.functional.pad(runs.count().cumsum(0, dtype=torch.int32), (1, 0))
-
-
-def _pointer(tensor: Tensor, target: Target) -> Tensor | int:
-    return tensor.detach() if target.backend == "interpreter" else tensor.data_ptr()
