@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -288,6 +289,25 @@ def test_versions_with_other_masks_are_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("transformers.masking_utils.sdpa_mask", lambda batch_size, cache_position: None)
     with pytest.raises(UnsupportedError, match="transformers: found version"):
         bridge.register()
+
+
+@pytest.mark.parametrize("order", ["installed", "5.17"])
+def test_a_mask_of_few_queries_is_on_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch, order: str) -> None:
+    from transformers.masking_utils import sdpa_mask  # type: ignore[import-not-found]
+
+    names = [name for name in inspect.signature(sdpa_mask).parameters if name != "allow_torch_fix"]
+    names.insert(names.index("use_vmap"), "allow_torch_fix")  # deprecated, gone in 5.24
+
+    def earlier(*values: Any, **named: Any) -> Any:
+        given = {**dict(zip(names, values, strict=False)), **named}
+        given.pop("allow_torch_fix", None)
+        return sdpa_mask(**given)
+
+    if order == "5.17":
+        monkeypatch.setattr("transformers.masking_utils.sdpa_mask", earlier)
+    written = torch.zeros((), dtype=torch.int64, device="meta")  # as in a static cache of a model on a GPU
+    for offset in (written, 24):
+        assert bridge.mask(2, 1, 28, offset, device=torch.device("meta")).device.type == "meta"  # type: ignore[union-attr]
 
 
 @pytest.mark.slow

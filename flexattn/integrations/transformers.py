@@ -82,9 +82,11 @@ def mask(
         from transformers.masking_utils import sdpa_mask  # type: ignore[import-not-found]
 
         one = q_length == 1  # a mask of more queries that transformers skips is causal from the top left
-        return sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size,
-            one and allow_is_causal_skip, one and allow_is_bidirectional_skip, use_vmap, device,
+        return sdpa_mask(  # by name: the order of its parameters differs between versions of transformers
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
+            allow_is_causal_skip=one and allow_is_causal_skip,
+            allow_is_bidirectional_skip=one and allow_is_bidirectional_skip, use_vmap=use_vmap, device=device,
         )  # fmt: skip
     length, first_query = kv_offset + kv_length, int(q_offset)  # the cache changes its tensor in place
     keys = None if attention_mask is None else _padded(attention_mask, length)
