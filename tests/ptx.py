@@ -372,15 +372,15 @@ class Cta:
         self.put(target, _cut(np.repeat(found, WARP).astype(np.uint64), 32), active)
 
     def meet(self, this: Instruction, active: Values) -> None:
-        """bar and barrier: wait for so many threads, or for all that have not ended."""
+        """bar and barrier: wait for so many threads, or for all that have not ended. bar.arrive does not wait."""
         if "warp" in this.parts:
             return
-        number = int(this.operands[0][0])
+        number = int(self.value(this.operands[0][0])[active][0])
         wanted = int(this.operands[1][0]) if len(this.operands) > 1 else int((self.at < len(self.program.code)).sum())
         arrived = self.arrived.pop(number, np.zeros(self.threads, bool)) | active
         if arrived.sum() < wanted:
             self.arrived[number] = arrived
-            self.blocked |= active
+            self.blocked |= active & ("arrive" not in this.parts)
         else:
             self.blocked &= ~arrived
 

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from emulation import emulated
 
-from flexattn.compile import fixed_reference, stripes
+from flexattn.compile import fixed_reference, hopper, stripes
 from flexattn.runtime import load
 from flexattn.runtime.launch import forget_launches
 
@@ -87,8 +87,20 @@ def test_a_fixed_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_tile_that_overflows_its_reference_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("D", [40, 64])
+def test_three_consumers(D: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fixed_reference, "_FEWEST_KEYS", 0)
+    monkeypatch.setattr(hopper, "FEWEST_QUERIES", 0)
+    call = make_call(AT, Sizes(2, 2, 1, 270, 300, D, D), None, None)
+    assert explain(call.query, call.key, call.value, enable_gqa=True, target="sm_90").plans[0].consumers == 3
+    check(call, loose=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("consumers", [2, 3])
+def test_a_tile_that_overflows_its_reference_is_computed_again(consumers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fixed_reference, "_FEWEST_KEYS", 0)
+    monkeypatch.setattr(hopper, "FEWEST_QUERIES", 0 if consumers == 3 else 2048)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, 64, generator=generator).bfloat16() for n in (128, 1024, 1024))
     k[:, :, 700:720] *= 60  # scores far above those of the tiles before

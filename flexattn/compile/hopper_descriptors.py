@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from flexattn.compile.head_dims import HeadDimPart, split_head_dim
+from flexattn.compile.kernel_plan import HOPPER_ROWS as ROWS
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.operands import DescriptorOperand
-
-ROWS = 64  # queries per consumer warpgroup in the forward, keys per consumer warpgroup in the backward
 
 
 def forward_descriptors(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:

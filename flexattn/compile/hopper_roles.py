@@ -11,11 +11,12 @@ from flexattn.compile import fixed_reference
 from flexattn.compile.head_dims import pieces_of, split_head_dim
 from flexattn.compile.hopper import (
     CONSUMER_REGISTERS,
+    FORWARD_REGISTERS,
     KEYS_REGISTERS,
     PRODUCER_REGISTERS,
     QUERIES_REGISTERS,
 )
-from flexattn.compile.hopper_descriptors import ROWS, columns
+from flexattn.compile.hopper_descriptors import columns
 from flexattn.compile.hopper_mods import as_gluon, ends_of, has_intervals_only, hopper_mods
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.kernels import BITS
@@ -70,10 +71,11 @@ class _Own:
 EARLY = 3
 # Slots of the ring from scheduler to producer. Tiles of at most EARLY streamed tiles are looked up this far ahead.
 RECORDS = 2
+_FIRST_TURN = 10  # a hardware barrier of each consumer. Triton uses the first ones, one per role.
 
 
 def _hopper_forward_names(plan: KernelPlan) -> _Own:
-    consumers = plan.tile.BLOCK_M // ROWS
+    consumers, registers = plan.consumers, FORWARD_REGISTERS[plan.consumers]
     shared_lists = ("starts",) if plan.blocks else ()
     parts = split_head_dim(plan.widths[0])
     buffers = (
@@ -89,6 +91,7 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
         [
             ("CONSUMERS", consumers), ("Q_STAGES", plan.tiles_of_queries), ("SAFE", plan.score is not None),
             ("RECORDS", RECORDS), ("EARLY", EARLY), *(fixed_reference.CONSTANTS if plan.fixed_reference else ()),
+            *([("FIRST_TURN", _FIRST_TURN)] if plan.takes_turns else []),
         ],
         buffers,
         {
@@ -98,7 +101,9 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
             "consumers": consumers, "shared_lists": shared_lists, "shares_output": plan.shares_output,
             "roles": [*(f"consumer_{i}" for i in range(consumers)), "producer", "scheduler"],
             "worker_warps": [4] * (consumers - 1) + [1, 1],
-            "worker_registers": [CONSUMER_REGISTERS] * (consumers - 1) + [PRODUCER_REGISTERS] * 2,
+            "worker_registers": [registers.consumer] * (consumers - 1) + [registers.other] * 2,
+            "weights_form": plan.weights_form, "takes_turns": plan.takes_turns, "dtype": TRITON_DTYPE[plan.dtype],
+            "rounding": _PACKING[plan.dtype].replace("$2, $1", "$3, $2"),  # of two outputs
         },
     )  # fmt: skip
 
