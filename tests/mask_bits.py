@@ -1,6 +1,9 @@
-"""The bits of a mask's partial blocks, computed from the dense mask."""
+"""The bits of a mask's partial blocks, computed from the dense mask, and comparisons of what kernels make of them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,6 +11,7 @@ from torch import Tensor
 from flexattn import BlockMask, create_mask
 from flexattn.block_mask.bits import BITS_BLOCK, ROW_WORDS, MaskBits, PairBits
 from flexattn.block_mask.dense import dense_blocks
+from flexattn.reference import attention
 
 GROUPS = BITS_BLOCK // ROW_WORDS
 
@@ -35,3 +39,33 @@ def with_bits(mask: BlockMask) -> BlockMask:
     """Give a mask the bits that it has on Hopper, and return it."""
     mask._bits = reference_bits(mask)
     return mask
+
+
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+
+
+def assert_as_accurate(found: Sequence[Tensor], plain: Sequence[Tensor], oracle: Sequence[Tensor]) -> None:
+    """Check results with bits where the compiler rounds other products of a score_mod than without (`plain`).
+
+    They may differ by less than a quarter of the rounding error, which a single wrong pair exceeds.
+    """
+    for name, x, y, exact in zip(RESULTS, found, plain, oracle, strict=True):
+        error, allowed, apart = (_rms(a.double() - b.double()) for a, b in ((x, exact), (y, exact), (x, y)))
+        assert 0 < allowed < float("inf"), name
+        assert error <= 1.02 * allowed, f"{name}: error {error:.3g}, without bits {allowed:.3g}"
+        assert apart <= 0.25 * allowed, f"{name}: differs by {apart:.3g}, of an error of {allowed:.3g}"
+
+
+def _rms(x: Tensor) -> float:
+    return x.square().mean().sqrt().item()
+
+
+def gradients_of(out: Tensor, lse: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return out, lse and the gradients of the sum of both."""
+    return [out, lse, *torch.autograd.grad((out, lse), inputs, (torch.ones_like(out), torch.ones_like(lse)))]
+
+
+def oracle_of(inputs: Sequence[Tensor], score_mod: Any, mask_mod: Any) -> list[Tensor]:
+    """Return the results in float64."""
+    q, k, v = (x.detach().double().requires_grad_() for x in inputs)
+    return gradients_of(*attention(q, k, v, score_mod, mask_mod), (q, k, v))

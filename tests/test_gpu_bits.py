@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from mask_bits import reference_bits
+from mask_bits import assert_as_accurate, gradients_of, oracle_of, reference_bits
 from torch import Tensor
 
 from flexattn import AuxRequest, BlockMask, create_block_mask, explain, flex_attention, mods
@@ -23,13 +23,9 @@ Mod = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
-def with_bits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("FLEXATTN_WITH", "bits")
-    settings.cache_clear()
+def nothing_is_cached() -> Iterator[None]:
     mask_cache.clear()
     yield
-    monkeypatch.undo()
-    settings.cache_clear()
     mask_cache.clear()
 
 
@@ -96,8 +92,8 @@ def made(name: str) -> tuple[BlockMask, BlockMask, tuple[int, int, int, int, int
 
 def run(inputs: tuple[Tensor, ...], mask: BlockMask, score_mod: Mod | None = None) -> list[Tensor]:
     out, aux = flex_attention(*inputs, score_mod, mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
-    gradients = torch.autograd.grad((out, aux.lse), inputs, (torch.ones_like(out), torch.ones_like(aux.lse)))
-    return [out, aux.lse, *gradients]
+    assert aux.lse is not None
+    return gradients_of(out, aux.lse, inputs)
 
 
 def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -129,12 +125,31 @@ def test_results_are_those_of_the_mask_mod(name: str, D: int) -> None:
     assert_same(run(inputs, mask), run(inputs, plain))
 
 
-@pytest.mark.parametrize("score_mod", [mods.softcap(15.0), mods.alibi(4)], ids=["softcap", "alibi"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_with_a_score_mod(score_mod: Mod, dtype: torch.dtype) -> None:
+def test_with_softcap(dtype: torch.dtype) -> None:
     mask, plain, sizes = made("neighborhood")
-    inputs = tensors(*sizes, 128, dtype)
+    inputs, score_mod = tensors(*sizes, 128, dtype), mods.softcap(15.0)
     assert_same(run(inputs, mask, score_mod), run(inputs, plain, score_mod))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_with_alibi(dtype: torch.dtype) -> None:
+    """The compiler contracts its multiplication and addition in one of the backwards only."""
+    mask, plain, sizes = made("neighborhood")
+    inputs, score_mod = tensors(*sizes, 128, dtype), mods.alibi(4)
+    found, expected = run(inputs, mask, score_mod), run(inputs, plain, score_mod)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    assert_as_accurate(found, expected, oracle_of(inputs, score_mod, mask.mask_mod))
+
+
+def test_bits_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXATTN_WITHOUT", "bits")
+    settings.cache_clear()
+    mask = made("neighborhood")[0]
+    monkeypatch.undo()
+    settings.cache_clear()
+    assert mask.bits is None
 
 
 def test_a_long_sequence_with_a_fixed_reference() -> None:

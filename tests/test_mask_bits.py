@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from mask_bits import reference_bits, with_bits
+from mask_bits import RESULTS, assert_as_accurate, gradients_of, oracle_of, reference_bits, with_bits
 
 pytest.importorskip("triton")
 
 from emulation import load_in_emulator
 from sm90 import report
 
-from flexattn import BlockMask, create_block_mask, explain, mods
+from flexattn import BlockMask, create_block_mask, create_mask, explain, mods
 from flexattn.block_mask.bits import BITS_BLOCK, ROW_WORDS, MaskBits
 from flexattn.block_mask.prepared import MaskForm
 from flexattn.call.problem import Problem
@@ -28,6 +28,7 @@ from flexattn.graph.equal_runs import with_runs
 from flexattn.graph.pair_cost import pair_cost
 from flexattn.mask_build.pair_bits import wants_bits
 from flexattn.process.config import settings
+from flexattn.reference import attention
 from flexattn.runtime.build import build
 from flexattn.torch_compile.lists import mask_of_lists
 from flexattn.torch_compile.spec import Spec, loads
@@ -62,13 +63,13 @@ EXPENSIVE: dict[str, Mod] = {
 def test_masks_that_are_expensive_have_bits_on_hopper(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bound = trace((CHEAP | EXPENSIVE)[name], "mask")
     size = BITS_BLOCK, BITS_BLOCK
-    assert not wants_bits(bound, (), size, HOPPER)
-    monkeypatch.setenv("FLEXATTN_WITH", "bits")
+    assert wants_bits(bound, (), size, HOPPER) == (name in EXPENSIVE)
+    assert not wants_bits(bound, (), size, AMPERE)
+    assert not wants_bits(bound, (), (64, BITS_BLOCK), HOPPER)
+    monkeypatch.setenv("FLEXATTN_WITHOUT", "bits")
     settings.cache_clear()
     try:
-        assert wants_bits(bound, (), size, HOPPER) == (name in EXPENSIVE)
-        assert not wants_bits(bound, (), size, AMPERE)
-        assert not wants_bits(bound, (), (64, BITS_BLOCK), HOPPER)
+        assert not wants_bits(bound, (), size, HOPPER)
     finally:
         monkeypatch.undo()
         settings.cache_clear()
@@ -233,6 +234,23 @@ def test_bits_in_graphs() -> None:
     assert loads(text).form == form
     with pytest.raises(FormatError):
         loads(text.replace("[4,", "[3,", 1))
+
+
+def test_one_wrong_pair_is_seen() -> None:
+    """Dense attention in bfloat16 stands for the kernels; the wrong pair is the only difference."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 2, 512, 64, generator=generator).bfloat16().requires_grad_() for _ in range(3)]
+    dense = create_mask(NEIGHBORS, None, None, 512, 512, device="cpu")
+    wrong = dense.clone()
+    wrong[0, 0, 200, 203] ^= True
+    plain, found = (
+        gradients_of(*attention(*inputs, mods.alibi(2), mask, dtype=None), inputs) for mask in (dense, wrong)
+    )
+    oracle = oracle_of(inputs, mods.alibi(2), NEIGHBORS)
+    assert_as_accurate(plain, plain, oracle)
+    for i in range(len(RESULTS)):
+        with pytest.raises(AssertionError, match=RESULTS[i]):
+            assert_as_accurate([*plain[:i], found[i], *plain[i + 1 :]], plain, oracle)
 
 
 def test_reference_bits_are_those_of_the_mask() -> None:

@@ -26,7 +26,7 @@ def wants_bits(bound: BoundMod, runs: tuple[EqualRuns, ...], block_size: tuple[i
     """Return whether kernels read the bits of a mask: Hopper kernels do, if its mask_mod is expensive."""
     if any(t.is_inference() for t in bound.reached):  # its changes would not be seen
         return False
-    allowed = target.is_hopper and "bits" in settings().experiments and block_size == (BITS_BLOCK, BITS_BLOCK)
+    allowed = target.is_hopper and "bits" not in settings().without and block_size == (BITS_BLOCK, BITS_BLOCK)
     return allowed and pair_cost(with_runs(bound, runs, by_key=False).graph) >= _CHEAPEST
 
 
