@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexattn import BlockMask, create_mask
-from flexattn.block_mask.bits import BITS_BLOCK, ROW_WORDS, MaskBits, PairBits
+from flexattn.block_mask.bits import BITS_BLOCK, BLOCK_WORDS, ROW_WORDS, MaskBits, PairBits
 from flexattn.block_mask.dense import dense_blocks
 from flexattn.reference import attention
 
@@ -30,9 +30,23 @@ def _of_direction(dense: Tensor, partial: Tensor) -> PairBits:
     tiles = dense.unflatten(-1, (-1, BITS_BLOCK)).unflatten(-3, (-1, BITS_BLOCK)).transpose(-3, -2)
     blocks = tiles[partial]  # [blocks, BITS_BLOCK, BITS_BLOCK]
     words = blocks.unflatten(-1, (GROUPS, ROW_WORDS)).int() << torch.arange(GROUPS, device=dense.device)[:, None]
-    unused = torch.zeros(BITS_BLOCK * ROW_WORDS, dtype=torch.int16, device=dense.device)
-    first = torch.nn.functional.pad(partial.sum(-1).flatten().cumsum(0, dtype=torch.int32), (1, 0))
+    unused = torch.zeros(BLOCK_WORDS, dtype=torch.int16, device=dense.device)
+    counts = partial.sum(-1).flatten()
+    first = counts.cumsum(0, dtype=torch.int32) - counts.int()
     return PairBits(first, torch.cat((words.sum(-2).to(torch.int16).flatten(), unused)))
+
+
+def assert_same_bits(bits: MaskBits, mask: BlockMask) -> None:
+    """Check the bits of a mask. Heads that share their blocks may share their words."""
+    partial, _ = dense_blocks(mask)
+    for found, expected, blocks in zip(bits[:2], reference_bits(mask)[:2], (partial, partial.mT), strict=True):
+        counts = blocks.sum(-1).flatten().tolist()
+        assert found.first.dtype == torch.int32
+        assert len(found.first) == len(counts)
+        for row, count in enumerate(counts):
+            here, there = (x.words.view(-1, BLOCK_WORDS)[int(x.first[row]) :][:count] for x in (found, expected))
+            assert len(here) == count
+            assert torch.equal(here, there), f"row {row}"
 
 
 def with_bits(mask: BlockMask) -> BlockMask:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from mask_bits import assert_as_accurate, gradients_of, oracle_of, reference_bits
+from mask_bits import assert_as_accurate, assert_same_bits, gradients_of, oracle_of
 from torch import Tensor
 
 from flexattn import AuxRequest, BlockMask, create_block_mask, explain, flex_attention, mods
@@ -66,6 +66,7 @@ CASES: dict[str, tuple[Callable[[], Mod], tuple[int | None, int | None], tuple[i
     "grouped heads": (random_graph, (None, None), (2, 8, 2, 900, 640)),
     "by batch and head": (lambda: by_head, (2, 4), (2, 4, 4, 520, 400)),
     "by head": (lambda: by_head, (None, 4), (2, 4, 2, 384, 512)),
+    "lists in steps": (lambda: by_head, (8, 4), (8, 4, 4, 640, 512)),
     "many short": (lambda: mods.natten_2d(16, 16, 5), (None, None), (64, 8, 8, 256, 256)),
 }
 
@@ -108,11 +109,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 def test_the_bits_that_are_built(name: str) -> None:
     mask = made(name)[0]
     assert mask.bits is not None
-    for found, expected in zip(mask.bits[:2], reference_bits(mask)[:2], strict=True):
-        rows = expected.first.diff()
-        for row, count in enumerate(rows.tolist()):
-            spans = [slice(int(x.first[row]) * 1024, (int(x.first[row]) + count) * 1024) for x in (found, expected)]
-            assert torch.equal(found.words[spans[0]], expected.words[spans[1]]), row
+    assert_same_bits(mask.bits, mask)
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -150,6 +147,7 @@ def test_bits_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     settings.cache_clear()
     assert mask.bits is None
+    assert mask.no_bits == "FLEXATTN_WITHOUT=bits"
 
 
 def test_a_long_sequence_with_a_fixed_reference() -> None:
