@@ -254,7 +254,8 @@ def _mask_sources(problem: Problem, target: Target) -> tuple[KernelSource, ...]:
     evaluates = blocks.build_counts is not None and blocks.build_counts.blocks > 0
     if plan is None:
         return ()
-    return sources(plan, bound, (blocks.B, blocks.H, *blocks.seq_lengths), blocks.BLOCK_SIZE, evaluates)
+    has_bits = blocks.bits is not None
+    return sources(plan, bound, (blocks.B, blocks.H, *blocks.seq_lengths), blocks.BLOCK_SIZE, evaluates, has_bits)
 
 
 def target_named(name: str) -> Target:

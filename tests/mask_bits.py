@@ -1,13 +1,17 @@
-"""The bits of a mask's partial blocks, computed from the dense mask."""
+"""The bits of a mask's partial blocks, computed from the dense mask, and comparisons of what kernels make of them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexattn import BlockMask, create_mask
-from flexattn.block_mask.bits import BITS_BLOCK, ROW_WORDS, MaskBits, PairBits
+from flexattn.block_mask.bits import BITS_BLOCK, BLOCK_WORDS, ROW_WORDS, MaskBits, PairBits
 from flexattn.block_mask.dense import dense_blocks
+from flexattn.reference import attention
 
 GROUPS = BITS_BLOCK // ROW_WORDS
 
@@ -26,12 +30,56 @@ def _of_direction(dense: Tensor, partial: Tensor) -> PairBits:
     tiles = dense.unflatten(-1, (-1, BITS_BLOCK)).unflatten(-3, (-1, BITS_BLOCK)).transpose(-3, -2)
     blocks = tiles[partial]  # [blocks, BITS_BLOCK, BITS_BLOCK]
     words = blocks.unflatten(-1, (GROUPS, ROW_WORDS)).int() << torch.arange(GROUPS, device=dense.device)[:, None]
-    unused = torch.zeros(BITS_BLOCK * ROW_WORDS, dtype=torch.int16, device=dense.device)
-    first = torch.nn.functional.pad(partial.sum(-1).flatten().cumsum(0, dtype=torch.int32), (1, 0))
+    unused = torch.zeros(BLOCK_WORDS, dtype=torch.int16, device=dense.device)
+    counts = partial.sum(-1).flatten()
+    first = counts.cumsum(0, dtype=torch.int32) - counts.int()
     return PairBits(first, torch.cat((words.sum(-2).to(torch.int16).flatten(), unused)))
+
+
+def assert_same_bits(bits: MaskBits, mask: BlockMask) -> None:
+    """Check the bits of a mask. Heads that share their blocks may share their words."""
+    partial, _ = dense_blocks(mask)
+    for found, expected, blocks in zip(bits[:2], reference_bits(mask)[:2], (partial, partial.mT), strict=True):
+        counts = blocks.sum(-1).flatten().tolist()
+        assert found.first.dtype == torch.int32
+        assert len(found.first) == len(counts)
+        for row, count in enumerate(counts):
+            here, there = (x.words.view(-1, BLOCK_WORDS)[int(x.first[row]) :][:count] for x in (found, expected))
+            assert len(here) == count
+            assert torch.equal(here, there), f"row {row}"
 
 
 def with_bits(mask: BlockMask) -> BlockMask:
     """Give a mask the bits that it has on Hopper, and return it."""
     mask._bits = reference_bits(mask)
     return mask
+
+
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+
+
+def assert_as_accurate(found: Sequence[Tensor], plain: Sequence[Tensor], oracle: Sequence[Tensor]) -> None:
+    """Check results with bits where the compiler rounds other products of a score_mod than without (`plain`).
+
+    They may differ by less than a quarter of the rounding error, which a single wrong pair exceeds.
+    """
+    for name, x, y, exact in zip(RESULTS, found, plain, oracle, strict=True):
+        error, allowed, apart = (_rms(a.double() - b.double()) for a, b in ((x, exact), (y, exact), (x, y)))
+        assert 0 < allowed < float("inf"), name
+        assert error <= 1.02 * allowed, f"{name}: error {error:.3g}, without bits {allowed:.3g}"
+        assert apart <= 0.25 * allowed, f"{name}: differs by {apart:.3g}, of an error of {allowed:.3g}"
+
+
+def _rms(x: Tensor) -> float:
+    return x.square().mean().sqrt().item()
+
+
+def gradients_of(out: Tensor, lse: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return out, lse and the gradients of the sum of both."""
+    return [out, lse, *torch.autograd.grad((out, lse), inputs, (torch.ones_like(out), torch.ones_like(lse)))]
+
+
+def oracle_of(inputs: Sequence[Tensor], score_mod: Any, mask_mod: Any) -> list[Tensor]:
+    """Return the results in float64."""
+    q, k, v = (x.detach().double().requires_grad_() for x in inputs)
+    return gradients_of(*attention(q, k, v, score_mod, mask_mod), (q, k, v))

@@ -11,6 +11,7 @@ import torch
 from block_masks import ONE, ZERO, check_consistent, create, live_pairs, table_mask
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from operations import WAIT, Operations
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -51,6 +52,19 @@ def test_expand():
     assert torch.equal(wide.to_dense(), mask.to_dense().expand(3, 2, 5, 5))
     with pytest.raises(MaskError, match="H: found 4, expected 2, which the mask has"):
         mask.expand(1, 4)
+
+
+@pytest.mark.parametrize("mod", [causal, lambda b, h, q_idx, kv_idx: q_idx + 20 * h >= kv_idx])
+def test_the_host_does_not_wait_to_expand_a_mask_that_it_built(mod):
+    mask = create(mod, None, None if mod is causal else 2, 70, 70, BLOCK_SIZE=16)
+    with Operations() as operations:
+        wide = mask._expand(3, 2, is_exact=True)
+    assert WAIT not in operations.others
+    with Operations() as operations:
+        other = mask.expand(3, 2)
+    assert operations.others[WAIT] == 4, "the number of runs of each kind and direction"
+    check_consistent(wide)
+    assert all(map(torch.equal, wide.kv_runs.tensors, other.kv_runs.tensors))
 
 
 def test_pickle_and_deepcopy():

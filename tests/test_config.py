@@ -18,7 +18,7 @@ def test_defaults(monkeypatch):
     home = Path("/home/someone/.cache/flexattn")
     assert read_settings({}) == Settings(
         cache_dir=home, cache_size=2**30, compile_processes=4, debug=False, print_source=False, dump_dir=None,
-        without=frozenset(), experiments=frozenset(),
+        without=frozenset(),
     )  # fmt: skip
 
 
@@ -126,16 +126,9 @@ def test_without(value, names):
 
 def test_without_what_does_not_exist():
     with pytest.raises(
-        ArgumentError, match="FLEXATTN_WITHOUT: found 'tma', expected names of fixed_reference, hopper, stripes"
+        ArgumentError, match="FLEXATTN_WITHOUT: found 'tma', expected names of bits, fixed_reference, hopper, stripes"
     ):
         read_settings({"FLEXATTN_WITHOUT": "stripes,tma"})
-
-
-def test_experiments():
-    assert read_settings({}).experiments == set()
-    assert read_settings({"FLEXATTN_WITH": "bits"}).experiments == {"bits"}
-    with pytest.raises(ArgumentError, match="FLEXATTN_WITH: found 'stripes', expected names of bits"):
-        read_settings({"FLEXATTN_WITH": "stripes"})
 
 
 def test_settings_are_read_once(monkeypatch, capsys):

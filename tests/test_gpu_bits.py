@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from mask_bits import reference_bits
+from mask_bits import assert_as_accurate, assert_same_bits, gradients_of, oracle_of
 from torch import Tensor
 
 from flexattn import AuxRequest, BlockMask, create_block_mask, explain, flex_attention, mods
@@ -23,13 +23,9 @@ Mod = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
-def with_bits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("FLEXATTN_WITH", "bits")
-    settings.cache_clear()
+def nothing_is_cached() -> Iterator[None]:
     mask_cache.clear()
     yield
-    monkeypatch.undo()
-    settings.cache_clear()
     mask_cache.clear()
 
 
@@ -70,6 +66,7 @@ CASES: dict[str, tuple[Callable[[], Mod], tuple[int | None, int | None], tuple[i
     "grouped heads": (random_graph, (None, None), (2, 8, 2, 900, 640)),
     "by batch and head": (lambda: by_head, (2, 4), (2, 4, 4, 520, 400)),
     "by head": (lambda: by_head, (None, 4), (2, 4, 2, 384, 512)),
+    "lists in steps": (lambda: by_head, (8, 4), (8, 4, 4, 640, 512)),
     "many short": (lambda: mods.natten_2d(16, 16, 5), (None, None), (64, 8, 8, 256, 256)),
 }
 
@@ -96,8 +93,8 @@ def made(name: str) -> tuple[BlockMask, BlockMask, tuple[int, int, int, int, int
 
 def run(inputs: tuple[Tensor, ...], mask: BlockMask, score_mod: Mod | None = None) -> list[Tensor]:
     out, aux = flex_attention(*inputs, score_mod, mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
-    gradients = torch.autograd.grad((out, aux.lse), inputs, (torch.ones_like(out), torch.ones_like(aux.lse)))
-    return [out, aux.lse, *gradients]
+    assert aux.lse is not None
+    return gradients_of(out, aux.lse, inputs)
 
 
 def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -112,11 +109,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 def test_the_bits_that_are_built(name: str) -> None:
     mask = made(name)[0]
     assert mask.bits is not None
-    for found, expected in zip(mask.bits[:2], reference_bits(mask)[:2], strict=True):
-        rows = expected.first.diff()
-        for row, count in enumerate(rows.tolist()):
-            spans = [slice(int(x.first[row]) * 1024, (int(x.first[row]) + count) * 1024) for x in (found, expected)]
-            assert torch.equal(found.words[spans[0]], expected.words[spans[1]]), row
+    assert_same_bits(mask.bits, mask)
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -129,12 +122,32 @@ def test_results_are_those_of_the_mask_mod(name: str, D: int) -> None:
     assert_same(run(inputs, mask), run(inputs, plain))
 
 
-@pytest.mark.parametrize("score_mod", [mods.softcap(15.0), mods.alibi(4)], ids=["softcap", "alibi"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_with_a_score_mod(score_mod: Mod, dtype: torch.dtype) -> None:
+def test_with_softcap(dtype: torch.dtype) -> None:
     mask, plain, sizes = made("neighborhood")
-    inputs = tensors(*sizes, 128, dtype)
+    inputs, score_mod = tensors(*sizes, 128, dtype), mods.softcap(15.0)
     assert_same(run(inputs, mask, score_mod), run(inputs, plain, score_mod))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_with_alibi(dtype: torch.dtype) -> None:
+    """The compiler contracts its multiplication and addition in one of the backwards only."""
+    mask, plain, sizes = made("neighborhood")
+    inputs, score_mod = tensors(*sizes, 128, dtype), mods.alibi(4)
+    found, expected = run(inputs, mask, score_mod), run(inputs, plain, score_mod)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    assert_as_accurate(found, expected, oracle_of(inputs, score_mod, mask.mask_mod))
+
+
+def test_bits_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXATTN_WITHOUT", "bits")
+    settings.cache_clear()
+    mask = made("neighborhood")[0]
+    monkeypatch.undo()
+    settings.cache_clear()
+    assert mask.bits is None
+    assert mask.no_bits == "FLEXATTN_WITHOUT=bits"
 
 
 def test_a_long_sequence_with_a_fixed_reference() -> None:

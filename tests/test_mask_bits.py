@@ -3,31 +3,48 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from mask_bits import reference_bits, with_bits
+from mask_bits import (
+    RESULTS,
+    assert_as_accurate,
+    assert_same_bits,
+    gradients_of,
+    oracle_of,
+    reference_bits,
+    with_bits,
+)
 
 pytest.importorskip("triton")
 
 from emulation import load_in_emulator
+from operations import Operations
 from sm90 import report
 
-from flexattn import BlockMask, create_block_mask, explain, mods
-from flexattn.block_mask.bits import BITS_BLOCK, ROW_WORDS, MaskBits
+from flexattn import BlockMask, create_block_mask, create_mask, explain, mods
+from flexattn.block_mask.bits import BITS_BLOCK, BLOCK_WORDS, ROW_WORDS, MaskBits, PairBits
 from flexattn.block_mask.prepared import MaskForm
 from flexattn.call.problem import Problem
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.engines.mask_state import MaskState
 from flexattn.errors import FormatError
 from flexattn.explanation import target_named
-from flexattn.graph.equal_runs import with_runs
+from flexattn.graph.equal_runs import captures_compared
 from flexattn.graph.pair_cost import pair_cost
-from flexattn.mask_build.pair_bits import wants_bits
+from flexattn.machine.target import Target
+from flexattn.mask_build import launch_plan, on_gpu
+from flexattn.mask_build.kernels import plan_mask
+from flexattn.mask_build.pair_bits import MOST_BYTES, bytes_of, impossible, unwanted
 from flexattn.process.config import settings
+from flexattn.reference import attention
+from flexattn.runtime import build as build_module
 from flexattn.runtime.build import build
 from flexattn.torch_compile.lists import mask_of_lists
 from flexattn.torch_compile.spec import Spec, loads
@@ -58,29 +75,129 @@ EXPENSIVE: dict[str, Mod] = {
 }
 
 
-@pytest.mark.parametrize("name", [*CHEAP, *EXPENSIVE])
-def test_masks_that_are_expensive_have_bits_on_hopper(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bound = trace((CHEAP | EXPENSIVE)[name], "mask")
-    size = BITS_BLOCK, BITS_BLOCK
-    assert not wants_bits(bound, (), size, HOPPER)
-    monkeypatch.setenv("FLEXATTN_WITH", "bits")
+@pytest.fixture
+def without_bits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("FLEXATTN_WITHOUT", "bits")
     settings.cache_clear()
-    try:
-        assert wants_bits(bound, (), size, HOPPER) == (name in EXPENSIVE)
-        assert not wants_bits(bound, (), size, AMPERE)
-        assert not wants_bits(bound, (), (64, BITS_BLOCK), HOPPER)
-    finally:
-        monkeypatch.undo()
-        settings.cache_clear()
+    yield
+    monkeypatch.undo()
+    settings.cache_clear()
+
+
+@pytest.mark.parametrize("name", [*CHEAP, *EXPENSIVE])
+def test_masks_that_are_expensive_want_bits_on_hopper(name: str) -> None:
+    graph = trace((CHEAP | EXPENSIVE)[name], "mask").graph
+    assert (unwanted(graph, (), HOPPER) == "") == (name in EXPENSIVE)
+    assert name in EXPENSIVE or "instructions per pair, fewer than 8" in unwanted(graph, (), HOPPER)
+    assert unwanted(graph, (), AMPERE) == "only Hopper kernels read them"
+
+
+@pytest.mark.usefixtures("without_bits")
+def test_bits_can_be_turned_off() -> None:
+    assert unwanted(trace(NEIGHBORS, "mask").graph, (), HOPPER) == "FLEXATTN_WITHOUT=bits"
+
+
+def test_masks_that_cannot_have_bits() -> None:
+    bound, size = trace(NEIGHBORS, "mask"), (BITS_BLOCK, BITS_BLOCK)
+    most = MOST_BYTES // bytes_of(1)
+    assert impossible(bound, size, most) == ""
+    assert impossible(bound, size, most + 1) == "those of 16,385 blocks would take more than 64 MiB"
+    assert impossible(bound, (64, BITS_BLOCK), 1) == "BLOCK_SIZE is (64, 128), not 128"
 
 
 def test_runs_of_equal_elements_make_a_mask_cheaper() -> None:
     mod = lambda b, h, q_idx, kv_idx: (DOCUMENTS[q_idx] == DOCUMENTS[kv_idx]) & (q_idx >= kv_idx)  # noqa: E731
-    mask = create_block_mask(mod, None, None, 512, 512, device="cpu")
+    graph = trace(mod, "mask").graph
+    assert captures_compared(graph) == (0,)
+    assert pair_cost(graph) > 0
+    assert pair_cost(graph, (0,)) == 0
+
+
+class Device:
+    """A Hopper GPU without kernels: it counts what a build launches, builds and waits for.
+
+    The lists have `blocks` partial blocks, each a run.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self.launched: list[str] = []
+        self.built = self.waits = 0
+
+    def build(self, source: KernelSource, target: Target) -> Any:
+        self.built += 1
+        return SimpleNamespace(launch=partial(self._launch, source.name))
+
+    def _launch(self, name: str, programs: int, arguments: tuple[Any, ...], stream: int) -> None:
+        self.launched.append(name)
+        if name == "mask_lists":
+            report = (ctypes.c_int32 * 8).from_address(arguments[5])
+            report[0] = report[2] = report[7] = self.blocks
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+@pytest.mark.parametrize("blocks", [5, 0], ids=["with bits", "without"])
+def test_what_bits_cost_a_build(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch and one allocation more. The host still waits once."""
+    bound, device = trace(NEIGHBORS, "mask"), Device(blocks)
+    plan = plan_mask(bound, HOPPER)
+    assert plan is not None
+    monkeypatch.setattr(launch_plan, "build", device.build)
+    monkeypatch.setattr(launch_plan, "build_ahead", lambda *_, **__: None)
+    monkeypatch.setattr(on_gpu, "target_of", lambda _: HOPPER)
+    monkeypatch.setattr(on_gpu, "current_stream", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: device)
+    planned = launch_plan.recipe_of, launch_plan.bits_step
+    for known in (False, True):
+        device.built = device.waits = 0
+        device.launched.clear()
+        if not known:
+            for plans in planned:
+                plans.cache_clear()
+        with Operations() as operations:
+            built = on_gpu.build_lists(plan, bound, (1, 1, 512, 512), (128, 128), torch.device("cpu"), True)
+        names = [plan.classify.name, "mask_lists", *([plan.pair_bits.name] if blocks else [])]
+        assert device.launched == names
+        assert device.built == (0 if known else len(names)), "a known build plans nothing"
+        assert device.waits == 1
+        assert not known or operations.allocations == (2 if blocks else 1)
+        assert not known or not operations.others
+        assert (built.bits is not None) == (blocks > 0)
+    for plans in planned:  # of kernels that are not there
+        plans.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["neighborhood", "lengths", "heads"])
+def test_the_kernel_that_evaluates_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled for Hopper, in the emulator."""
+    mod, (B, H), lengths = {
+        "neighborhood": (mods.natten_2d(16, 20, 5), (1, 1), (320, 320)),
+        "lengths": (dilated, (1, 1), (140, 257)),
+        "heads": (lambda b, h, q_idx, kv_idx: (q_idx * (h + 1) + kv_idx * (b + 2)) % 5 < 2, (2, 2), (130, 129)),
+    }[name]
+    mask = create_block_mask(mod, B, H, *lengths, device="cpu")
     bound = trace(mod, "mask")
-    assert pair_cost(bound.graph) > 0
-    if runs := mask.equal_runs():
-        assert pair_cost(with_runs(bound, runs, by_key=False).graph) == 0
+    plan = plan_mask(bound, HOPPER)
+    assert plan is not None
+    assert mask.q_runs is not None
+    directions = [(lists.partial, lists.full) for lists in (mask.kv_runs, mask.q_runs)]
+    ends = [
+        torch.cat((some.row_ptr, every.row_ptr, torch.zeros(1, dtype=torch.int32), some.count().cumsum(0).int()))
+        for some, every in directions
+    ]
+    runs = torch.cat([r.runs for pair in directions for r in pair])
+    blocks = int(ends[0][-1])
+    words = torch.zeros(2, (blocks + 1) * BLOCK_WORDS, dtype=torch.int16)
+    monkeypatch.setattr(launch_plan, "build", partial(build, loader=load_in_emulator))
+    monkeypatch.setattr(build_module, "current_device", lambda: 0)
+    launch_plan.bits_step.cache_clear()
+    step = launch_plan.bits_step(plan, tuple((t.shape, t.stride()) for t in bound.captures), (B, H, *lengths), HOPPER)
+    launch_plan.bits_step.cache_clear()
+    step.launch(0, (torch.cat(ends), runs, words, *bound.captures), bound.numbers)
+    firsts = [end[-some.rows - 1 : -1] for end, (some, _) in zip(ends, directions, strict=True)]
+    assert_same_bits(MaskBits(*map(PairBits, firsts, words.unbind()), lengths), mask)
 
 
 def masked(D: int, score_mod: Mod | None = None, mod: Mod = NEIGHBORS, bits: bool = True, **options: Any) -> Any:
@@ -181,10 +298,10 @@ def test_bits_follow_the_lists_that_they_are_of() -> None:
     wide = mask.expand(2, 3)
     assert wide.bits is not None
     assert mask.bits is not None
-    assert len(wide.bits.by_query.first) == 6 * 4 + 1
+    assert len(wide.bits.by_query.first) == 6 * 4
     assert wide.bits.by_query.words is mask.bits.by_query.words
-    for first in wide.bits.by_query.first[:-1].view(6, 4):
-        assert torch.equal(first, mask.bits.by_query.first[:-1])
+    for first in wide.bits.by_query.first.view(6, 4):
+        assert torch.equal(first, mask.bits.by_query.first)
     longer = fresh()
     longer.seq_lengths = (512, 500)
     assert longer.bits is None
@@ -233,6 +350,23 @@ def test_bits_in_graphs() -> None:
     assert loads(text).form == form
     with pytest.raises(FormatError):
         loads(text.replace("[4,", "[3,", 1))
+
+
+def test_one_wrong_pair_is_seen() -> None:
+    """Dense attention in bfloat16 stands for the kernels; the wrong pair is the only difference."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 2, 512, 64, generator=generator).bfloat16().requires_grad_() for _ in range(3)]
+    dense = create_mask(NEIGHBORS, None, None, 512, 512, device="cpu")
+    wrong = dense.clone()
+    wrong[0, 0, 200, 203] ^= True
+    plain, found = (
+        gradients_of(*attention(*inputs, mods.alibi(2), mask, dtype=None), inputs) for mask in (dense, wrong)
+    )
+    oracle = oracle_of(inputs, mods.alibi(2), NEIGHBORS)
+    assert_as_accurate(plain, plain, oracle)
+    for i in range(len(RESULTS)):
+        with pytest.raises(AssertionError, match=RESULTS[i]):
+            assert_as_accurate([*plain[:i], found[i], *plain[i + 1 :]], plain, oracle)
 
 
 def test_reference_bits_are_those_of_the_mask() -> None:

@@ -272,11 +272,11 @@ def assert_lean(source: KernelSource) -> None:
     assert 0 < found.registers < 255 and found.spill_bytes <= 64, f"{source.name}: {found}"
 
 
-@pytest.mark.parametrize("kind", ["classify", "evaluate"])
+@pytest.mark.parametrize("kind", ["classify", "evaluate", "pair_bits"])
 @pytest.mark.parametrize("name", ["causal", "documents", "nested"])
 def test_kernels_of_a_mask(name: str, kind: str) -> None:
     plan = plan_of(trace(make_mask(name, S), "mask"), SM90)
-    assert_lean(plan.classify if kind == "classify" else plan.evaluate)
+    assert_lean({"classify": plan.classify, "evaluate": plan.evaluate, "pair_bits": plan.pair_bits}[kind])
 
 
 @pytest.mark.parametrize("kernel", range(5), ids=["count", "scan", "fill", "at once", "with runs"])

@@ -1,33 +1,32 @@
 """bits: which pairs of a mask's partial blocks attend, one bit each.
 
 Evaluating some mask_mods takes longer than attention: 13 x 13 neighborhoods take 19 instructions per pair and kernel.
-Their pairs are evaluated once, when the mask is built (`mask_build/pair_bits.py`). Kernels then test a bit.
+Their pairs are evaluated once, when the mask is built (`mask_build/on_gpu.py`). Kernels then test a bit.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 BITS_BLOCK = 128  # rows and columns of the blocks that have bits
 ROW_WORDS = 8  # of a row of a block. Word w has the columns w, w + 8, w + 16, ..., from the lowest bit on.
-BLOCK_BYTES = BITS_BLOCK * BITS_BLOCK // 8
+BLOCK_WORDS = BITS_BLOCK * ROW_WORDS
+BLOCK_BYTES = 2 * BLOCK_WORDS
 BITS_TENSORS = 4  # of a mask
 
 
 class PairBits(NamedTuple):
     """The bits of the partial blocks of one direction: rows are queries (as in kv_runs) or keys (as in q_runs)."""
 
-    first: Tensor  # int32 [B * H * row blocks + 1]: the number of a row's first partial block; the others follow it
-    # int16 [(blocks + 1) * BITS_BLOCK * ROW_WORDS], rows of blocks in order. The last block is loaded, but never used.
+    first: Tensor  # int32 [B * H * row blocks]: the number of a row's first partial block; the others follow it
+    # int16 [(blocks + 1) * BLOCK_WORDS], rows of blocks in order. The last block is loaded, but never used.
     words: Tensor
 
     def take(self, heads: Tensor, count: int) -> PairBits:
         """Return the bits for some (b, h) pairs of `count`, int64 [n]. They share the words."""
-        starts = self.first[:-1].view(count, -1)[heads].flatten()
-        return PairBits(torch.cat((starts, self.first[-1:])), self.words)
+        return PairBits(self.first.view(count, -1)[heads].flatten(), self.words)
 
 
 class MaskBits(NamedTuple):
@@ -45,6 +44,11 @@ class MaskBits(NamedTuple):
     def from_tensors(tensors: tuple[Tensor, ...], lengths: tuple[int, int]) -> MaskBits:
         """Inverse of `tensors`."""
         return MaskBits(PairBits(*tensors[:2]), PairBits(*tensors[2:]), lengths)
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks that have bits."""
+        return len(self.by_query.words) // BLOCK_WORDS - 1
 
     @property
     def nbytes(self) -> int:

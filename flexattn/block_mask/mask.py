@@ -34,6 +34,8 @@ from flexattn.trace.trace import trace
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Lists = tuple[Tensor, Tensor]
 
+NO_BITS = "its blocks were given, cut, moved or edited"
+
 
 class BlockMask(upstream.BlockMask):
     """Which blocks of queries and keys attend: full (every pair), partial (where mask_mod is true), or empty.
@@ -68,6 +70,7 @@ class BlockMask(upstream.BlockMask):
     # None: all of them, as with lists that are sorted by length.
     reach: int | None = None
     _bits: MaskBits | None = None
+    _no_bits: str = NO_BITS  # why it has none
     _prepared: Prepared | None = None
     _state: Any = None  # what repeated calls need of it: a MaskState (engines/mask_state.py)
 
@@ -296,6 +299,7 @@ class BlockMask(upstream.BlockMask):
 
     def _forget_derived(self) -> None:
         self._prepared = self._state = self._bits = None
+        self._no_bits = NO_BITS
         self._sets: dict[tuple[int, int], tuple[RunLists, RunLists | None]] = {}  # by further sizes of blocks
         self._build_lists: Callable[[BlockMask, tuple[int, int]], tuple[RunLists, RunLists]] | None = None
 
@@ -409,6 +413,11 @@ class BlockMask(upstream.BlockMask):
         """Which pairs of partial blocks attend, for kernels that read it instead of mask_mod; None if not computed."""
         bits = self._bits
         return bits if bits is not None and bits.lengths == self.seq_lengths else None
+
+    @property
+    def no_bits(self) -> str:
+        """Why the mask has no bits; "" if it has."""
+        return "" if self.bits is not None else self._no_bits or NO_BITS
 
     def _remember(self, bound: BoundMod, runs: tuple[EqualRuns, ...] = ()) -> None:
         """Record that the blocks were computed from mask_mod with the values of `bound`."""
@@ -623,6 +632,10 @@ class BlockMask(upstream.BlockMask):
     @uncompiled
     def expand(self, B: int, H: int) -> Self:
         """Return the mask with an axis of size 1 repeated to B batches or H heads."""
+        return self._expand(B, H, is_exact=False)
+
+    def _expand(self, B: int, H: int, is_exact: bool) -> Self:
+        """Return the expanded mask. The host does not wait if no list has unused runs at its end (`is_exact`)."""
         if (B, H) == (self.B, self.H):
             return self
         for name, have, wanted in (("B", self.B, B), ("H", self.H, H)):
@@ -634,9 +647,11 @@ class BlockMask(upstream.BlockMask):
         heads = torch.arange(self.B * self.H, device=self.device).view(self.B, self.H).expand(B, H).flatten()
         kept = type(self).__new__(type(self))
         kept._fill_fields(self.seq_lengths, self.BLOCK_SIZE, self._mask_mod, (B, H), self._separate, self._widths)
-        kept.kv_runs = self.kv_runs.take(heads)
-        kept.q_runs = None if self.q_runs is None else self.q_runs.take(heads)
+        times = len(heads) // (self.B * self.H) if is_exact else None
+        kept.kv_runs = self.kv_runs.take(heads, times)
+        kept.q_runs = None if self.q_runs is None else self.q_runs.take(heads, times)
         kept._bits = None if self._bits is None else self._bits.take(heads, self.B * self.H)
+        kept._no_bits = self._no_bits
         return kept._inherit(self)
 
     @uncompiled

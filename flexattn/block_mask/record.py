@@ -42,6 +42,7 @@ class BuiltMask(NamedTuple):
     bytes: int  # memory of the lists and the bits
     runs: tuple[EqualRuns, ...] = ()
     bits: MaskBits | None = None
+    no_bits: str = "it was not built by kernels"  # why it has no bits
 
 
 class CaptureRecord(NamedTuple):

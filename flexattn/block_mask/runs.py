@@ -50,12 +50,15 @@ class Runs:
         first, last = int(row_ptr[0]), int(row_ptr[-1])
         return Runs(row_ptr - first, self.runs[first:last])
 
-    def take(self, rows: Tensor) -> Runs:
-        """Return the runs of some rows (int64 [n]), in that order."""
+    def take(self, rows: Tensor, times: int | None = None) -> Runs:
+        """Return the runs of some rows (int64 [n]), in that order.
+
+        `times`: each row is taken so often. Without it, the host waits for the number of runs.
+        """
         count = self.row_ptr.diff()[rows]
         row_ptr = _offsets(count)
         shift = self.row_ptr[:-1][rows] - row_ptr[:-1]
-        total = int(row_ptr[-1])
+        total = int(row_ptr[-1]) if times is None else times * len(self.runs)
         source = torch.arange(total, device=rows.device) + torch.repeat_interleave(shift, count, output_size=total)
         return Runs(row_ptr.int(), self.runs[source])
 
@@ -81,11 +84,14 @@ class RunLists:
         """Return the lists with `f` applied to each tensor."""
         return RunLists.from_tensors(tuple(f(t) for t in self.tensors))
 
-    def take(self, heads: Tensor) -> RunLists:
-        """Return the lists of some (b, h) pairs (int64 [n], positions b * H + h), in that order."""
+    def take(self, heads: Tensor, times: int | None = None) -> RunLists:
+        """Return the lists of some (b, h) pairs (int64 [n], positions b * H + h), in that order.
+
+        `times`: each pair is taken so often. Without it, the host waits for the number of runs.
+        """
         blocks = self.order.shape[1]
         rows = (heads[:, None] * blocks + torch.arange(blocks, device=heads.device)).flatten()
-        return RunLists(self.partial.take(rows), self.full.take(rows), self.order[heads])
+        return RunLists(self.partial.take(rows, times), self.full.take(rows, times), self.order[heads])
 
 
 class LaterRunLists(RunLists):

@@ -48,12 +48,13 @@ def with_runs(bound: BoundMod, runs: tuple[EqualRuns, ...], by_key: bool) -> Bou
     """
     if not runs:
         return bound
-    graph = _with_runs(bound.graph, tuple(r.capture for r in runs), by_key)
+    graph = graph_with_runs(bound.graph, tuple(r.capture for r in runs), by_key)
     return BoundMod(graph, (*bound.captures, *(t for r in runs for t in (r.starts, r.ends))), bound.numbers)
 
 
 @lru_cache(512)
-def _with_runs(graph: ModGraph, captures: tuple[int, ...], by_key: bool) -> ModGraph:
+def graph_with_runs(graph: ModGraph, captures: tuple[int, ...], by_key: bool) -> ModGraph:
+    """Return the graph of `with_runs` for runs in these captures."""
     first = len(graph.captures)
     about = [graph.captures[i] for i in captures]
     added = [Capture(f"{c.name}_{end}", torch.int32, c.ndim) for c in about for end in ("starts", "ends")]

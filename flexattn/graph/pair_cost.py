@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from flexattn.graph.dependence import PAIR_INDICES, computed_from
+from flexattn.graph.equal_runs import graph_with_runs
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.row_bounds import conditions_of, row_bounds
 
@@ -13,12 +14,15 @@ _COSTS = {"load": 8, "floordiv": 6, "mod": 6, "fmod": 6, "div": 6, "sqrt": 6, "p
 
 
 @lru_cache(512)
-def pair_cost(graph: ModGraph) -> int:
+def pair_cost(graph: ModGraph, runs: tuple[int, ...] = ()) -> int:
     """Return an estimate of the instructions per pair of a mask_mod.
 
-    Intervals of keys are left out, because their ends are computed once per query. What depends on the key alone counts
-    half: a thread has two queries of each key (`hopper_forward`).
+    `runs`: the captures in which runs of equal elements are known. Intervals of keys are left out, because their ends
+    are computed once per query. What depends on the key alone counts half: a thread has two queries of each key
+    (`hopper_forward`).
     """
+    if runs:
+        graph = graph_with_runs(graph, runs, by_key=False)
     conditions = conditions_of(row_bounds(graph, "kv_idx"))
     nodes = {n for condition in conditions for n in computed_from(graph, condition)}
     halves = 0

@@ -122,8 +122,8 @@ def create_block_mask(
     mask = BlockMask._of_runs(
         built.by_query, built.by_key, *sizes[:2], (Q_LEN, KV_LEN), block_size, mask_mod, separate_full_blocks, False
     )
-    mask._bits = built.bits
-    mask = mask.expand(B or 1, H or 1)
+    mask._bits, mask._no_bits = built.bits, built.no_bits
+    mask = mask._expand(B or 1, H or 1, is_exact=True)
     mask._remember(bound, built.runs)
     mask.build_counts = built.counts
     if is_logging():
@@ -142,7 +142,7 @@ def build_lists_at(mask: BlockMask, block_size: tuple[int, int]) -> tuple[RunLis
     built = classify(bound, (B, H, *mask.seq_lengths), block_size, mask.device, mask._separate)
     fine = BlockMask._of_runs(
         built.by_query, built.by_key, B, H, mask.seq_lengths, block_size, mask.mask_mod, mask._separate, False
-    ).expand(mask.B, mask.H)
+    )._expand(mask.B, mask.H, is_exact=True)
     assert fine.q_runs is not None
     return fine.kv_runs, fine.q_runs
 

@@ -43,7 +43,7 @@ _BITS = tuple((f"{n}_ptr", "*i32") for n in ("full", "partial", "full_by_key", "
 SAMPLES = 9 + 96  # positions of a block that are sampled before it is evaluated
 TILE = (32, 64)  # tile of the evaluation kernel
 WARPS = {"classify": 8, "evaluate": 4, "pair_bits": 4}
-BITS_PROGRAMS = 8  # that take the bits of a row of blocks
+BITS_PROGRAMS = 8  # that evaluate the partial blocks of a row of query blocks
 
 
 @frozen(eq=False)
@@ -97,18 +97,15 @@ class MaskPlan:
         return self._source("evaluate", (*own, *self.mod.signature()), names)
 
     @cached_property
-    def pair_bits(self) -> tuple[KernelSource, KernelSource]:
-        """The kernels for the bits of partial blocks, whose rows are queries or keys."""
-        return self._pair_bits(by_key=False), self._pair_bits(by_key=True)
-
-    def _pair_bits(self, by_key: bool) -> KernelSource:
-        own = tuple((n, "*i32") for n in ("row_ptr_ptr", "runs_ptr", "first_ptr"))
-        sizes = tuple((n, "i32") for n in ("H", "Q", "KV", "row_blocks"))
+    def pair_bits(self) -> KernelSource:
+        """The kernel for the bits of partial blocks."""
+        own = (("row_ptr_ptr", "*i32"), ("runs_ptr", "*i32"), ("words_ptr", "*i16"), *_ROWS)
+        sizes = tuple((n, "i32") for n in ("H", "Q", "KV"))
         names = {
-            "functions": [self._mask_mod], "mask_arguments": self.mod.argument_names(), "by_key": by_key,
-            "PROGRAMS": BITS_PROGRAMS, "BLOCK": BITS_BLOCK, "ROWS": 32, "WORDS": ROW_WORDS,
+            "functions": [self._mask_mod], "mask_arguments": self.mod.argument_names(), "PROGRAMS": BITS_PROGRAMS,
+            "BLOCK": BITS_BLOCK, "WORDS": ROW_WORDS, "STEP": 2, "RUNS": 32,
         }  # fmt: skip
-        return self._source("pair_bits", (*own, ("words_ptr", "*i16"), *sizes, *self.mod.signature()), names)
+        return self._source("pair_bits", (*own, *sizes, *self.mod.signature()), names)
 
     @property
     def _mask_mod(self) -> str:
@@ -203,6 +200,9 @@ def levels_source(dtype: torch.dtype) -> KernelSource:
     """Return the kernel for the further levels of a table."""
     signature = (("table_ptr", TRITON_POINTER[dtype]), *((n, "i32") for n in ("level", "rows", "entries", "levels")))
     return _source("mask_levels", signature, {"PLACES": PLACES, "is_float": dtype.is_floating_point})
+
+
+SCAN_PROGRAMS = 7  # that add up the counts: six kinds of them, and blocks that are not known
 
 
 @lru_cache(1)

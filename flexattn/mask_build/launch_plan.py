@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexattn.block_mask.bits import BITS_BLOCK
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.lower_bounds import table_dtype
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.machine.target import Target
 from flexattn.mask_build.kernels import (
+    BITS_PROGRAMS,
     PLACES,
     RUN_PLACES,
+    SCAN_PROGRAMS,
     SMALL_LISTS,
     SMALL_PROGRAMS,
     MaskPlan,
@@ -31,6 +34,7 @@ from flexattn.mask_build.kernels import (
     table_entries,
     table_source,
 )
+from flexattn.mask_build.pair_bits import unwanted
 from flexattn.process.frozen_class import frozen
 from flexattn.runtime.build import Kernel, build, build_ahead
 
@@ -90,8 +94,9 @@ class Recipe:
     """Everything about a build that is known in advance. Memory is one or two int32 allocations in 16-byte parts.
 
     scratch: tables; bits by row: full, partial; by column: full, partial; by row: unknown; counts of rows; status.
-    kept: row_ptr of partial and full runs by query, then by key; both orders; space for the maximum number of runs
-    (n / 2 of each kind in a row of n blocks), or none if that is large; starts and ends of runs of equal elements.
+    kept: row_ptr of partial runs, full runs and partial blocks by query, then by key; both orders; space for the
+    maximum number of runs (n / 2 of each kind in a row of n blocks), or none if that is large; starts and ends of runs
+    of equal elements.
     """
 
     heads: int
@@ -132,28 +137,30 @@ def recipe_of(
     by_row, by_column = q_rows * kv_words, kv_rows * q_words
     listed = (*rows, q_blocks, kv_blocks)
     of_blocks = (Q, KV, *block_size, q_blocks, kv_blocks, H, int(separate))
-    of_captures = numbers_of_captures(plan, captures)
+    of_captures = _numbers_of_captures(plan, captures)
     dtypes = [c.dtype for c in plan.mod.graph.captures]
     keys = _table_keys(plan, block_size)
     wanted = tuple(dict.fromkeys(keys))
-    build_ahead(_sources(plan, captures, sizes, block_size), target, here=[plan.classify])
+    found = _captures_with_runs(plan, captures)
+    has_bits = block_size == (BITS_BLOCK, BITS_BLOCK) and not unwanted(plan.mod.graph, found, target)
+    build_ahead(_sources(plan, captures, sizes, block_size, has_bits), target, here=[plan.classify])
     classify = build(plan.classify, target)
     tables = tuple(_table(key, captures[key[0]], dtypes[key[0]], target) for key in wanted)
     reads = tuple(wanted.index(key) for key in keys)
     of_tables = [n for i in reads for n in tables[i].constants]
     lists, apart = _list_sources(plan, captures, sizes, block_size)
-    runs = tuple(_runs(i, captures[i], apart.get(i), target) for i in _captures_with_runs(plan, captures))
+    runs = tuple(_runs(i, captures[i], apart.get(i), target) for i in found)
     most = 2 * (q_rows * -(-kv_blocks // 2) + kv_rows * -(-q_blocks // 2))
     kept = _starts(
-        2 * (q_rows + kv_rows + 2),
+        3 * (q_rows + kv_rows + 2),
         q_rows + kv_rows,
         2 * most * (most <= _SMALL),
         *(r.elements for r in runs for _ in range(2)),
     )
-    scratch = (*(t.words for t in tables), by_row, by_row, by_column, by_column, by_row, 4 * q_rows + 3 * kv_rows, 8)
+    scratch = (*(t.words for t in tables), by_row, by_row, by_column, by_column, by_row, 5 * q_rows + 4 * kv_rows, 8)
     within = [r for r in runs if r.step is None]
     at_once = (SMALL_PROGRAMS + sum(r.programs for r in within), (*listed, *(n for r in within for n in r.constants)))
-    launched = (at_once,) if len(lists) == 1 else ((sum(rows), listed), (5, rows), (sum(rows), listed))
+    launched = (at_once,) if len(lists) == 1 else ((sum(rows), listed), (SCAN_PROGRAMS, rows), (sum(rows), listed))
     together = sum(scratch) <= _SMALL_SCRATCH
     return Recipe(
         heads=B * H, rows=rows, blocks=q_rows * kv_blocks, octets=4 * by_row,
@@ -165,7 +172,17 @@ def recipe_of(
     )  # fmt: skip
 
 
-def numbers_of_captures(plan: MaskPlan, captures: Sequence[Strided]) -> tuple[int, ...]:
+@lru_cache(512)
+def bits_step(plan: MaskPlan, captures: tuple[Strided, ...], sizes: Sizes, target: Target) -> Step:
+    """Prepare the launch that evaluates the partial blocks of a mask."""
+    B, H, Q, KV = sizes
+    q_blocks, kv_blocks = -(-Q // BITS_BLOCK), -(-KV // BITS_BLOCK)
+    rows = B * H * q_blocks, B * H * kv_blocks
+    constants = (*rows, q_blocks, kv_blocks, H, Q, KV, *_numbers_of_captures(plan, captures))
+    return Step(build(plan.pair_bits, target), rows[0] * BITS_PROGRAMS, constants)
+
+
+def _numbers_of_captures(plan: MaskPlan, captures: Sequence[Strided]) -> tuple[int, ...]:
     """Return the strides and sizes of captured tensors that kernels get."""
     return tuple([
         n
@@ -272,15 +289,15 @@ def _table(key: _TableKey, strided: Strided, dtype: torch.dtype, target: Target)
 
 
 def sources(
-    plan: MaskPlan, bound: BoundMod, sizes: Sizes, block_size: tuple[int, int], evaluates: bool
+    plan: MaskPlan, bound: BoundMod, sizes: Sizes, block_size: tuple[int, int], evaluates: bool, has_bits: bool
 ) -> tuple[KernelSource, ...]:
     """Return the kernels that building a mask runs. `evaluates`: bounds and samples leave undecided blocks."""
     captures = tuple([(t.shape, t.stride()) for t in bound.captures])
-    return (*_sources(plan, captures, sizes, block_size), *([plan.evaluate] if evaluates else []))
+    return (*_sources(plan, captures, sizes, block_size, has_bits), *([plan.evaluate] if evaluates else []))
 
 
 def _sources(
-    plan: MaskPlan, captures: Sequence[Strided], sizes: Sizes, block_size: tuple[int, int]
+    plan: MaskPlan, captures: Sequence[Strided], sizes: Sizes, block_size: tuple[int, int], has_bits: bool
 ) -> tuple[KernelSource, ...]:
     """Return the kernels that building a mask runs if no block is undecided."""
     lists, apart = _list_sources(plan, captures, sizes, block_size)
@@ -291,4 +308,6 @@ def _sources(
         found.append(table_source(dtype, table.chunk))
         if table.levels > 1:
             found.append(levels_source(table_dtype(dtype)))
+    if has_bits:
+        found.append(plan.pair_bits)
     return tuple(dict.fromkeys(found))

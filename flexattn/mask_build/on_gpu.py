@@ -3,7 +3,7 @@
 The launches are range tables, classification, then count, scan and fill (for a small mask, all three at once). The host
 waits once, to read the number of runs. If bounds and samples leave undecided blocks, these are evaluated, and the host
 waits a second time. If the maximum number of runs takes little memory, everything is launched before the host waits.
-If the mask_mod is expensive, the bits of partial blocks follow, and the host waits for their number.
+If the mask_mod is expensive, another launch evaluates the pairs of partial blocks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import BuildCounts, BuiltMask, LaterRunLists
+from flexattn.block_mask.bits import BLOCK_WORDS, MaskBits, PairBits
 from flexattn.errors import IndexRangeError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import EqualRuns
 from flexattn.machine.target import Target, processors, target_of
 from flexattn.mask_build.boxes import MOST_RUNS, too_many_runs
 from flexattn.mask_build.kernels import MaskPlan
-from flexattn.mask_build.launch_plan import Recipe, Sizes, Step, TableRecipe, as_argument, recipe_of
-from flexattn.mask_build.pair_bits import pair_bits, wants_bits
+from flexattn.mask_build.launch_plan import Recipe, Sizes, Step, TableRecipe, as_argument, bits_step, recipe_of
+from flexattn.mask_build.pair_bits import NO_PARTIAL, impossible, unwanted
+from flexattn.process.events import fallback
 from flexattn.process.progress import announce
 from flexattn.runtime.build import build, current_stream
 
@@ -56,21 +58,22 @@ def build_lists(
     recipe = recipe_of(plan, captures, sizes, block_size, separate, target)
     with _Build(recipe, bound, device, target) as running:
         running.launch()
-        *totals, open_blocks, descends = running.wait()
+        *totals, open_blocks, descends, blocks = running.wait()
         if open_blocks:
             announce(open_blocks, open_blocks * math.prod(block_size))
             running.evaluate(Step(build(plan.evaluate, target), _programs(recipe, device), recipe.evaluated))
-            *totals, _, _ = running.wait()
+            *totals, _, _, blocks = running.wait()
             if outside := running.outside():
                 raise _outside(bound, outside)
         if max(totals) > MOST_RUNS:
             q_rows, kv_rows = recipe.rows
             raise too_many_runs((*sizes[:2], q_rows // recipe.heads, kv_rows // recipe.heads), block_size)
         kept = running.kept
-        memory, begin = kept, recipe.kept[2]
+        memory, begin, runs = kept, recipe.kept[2], running.runs
         if not recipe.has_room:
             memory, begin = _allocate(2 * sum(totals), device), 0
-            running.fill(as_argument(memory, target))
+            runs = as_argument(memory, target)
+            running.fill(runs)
     by_query, by_key = (
         LaterRunLists(
             functools.partial(_views, kept, memory, (recipe.kept[1], begin), totals, recipe.heads, recipe.rows, by_key)
@@ -81,11 +84,24 @@ def build_lists(
         EqualRuns(r.capture, kept.as_strided(r.shape, r.strides, at))
         for r, at in zip(recipe.runs, recipe.kept[3:-1:2], strict=True)
     ])  # fmt: skip
-    bits = None
-    if totals[0] and wants_bits(bound, found, block_size, target):
-        bits = pair_bits(plan, bound, by_query.partial, by_key.partial, sizes, device, target)
+    bits, no_bits = None, _no_bits(bound, found, block_size, blocks, target)
+    if not no_bits:
+        bits = running.pair_bits(bits_step(plan, captures, sizes, target), runs, blocks, sizes)
     size = kept.nbytes + (0 if memory is kept else memory.nbytes) + (0 if bits is None else bits.nbytes)
-    return BuiltMask(by_query, by_key, BuildCounts(recipe.blocks, None, open_blocks), size, found, bits)
+    return BuiltMask(by_query, by_key, BuildCounts(recipe.blocks, None, open_blocks), size, found, bits, no_bits)
+
+
+def _no_bits(
+    bound: BoundMod, found: tuple[EqualRuns, ...], block_size: tuple[int, int], blocks: int, target: Target
+) -> str:
+    """Return why a mask with so many partial blocks has no bits; "" if it has."""
+    if not blocks:
+        return NO_PARTIAL
+    if reason := unwanted(bound.graph, tuple([r.capture for r in found]), target):
+        return reason
+    if reason := impossible(bound, block_size, blocks):
+        fallback("mask evaluated per pair", reason)
+    return reason
 
 
 class _Build:
@@ -140,15 +156,29 @@ class _Build:
         pointers = (*self.bits, self.counts, self.told, self.row_ptr, self.order, runs)
         self.recipe.lists[2].launch(self.stream, pointers)
 
+    def pair_bits(self, step: Step, runs: Any, blocks: int, sizes: Sizes) -> MaskBits:
+        """Evaluate the pairs of partial blocks. `runs` are those that were written."""
+        words = torch.empty((2, (blocks + 1) * BLOCK_WORDS), dtype=torch.int16, device=self.kept.device)
+        step.launch(
+            self.stream, (self.row_ptr, runs, as_argument(words, self.target), *self.captures), self.bound.numbers
+        )
+        by_query, by_key = (
+            PairBits(_row_ptrs(self.kept, self.recipe.rows, direction)[2][:-1], own)
+            for direction, own in enumerate(words.unbind())
+        )
+        for own in (by_query.words, by_key.words):
+            own._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]  # as in one_tensor.pack
+        return MaskBits(by_query, by_key, sizes[2:])
+
     def wait(self) -> list[int]:
-        """Return the number of runs of each kind, of undecided blocks, and whether a tensor is not ascending."""
+        """Return counts: runs of each kind, undecided blocks, tensors that are not ascending, partial blocks."""
         if not self.recipe.at_once:
             words = self.scratch[-8:].tolist()
         else:
             if self.target.backend == "cuda":
                 torch.cuda.current_stream().synchronize()
             words = self.report.words.tolist()
-        return [*words[:5], words[6]]
+        return [*words[:5], *words[6:8]]
 
     def outside(self) -> int:
         """Return, as bits, the captures that an evaluation indexed out of range."""
@@ -210,15 +240,22 @@ def _views(
 
     `begins`: the start of the orders in `kept`, and of the runs in `memory`.
     """
-    n, row_ptr = rows[by_key], 2 * by_key * (rows[0] + 1)
+    n = rows[by_key]
+    partial, full, _ = _row_ptrs(kept, rows, by_key)
     order = begins[0] + by_key * rows[0]
     begin = begins[1] + 2 * sum(totals[: 2 * by_key])
     some, every = totals[2 * by_key : 2 * by_key + 2]
     return (
-        kept.as_strided((n + 1,), (1,), row_ptr), memory.as_strided((some, 2), (2, 1), begin),
-        kept.as_strided((n + 1,), (1,), row_ptr + n + 1), memory.as_strided((every, 2), (2, 1), begin + 2 * some),
+        partial, memory.as_strided((some, 2), (2, 1), begin),
+        full, memory.as_strided((every, 2), (2, 1), begin + 2 * some),
         kept.as_strided((heads, n // heads), (n // heads, 1), order),
     )  # fmt: skip
+
+
+def _row_ptrs(kept: Tensor, rows: tuple[int, int], by_key: int) -> list[Tensor]:
+    """Return the row_ptr of the partial runs, the full runs and the partial blocks of one direction."""
+    begin, step = 3 * by_key * (rows[0] + 1), rows[by_key] + 1
+    return [kept.as_strided((step,), (1,), begin + i * step) for i in range(3)]
 
 
 def _allocate(words: int, device: torch.device) -> Tensor:

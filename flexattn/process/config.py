@@ -17,8 +17,7 @@ _FALSE = frozenset({"", "0", "false", "off", "no"})
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 CACHE_SIZE = 2**30  # default FLEXATTN_CACHE_SIZE in bytes, enough for thousands of kernels
 
-MECHANISMS = ("fixed_reference", "hopper", "stripes")  # what FLEXATTN_WITHOUT may name
-EXPERIMENTS = ("bits",)  # what FLEXATTN_WITH may name
+MECHANISMS = ("bits", "fixed_reference", "hopper", "stripes")  # what FLEXATTN_WITHOUT may name
 
 COMPILE_PROCESSES = 4  # default FLEXATTN_COMPILE_PROCESSES; a training step needs at most that many large kernels
 
@@ -34,7 +33,6 @@ class Settings:
     print_source: bool  # FLEXATTN_DUMP=1: print generated sources on stderr
     dump_dir: Path | None  # FLEXATTN_DUMP=directory: copy generated sources and PTX there
     without: frozenset[str]  # FLEXATTN_WITHOUT: the names of MECHANISMS that no plan uses
-    experiments: frozenset[str]  # FLEXATTN_WITH: the names of EXPERIMENTS that plans use
 
 
 @functools.cache
@@ -55,7 +53,6 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         print_source=is_switch and dump.lower() in _TRUE,
         dump_dir=None if is_switch else _folder("FLEXATTN_DUMP", dump),
         without=_names(environment, "FLEXATTN_WITHOUT", MECHANISMS),
-        experiments=_names(environment, "FLEXATTN_WITH", EXPERIMENTS),
     )
 
 

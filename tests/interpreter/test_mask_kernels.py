@@ -275,7 +275,7 @@ def test_runs_in_two_tensors(at_once: bool) -> None:
     with nullcontext() if at_once else lists_in_steps():
         plan = plan_of(bound, INTERPRETER)
         built = build_lists(plan, bound, (1, 1, 40, 40), (8, 8), CPU, True)
-        names = [source.name for source in sources(plan, bound, (1, 1, 40, 40), (8, 8), False)]
+        names = [source.name for source in sources(plan, bound, (1, 1, 40, 40), (8, 8), False, False)]
     assert names.count("mask_runs") == 1  # the two are of one dtype
     assert len(built.runs) == 2
     for runs in built.runs:
