@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from flexattn import BlockMask, create_mask
-from flexattn.block_mask.bits import BITS_BLOCK, BLOCK_WORDS, ROW_WORDS, MaskBits, PairBits
+from flexattn.block_mask.bits import BITS_BLOCK, BLOCK_WORDS, HALF, ROW_WORDS, MaskBits, PairBits
 from flexattn.block_mask.dense import dense_blocks
+from flexattn.mask_build.pair_bits import MOST_QUARTERS
 from flexattn.reference import attention
 
 GROUPS = BITS_BLOCK // ROW_WORDS
@@ -23,7 +24,9 @@ def reference_bits(mask: BlockMask) -> MaskBits:
     past = [-n % BITS_BLOCK for n in lengths]
     dense = torch.nn.functional.pad(dense, (0, past[1], 0, past[0]))
     partial, _ = dense_blocks(mask)
-    return MaskBits(_of_direction(dense, partial), _of_direction(dense.mT, partial.mT), lengths)
+    by_query, by_key = _of_direction(dense, partial), _of_direction(dense.mT, partial.mT)
+    needs = by_query.halves[:-1] & 3
+    return MaskBits(by_query, by_key, lengths, int((needs % 2 + needs // 2).sum()) <= MOST_QUARTERS * 2 * len(needs))
 
 
 def _of_direction(dense: Tensor, partial: Tensor) -> PairBits:
@@ -33,7 +36,15 @@ def _of_direction(dense: Tensor, partial: Tensor) -> PairBits:
     unused = torch.zeros(BLOCK_WORDS, dtype=torch.int16, device=dense.device)
     counts = partial.sum(-1).flatten()
     first = counts.cumsum(0, dtype=torch.int32) - counts.int()
-    return PairBits(first, torch.cat((words.sum(-2).to(torch.int16).flatten(), unused)))
+    needs = blocks.view(-1, 2, HALF, 2, HALF).any(4).any(2)  # [blocks, half of rows, half of columns]
+    starts = 2 * partial.nonzero()[:, -1, None] + torch.arange(2, device=dense.device)
+    halves = (starts * 4 + needs[:, 0] + 2 * needs[:, 1]).flatten()
+    of_row = torch.arange(len(counts), device=dense.device).repeat_interleave(counts)
+    count = torch.zeros_like(counts).index_add_(0, of_row, needs.any(1).sum(1))
+    return PairBits(
+        first, torch.cat((words.sum(-2).to(torch.int16).flatten(), unused)),
+        torch.cat((halves, halves.new_zeros(1))).int(), count.int(),
+    )  # fmt: skip
 
 
 def assert_same_bits(bits: MaskBits, mask: BlockMask) -> None:
@@ -47,6 +58,10 @@ def assert_same_bits(bits: MaskBits, mask: BlockMask) -> None:
             here, there = (x.words.view(-1, BLOCK_WORDS)[int(x.first[row]) :][:count] for x in (found, expected))
             assert len(here) == count
             assert torch.equal(here, there), f"row {row}"
+            these, those = (x.halves[2 * int(x.first[row]) :][: 2 * count] for x in (found, expected))
+            assert torch.equal(these, those), f"row {row}"
+        assert torch.equal(found.count, expected.count)
+    assert bits.skips_halves == reference_bits(mask).skips_halves
 
 
 def with_bits(mask: BlockMask) -> BlockMask:

@@ -29,7 +29,7 @@ from operations import Operations
 from sm90 import report
 
 from flexattn import BlockMask, create_block_mask, create_mask, explain, mods
-from flexattn.block_mask.bits import BITS_BLOCK, BLOCK_WORDS, ROW_WORDS, MaskBits, PairBits
+from flexattn.block_mask.bits import BITS_BLOCK, BLOCK_WORDS, ROW_WORDS, MaskBits
 from flexattn.block_mask.prepared import MaskForm
 from flexattn.call.problem import Problem
 from flexattn.compile.kernel_source import KernelSource
@@ -41,7 +41,7 @@ from flexattn.graph.pair_cost import pair_cost
 from flexattn.machine.target import Target
 from flexattn.mask_build import launch_plan, on_gpu
 from flexattn.mask_build.kernels import plan_mask
-from flexattn.mask_build.pair_bits import MOST_BYTES, bytes_of, impossible, unwanted
+from flexattn.mask_build.pair_bits import MOST_BYTES, bits_of_memory, bytes_of, impossible, size_of_halves, unwanted
 from flexattn.process.config import settings
 from flexattn.reference import attention
 from flexattn.runtime import build as build_module
@@ -163,7 +163,9 @@ def test_what_bits_cost_a_build(blocks: int, monkeypatch: pytest.MonkeyPatch) ->
         assert device.built == (0 if known else len(names)), "a known build plans nothing"
         assert device.waits == 1
         assert not known or operations.allocations == (2 if blocks else 1)
-        assert not known or not operations.others
+        # The counts of halves are set to 0 before, and read after.
+        others = {"aten.zeros.default": 1, "aten._local_scalar_dense.default": 1} if blocks else {}
+        assert not known or operations.others == others
         assert (built.bits is not None) == (blocks > 0)
     for plans in planned:  # of kernels that are not there
         plans.cache_clear()
@@ -195,9 +197,10 @@ def test_the_kernel_that_evaluates_pairs(name: str, monkeypatch: pytest.MonkeyPa
     launch_plan.bits_step.cache_clear()
     step = launch_plan.bits_step(plan, tuple((t.shape, t.stride()) for t in bound.captures), (B, H, *lengths), HOPPER)
     launch_plan.bits_step.cache_clear()
-    step.launch(0, (torch.cat(ends), runs, words, *bound.captures), bound.numbers)
     firsts = [end[-some.rows - 1 : -1] for end, (some, _) in zip(ends, directions, strict=True)]
-    assert_same_bits(MaskBits(*map(PairBits, firsts, words.unbind()), lengths), mask)
+    halves = torch.zeros(size_of_halves(blocks, (len(firsts[0]), len(firsts[1]))), dtype=torch.int32)
+    step.launch(0, (torch.cat(ends), runs, words, halves, *bound.captures), bound.numbers)
+    assert_same_bits(bits_of_memory(firsts, words, halves, lengths), mask)
 
 
 def masked(D: int, score_mod: Mod | None = None, mod: Mod = NEIGHBORS, bits: bool = True, **options: Any) -> Any:
@@ -337,7 +340,7 @@ def test_bits_in_graphs() -> None:
     assert ready is not None
     form = MaskForm.loads(ready.text)
     assert form.has_bits
-    assert len(ready.tensors) == 5
+    assert len(ready.tensors) == 1 + BITS_TENSORS
     bound, query = trace(NEIGHBORS, "mask"), torch.zeros(1, 2, 512, 64)
     same = mask_of_lists(ready.tensors, form, query, 512, 512, bound)
     assert same.bits is not None
@@ -345,7 +348,7 @@ def test_bits_in_graphs() -> None:
     assert mask_of_lists(ready.tensors, form, query, 512, 512, trace(dilated, "mask")).bits is None
     assert mask_of_lists(ready.tensors, form, query, 512, 512, None).bits is None
     of_bits = tuple(ready.tensors[1:])
-    assert MaskBits.from_tensors(of_bits, (512, 512)).tensors == of_bits
+    assert MaskBits.from_tensors(of_bits, (512, 512), False).tensors == of_bits
     text = Spec(form=form).dumps()
     assert loads(text).form == form
     with pytest.raises(FormatError):

@@ -14,7 +14,8 @@ BITS_BLOCK = 128  # rows and columns of the blocks that have bits
 ROW_WORDS = 8  # of a row of a block. Word w has the columns w, w + 8, w + 16, ..., from the lowest bit on.
 BLOCK_WORDS = BITS_BLOCK * ROW_WORDS
 BLOCK_BYTES = 2 * BLOCK_WORDS
-BITS_TENSORS = 4  # of a mask
+HALF = BITS_BLOCK // 2  # rows of a warpgroup, and rows or columns that kernels can skip
+BITS_TENSORS = 8  # of a mask
 
 
 class PairBits(NamedTuple):
@@ -23,10 +24,16 @@ class PairBits(NamedTuple):
     first: Tensor  # int32 [B * H * row blocks]: the number of a row's first partial block; the others follow it
     # int16 [(blocks + 1) * BLOCK_WORDS], rows of blocks in order. The last block is loaded, but never used.
     words: Tensor
+    # int32 [2 * blocks + 1], two for each block in the order of words, for its columns below and from HALF on: the number
+    # of the first column in units of HALF, shifted left by two, plus bit 0 or 1 if rows below or from HALF on attend to
+    # any of the columns. One more is loaded, but never used.
+    halves: Tensor
+    count: Tensor  # int32 [B * H * row blocks]: halves of a row that any row attends to
 
     def take(self, heads: Tensor, count: int) -> PairBits:
         """Return the bits for some (b, h) pairs of `count`, int64 [n]. They share the words."""
-        return PairBits(self.first.view(count, -1)[heads].flatten(), self.words)
+        first, halves = (t.view(count, -1)[heads].flatten() for t in (self.first, self.count))
+        return PairBits(first, self.words, self.halves, halves)
 
 
 class MaskBits(NamedTuple):
@@ -35,15 +42,17 @@ class MaskBits(NamedTuple):
     by_query: PairBits
     by_key: PairBits
     lengths: tuple[int, int]  # of queries and keys. Pairs past them have no bit.
+    skips_halves: bool  # whether kernels skip halves of blocks, because enough of them are empty
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (*self.by_query, *self.by_key)
 
     @staticmethod
-    def from_tensors(tensors: tuple[Tensor, ...], lengths: tuple[int, int]) -> MaskBits:
+    def from_tensors(tensors: tuple[Tensor, ...], lengths: tuple[int, int], skips_halves: bool) -> MaskBits:
         """Inverse of `tensors`."""
-        return MaskBits(PairBits(*tensors[:2]), PairBits(*tensors[2:]), lengths)
+        of_query, of_key = tensors[: BITS_TENSORS // 2], tensors[BITS_TENSORS // 2 :]
+        return MaskBits(PairBits(*of_query), PairBits(*of_key), lengths, skips_halves)
 
     @property
     def blocks(self) -> int:
@@ -56,4 +65,5 @@ class MaskBits(NamedTuple):
 
     def take(self, heads: Tensor, count: int) -> MaskBits:
         """Return the bits for some (b, h) pairs of `count`, int64 [n]."""
-        return MaskBits(self.by_query.take(heads, count), self.by_key.take(heads, count), self.lengths)
+        by_query, by_key = (bits.take(heads, count) for bits in (self.by_query, self.by_key))
+        return MaskBits(by_query, by_key, self.lengths, self.skips_halves)

@@ -419,6 +419,12 @@ class BlockMask(upstream.BlockMask):
         """Why the mask has no bits; "" if it has."""
         return "" if self.bits is not None else self._no_bits or NO_BITS
 
+    @property
+    def skips_halves(self) -> bool:
+        """Whether kernels that read `bits` also skip the empty halves of blocks."""
+        bits = self.bits
+        return bits is not None and bits.skips_halves
+
     def _remember(self, bound: BoundMod, runs: tuple[EqualRuns, ...] = ()) -> None:
         """Record that the blocks were computed from mask_mod with the values of `bound`."""
         self._record = CaptureRecord.of(self._mask_mod, bound, runs)
@@ -458,6 +464,7 @@ class BlockMask(upstream.BlockMask):
             (self.BLOCK_SIZE, *self._sets), self.q_runs is not None, self.B > 1, self.H > 1, self.full_overhangs,
             self._built_from_mod, "" if record is None or record.numbers else record.graph.digest,
             tuple(r.capture for r in runs), has_bits=bits is not None,
+            skips_halves=self.skips_halves,
         )  # fmt: skip
         if record is not None:
             Origin(record, record.mod is self._mask_mod).keep(lists)

@@ -35,6 +35,7 @@ class MaskForm:
     runs: tuple[int, ...] = ()  # its captures with known runs of equal elements, whose places come last
     is_torchs: bool = False  # the lists are those of PyTorch's BlockMask
     has_bits: bool = False  # the tensors of its MaskBits follow the sets of lists
+    skips_halves: bool = False  # as in its MaskBits
 
     def dumps(self) -> str:
         return json.dumps(list(asdict(self).values()))

@@ -65,6 +65,11 @@ class Problem:
         return blocks is not None and blocks.bits is not None and self.mask is not None and self.layout is None
 
     @property
+    def skips_halves(self) -> bool:
+        """Whether kernels that read bits also skip the empty halves of blocks."""
+        return self.has_bits and self.block_mask is not None and self.block_mask.skips_halves
+
+    @property
     def is_paged(self) -> bool:
         return self.layout is not None and self.layout.page_size > 0
 

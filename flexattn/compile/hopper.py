@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import field, replace
 
 import torch
 
@@ -19,6 +19,7 @@ from flexattn.compile.kernels import (
     DQ,
     FORWARD,
     FORWARD_SPLIT,
+    HALVES,
     HOPPER_BACKWARD,
     HOPPER_BACKWARD_STRIPES,
     HOPPER_BACKWARD_WIDE,
@@ -48,6 +49,8 @@ TILES: dict[tuple[int, int], Tile] = {
 # us, 2,048 tokens 585 -> 581. With T5's bias it is 2 % slower, and with a causal mask (blocks of 192) 4 %.
 PLAIN_TILES: dict[tuple[int, int], Tile] = {(64, 64): Tile(192, 128, 4, 2)}
 FEWEST_QUERIES = 2048
+# Where empty halves of mask blocks are skipped. A consumer skips at most num_stages - 2 tiles in turn.
+HALF_TILES: dict[tuple[int, int], Tile] = {(64, 64): Tile(128, 64, 4, 8), (128, 128): Tile(128, 64, 4, 4)}
 # Attention of few queries with latent keys, without warp specialization.
 LATENT_TILES: dict[tuple[int, int], Tile] = {(576, 512): Tile(64, 64, 8, 2)}
 # Per thread. The consumers share what the other roles leave of an SM's 65,536 registers.
@@ -88,6 +91,7 @@ class HopperForm:
     spec: KernelSpec
     tiles: dict[tuple[int, int], Tile]
     refusals: tuple[RejectionRule, ...]
+    half_tiles: dict[tuple[int, int], Tile] = field(default_factory=dict)  # that skip empty halves of mask blocks
     others_are_portable: bool = False  # with other widths than those of `tiles`, the portable kernel is the best form
 
 
@@ -137,18 +141,19 @@ def _refusal_of_latent(plan: KernelPlan, problem: Problem) -> str | None:
 
 _DQ = HopperForm(HOPPER_DQ, DQ_TILES, (_refusal_of_captures, _refusal_of_tables))
 FORMS: dict[KernelSpec, HopperForm] = {
-    FORWARD: HopperForm(HOPPER_FORWARD, TILES, (_refusal_of_scale, _refusal_of_tables)),
+    FORWARD: HopperForm(HOPPER_FORWARD, TILES, (_refusal_of_scale, _refusal_of_tables), HALF_TILES),
     # CAPTURES, SIZES and BATCH_CAPTURES are listed only so that their reason is reported: they run only if captured
     # tensors require gradients, which this form rejects.
     **dict.fromkeys((DQ, CAPTURES, SIZES, BATCH_CAPTURES), _DQ),
     FORWARD_SPLIT: HopperForm(
         HOPPER_LATENT, LATENT_TILES, (_refusal_of_scale, _refusal_of_latent), others_are_portable=True
     ),
-    DKDV: HopperForm(HOPPER_DKDV, BACKWARD_TILES, (_refusal_of_tables,)),
+    DKDV: HopperForm(HOPPER_DKDV, BACKWARD_TILES, (_refusal_of_tables,), BACKWARD_TILES),
 }
-_FUSED = HopperForm(HOPPER_BACKWARD, BACKWARD_TILES, (_refusal_of_captures, _refusal_of_order))
-_FUSED_STRIPES = replace(_FUSED, spec=HOPPER_BACKWARD_STRIPES)
-_FUSED_WIDE = replace(_FUSED, spec=HOPPER_BACKWARD_WIDE, tiles=WIDE_TILES)
+_FUSED = HopperForm(HOPPER_BACKWARD, BACKWARD_TILES, (_refusal_of_captures, _refusal_of_order), BACKWARD_TILES)
+# Without half_tiles: a stripe stores dq with its first tile of keys.
+_FUSED_STRIPES = replace(_FUSED, spec=HOPPER_BACKWARD_STRIPES, half_tiles={})
+_FUSED_WIDE = replace(_FUSED, spec=HOPPER_BACKWARD_WIDE, tiles=WIDE_TILES, half_tiles={})
 # kernel_options that choose a tile of a portable kernel.
 _TILE_OPTIONS = {"fwd": ("BLOCK_M", "BLOCK_N"), "bwd": ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")}
 
@@ -214,4 +219,6 @@ def _with_tile(form: HopperForm, plan: KernelPlan, problem: Problem) -> KernelPl
         tile = PLAIN_TILES.get(plan.widths, tile)
     if BITS in spec.features and BITS.wanted(problem, NO_ARRAYS):
         plan = plan.with_fields(mask=None, features=(*plan.features, BITS.name))
+        if (half_tile := form.half_tiles.get(plan.widths)) and HALVES.wanted(problem, NO_ARRAYS):
+            plan, tile = plan.with_fields(features=(*plan.features, HALVES.name)), half_tile
     return plan.with_fields(spec=spec, tile=tile, tma=True, fixed_reference=fixed)

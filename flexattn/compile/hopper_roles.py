@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from flexattn.block_mask.bits import BITS_BLOCK
+from flexattn.block_mask.bits import BITS_BLOCK, HALF
 from flexattn.compile import fixed_reference
 from flexattn.compile.head_dims import pieces_of, split_head_dim
 from flexattn.compile.hopper import (
@@ -19,7 +19,7 @@ from flexattn.compile.hopper import (
 from flexattn.compile.hopper_descriptors import columns
 from flexattn.compile.hopper_mods import as_gluon, ends_of, has_intervals_only, hopper_mods
 from flexattn.compile.kernel_plan import KernelPlan
-from flexattn.compile.kernels import BITS
+from flexattn.compile.kernels import BITS, HALVES
 from flexattn.compile.lower import loads_where_live
 from flexattn.compile.mod_plan import TRITON_DTYPE
 from flexattn.compile.operands import MaskLists
@@ -35,14 +35,17 @@ def hopper_names(plan: KernelPlan) -> dict[str, object]:
         ("BLOCK_M", tile.BLOCK_M), ("BLOCK_N", tile.BLOCK_N), ("STAGES", tile.num_stages),
         ("D", plan.widths[0]), ("Dv", plan.widths[1]),
     ]  # fmt: skip
+    if HALVES.name in plan.features:
+        constants.append(("BOTH", 3))  # needs of both warpgroups
     if plan.blocks:
         constants += [("SPARSE_Q", plan.blocks[0]), ("SPARSE_KV", plan.blocks[1]), ("TILES", plan.tiles_per_block)]
-    lists = tuple(a.name for operand in (MaskLists(), BITS) for a in operand.arguments(plan))
+    lists = tuple(a.name for operand in (MaskLists(), BITS, HALVES) for a in operand.arguments(plan))
     gradient = plan.grad if plan.scales_gradient else None
     names: dict[str, object] = {
         "mods": hopper_mods(plan), "ends": ends_of(plan), "list_arguments": lists, "adds_dq": plan.adds_dq,
         "owns_dq": plan.spec.owns_dq, "fixed_reference": plan.fixed_reference, "dq_pieces": pieces_of(plan.D),
         "reads_bits": BITS.name in plan.features, "BITS_BLOCK": BITS_BLOCK,
+        "skips_halves": HALVES.name in plan.features, "HALF": HALF,
         "prelude": as_gluon(environment().get_template("mod_functions.py.jinja").render(scatter_arguments=())),
         "loads_per_pair": any(loads_where_live(mod) for mod in (plan.score, plan.mask, gradient) if mod),
         "bytes": lambda text, parts: " + ".join(f"{text}.block_type.nbytes".replace("%", str(p.index)) for p in parts),
@@ -76,7 +79,8 @@ _FIRST_TURN = 10  # a hardware barrier of each consumer. Triton uses the first o
 
 def _hopper_forward_names(plan: KernelPlan) -> _Own:
     consumers, registers = plan.consumers, FORWARD_REGISTERS[plan.consumers]
-    shared_lists = ("starts",) if plan.blocks else ()
+    skips = HALVES.name in plan.features
+    shared_lists = (*(["starts"] if plan.blocks else []), *(["halves"] if skips else []))
     parts = split_head_dim(plan.widths[0])
     buffers = (
         *(f"{x}_bufs_{p.index}" for x in ("q", "k") for p in parts), "v_bufs", "o_bufs", "q_full", "q_empty", "k_full",
@@ -86,7 +90,8 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
     again = ["again"] if plan.fixed_reference else []
     bits = ["bits"] if BITS.name in plan.features else []
     numbers = ["b", "h", "m0", *(["partial", "full"] if plan.blocks else []), *again, *bits]  # of a tile, for consumers
-    runs = [f"{kind}_{place}" for kind in ("partial", "full") for place in ("run", "end")] if plan.blocks else []
+    listed = () if not plan.blocks else ("full",) if skips else ("partial", "full")
+    runs = [f"{kind}_{place}" for kind in listed for place in ("run", "end")]
     return _Own(
         [
             ("CONSUMERS", consumers), ("Q_STAGES", plan.tiles_of_queries), ("SAFE", plan.score is not None),

@@ -30,6 +30,7 @@ from flexattn.compile.operands import (
     Counter,
     DescriptorOperand,
     Descriptors,
+    HalfPointers,
     ListPointers,
     MaskLists,
     ModArguments,
@@ -102,6 +103,12 @@ BITS = Feature(
     wanted=lambda problem, arrays: problem.has_bits,
     operands=(BitPointers(),),
     text="    bits     of the pairs in partial blocks, instead of mask_mod",
+)
+HALVES = Feature(
+    "halves",
+    wanted=lambda problem, arrays: problem.skips_halves,
+    operands=(HalfPointers(),),
+    text="    halves   of partial blocks without a pair that attends are skipped",
 )
 SEQUSED_K = Feature(
     "seqused_k",
@@ -333,7 +340,7 @@ HOPPER_FORWARD = KernelSpec(
     operands=(
         Descriptors(forward_descriptors), Scalars(("tiles",)), Counter(), RedoneCount(), _LSE, MAX_SCORES, SINK,
         Scalars(("M", "N", "heads", "heads_q", "group_size", "heads_per_group", "batch_shares_keys")), ScoreScale(),
-        MaskLists(), BITS, ModArguments(),
+        MaskLists(), BITS, HALVES, ModArguments(),
     ),
     shared_bytes=hopper_forward_bytes,
     gluon=True,
@@ -376,7 +383,7 @@ HOPPER_DKDV = KernelSpec(
     tensors=("q", "k", "v", "do", "dk", "dv"),
     operands=(
         Descriptors(key_descriptors), Scalars(("tiles",)), _CLAIMED, _KEY_SCALARS, ScoreScale(), MaskLists(), BITS,
-        ModArguments(),
+        HALVES, ModArguments(),
     ),
     shared_bytes=hopper_keys_bytes,
     owns_keys=True,
@@ -392,14 +399,14 @@ HOPPER_BACKWARD_STRIPES = replace(
     name="hopper_backward_stripes",
     operands=(
         Descriptors(stripe_descriptors), *_SPANS, Scalars(("dq_scale",)),
-        *HOPPER_BACKWARD.operands[1:],
+        *[o for o in HOPPER_BACKWARD.operands[1:] if o is not HALVES],  # the first and last tile of dq must not be skipped
     ),
     owns_dq=True,
 )  # fmt: skip
 HOPPER_BACKWARD_WIDE = replace(
     HOPPER_BACKWARD,
     name="hopper_backward_wide",
-    operands=(Descriptors(wide_descriptors), *(o for o in HOPPER_BACKWARD.operands[3:] if o is not BITS)),
+    operands=(Descriptors(wide_descriptors), *(o for o in HOPPER_BACKWARD.operands[3:] if o not in (BITS, HALVES))),
     persistent=False,
 )
 # The last step after HOPPER_BACKWARD: its float32 sums of dq -> dq.

@@ -178,6 +178,18 @@ class BitPointers:
         )
 
 
+@frozen
+class HalfPointers:
+    """Pointers to the halves of partial blocks, whose rows are on the axis that programs own."""
+
+    def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
+        part: Part = "q_bits" if plan.transposed else "kv_bits"
+        return (
+            Argument("halves_ptr", "*i32", FromProblem(part, 2)),
+            Argument("half_count_ptr", "*i32", FromProblem(part, 3)),
+        )
+
+
 _LISTS = ("partial", "partial_runs", "full", "full_runs", "order")  # as in RunLists.tensors
 
 

@@ -99,7 +99,7 @@ class MaskPlan:
     @cached_property
     def pair_bits(self) -> KernelSource:
         """The kernel for the bits of partial blocks."""
-        own = (("row_ptr_ptr", "*i32"), ("runs_ptr", "*i32"), ("words_ptr", "*i16"), *_ROWS)
+        own = (("row_ptr_ptr", "*i32"), ("runs_ptr", "*i32"), ("words_ptr", "*i16"), ("halves_ptr", "*i32"), *_ROWS)
         sizes = tuple((n, "i32") for n in ("H", "Q", "KV"))
         names = {
             "functions": [self._mask_mod], "mask_arguments": self.mod.argument_names(), "PROGRAMS": BITS_PROGRAMS,

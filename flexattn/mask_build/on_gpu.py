@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import BuildCounts, BuiltMask, LaterRunLists
-from flexattn.block_mask.bits import BLOCK_WORDS, MaskBits, PairBits
+from flexattn.block_mask.bits import BLOCK_WORDS, MaskBits
 from flexattn.errors import IndexRangeError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import EqualRuns
@@ -26,7 +26,7 @@ from flexattn.machine.target import Target, processors, target_of
 from flexattn.mask_build.boxes import MOST_RUNS, too_many_runs
 from flexattn.mask_build.kernels import MaskPlan
 from flexattn.mask_build.launch_plan import Recipe, Sizes, Step, TableRecipe, as_argument, bits_step, recipe_of
-from flexattn.mask_build.pair_bits import NO_PARTIAL, impossible, unwanted
+from flexattn.mask_build.pair_bits import NO_PARTIAL, bits_of_memory, impossible, size_of_halves, unwanted
 from flexattn.process.events import fallback
 from flexattn.process.progress import announce
 from flexattn.runtime.build import build, current_stream
@@ -159,16 +159,15 @@ class _Build:
     def pair_bits(self, step: Step, runs: Any, blocks: int, sizes: Sizes) -> MaskBits:
         """Evaluate the pairs of partial blocks. `runs` are those that were written."""
         words = torch.empty((2, (blocks + 1) * BLOCK_WORDS), dtype=torch.int16, device=self.kept.device)
-        step.launch(
-            self.stream, (self.row_ptr, runs, as_argument(words, self.target), *self.captures), self.bound.numbers
-        )
-        by_query, by_key = (
-            PairBits(_row_ptrs(self.kept, self.recipe.rows, direction)[2][:-1], own)
-            for direction, own in enumerate(words.unbind())
-        )
-        for own in (by_query.words, by_key.words):
+        rows = self.recipe.rows
+        halves = torch.zeros(size_of_halves(blocks, rows), dtype=torch.int32, device=self.kept.device)
+        written = [as_argument(t, self.target) for t in (words, halves)]
+        step.launch(self.stream, (self.row_ptr, runs, *written, *self.captures), self.bound.numbers)
+        firsts = [_row_ptrs(self.kept, rows, direction)[2][:-1] for direction in (0, 1)]
+        bits = bits_of_memory(firsts, words, halves, sizes[2:])
+        for own in (*bits.by_query[1:3], *bits.by_key[1:3]):
             own._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]  # as in one_tensor.pack
-        return MaskBits(by_query, by_key, sizes[2:])
+        return bits
 
     def wait(self) -> list[int]:
         """Return counts: runs of each kind, undecided blocks, tensors that are not ascending, partial blocks."""

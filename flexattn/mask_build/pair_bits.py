@@ -1,8 +1,12 @@
-"""pair_bits: why a mask has no bits of its partial blocks. If no reason applies, the build evaluates them."""
+"""pair_bits: why a mask has no bits of its partial blocks, and what the build writes of them if no reason applies."""
 
 from __future__ import annotations
 
-from flexattn.block_mask.bits import BITS_BLOCK, BLOCK_BYTES
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from flexattn.block_mask.bits import BITS_BLOCK, BLOCK_BYTES, BLOCK_WORDS, MaskBits, PairBits
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.pair_cost import pair_cost
@@ -10,6 +14,8 @@ from flexattn.machine.target import Target
 from flexattn.process.config import settings
 
 MOST_BYTES = 2**26  # of the bits of one mask
+# Kernels skip empty halves if at most this part of the quarters of partial blocks is not empty. Their tiles are smaller.
+MOST_QUARTERS = 0.75
 NO_PARTIAL = "no block is partial"
 # Testing a bit takes two instructions per pair. In partial blocks, its loads take as long as a few more.
 _CHEAPEST = 8
@@ -39,6 +45,22 @@ def impossible(bound: BoundMod, block_size: tuple[int, int], blocks: int) -> str
         (bytes_of(blocks) > MOST_BYTES, f"those of {blocks:,} blocks would take more than {MOST_BYTES >> 20} MiB"),
     )
     return next((reason for applies, reason in reasons if applies), "")
+
+
+def size_of_halves(blocks: int, rows: tuple[int, int]) -> int:
+    """Return the int32 that the build writes about halves of blocks. `rows`: rows of blocks, by query and by key."""
+    return 2 * (2 * blocks + 1) + sum(rows) + 1
+
+
+def bits_of_memory(firsts: Sequence[Tensor], words: Tensor, halves: Tensor, lengths: tuple[int, int]) -> MaskBits:
+    """Return the bits that the build wrote: words of both directions, then halves. The host waits for the build.
+
+    `halves`: of both directions, the counts of their rows, and how many quarters of blocks are not empty.
+    """
+    blocks = words.shape[1] // BLOCK_WORDS - 1
+    *parts, live = halves.split((2 * blocks + 1, 2 * blocks + 1, *map(len, firsts), 1))
+    by_query, by_key = (PairBits(firsts[i], words[i], parts[i], parts[2 + i]) for i in (0, 1))
+    return MaskBits(by_query, by_key, lengths, skips_halves=int(live) <= MOST_QUARTERS * 4 * blocks)
 
 
 def bytes_of(blocks: int) -> int:

@@ -146,7 +146,7 @@ def launch_key(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Ite
 def _mask_key(blocks: BlockMask) -> tuple[object, ...]:
     return (
         blocks.B, blocks.H, blocks.BLOCK_SIZE, blocks.full_overhangs, blocks.is_built, blocks.reach,
-        blocks.bits is not None,
+        blocks.bits is not None, blocks.skips_halves,
     )  # fmt: skip
 
 

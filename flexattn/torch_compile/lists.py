@@ -33,7 +33,7 @@ def mask_of_lists(
     if mask is None:
         mask = _mask(lists, *sizes)
         if of_bits:
-            mask._bits = MaskBits.from_tensors(of_bits, (M, N))
+            mask._bits = MaskBits.from_tensors(of_bits, (M, N), form.skips_halves)
         cached[key] = mask
     return mask
 
