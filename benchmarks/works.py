@@ -316,7 +316,7 @@ WORKS = {
         Work("alibi", 2, 16, 8192, 128, _alibi, _none),
         Work("relative_bias", 2, 16, 4096, 64, _relative_bias, _none),
         Work("natten_2d", 1, 16, 16384, 64, _neighborhood(13, 2), _none),
-        Work("natten_2d_tiles", 1, 16, 16384, 64, _neighborhood(13, 2, (8, 16)), _none),
+        Work("natten_2d_tiles", 1, 16, 16384, 64, _neighborhood(13, 2, (16, 8)), _none),
         Work("natten_3d", 1, 16, 16384, 64, _neighborhood(7, 3), _none),
         Work("block_diffusion", 1, 16, 8192, 128, _block_diffusion, _none),
         Work("swin", 4096, 6, 49, 32, _swin, _none),

@@ -21,6 +21,7 @@ from flexattn.engines import triton
 from flexattn.engines.choice import engine_of, form_for, gpu_engine_of
 from flexattn.errors import ArgumentError, message
 from flexattn.graph.differentiate import differentiate
+from flexattn.graph.equal_runs import captures_compared
 from flexattn.graph.facts import ModFacts, analyze
 from flexattn.graph.interval_bounds import bound as bounds_of
 from flexattn.graph.mod_graph import ModGraph
@@ -28,6 +29,7 @@ from flexattn.machine.target import Target, named, target_of
 from flexattn.mask_build.create import create_block_mask
 from flexattn.mask_build.kernels import plan_mask
 from flexattn.mask_build.launch_plan import sources
+from flexattn.mask_build.pair_bits import NO_PARTIAL, impossible, unwanted
 from flexattn.process.frozen_class import frozen
 from flexattn.torch_state.modes import undisturbed
 from flexattn.torch_state.uncompiled import uncompiled
@@ -52,6 +54,7 @@ class Explanation:
     mask_sources: tuple[KernelSource, ...] = ()  # kernels that build the mask on that GPU
     mask_bounds: ModGraph | None = None  # of a mask_mod that is explained alone
     batch_invariant: bool = False  # kernel_options["BATCH_INVARIANT"]
+    bits: str | None = None  # of the partial blocks, or why there are none; only for Hopper GPUs
 
     def __str__(self) -> str:
         stages: list[tuple[str, object]] = [
@@ -64,7 +67,7 @@ class Explanation:
                 "bounds of mask_mod over a box of positions",
                 None if self.mask_bounds is None else f"{self.mask_bounds}\n{_BOUNDS}",
             ),
-            ("block mask", None if self.block_mask is None else _blocks(self.block_mask)),
+            ("block mask", None if self.block_mask is None else _blocks(self.block_mask, self.bits)),
             ("engine", self.engine),
             ("order of sums", _INVARIANT if self.batch_invariant else None),
             *((f"plan {i} of {len(self.plans)}", self._plan(i - 1)) for i in range(1, len(self.plans) + 1)),
@@ -93,17 +96,39 @@ attend. A block is full if the first is true, and empty if the second is false. 
 """
 
 
-def _blocks(mask: BlockMask) -> str:
-    """Return the mask, and its build counts if known."""
-    counts = mask.build_counts
-    if counts is None:
-        return str(mask)
-    full, partial, empty = mask.counts()
-    samples = "" if counts.samples is None else f"{counts.samples:,} positions sampled, "
-    return (
-        f"{mask}\n{counts.boxes:,} boxes bounded, {samples}{counts.blocks:,} blocks evaluated pair by pair; "
-        f"{full + partial:,} of {full + partial + empty:,} blocks live"
-    )
+def _blocks(mask: BlockMask, bits: str | None) -> str:
+    """Return the mask, its build counts if known, and its bits."""
+    lines, counts = [str(mask)], mask.build_counts
+    if counts is not None:
+        full, partial, empty = mask.counts()
+        samples = "" if counts.samples is None else f"{counts.samples:,} positions sampled, "
+        lines.append(
+            f"{counts.boxes:,} boxes bounded, {samples}{counts.blocks:,} blocks evaluated pair by pair; "
+            f"{full + partial:,} of {full + partial + empty:,} blocks live"
+        )
+    return "\n".join([*lines, *([] if bits is None else [bits])])
+
+
+def _bits(problem: Problem, target: Target) -> str | None:
+    """Return what bits a mask has, or why it has none. None: the question does not arise."""
+    blocks = problem.block_mask
+    if blocks is None or problem.mask is None or not target.is_hopper:
+        return None
+    if blocks.bits is not None:
+        return f"bits of {blocks.bits.blocks:,} partial blocks take {blocks.bits.nbytes:,} bytes"
+    reason = blocks.no_bits
+    if blocks.is_built and blocks.device.type != "cuda":
+        reason = _no_bits_on(blocks, target) or f"the mask was built on {blocks.device}. Built on that GPU, it has bits"
+    return f"no bits of partial blocks: {reason}"
+
+
+def _no_bits_on(blocks: BlockMask, target: Target) -> str:
+    """Return why a mask has no bits if it is built on a GPU; "" if it has."""
+    bound, partial = trace(blocks.mask_mod, "mask"), blocks.counts()[1]
+    if partial == 0:
+        return NO_PARTIAL
+    reason = unwanted(bound.graph, captures_compared(bound.graph), target)
+    return reason or impossible(bound, blocks.BLOCK_SIZE, partial)
 
 
 def _rule(title: str) -> str:
@@ -208,6 +233,7 @@ def _explain_call(call: Call, target: str | None) -> Explanation:
         sources=tuple(render(plan) for plan, _ in plans),
         mask_sources=_mask_sources(problem, plans[0][0].target) if plans else (),
         batch_invariant=problem.batch_invariant,
+        bits=_bits(problem, plans[0][0].target) if plans else None,
     )
 
 
@@ -254,7 +280,7 @@ def _mask_sources(problem: Problem, target: Target) -> tuple[KernelSource, ...]:
     evaluates = blocks.build_counts is not None and blocks.build_counts.blocks > 0
     if plan is None:
         return ()
-    has_bits = blocks.bits is not None
+    has_bits = blocks.bits is not None or not _no_bits_on(blocks, target)
     return sources(plan, bound, (blocks.B, blocks.H, *blocks.seq_lengths), blocks.BLOCK_SIZE, evaluates, has_bits)
 
 

@@ -29,7 +29,7 @@ from operations import Operations
 from sm90 import report
 
 from flexattn import BlockMask, create_block_mask, create_mask, explain, mods
-from flexattn.block_mask.bits import BITS_BLOCK, BLOCK_WORDS, ROW_WORDS, MaskBits
+from flexattn.block_mask.bits import BITS_BLOCK, BITS_TENSORS, BLOCK_BYTES, BLOCK_WORDS, ROW_WORDS, MaskBits
 from flexattn.block_mask.prepared import MaskForm
 from flexattn.call.problem import Problem
 from flexattn.compile.kernel_source import KernelSource
@@ -239,6 +239,36 @@ def test_kernels_that_read_bits_compile(D: int, score_mod: Mod | None) -> None:
             assert not found.warnings
 
 
+def explained_bits(mod: Mod, block: int = 128, change: Callable[[BlockMask], Any] = lambda mask: mask) -> str:
+    """Return what `explain` prints below the mask, for Hopper."""
+    x = torch.zeros(1, 2, 512, 64, dtype=torch.bfloat16)
+    mask = change(create_block_mask(mod, None, None, 512, 512, device="cpu", BLOCK_SIZE=block))
+    made = explain(x, x, x, None, mask, target="sm_90")
+    assert made.bits is not None
+    assert made.bits in str(made)
+    assert ("mask_pair_bits" in str(made)) == ("bits of 10" in made.bits or "has bits" in made.bits)
+    return made.bits
+
+
+def test_explain_says_which_bits_a_mask_has_or_why_it_has_none() -> None:
+    words, halves, rows = 2 * 11 * BLOCK_BYTES, 2 * (2 * 10 + 1) * 4, 2 * 2 * 4 * 4
+    assert (
+        explained_bits(NEIGHBORS, change=with_bits) == f"bits of 10 partial blocks take {words + halves + rows:,} bytes"
+    )
+    assert "the mask was built on cpu. Built on that GPU, it has bits" in explained_bits(NEIGHBORS)
+    assert "BLOCK_SIZE is (64, 64), not 128" in explained_bits(NEIGHBORS, block=64)
+    assert "mask_mod takes about 0 instructions per pair, fewer than 8" in explained_bits(mods.causal)
+    assert "no block is partial" in explained_bits(
+        lambda b, h, q_idx, kv_idx: q_idx // 128 * 128 == kv_idx // 128 * 128
+    )
+    edited = explained_bits(NEIGHBORS, change=lambda mask: setattr(mask, "kv_runs", mask.kv_runs) or mask)
+    assert "its blocks were given, cut, moved or edited" in edited
+    x = torch.zeros(1, 2, 512, 64, dtype=torch.bfloat16)
+    mask = create_block_mask(NEIGHBORS, None, None, 512, 512, device="cpu")
+    assert explain(x, x, x, None, mask, target="sm_80").bits is None
+    assert explain(x, x, x, target="sm_90").bits is None
+
+
 PROBE = """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -352,7 +382,7 @@ def test_bits_in_graphs() -> None:
     text = Spec(form=form).dumps()
     assert loads(text).form == form
     with pytest.raises(FormatError):
-        loads(text.replace("[4,", "[3,", 1))
+        loads(text.replace("[5,", "[4,", 1))
 
 
 def test_one_wrong_pair_is_seen() -> None:

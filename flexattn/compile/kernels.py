@@ -399,7 +399,7 @@ HOPPER_BACKWARD_STRIPES = replace(
     name="hopper_backward_stripes",
     operands=(
         Descriptors(stripe_descriptors), *_SPANS, Scalars(("dq_scale",)),
-        *[o for o in HOPPER_BACKWARD.operands[1:] if o is not HALVES],  # the first and last tile of dq must not be skipped
+        *[o for o in HOPPER_BACKWARD.operands[1:] if o is not HALVES],  # it stores dq with its first tile of keys
     ),
     owns_dq=True,
 )  # fmt: skip

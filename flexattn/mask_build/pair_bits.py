@@ -14,7 +14,7 @@ from flexattn.machine.target import Target
 from flexattn.process.config import settings
 
 MOST_BYTES = 2**26  # of the bits of one mask
-# Kernels skip empty halves if at most this part of the quarters of partial blocks is not empty. Their tiles are smaller.
+# Kernels skip empty halves, in smaller tiles, if at most this part of the quarters of partial blocks is not empty.
 MOST_QUARTERS = 0.75
 NO_PARTIAL = "no block is partial"
 # Testing a bit takes two instructions per pair. In partial blocks, its loads take as long as a few more.
