@@ -251,10 +251,8 @@ def explained_bits(mod: Mod, block: int = 128, change: Callable[[BlockMask], Any
 
 
 def test_explain_says_which_bits_a_mask_has_or_why_it_has_none() -> None:
-    words, halves, rows = 2 * 11 * BLOCK_BYTES, 2 * (2 * 10 + 1) * 4, 2 * 2 * 4 * 4
-    assert (
-        explained_bits(NEIGHBORS, change=with_bits) == f"bits of 10 partial blocks take {words + halves + rows:,} bytes"
-    )
+    size = 2 * 11 * BLOCK_BYTES + 2 * (2 * 10 + 1) * 4 + 2 * 2 * 4 * 4  # words, halves, and two numbers of each row
+    assert explained_bits(NEIGHBORS, change=with_bits) == f"bits of 10 partial blocks take {size:,} bytes"
     assert "the mask was built on cpu. Built on that GPU, it has bits" in explained_bits(NEIGHBORS)
     assert "BLOCK_SIZE is (64, 64), not 128" in explained_bits(NEIGHBORS, block=64)
     assert "mask_mod takes about 0 instructions per pair, fewer than 8" in explained_bits(mods.causal)

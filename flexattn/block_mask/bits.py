@@ -24,9 +24,9 @@ class PairBits(NamedTuple):
     first: Tensor  # int32 [B * H * row blocks]: the number of a row's first partial block; the others follow it
     # int16 [(blocks + 1) * BLOCK_WORDS], rows of blocks in order. The last block is loaded, but never used.
     words: Tensor
-    # int32 [2 * blocks + 1], two for each block in the order of words, for its columns below and from HALF on: 4 times the
-    # first column in units of HALF, plus 1 if rows below HALF attend to any of the columns, plus 2 if other rows do. One
-    # more is loaded, but never used.
+    # int32 [2 * blocks + 1], two for each block in the order of words, for its columns below and from HALF on: 4 times
+    # the first column in units of HALF, plus 1 if rows below HALF attend to any of the columns, plus 2 if other rows
+    # do. One more is loaded, but never used.
     halves: Tensor
     count: Tensor  # int32 [B * H * row blocks]: halves of a row that any row attends to
 
