@@ -11,7 +11,7 @@ from torch import Tensor
 from flexattn import BlockMask, create_mask
 from flexattn.block_mask.bits import BITS_BLOCK, BLOCK_WORDS, HALF, ROW_WORDS, MaskBits, PairBits
 from flexattn.block_mask.dense import dense_blocks
-from flexattn.mask_build.pair_bits import MOST_QUARTERS
+from flexattn.mask_build.pair_bits import is_sparse
 from flexattn.reference import attention
 
 GROUPS = BITS_BLOCK // ROW_WORDS
@@ -23,10 +23,11 @@ def reference_bits(mask: BlockMask) -> MaskBits:
     dense = create_mask(mask.mask_mod, mask.B, mask.H, *lengths, device=mask.device)
     past = [-n % BITS_BLOCK for n in lengths]
     dense = torch.nn.functional.pad(dense, (0, past[1], 0, past[0]))
-    partial, _ = dense_blocks(mask)
+    partial, full = dense_blocks(mask)
     by_query, by_key = _of_direction(dense, partial), _of_direction(dense.mT, partial.mT)
     needs = by_query.halves[:-1] & 3
-    return MaskBits(by_query, by_key, lengths, int((needs % 2 + needs // 2).sum()) <= MOST_QUARTERS * 2 * len(needs))
+    sparse = is_sparse(int((needs % 2 + needs // 2).sum()), len(needs) // 2, int(full.sum()))
+    return MaskBits(by_query, by_key, lengths, sparse)
 
 
 def _of_direction(dense: Tensor, partial: Tensor) -> PairBits:

@@ -77,18 +77,31 @@ def tensors(B: int, Hq: int, Hkv: int, M: int, N: int, D: int, dtype: torch.dtyp
     return tuple(torch.randn(s, generator=generator, device="cuda", dtype=dtype).requires_grad_() for s in shapes)
 
 
-def made(name: str) -> tuple[BlockMask, BlockMask, tuple[int, int, int, int, int]]:
-    """Return a mask with bits, the same without, and sizes of a call."""
+def arguments(name: str) -> tuple[Mod, int | None, int | None, int, int]:
     make, (B, H), sizes = CASES[name]
-    if name == "by head":  # reads b too: give it one batch
-        mod = make()
-        mask = create_block_mask(lambda b, h, q, kv: mod(0 * b, h, q, kv), B, H, *sizes[3:], device="cuda")
-    else:
-        mask = create_block_mask(make(), B, H, *sizes[3:], device="cuda")
+    mod = make()
+    # by_head reads b too: give it one batch
+    return (lambda b, h, q, kv: mod(0 * b, h, q, kv)) if name == "by head" else mod, B, H, *sizes[3:]
+
+
+def with_halves(mask: BlockMask, skips: bool) -> BlockMask:
+    """Let kernels skip the empty halves of a mask's blocks, or not: then results have the bits of the mask_mod's."""
+    assert mask.bits is not None
+    mask._bits, mask._prepared, mask._state = mask.bits._replace(skips_halves=skips), None, None
+    return mask
+
+
+def without_bits(mask: BlockMask) -> BlockMask:
     plain = copy.copy(mask)
     plain._forget_derived()
     assert plain.bits is None
-    return mask, plain, sizes
+    return plain
+
+
+def made(name: str, skips: bool = False) -> tuple[BlockMask, BlockMask, tuple[int, int, int, int, int]]:
+    """Return a mask with bits, the same without, and sizes of a call."""
+    sizes, mask = CASES[name][2], create_block_mask(*arguments(name), device="cuda")
+    return with_halves(mask, skips), without_bits(mask), sizes
 
 
 def run(inputs: tuple[Tensor, ...], mask: BlockMask, score_mod: Mod | None = None) -> list[Tensor]:
@@ -107,7 +120,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_bits_that_are_built(name: str) -> None:
-    mask = made(name)[0]
+    mask = create_block_mask(*arguments(name), device="cuda")
     assert mask.bits is not None
     assert_same_bits(mask.bits, mask)
 
@@ -120,6 +133,56 @@ def test_results_are_those_of_the_mask_mod(name: str, D: int) -> None:
     plans = explain(*inputs, None, mask, enable_gqa=True).plans
     assert {"fwd", "bwd"} == {p.spec.phase for p in plans if "bits" in p.features}
     assert_same(run(inputs, mask), run(inputs, plain))
+
+
+def assert_no_less_accurate(found: list[Tensor], plain: list[Tensor], oracle: Any) -> None:
+    """Sums of other tiles are rounded differently. The error must be the same."""
+    for name, x, y, exact in zip(RESULTS, found, plain, oracle, strict=True):
+        finite = exact.isfinite()
+        assert torch.equal(x.isfinite(), finite), name
+        error, allowed = ((t.double() - exact)[finite].square().mean().sqrt().item() for t in (x, y))
+        assert 0 < error <= (2.0 if name == "lse" else 1.1) * allowed, (
+            f"{name}: {error:.3g}, {allowed:.3g} without halves"
+        )
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("name", CASES)
+def test_empty_halves_are_skipped(name: str, D: int) -> None:
+    mask, plain, sizes = made(name, skips=True)
+    inputs = tensors(*sizes, D, torch.bfloat16)
+    plans = explain(*inputs, None, mask, enable_gqa=True).plans
+    assert "fwd" in {p.spec.phase for p in plans if "halves" in p.features}
+    assert_no_less_accurate(run(inputs, mask), run(inputs, plain), oracle_of(inputs, None, mask.mask_mod))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_empty_halves_with_a_score_mod(dtype: torch.dtype, deterministic: bool) -> None:
+    mask, plain, sizes = made("neighborhood", skips=True)
+    inputs, score_mod = tensors(*sizes, 64, dtype), mods.softcap(15.0)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        found, expected = run(inputs, mask, score_mod), run(inputs, plain, score_mod)
+        again = run(inputs, mask, score_mod)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_no_less_accurate(found, expected, oracle_of(inputs, score_mod, mask.mask_mod))
+    assert all(torch.equal(x, y) for x, y in zip(found[:2] if not deterministic else found, again, strict=False))
+
+
+def test_neighborhoods_in_tiles_skip_halves() -> None:
+    """A long sequence, in the order of TiledGrid: the fixed reference, and rows of blocks that skip many halves."""
+    mod = TiledGrid((64, 64), (16, 8)).mod(mods.natten_2d(64, 64, 13))
+    mask = create_block_mask(mod, None, None, 4096, 4096, device="cuda")
+    assert mask.skips_halves
+    assert not create_block_mask(mods.natten_2d(64, 64, 13), None, None, 4096, 4096, device="cuda").skips_halves
+    inputs = tensors(1, 2, 1, 4096, 4096, 64, torch.bfloat16)
+    found, expected = run(inputs, mask), run(inputs, without_bits(mask))
+    assert_no_less_accurate(found, expected, oracle_of(inputs, None, mod))
+    with torch.no_grad():
+        in_graph = torch.compile(lambda: flex_attention(*inputs, None, mask, enable_gqa=True), backend="aot_eager")
+        assert torch.equal(in_graph(), found[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -152,8 +215,7 @@ def test_bits_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_long_sequence_with_a_fixed_reference() -> None:
     mask = create_block_mask(block_diffusion_of(2048), None, None, 4096, 4096, device="cuda")
-    plain = copy.copy(mask)
-    plain._forget_derived()
+    mask, plain = with_halves(mask, False), without_bits(mask)
     inputs = tensors(1, 2, 2, 4096, 4096, 128, torch.bfloat16)
     assert_same(run(inputs, mask), run(inputs, plain))
 
@@ -184,9 +246,7 @@ def test_repeated_calls_and_other_masks_of_the_kind() -> None:
     inputs = tensors(1, 4, 4, 1280, 1280, 64, torch.bfloat16)
     for kernel in (9, 5, 9, 13):
         mask = create_block_mask(mods.natten_2d(32, 40, kernel), None, None, 1280, 1280, device="cuda")
-        assert mask.bits is not None
-        plain = copy.copy(mask)
-        plain._forget_derived()
+        mask, plain = with_halves(mask, False), without_bits(mask)
         expected = run(inputs, plain)
         for _ in range(3):
             assert_same(run(inputs, mask), expected)
@@ -202,8 +262,7 @@ def test_compiled_and_captured() -> None:
     in_graph = torch.compile(forward, fullgraph=True, backend="aot_eager")
     for kernel in (9, 13, 5):
         mask = create_block_mask(mods.natten_2d(32, 40, kernel), None, None, 1280, 1280, device="cuda")
-        plain = copy.copy(mask)
-        plain._forget_derived()
+        mask, plain = with_halves(mask, False), without_bits(mask)
         expected = forward(plain)
         assert torch.equal(in_graph(mask), expected)
         assert torch.equal(in_graph(mask), expected)

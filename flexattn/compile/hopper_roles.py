@@ -74,7 +74,6 @@ class _Own:
 EARLY = 3
 # Slots of the ring from scheduler to producer. Tiles of at most EARLY streamed tiles are looked up this far ahead.
 RECORDS = 2
-_FIRST_TURN = 10  # a hardware barrier of each consumer. Triton uses the first ones, one per role.
 
 
 def _hopper_forward_names(plan: KernelPlan) -> _Own:
@@ -96,7 +95,6 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
         [
             ("CONSUMERS", consumers), ("Q_STAGES", plan.tiles_of_queries), ("SAFE", plan.score is not None),
             ("RECORDS", RECORDS), ("EARLY", EARLY), *(fixed_reference.CONSTANTS if plan.fixed_reference else ()),
-            *([("FIRST_TURN", _FIRST_TURN)] if plan.takes_turns else []),
         ],
         buffers,
         {
@@ -107,7 +105,7 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
             "roles": [*(f"consumer_{i}" for i in range(consumers)), "producer", "scheduler"],
             "worker_warps": [4] * (consumers - 1) + [1, 1],
             "worker_registers": [registers.consumer] * (consumers - 1) + [registers.other] * 2,
-            "weights_form": plan.weights_form, "takes_turns": plan.takes_turns, "dtype": TRITON_DTYPE[plan.dtype],
+            "weights_form": plan.weights_form, "dtype": TRITON_DTYPE[plan.dtype],
             "rounding": _PACKING[plan.dtype].replace("$2, $1", "$3, $2"),  # of two outputs
         },
     )  # fmt: skip

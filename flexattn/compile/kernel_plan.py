@@ -263,18 +263,15 @@ class KernelPlan:
     def weights_form(self) -> str:
         """How hopper_forward keeps weights until they are multiplied by values, see `hopper_weights.py.jinja`.
 
-        Time with float32 relative to operand: causal D 64 0.93, D 128 0.98 to 1.00, ALiBi 0.96, but without a mask
-        1.01, and with a window of 1,024, whose maxima are all taken, 1.02.
+        Time with float32 relative to operand: causal D 64 0.93, D 128 0.98 to 1.00, ALiBi 0.96. But without a mask 1.01,
+        with a window of 1,024 at D 128, whose maxima are all taken, 1.02, and with bits 1.04 unless halves are skipped.
         """
         if self.consumers == 3:  # 160 registers each
             return "pairs"
-        return "float32" if self.widths[0] <= 128 and self.blocks is not None and self.fixed_reference else "operand"
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether consumers of hopper_forward issue products in turns. Causal, D 128: softcap 5 % faster, ALiBi 1 %."""
-        takes_all = "halves" not in self.features
-        return takes_all and self.score is not None and self.weights_form == "float32"
+        plain_bits = "bits" in self.features and "halves" not in self.features
+        if self.blocks is None or plain_bits or self.widths[0] > 128:
+            return "operand"
+        return "float32" if self.fixed_reference or self.widths[0] == 64 else "operand"
 
     @property
     def scales_gradient(self) -> bool:
