@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from mask_bits import assert_as_accurate, assert_same_bits, gradients_of, oracle_of
+from mask_bits import RESULTS, assert_as_accurate, assert_same_bits, gradients_of, oracle_of
 from torch import Tensor
 
 from flexattn import AuxRequest, BlockMask, create_block_mask, explain, flex_attention, mods
 from flexattn.errors import MutationError
+from flexattn.layout import TiledGrid
 from flexattn.mask_build import cache as mask_cache
 from flexattn.process.config import settings
 
