@@ -65,9 +65,10 @@ def assert_same_bits(bits: MaskBits, mask: BlockMask) -> None:
     assert bits.skips_halves == reference_bits(mask).skips_halves
 
 
-def with_bits(mask: BlockMask) -> BlockMask:
-    """Give a mask the bits that it has on Hopper, and return it."""
-    mask._bits = reference_bits(mask)
+def with_bits(mask: BlockMask, skips_halves: bool | None = None) -> BlockMask:
+    """Give a mask the bits that it has on Hopper, and return it. skips_halves replaces what is chosen there."""
+    bits = reference_bits(mask)
+    mask._bits = bits if skips_halves is None else bits._replace(skips_halves=skips_halves)
     return mask
 
 

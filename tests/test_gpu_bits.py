@@ -207,9 +207,11 @@ def test_with_alibi(dtype: torch.dtype) -> None:
 def test_bits_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXATTN_WITHOUT", "bits")
     settings.cache_clear()
-    mask = made("neighborhood")[0]
-    monkeypatch.undo()
-    settings.cache_clear()
+    try:
+        mask = create_block_mask(*arguments("neighborhood"), device="cuda")
+    finally:
+        monkeypatch.undo()
+        settings.cache_clear()
     assert mask.bits is None
     assert mask.no_bits == "FLEXATTN_WITHOUT=bits"
 
