@@ -52,7 +52,8 @@ DIRECTIONS = ("forward", "backward")
 BACKWARD_FLOPS = 2.5  # relative to the forward: five products instead of two
 WITHOUT_MOD = "without_score_mod"
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 3e-3}  # relative rmse; float32 may mean tf32
-MEMORY_ALLOWANCE = 16 * 2**20  # bytes, plus one float32 per row, and on Hopper one per element of query
+MEMORY_ALLOWANCE = 16 * 2**20  # bytes, plus one float32 per row, and on Hopper one per element of query with padding
+PADDED_TO = 128
 REFERENCE_PAIRS = {"cuda": 1 << 30, "cpu": 1 << 26}  # for one head, in float32 and several copies
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -320,7 +321,9 @@ def with_memory(check: Check, work: Work, inputs: Inputs, mods: Mods, settings: 
     rows = 4 * work.batch * work.heads * work.length  # bytes of one float32 per row
     extra = peak - rows - sum(x.nbytes for x in (out, *grads))
     sums_dq = torch.cuda.get_device_capability(settings.device)[0] == 9
-    allowed = MEMORY_ALLOWANCE + rows + (4 * inputs.qkv[0].numel() if sums_dq else 0)
+    padded = -(-work.length // PADDED_TO) * PADDED_TO + PADDED_TO  # rows of each sum of dq
+    of_dq = 4 * work.batch * work.heads * padded * work.head_dim if sums_dq else 0
+    allowed = MEMORY_ALLOWANCE + rows + of_dq
     note = check.note or ("" if extra <= allowed else f"error: {extra / 2**20:.0f} MiB of extra memory")
     return replace(check, extra_bytes=extra, allowed_bytes=allowed, note=note)
 

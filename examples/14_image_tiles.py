@@ -13,7 +13,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k, v = torch.randn(3, 1, 2, S, 64, device=device).unbind(0)  # row-major
     window = mods.natten_2d(HEIGHT, WIDTH, WINDOW)
-    grid = TiledGrid((HEIGHT, WIDTH), tile=(8, 16))  # a tile is one block of 128 tokens
+    grid = TiledGrid((HEIGHT, WIDTH), tile=(16, 8))  # a tile is one block of 128 tokens
 
     row_major = create_block_mask(window, None, None, S, S, device=device)
     in_tiles = create_block_mask(grid.mod(window), None, None, S, S, device=device)
