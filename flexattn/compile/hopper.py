@@ -205,6 +205,7 @@ def _refusal(plan: KernelPlan, problem: Problem, tensors: Tensors) -> str | None
 
 
 def _with_tile(form: HopperForm, plan: KernelPlan, problem: Problem) -> KernelPlan | str:
+    """Return the plan in a form, or why it has no tile there."""
     spec, tile = form.spec, form.tiles.get(plan.widths)
     if tile is None:
         return f"no tile for D {plan.D}, Dv {plan.Dv}"
@@ -213,12 +214,25 @@ def _with_tile(form: HopperForm, plan: KernelPlan, problem: Problem) -> KernelPl
     known = {feature.name for feature in spec.features}
     if unknown := [name for name in plan.features if name not in known]:
         return f"it does not support {', '.join(unknown)}"
+    plan = _with_bits(form, plan, problem)
     fixed = spec is HOPPER_FORWARD and fixes_reference(plan, problem)
-    is_plain = fixed and plan.blocks is None and plan.mask is None and plan.score is None
+    plan = plan.with_fields(spec=spec, tma=True, fixed_reference=fixed)
+    return plan.with_fields(tile=_tile_of(form, plan, problem))
+
+
+def _with_bits(form: HopperForm, plan: KernelPlan, problem: Problem) -> KernelPlan:
+    """Return the plan with the bits of the mask in place of its mask_mod, if it has some."""
+    if BITS not in form.spec.features or not BITS.wanted(problem, NO_ARRAYS):
+        return plan
+    skips = plan.widths in form.half_tiles and HALVES.wanted(problem, NO_ARRAYS)
+    features = (*plan.features, BITS.name, *([HALVES.name] if skips else []))
+    return plan.with_fields(mask=None, features=features)
+
+
+def _tile_of(form: HopperForm, plan: KernelPlan, problem: Problem) -> Tile:
+    if HALVES.name in plan.features:
+        return form.half_tiles[plan.widths]
+    is_plain = plan.fixed_reference and plan.blocks is None and plan.score is None
     if is_plain and problem.query.size(2) >= FEWEST_QUERIES:
-        tile = PLAIN_TILES.get(plan.widths, tile)
-    if BITS in spec.features and BITS.wanted(problem, NO_ARRAYS):
-        plan = plan.with_fields(mask=None, features=(*plan.features, BITS.name))
-        if (half_tile := form.half_tiles.get(plan.widths)) and HALVES.wanted(problem, NO_ARRAYS):
-            plan, tile = plan.with_fields(features=(*plan.features, HALVES.name)), half_tile
-    return plan.with_fields(spec=spec, tile=tile, tma=True, fixed_reference=fixed)
+        return PLAIN_TILES.get(plan.widths, form.tiles[plan.widths])
+    return form.tiles[plan.widths]
