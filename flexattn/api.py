@@ -68,6 +68,7 @@ from flexattn.call.call import Call, Mod
 from flexattn.call.jagged import from_jagged, to_jagged
 from flexattn.call.layout import KVLayout, LayoutArguments
 from flexattn.call.pose import pose
+from flexattn.call.unknown_arguments import unknown_arguments
 from flexattn.call.varlen.arguments import batch_of_rows, rows_of_batch
 from flexattn.engines import triton
 from flexattn.engines.autograd import attention
@@ -216,6 +217,7 @@ def flex_attention(
     kv_layout: KVLayout = "NHD",
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Compute attention with scores modified by `score_mod` and masked by `block_mask`.
 
@@ -263,6 +265,8 @@ def flex_attention(
         >>> flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: 20 * torch.tanh(score / 20), mask).shape
         torch.Size([1, 2, 64, 32])
     """
+    if unknown:
+        raise unknown_arguments(unknown)
     request = _request(return_lse, return_aux)
     if getattr(query, "is_nested", False):
         compute = _jagged

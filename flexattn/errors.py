@@ -18,6 +18,10 @@ class DtypeError(FlexAttentionError, TypeError, ValueError):
     """An argument has a dtype or type that cannot be computed."""
 
 
+class UnknownArgumentError(FlexAttentionError, TypeError):
+    """A function has no such keyword argument. The message says what to write instead."""
+
+
 class UnsupportedError(FlexAttentionError, NotImplementedError):
     """The request is meaningful, but flexattn does not support it."""
 

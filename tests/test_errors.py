@@ -15,6 +15,7 @@ from torch.nn.attention import flex_attention as upstream
 
 import flexattn
 from flexattn import AuxRequest, create_block_mask, errors, explain, flex_attention
+from flexattn.call import validate
 from flexattn.call.validate import place_captures
 from flexattn.errors import FlexAttentionError
 from flexattn.trace.trace import trace
@@ -385,3 +386,42 @@ def test_errors_are_one_family_of_built_in_kinds() -> None:
     classes = [c for c in classes if not issubclass(c, Warning)]
     assert all(issubclass(c, FlexAttentionError) for c in classes)
     assert all(len(c.__mro__) > len(FlexAttentionError.__mro__) for c in classes if c is not FlexAttentionError)
+
+
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        ({"is_causal": True}, "create_block_mask(mods.causal"), ({"attn_mask": None}, "mask[q_idx, kv_idx]"),
+        ({"mask_mod": causal}, "create_block_mask(mask_mod"), ({"softmax_scale": 1.0}, "Write scale instead"),
+        ({"dropout": 0.1}, "Write dropout_p instead"), ({"colour": 1}, "Leave it out"),
+    ],
+)  # fmt: skip
+def test_arguments_of_other_functions(given: dict[str, object], instead: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(instead)) as error:
+        flex_attention(Q, K, V, **given)
+    assert isinstance(error.value, errors.UnknownArgumentError)
+    assert f"found the keyword argument {next(iter(given))}" in str(error.value)
+
+
+@pytest.mark.parametrize("make", [flexattn.mods.softcap, flexattn.mods.natten_2d, flexattn.mods.sliding_window])
+def test_a_factory_that_was_not_called(make: Callable[..., object]) -> None:
+    with pytest.raises(errors.ModError, match=rf"Call it: {make.__name__}\(\.\.\.\) returns the mod"):
+        trace(make, "score" if make is flexattn.mods.softcap else "mask")
+
+
+def test_lists_and_arrays_in_mods() -> None:
+    values, array = [0.5, 1.0, 1.5, 2.0], np.array([0.5, 1.0, 1.5, 2.0])
+    with pytest.raises(errors.ModError, match=r"test_errors\.py:\d+ uses a position as a Python index.*torch.tensor"):
+        flex_attention(Q, K, V, lambda score, b, h, q_idx, kv_idx: score * values[h])
+    with pytest.raises(errors.ModError, match=r"test_errors\.py:\d+ uses a position or score with a numpy array"):
+        flex_attention(Q, K, V, lambda score, b, h, q_idx, kv_idx: score * array[h])
+
+
+def test_heads_and_positions_that_look_swapped() -> None:
+    swapped = ones(1, 512, 8, 16)  # [B, S, H, D]
+    validate._warn_swapped.cache_clear()
+    with pytest.warns(UserWarning, match=r"512 heads of 8 positions.*transpose\(1, 2\)") as found:
+        flex_attention(swapped, swapped, swapped)
+        flex_attention(swapped, swapped, swapped)
+    assert len(found) == 1
+    assert found[0].filename == __file__

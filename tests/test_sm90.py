@@ -163,7 +163,10 @@ def test_gluon(work: str, kernel: str) -> None:
 
 
 # The forward with a fixed reference spills numbers of a tile of queries, outside of its inner loops.
-FIXED_REFERENCE = {"full 128": 44, "document 128": 140, "document runs 128": 140}
+# Weights in float32 take 32 registers more at D 128, and are faster.
+FIXED_REFERENCE = {
+    "full 128": 44, "causal 128": 140, "softcap causal 128": 180, "document 128": 140, "document runs 128": 190,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("work", slow_unless(("causal 64",).__contains__, [work for work, _ in FORWARDS]))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Set
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -17,6 +19,7 @@ from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.nodes import short_dtype
 from flexattn.graph.ranges import INDEX_LIMIT
 from flexattn.torch_state.subclasses import check_plain, is_plain
+from flexattn.trace.follow.libraries import frames_of_ours
 
 T = TypeVar("T")
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -34,7 +37,24 @@ def check_tensors(
         for name, x in _named(query, key, value):
             check_plain(name, x)
     check_forms(query, key, value, enable_gqa, quantized=quantized)
+    if _looks_swapped(*query.shape[1:3]) and _looks_swapped(*key.shape[1:3]):
+        _warn_swapped(*query.shape[1:3])
     return query, key, value
+
+
+def _looks_swapped(heads: int, rows: int) -> bool:
+    """Whether sizes are more likely those of [B, S, H, D]. No model has that many heads."""
+    return heads >= 256 and 2 <= rows <= 128
+
+
+@cache
+def _warn_swapped(heads: int, rows: int) -> None:
+    """Warn once for these sizes."""
+    text = (
+        f"flex_attention: query has {heads} heads of {rows} positions each. query, key and value are [B, H, S, D]. If "
+        f"yours are [B, S, H, D], pass query.transpose(1, 2) and so on, and transpose the output back."
+    )
+    warnings.warn(text, UserWarning, stacklevel=frames_of_ours())
 
 
 def check_forms(

@@ -34,6 +34,14 @@ DATA_DEPENDENT = (
     "all positions: write torch.where(condition, x, y) for `if`, `&`, `|`, `~` for and, or, not; capture numbers as "
     "Python numbers (n = int(t) outside of the mod)."
 )
+_IN_ARRAY = (
+    "uses a position or score with a numpy array. Capture a tensor instead: table = torch.from_numpy(array), outside "
+    "of the mod."
+)
+_AS_INDEX = (
+    "uses a position as a Python index or length (a list, a tuple, range, a slice). Capture a tensor instead of a "
+    "list: table = torch.tensor(values), outside of the mod, then table[q_idx]. The mod runs once for all positions."
+)
 BEYOND_INT64 = "uses the number {number}, expected one that int64 holds. Use a smaller number, or a float."
 IN_PLACE = "changes {what} in place. Write x = x + y instead of x += y, and x = torch.where(...) instead of x[...] = y."
 CONSTANT = "constant"  # key in a node's meta: the constant tensor that the node represents
@@ -79,7 +87,7 @@ class Interception(TorchFunctionMode):
             if type(number) is int and not -(2**63) <= number < 2**63:
                 raise ModError(f"{self.name} at {user_line()} {BEYOND_INT64.format(number=number)}")
         if func in _READ_VALUE:
-            raise ModError(f"{self.name} at {user_line()} {DATA_DEPENDENT}")
+            raise ModError(f"{self.name} at {user_line()} {_TEXTS.get(func, DATA_DEPENDENT)}")
         if func in _READ_LAYOUT:
             self.ask_for_layouts()
         if func == Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
@@ -278,9 +286,11 @@ _REWRITES: dict[Any, Callable[..., Any]] = {
 _READ_VALUE = frozenset(
     (
         Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__complex__,
-        Tensor.tolist, Tensor.numpy, Tensor.is_nonzero, torch.is_nonzero, torch.equal, Tensor.equal, torch.allclose,
+        Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.is_nonzero, torch.is_nonzero, torch.equal, Tensor.equal,
+        torch.allclose,
     )
 )  # fmt: skip
+_TEXTS = {Tensor.__index__: _AS_INDEX, Tensor.__array__: _IN_ARRAY, Tensor.numpy: _IN_ARRAY}
 
 # Facts about a tensor that a ScalarTape's tensors share with the mod's, and that the guard checks.
 _KNOWN_OF_SCALARS = frozenset((

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,7 +30,7 @@ from flexattn.torch_state.transforms import outside
 from flexattn.trace import memo
 from flexattn.trace.failed_guard import reason_of
 from flexattn.trace.follow import ReadLog, guard_of
-from flexattn.trace.follow.libraries import is_ours
+from flexattn.trace.follow.libraries import frames_of_ours, is_ours
 from flexattn.trace.interception import explain_operator
 from flexattn.trace.operator_calls import Refused, UnknownOperator
 from flexattn.trace.recording import Decompositions, Leaf, record_body, record_run
@@ -136,16 +135,8 @@ def _warn(kind: Kind, traced: Traced, record: ReadLog) -> None:
             f"{kind}_mod {traced.graph.name}{where} is traced at each call: {record.reason}. Move it out of the mod: "
             f"compute it before the call, and let the mod capture a tensor or a number.",
             RetraceWarning,
-            stacklevel=_frames_of_ours(),
+            stacklevel=frames_of_ours(),
         )
-
-
-def _frames_of_ours() -> int:
-    """Return the number of frames of this package between `_warn` and the user's call."""
-    frame, count = sys._getframe(1), 1
-    while frame is not None and is_ours(frame.f_globals.get("__name__")):
-        frame, count = frame.f_back, count + 1
-    return count
 
 
 def trace_symbolic(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> tuple[Traced, ReadLog]:
@@ -270,6 +261,8 @@ def _check_call(mod: Mod, kind: Kind, name: str) -> None:
         return
     where = f" at {location_of(mod)}" if location_of(mod) else ""
     fix = f"Give it {len(inputs)} positional parameters."
+    if signature.return_annotation in ("ScoreMod", "MaskMod"):  # of flexattn.mods
+        fix = f"Call it: {name}(...) returns the mod."
     if _binds(signature, len(others)):
         fix = (
             "It looks like a mask_mod: pass it as block_mask=create_block_mask(mask_mod, ...)."

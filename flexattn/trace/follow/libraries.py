@@ -27,3 +27,11 @@ def is_library_class(cls: type) -> bool:
 def is_ours(module: str | None) -> bool:
     """Return whether a module belongs to this package."""
     return module is not None and module.partition(".")[0] == _OURS
+
+
+def frames_of_ours() -> int:
+    """Return the number of frames of this package between the caller and the user's call, for warnings.warn."""
+    frame, count = sys._getframe(1), 1
+    while frame is not None and is_ours(frame.f_globals.get("__name__")):
+        frame, count = frame.f_back, count + 1
+    return count
