@@ -225,3 +225,20 @@ def test_tiles_past_the_end_of_a_block_read_nothing() -> None:
     out = flex_attention(q, k, k, block_mask=mask, kernel_options={"BACKEND": "HOPPER"})  # the emulator checks reads
     weights = torch.softmax((q.double() @ k.double().mT / 8).masked_fill(~table, float("-inf")), -1)
     torch.testing.assert_close(out.double(), weights @ k.double(), rtol=2e-2, atol=2e-2)
+
+
+def test_lists_that_are_assigned_before_the_backward_of_a_first_call() -> None:
+    """The backward reads the lists of its forward."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 1, 384, 64, generator=generator).bfloat16().requires_grad_() for _ in range(3))
+
+    def gradients(assigns: bool) -> tuple[Tensor, ...]:
+        forget_launches()
+        mask = create_block_mask(mods.causal, None, None, 384, 384, device="cpu")
+        out = flex_attention(q, k, v, None, mask, kernel_options={"BACKEND": "HOPPER"})
+        if assigns:
+            mask.q_runs = create_block_mask(mods.sliding_window(9), None, None, 384, 384, device="cpu").q_runs
+        return torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    for found, expected in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(found, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -137,6 +138,8 @@ def _forward_unviewed(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor,
 def _keep(ctx: Any, engine: Engine, problem: Problem, tensors: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
     """Save in `ctx` what the backward reads."""
     ctx.engine = engine
+    if problem.block_mask is not None:  # its lists may be assigned before the backward
+        problem = problem.with_fields(block_mask=copy.copy(problem.block_mask))
     ctx.problem = with_tensors(problem, (_NOTHING,) * len(tensors))  # save_for_backward keeps tensors
     ctx.save_for_backward(*tensors, out, lse)
     ctx.shapes = [x.shape for x in (*tensors, out, lse)]

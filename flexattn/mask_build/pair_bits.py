@@ -50,7 +50,12 @@ def impossible(bound: BoundMod, block_size: tuple[int, int], blocks: int) -> str
 
 def size_of_halves(blocks: int, rows: tuple[int, int]) -> int:
     """Return the int32 that the build writes about halves of blocks. `rows`: rows of blocks, by query and by key."""
-    return 2 * (2 * blocks + 1) + sum(rows) + 2
+    return sum(_parts_of_halves(blocks, rows))
+
+
+def _parts_of_halves(blocks: int, rows: tuple[int, int]) -> tuple[int, ...]:
+    """Return the int32 of each part, see `bits_of_memory`. Parts are aligned to 16 bytes, which Inductor checks."""
+    return *(-(-n // 4) * 4 for n in (2 * blocks + 1, 2 * blocks + 1, *rows)), 2
 
 
 def bits_of_memory(firsts: Sequence[Tensor], words: Tensor, halves: Tensor, lengths: tuple[int, int]) -> MaskBits:
@@ -59,9 +64,11 @@ def bits_of_memory(firsts: Sequence[Tensor], words: Tensor, halves: Tensor, leng
     `halves`: of both directions, the counts of their rows, how many quarters of partial blocks are not empty, and how
     many blocks are full.
     """
-    blocks = words.shape[1] // BLOCK_WORDS - 1
-    *parts, live = halves.split((2 * blocks + 1, 2 * blocks + 1, *map(len, firsts), 2))
-    by_query, by_key = (PairBits(firsts[i], words[i], parts[i], parts[2 + i]) for i in (0, 1))
+    blocks, rows = words.shape[1] // BLOCK_WORDS - 1, (len(firsts[0]), len(firsts[1]))
+    *parts, live = halves.split(_parts_of_halves(blocks, rows))
+    by_query, by_key = (
+        PairBits(firsts[i], words[i], parts[i][: 2 * blocks + 1], parts[2 + i][: rows[i]]) for i in (0, 1)
+    )
     quarters, full = live.tolist()
     return MaskBits(by_query, by_key, lengths, is_sparse(quarters, blocks, full))
 

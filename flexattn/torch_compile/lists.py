@@ -15,6 +15,8 @@ from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import EqualRuns
 from flexattn.mods.combine import noop_mask
 
+_MOST_MASKS = 16  # that are kept for the same lists
+
 
 def mask_of_lists(
     lists: Sequence[Tensor], form: MaskForm, query: Tensor, M: int, N: int, bound: BoundMod | None
@@ -34,6 +36,8 @@ def mask_of_lists(
         mask = _mask(lists, *sizes)
         if of_bits:
             mask._bits = MaskBits.from_tensors(of_bits, (M, N), form.skips_halves)
+        if len(cached) >= _MOST_MASKS:  # Inductor's code copies tensors that are not aligned, so addresses may differ
+            cached.clear()
         cached[key] = mask
     return mask
 
