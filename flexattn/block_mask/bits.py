@@ -32,8 +32,8 @@ class PairBits(NamedTuple):
 
     def take(self, heads: Tensor, count: int) -> PairBits:
         """Return the bits for some (b, h) pairs of `count`, int64 [n]. They share the words."""
-        first, halves = (t.view(count, -1)[heads].flatten() for t in (self.first, self.count))
-        return PairBits(first, self.words, self.halves, halves)
+        firsts, counts = (t.view(count, -1)[heads].flatten() for t in (self.first, self.count))
+        return PairBits(firsts, self.words, self.halves, counts)
 
 
 class MaskBits(NamedTuple):
