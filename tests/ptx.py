@@ -148,6 +148,7 @@ class Cta:
         self.arrived: dict[int, Values] = {}  # which threads, by barrier
         self.targets = {place for places in program.labels.values() for place in places}
         self.group = np.zeros(threads, bool)  # the threads that did the last instruction, if they go on alone
+        self.to_land: list[Callable[[], None]] = []  # copies that were issued and have not arrived
         self.mbarriers: dict[int, list[int]] = {}  # by address: phase, arrivals left, and of a phase, bytes to come
 
     def all(self, value: int) -> Values:
@@ -209,6 +210,9 @@ class Cta:
                 here = READY[this.parts[0]](self, this, here)
             if here.any():
                 return int(place), here
+        if (self.at < end).any() and self.to_land:
+            self.to_land.pop()()
+            return self.next()
         if (self.at < end).any():
             raise RuntimeError(f"all threads wait, at {[self.program.code[p].text for p in np.unique(self.at[free])]}")
         return end, free

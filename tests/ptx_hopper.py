@@ -1,12 +1,16 @@
 """What kernels for sm_90 have besides: mbarriers, TMA, and products of warpgroups. Importing this file adds them.
 
-A product reads shared memory when it is issued, and a box is copied when it is asked for. So orders that are wrong on
-a GPU may be right here. Numbers, addresses, swizzles and counts are those of the GPU.
+A product reads shared memory when it is issued, and a box is copied when it is asked for, or with `late_copy` as late
+as possible. So orders that are wrong on a GPU may be right here. Numbers, addresses, swizzles and counts are those of
+the GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,6 +107,7 @@ def _phase_has_ended(cta: Cta, this: Instruction, here: Values) -> Values:
 
 
 def _copy(cta: Cta, this: Instruction, active: Values) -> None:
+    global _copies
     if "tensor" not in this.parts:
         if "bulk" in this.parts:
             return  # groups, and waits for them
@@ -124,16 +129,40 @@ def _copy(cta: Cta, this: Instruction, active: Values) -> None:
         shared = box.places(start)
         if "mbarrier::complete_tx::bytes" in this.parts or "complete_tx::bytes" in this.op:
             data[here] = box.tensor[there]
-            cta.shared[shared] = data.contiguous().view(torch.uint8).numpy().reshape(shared.shape)
-            barrier = int(cta.address((plain[1],))[thread])
-            cta.mbarriers[barrier][3] -= data.numel() * data.element_size()
-            _end_phase(cta, barrier)
+            found = data.contiguous().view(torch.uint8).numpy().reshape(shared.shape)
+            land = functools.partial(_land, cta, shared, found, int(cta.address((plain[1],))[thread]))
+            if _copies == _late:
+                cta.to_land.append(land)
+            else:
+                land()
+            _copies += 1
         else:
             found = torch.from_numpy(cta.shared[shared].copy()).view(box.tensor.dtype).view(box.shape)
             if this.parts[1] == "reduce":
                 box.tensor[there] += found[here]
             else:
                 box.tensor[there] = found[here]
+
+
+def _land(cta: Cta, places: Values, data: Values, barrier: int) -> None:
+    """Write what a copy brings, and tell its barrier."""
+    cta.shared[places] = data
+    cta.mbarriers[barrier][3] -= data.size
+    _end_phase(cta, barrier)
+
+
+_copies, _late = 0, -1  # copies to shared memory that were issued, and the number of the one that is late
+
+
+@contextlib.contextmanager
+def late_copy(number: int) -> Iterator[None]:
+    """Let one copy, by its number, arrive when all threads wait. Who does not wait reads what was there before."""
+    global _copies, _late
+    _copies, _late = 0, number
+    try:
+        yield
+    finally:
+        _late = -1
 
 
 # Products.

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import ptx_hopper
 import pytest
 import torch
 from kernel_cases import Setting, Sizes, check, deterministic, make_call
 from mask_bits import with_bits
+from ptx_hopper import late_copy
 from quick import slow_unless
 from torch import Tensor
 
@@ -18,6 +20,7 @@ pytest.importorskip("triton")
 
 from emulation import emulated
 
+from flexattn import reference
 from flexattn.compile import fixed_reference, hopper, stripes
 from flexattn.runtime import load
 from flexattn.runtime.launch import forget_launches
@@ -225,6 +228,41 @@ def test_tiles_past_the_end_of_a_block_read_nothing() -> None:
     out = flex_attention(q, k, k, block_mask=mask, kernel_options={"BACKEND": "HOPPER"})  # the emulator checks reads
     weights = torch.softmax((q.double() @ k.double().mT / 8).masked_fill(~table, float("-inf")), -1)
     torch.testing.assert_close(out.double(), weights @ k.double(), rtol=2e-2, atol=2e-2)
+
+
+# Halves of the keys that the first and the last 64 queries attend to. A ring of the forward has 4 slots at D 128. The
+# first queries end with half 5, in the slot of half 1, which they skip.
+NEEDED = torch.tensor([[1, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("skips_halves", [True, False])
+def test_each_copy_may_be_late(skips_halves: bool) -> None:
+    def mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return NEEDED[q_idx // 64, kv_idx // 64] & ((q_idx * 31 + kv_idx * 17) % 7 < 5)
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 128, generator=generator).bfloat16() for n in (128, 384, 384))
+    mask = with_bits(create_block_mask(mod, None, None, 128, 384, device="cpu"), skips_halves)
+    expected, _ = reference.attention(q.double(), k.double(), v.double(), None, mod)
+    copies = 28 if skips_halves else 16  # two of each tile of queries, keys and values
+    for late in range(copies):
+        with late_copy(late):
+            out = flex_attention(q, k, v, None, mask, kernel_options={"BACKEND": "HOPPER"})
+            assert ptx_hopper._copies == copies
+        assert relative_rmse(out, expected) < 5e-3, late
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("D", "mask", "late"), [(64, "causal", 0), (64, None, 1), (128, "causal", 2)])
+def test_copies_of_both_passes_may_be_late(D: int, mask: str | None, late: int) -> None:
+    """One in four."""
+    copies = late + 1
+    while late < copies:
+        with late_copy(late):
+            check(make_call(AT, Sizes(1, 1, 1, 200, 190, D, D), None, mask), loose=True)
+            copies = ptx_hopper._copies
+        late += 4
+    assert copies > 10
 
 
 def test_lists_that_are_assigned_before_the_backward_of_a_first_call() -> None:
