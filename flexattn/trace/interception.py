@@ -87,7 +87,7 @@ class Interception(TorchFunctionMode):
             if type(number) is int and not -(2**63) <= number < 2**63:
                 raise ModError(f"{self.name} at {user_line()} {BEYOND_INT64.format(number=number)}")
         if func in _READ_VALUE:
-            raise ModError(f"{self.name} at {user_line()} {_TEXTS.get(func, DATA_DEPENDENT)}")
+            raise ModError(f"{self.name} at {user_line()} {_READ_VALUE[func]}")
         if func in _READ_LAYOUT:
             self.ask_for_layouts()
         if func == Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
@@ -283,14 +283,13 @@ _REWRITES: dict[Any, Callable[..., Any]] = {
     torch.isin: _isin,
     Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]
 }
-_READ_VALUE = frozenset(
-    (
-        Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__complex__,
-        Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.is_nonzero, torch.is_nonzero, torch.equal, Tensor.equal,
-        torch.allclose,
-    )
-)  # fmt: skip
-_TEXTS = {Tensor.__index__: _AS_INDEX, Tensor.__array__: _IN_ARRAY, Tensor.numpy: _IN_ARRAY}
+_READ_VALUE: dict[Any, str] = {  # what an error says of them
+    **dict.fromkeys((
+        Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.tolist,
+        Tensor.is_nonzero, torch.is_nonzero, torch.equal, Tensor.equal, torch.allclose,
+    ), DATA_DEPENDENT),
+    Tensor.__index__: _AS_INDEX, Tensor.__array__: _IN_ARRAY, Tensor.numpy: _IN_ARRAY,
+}  # fmt: skip
 
 # Facts about a tensor that a ScalarTape's tensors share with the mod's, and that the guard checks.
 _KNOWN_OF_SCALARS = frozenset((
