@@ -265,7 +265,7 @@ def test_compiled_and_captured() -> None:
     in_graph = torch.compile(forward, fullgraph=True, backend="aot_eager")
     for kernel in (9, 13, 5):
         mask = create_block_mask(mods.natten_2d(32, 40, kernel), None, None, 1280, 1280, device="cuda")
-        mask, plain = with_halves(mask, False), without_bits(mask)
+        mask, plain = with_halves(mask, False).prepare(), without_bits(mask)
         expected = forward(plain)
         assert torch.equal(in_graph(mask), expected)
         assert torch.equal(in_graph(mask), expected)
