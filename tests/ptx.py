@@ -7,8 +7,10 @@ products that PTX lets overtake each other happen at once: a missing wait is not
 
 from __future__ import annotations
 
+import contextlib
+import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +130,20 @@ def run(
         pass
 
 
+_order: random.Random | None = None
+
+
+@contextlib.contextmanager
+def any_order(seed: int) -> Iterator[None]:
+    """Let warps go on in random order, one far ahead of others."""
+    global _order
+    _order = random.Random(seed)
+    try:
+        yield
+    finally:
+        _order = None
+
+
 class Cta:
     """A program: its threads, their registers and their memory."""
 
@@ -148,7 +164,10 @@ class Cta:
         self.arrived: dict[int, Values] = {}  # which threads, by barrier
         self.targets = {place for places in program.labels.values() for place in places}
         self.group = np.zeros(threads, bool)  # the threads that did the last instruction, if they go on alone
+        self.turns, self.first = 0, 0  # of `any_order`
         self.to_land: list[Callable[[], None]] = []  # copies that were issued and have not arrived
+        self.products: dict[int, Any] = {}  # that were issued and not waited for, by warpgroup
+        self.stores: dict[int, list[list[Callable[[], None]]]] = {}  # groups of copies from shared memory, by thread
         self.mbarriers: dict[int, list[int]] = {}  # by address: phase, arrivals left, and of a phase, bytes to come
 
     def all(self, value: int) -> Values:
@@ -199,11 +218,12 @@ class Cta:
                 return at, self.group
         end = len(self.program.code)
         free = ~self.blocked & (self.at < end)
-        for place in np.unique(self.at[free]):
-            here = free & (self.at == place)
+        for place, among in self.places(free):
+            here = among & (self.at == place)
             this = self.program.code[place]
             alike = ALIKE.get(this.parts[0], 1)
             if alike > 1:  # whole warps or warpgroups, without the threads that have ended
+                here = free & (self.at == place)
                 groups = (here | (self.at == end)).reshape(-1, alike).all(1)
                 here = here & np.repeat(groups, alike)
             if this.parts[0] in READY:
@@ -216,6 +236,21 @@ class Cta:
         if (self.at < end).any():
             raise RuntimeError(f"all threads wait, at {[self.program.code[p].text for p in np.unique(self.at[free])]}")
         return end, free
+
+    def places(self, free: Values) -> Iterator[tuple[int, Values]]:
+        """Return where threads are, in the order in which they may go on, and which ones."""
+        if _order is None:
+            yield from ((int(place), free) for place in np.unique(self.at[free]))
+            return
+        if self.turns == 0:  # another warp is ahead for a while
+            self.turns, self.first = _order.randrange(1, 300), _order.randrange(self.threads // WARP)
+        self.turns -= 1
+        warps = list(range(self.threads // WARP))
+        _order.shuffle(warps)
+        for warp in (self.first, *warps):
+            among = free & (np.arange(self.threads) // WARP == warp)
+            if among.any():
+                yield int(self.at[among].min()), among
 
     def value(self, name: str) -> Values:
         if name.startswith("0f"):

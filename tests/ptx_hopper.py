@@ -1,7 +1,7 @@
 """What kernels for sm_90 have besides: mbarriers, TMA, and products of warpgroups. Importing this file adds them.
 
-A product reads shared memory when it is issued, and a box is copied when it is asked for, or with `late_copy` as late
-as possible. So orders that are wrong on a GPU may be right here. Numbers, addresses, swizzles and counts are those of
+Products and stores read their operands when they are waited for, as late as a GPU may. A box is copied to shared memory
+when it is asked for, or with `late_copy` as late as possible. So orders that are wrong on a GPU may be right here. Numbers, addresses, swizzles and counts are those of
 the GPU.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,7 +110,8 @@ def _copy(cta: Cta, this: Instruction, active: Values) -> None:
     global _copies
     if "tensor" not in this.parts:
         if "bulk" in this.parts:
-            return  # groups, and waits for them
+            _bulk_group(cta, this, active)
+            return
         Cta.copy(cta, this, active)
         return
     places = re.findall(r"\[([^\[\]]*)\]", this.text)
@@ -137,11 +138,26 @@ def _copy(cta: Cta, this: Instruction, active: Values) -> None:
                 land()
             _copies += 1
         else:
-            found = torch.from_numpy(cta.shared[shared].copy()).view(box.tensor.dtype).view(box.shape)
-            if this.parts[1] == "reduce":
-                box.tensor[there] += found[here]
-            else:
-                box.tensor[there] = found[here]
+            store = functools.partial(_store, cta, shared, box, there, here, adds=this.parts[1] == "reduce")
+            cta.stores.setdefault(int(thread), [[]])[-1].append(store)
+
+
+def _store(
+    cta: Cta, places: Values, box: Box, there: tuple[slice, ...], here: tuple[slice, ...], *, adds: bool
+) -> None:
+    found = torch.from_numpy(cta.shared[places].copy()).view(box.tensor.dtype).view(box.shape)
+    box.tensor[there] = box.tensor[there] + found[here] if adds else found[here]
+
+
+def _bulk_group(cta: Cta, this: Instruction, active: Values) -> None:
+    """Stores read shared memory when their thread waits for them."""
+    for thread, groups in cta.stores.items():
+        if active[thread] and "commit_group" in this.parts:
+            groups.append([])
+        elif active[thread]:
+            while len(groups) - 1 > int(this.operands[0][0]):
+                for store in groups.pop(0):
+                    store()
 
 
 def _land(cta: Cta, places: Values, data: Values, barrier: int) -> None:
@@ -187,39 +203,76 @@ def _operand(cta: Cta, descriptor: int, rows: int, is_contiguous_in_k: bool, kin
     return (words.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
 
 
+IN_FLIGHT = np.uint64(0x7FC0DEAD)  # a NaN, in accumulators that nothing may read before a wait
+
+
+@dataclass
+class Products:
+    """The products of a warpgroup that were issued and not waited for: groups, and accumulators by their first name."""
+
+    groups: list[list[tuple[str, Callable[[], None]]]]
+    accumulators: dict[str, list[Values]]
+
+
 def _multiply(cta: Cta, this: Instruction, active: Values) -> None:
-    """wgmma.mma_async m64nNk16: products of each warpgroup."""
-    if "mma_async" not in this.parts:
-        return  # fences, groups and waits
+    """wgmma m64nNk16: products of each warpgroup. They are computed when they are waited for."""
+    for warpgroup in np.unique(np.nonzero(active)[0] // WARPGROUP):
+        threads = slice(warpgroup * WARPGROUP, (warpgroup + 1) * WARPGROUP)
+        products = cta.products.setdefault(int(warpgroup), Products([[]], {}))
+        if "mma_async" in this.parts:
+            _issue(cta, this, threads, products)
+        elif "commit_group" in this.parts:
+            products.groups.append([])
+        elif "wait_group" in this.parts:
+            while len(products.groups) - 1 > int(this.operands[0][0]):
+                for _, compute in products.groups.pop(0):
+                    compute()
+                left = {name for group in products.groups for name, _ in group}
+                products.accumulators = {x: sums for x, sums in products.accumulators.items() if x in left}
+
+
+def _issue(cta: Cta, this: Instruction, threads: slice, products: Products) -> None:
+    targets, _, _, (adds,), *_ = this.operands
+    sums = products.accumulators.get(targets[0])
+    accumulates = bool(cta.value(adds)[threads][0])
+    if sums is None:
+        sums = [_float(cta.value(x)[threads]) if accumulates else np.zeros(WARPGROUP) for x in targets]
+        products.accumulators[targets[0]] = sums
+    chosen = np.zeros(cta.threads, bool)
+    chosen[threads] = True
+    for target in targets:
+        cta.put(target, np.full(cta.threads, IN_FLIGHT), chosen)
+    named = {x: int(cta.value(x)[threads][0]) for (x, *more) in this.operands[1:3] if not more}  # descriptors
+    compute = functools.partial(_compute, cta, this, chosen, sums, named, accumulates=accumulates)
+    products.groups[-1].append((targets[0], compute))
+
+
+def _compute(
+    cta: Cta, this: Instruction, chosen: Values, sums: list[Values], descriptors: dict[str, int], *, accumulates: bool
+) -> None:
     shape = next(p for p in this.parts if p.startswith("m64n"))
     n, kind = int(shape.removeprefix("m64n").removesuffix("k16")), this.parts[-1]
-    targets, a, (b,), (adds,), *flags = this.operands
+    targets, a, (b,), _, *flags = this.operands
     transposed = [int(x) for (x,) in flags[2:]]  # of a, if it is in shared memory, and of b
     lane = np.arange(WARPGROUP) % WARP
     row, column = np.arange(WARPGROUP) // WARP * 16 + lane // 4, 2 * (lane % 4)
-    values = [cta.value(x) for x in targets]
-    accumulates = cta.value(adds).astype(bool)
-    for group in np.unique(np.nonzero(active)[0] // WARPGROUP):
-        threads = slice(group * WARPGROUP, (group + 1) * WARPGROUP)
-        if len(a) == 4:
-            left = np.zeros((64, 16))
-            for i, name in enumerate(a):
-                terms = _numbers(cta.value(name)[threads], kind)
-                for e in range(2):
-                    left[row + 8 * (i % 2), column + e + 8 * (i // 2)] = terms[..., e]
-        else:
-            left = _operand(cta, int(cta.value(a[0])[threads][0]), 64, not transposed[0], kind)
-        right = _operand(cta, int(cta.value(b)[threads][0]), n, not transposed[-1], kind)
-        with np.errstate(invalid="ignore", over="ignore"):
-            product = left @ right.T  # [64, n]
-            for i in range(len(targets)):
-                part = product[row + 8 * (i // 2 % 2), i // 4 * 8 + column + i % 2]
-                if accumulates[threads][0]:
-                    part = part + _float(values[i][threads])
-                values[i] = values[i].copy()
-                values[i][threads] = _bits(part.astype(np.float32))
-    for target, value in zip(targets, values, strict=True):
-        cta.put(target, value, active)
+    if len(a) == 4:
+        left = np.zeros((64, 16))
+        for i, name in enumerate(a):
+            terms = _numbers(cta.value(name)[chosen], kind)
+            for e in range(2):
+                left[row + 8 * (i % 2), column + e + 8 * (i // 2)] = terms[..., e]
+    else:
+        left = _operand(cta, descriptors[a[0]], 64, not transposed[0], kind)
+    right = _operand(cta, descriptors[b], n, not transposed[-1], kind)
+    with np.errstate(invalid="ignore", over="ignore"):
+        product = left @ right.T  # [64, n]
+        for i, target in enumerate(targets):
+            part = product[row + 8 * (i // 2 % 2), i // 4 * 8 + column + i % 2]
+            sums[i] = (part + sums[i] if accumulates else part).astype(np.float32)
+            value = cta.value(target).copy()
+            value[chosen] = _bits(sums[i])
+            cta.put(target, value, chosen)
 
 
 def _elect(cta: Cta, this: Instruction, active: Values) -> None:
