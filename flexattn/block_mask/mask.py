@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 from torch.utils._pytree import GetAttrKey
 
-from flexattn.block_mask import picture, plot, stored, svg
+from flexattn.block_mask import page, picture, plot, stored, svg
 from flexattn.block_mask.bits import MaskBits
 from flexattn.block_mask.lists import check_transposed, lists_of, read_lists
 from flexattn.block_mask.one_tensor import pack
@@ -772,6 +774,33 @@ class BlockMask(upstream.BlockMask):
         cells, step = plot.image(partial, full, self._grid[1])
         tokens = (step[0] * self.BLOCK_SIZE[0], step[1] * self.BLOCK_SIZE[1])
         return plot.plot(ax, cells, tokens, self.seq_lengths, plot.COLOURS)
+
+    @uncompiled
+    def html(self, path: str | os.PathLike[str], b: int = 0, h: int = 0, *, max_pairs: int = 2**29) -> None:
+        """Write a page of batch `b` and head `h` that zooms from blocks to pairs, at up to millions of tokens.
+
+        The page is one file, needs no network, and works on a phone. It contains the runs of blocks of each row, and
+        the bits of partial blocks, those of equal blocks once. What the limits leave out is written in the page: such
+        blocks are drawn without their pairs.
+
+        Args:
+            path: the file to write, which is replaced if it exists.
+            b, h: the batch and head of the mask.
+            max_pairs: how many pairs mask_mod is evaluated at, 0 or more. The first partial blocks come first.
+
+        Raises IndexRangeError if the mask has no such batch or head, ArgumentError for another max_pairs, what
+        `pairs()` raises, and OSError if the file cannot be written.
+
+        >>> import tempfile, torch
+        >>> path = tempfile.mkdtemp() + "/mask.html"
+        >>> BlockMask.from_blocks(torch.ones(1, 1, 3, 3, dtype=torch.bool), None, (300, 300), 128).html(path)
+        """
+        if type(max_pairs) is not int or max_pairs < 0:
+            raise ArgumentError(message("max_pairs", repr(max_pairs), "an int >= 0", "Leave it out, for 2**29 pairs."))
+        rows, line = self._rows_at(b, h), f"{self._line()} at b={b}, h={h}"
+        bound = self._checked_mod()
+        text = page.html(bound, (b, h), *rows, self.seq_lengths, self.BLOCK_SIZE, line, max_pairs)
+        Path(path).write_text(text, encoding="utf-8")
 
     def _rows_at(self, b: int, h: int) -> tuple[Runs, Runs]:
         """Return the partial and the full runs of one batch and head. Raise IndexRangeError if there is none."""
