@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from html import escape
 from itertools import groupby
 
 from flexattn.block_mask.plot import COLOURS, image
@@ -19,6 +18,8 @@ def html(partial: Runs, full: Runs, columns: int, summary: str, note: str) -> st
 
     The runs are the rows of one batch and head. A cell of several blocks has their mean color.
     """
+    from html import escape  # here, because import flexattn does not need it
+
     line = f'<div style="font-family:monospace">{escape(summary)}</div>'
     if not (full.rows and columns):
         return line
