@@ -95,7 +95,7 @@ def chunks(
     device = runs.runs.device
     b, h = (torch.full((1, 1, 1), i, dtype=torch.int32, device=device) for i in head)
     most = _PAIRS.get(device.type, _PAIRS_ON_GPU)
-    sizes = [min(n, length) if r else 1 for n, length, r in zip(block_size, lengths, read, strict=True)]
+    sizes = [max(1, min(n, length)) if r else 1 for n, length, r in zip(block_size, lengths, read, strict=True)]
     q_step = min(sizes[0], most)
     kv_step = min(sizes[1], max(1, most // q_step))
     step = max(1, most // (q_step * kv_step))
