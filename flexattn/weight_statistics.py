@@ -88,8 +88,8 @@ def statistics(
 ) -> Statistics:
     """Return the entropy of each row of attention weights, its largest weights, and the mass of each block of keys.
 
-    Blocks that the mask leaves out are skipped. Memory is proportional to the rows and to the blocks of keys. The time
-    is that of two forwards in plain torch operations, on the device of query. Nothing is differentiated.
+    Blocks that the mask leaves out are skipped. Memory is proportional to the rows and to the blocks of keys. Plain
+    torch operations run on the device of query, for several times as long as a forward. Nothing is differentiated.
 
     Args:
         query, key, value, score_mod, block_mask, scale, enable_gqa, sink: as in flex_attention. The values are not
