@@ -134,12 +134,16 @@ def debug(
             if problem.score is not None:
                 problem = replace(problem, score_grad=differentiate(problem.score.graph, ()))
         with torch.autocast(problem.query.device.type, enabled=False):
-            tiles = Scores(problem)
-            rows: dict[tuple[int, int, int], _Row] = {}
-            for b, h, q, _ in positions:
-                if (b, h, q) not in rows:
-                    rows[b, h, q] = _row(tiles, (b, h, q), d_out)
-            return DebugTable(tuple(_debug_row(tiles, place, rows[place[:3]]) for place in positions))
+            return _table(problem, positions, d_out)
+
+
+def _table(problem: Problem, positions: Sequence[Position], d_out: Tensor | None) -> DebugTable:
+    tiles = Scores(problem)
+    rows: dict[tuple[int, int, int], _Row] = {}
+    for b, h, q, _ in positions:
+        if (b, h, q) not in rows:
+            rows[b, h, q] = _row(tiles, (b, h, q), d_out)
+    return DebugTable(tuple(_debug_row(tiles, place, rows[place[:3]]) for place in positions))
 
 
 def _checked_positions(at: Sequence[Position], problem: Problem) -> list[Position]:
@@ -216,7 +220,7 @@ def _ranges(problem: Problem, place: tuple[int, int, int]) -> tuple[tuple[tuple[
     head = (b if mask.B > 1 else 0) * mask.H + (h if mask.H > 1 else 0)
     row, size = head * blocks + q // mask.BLOCK_SIZE[0], mask.BLOCK_SIZE[1]
     full, partial = (
-        tuple((lo * size, min(hi * size, N)) for lo, hi in runs.between(row, row + 1).runs.tolist() if lo < hi)
+        tuple((lo * size, min(hi * size, N)) for lo, hi in runs.between(row, row + 1).runs.cpu().tolist() if lo < hi)
         for runs in (mask.kv_runs.full, mask.kv_runs.partial)
     )
     return full, partial

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from elsewhere import elsewhere, there
+from test_gpu_float64 import cases, drawn, moved, posed
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
@@ -201,6 +203,44 @@ def test_errors_of_the_call() -> None:
     limit += 1
     with pytest.raises(MutationError):
         debug(query, key, value, None, mask, enable_gqa=True, at=[])
+
+
+@pytest.mark.parametrize("name", ["plain", "mask", "documents", "bias", "indices", "sink"])
+def test_every_tensor_stays_on_the_device(name: str) -> None:
+    problem, d_out = posed(cases()[name]), drawn(2, 4, 37, 6, seed=5)
+    at = positions(9)
+    with torch.no_grad():
+        expected = debugging._table(problem, at, d_out)
+        with elsewhere():
+            found = debugging._table(moved(problem, there), at, there(d_out))
+    for row, other in zip(found, expected, strict=True):
+        assert (row.block, row.kept) == (other.block, other.kept)
+        for field in ("raw", "score", "weight", "gradient"):
+            assert getattr(row, field) == pytest.approx(getattr(other, field), rel=1e-11, abs=1e-13)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    query, key, value, d_out = inputs(dtype)
+    masks_of = {
+        device: create_block_mask(window, B, Hq, M, N, device=device, BLOCK_SIZE=16) for device in ("cpu", "cuda")
+    }
+    expected, found = (
+        debug(
+            *(x.to(device) for x in (query, key, value)),
+            mods.softcap(2.0),
+            mask,
+            enable_gqa=True,
+            at=positions(20),
+            d_out=d_out.to(device),
+        )
+        for device, mask in masks_of.items()
+    )
+    for row, other in zip(found, expected, strict=True):
+        assert (row.block, row.kept) == (other.block, other.kept)
+        for field in ("raw", "score", "weight", "gradient"):
+            assert getattr(row, field) == pytest.approx(getattr(other, field), rel=1e-4, abs=1e-5)
 
 
 def test_contexts() -> None:

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from block_masks import create, live_pairs, table_mask
+from block_masks import bind, create, live_pairs, table_mask
+from elsewhere import elsewhere, there
+from test_gpu_float64 import lists_moved
 
 from flexattn import BlockMask, mods
-from flexattn.block_mask import page
+from flexattn.block_mask import page, plot, svg
 from flexattn.errors import ArgumentError, IndexRangeError, MutationError
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -132,6 +134,24 @@ def test_many_runs_are_joined(cells: int, tmp_path: Path, monkeypatch: pytest.Mo
     found, expected = pairs_of(data), live_pairs(mask)[2, 1].numpy()
     assert np.array_equal(found[found >= 0], expected[found >= 0])
     assert np.unique(found).tolist() == [-1, 0, 1]
+
+
+@pytest.mark.parametrize("most_runs", [1, 2**20])
+def test_masks_of_another_device(most_runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page and the pictures are those of the same mask on the CPU."""
+    monkeypatch.setattr(page, "_MOST_RUNS", most_runs * 10)
+    mask = create(mods.sliding_window(25), None, None, 70, 61, BLOCK_SIZE=8)
+    place = ((70, 61), (8, 8))
+
+    def drawn(mask: BlockMask) -> tuple[str, str, list[int]]:
+        rows = mask._rows_at(0, 0)
+        image, _ = plot.image_of_pairs(bind(mask), (0, 0), *rows, *place, (9, 9))
+        text = page.html(bind(mask), (0, 0), *rows, *place, "summary", 2**20)
+        return text, svg.html(*rows, 8, "summary", ""), image.flatten().tolist()
+
+    expected = drawn(mask)
+    with elsewhere():
+        assert drawn(lists_moved(mask, there)) == expected
 
 
 def test_names_are_text(tmp_path: Path) -> None:

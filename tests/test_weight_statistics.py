@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from elsewhere import back, elsewhere, there
 from operations import Largest
-from test_debugging import SCORES, B, D, Hq, N, dense, inputs, kept_pairs, masks
+from test_debugging import SCORES, B, D, Hq, M, N, dense, inputs, kept_pairs, masks
+from test_gpu_float64 import cases, moved, posed
 from torch import Tensor
 
 from flexattn import create_block_mask, mods, statistics, weight_statistics
@@ -121,6 +123,38 @@ def test_printed() -> None:
 def test_largest_that_keeps_nothing(largest: Any) -> None:
     with pytest.raises(ArgumentError, match="largest: found"):
         statistics(*inputs()[:3], enable_gqa=True, largest=largest)
+
+
+@pytest.mark.parametrize("name", ["plain", "mask", "documents", "bias", "indices", "sink"])
+def test_every_tensor_stays_on_the_device(name: str) -> None:
+    problem = posed(cases()[name])
+    with torch.no_grad():
+        expected = weight_statistics._statistics(problem, K)
+        with elsewhere():
+            found = weight_statistics._statistics(moved(problem, there), K)
+    for field in ("lse", "entropy", "weights", "mass", *(["sink"] if name == "sink" else [])):
+        torch.testing.assert_close(back(getattr(found, field)), getattr(expected, field), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    tensors = inputs(dtype)[:3]
+    score_mod, mask_mod = mods.softcap(2.0), mods.sliding_window(9)
+    expected, found = (
+        statistics(
+            *(x.to(device) for x in tensors),
+            score_mod,
+            create_block_mask(mask_mod, None, None, M, N, device=device, BLOCK_SIZE=16),
+            enable_gqa=True,
+            sink=0.5,
+        )
+        for device in ("cpu", "cuda")
+    )
+    for field in ("lse", "entropy", "weights", "mass", "sink"):
+        close = {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(getattr(found, field).cpu(), getattr(expected, field), **close)
+    assert str(found).splitlines()[:2] == str(expected).splitlines()[:2]
 
 
 def test_contexts_and_gradients() -> None:
