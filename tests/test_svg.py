@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from block_masks import create
+from block_masks import bind, create
 
 from flexattn import BlockMask, mods
+from flexattn.block_mask import plot
 from flexattn.block_mask.plot import COLOURS
 
 HEX = {"#{:02x}{:02x}{:02x}".format(*colour): kind for kind, colour in COLOURS.items()}
@@ -70,3 +72,12 @@ def test_the_line_of_text(size: Any, note: str) -> None:
 def test_masks_of_nothing(lengths: tuple[int, int]) -> None:
     assert "<svg" not in create(mods.causal, None, None, *lengths)._repr_html_()
     assert "<svg" not in create(mods.causal, 2, None, 9, 9)[0:0]._repr_html_()
+
+
+def test_a_default_device_does_not_matter(tmp_path: Path) -> None:
+    mask = create(mods.causal, None, None, 100, 90, BLOCK_SIZE=16)
+    expected = mask._repr_html_()
+    with torch.device("meta"):
+        assert mask._repr_html_() == expected
+        mask.html(tmp_path / "mask.html")
+        plot.image_of_pairs(bind(mask), (0, 0), *mask._rows_at(0, 0), (100, 90), (16, 16))

@@ -63,7 +63,7 @@ def count_pairs(runs: Runs, lengths: tuple[int, int], block_size: tuple[int, int
     (M, N), device = lengths, runs.runs.device
     starts = [torch.arange(0, M, size, device=device) for size in (block_size[0], cell[0])]
     first = torch.cat(starts).unique()  # the first query of each strip that lies in one block and in one cell
-    heights = first.diff(append=torch.tensor([M], device=device))
+    heights = first.diff(append=torch.full((1,), M, device=device))
     strips = runs.take(first // block_size[0])
     keys = (strips.runs.long() * block_size[1]).clamp(max=N)
     return _sums(Runs(strips.row_ptr, keys), N, cell[1], first // cell[0], heights)

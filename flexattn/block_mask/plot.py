@@ -52,9 +52,9 @@ def image_of_pairs(
 
 def _mean_colours(kinds: Tensor, area: Tensor, colours: Colours) -> Tensor:
     """Return uint8 [down, across, 3] on the CPU for the counts of each kind in a cell, [down, across, kinds]."""
-    shares = kinds / area[..., None]
-    palette = torch.tensor(list(colours.values()), dtype=shares.dtype, device=shares.device)
-    return (shares @ palette).round().to(torch.uint8).cpu()
+    shares = (kinds / area[..., None]).cpu()
+    palette = torch.tensor(list(colours.values()), dtype=shares.dtype, device="cpu")
+    return (shares @ palette).round().to(torch.uint8)
 
 
 def import_pyplot(name: str, otherwise: str) -> Any:
