@@ -34,8 +34,11 @@ if TYPE_CHECKING:
     from flexattn import layout as layout
     from flexattn import reference as reference
     from flexattn import sdpa as sdpa
+    from flexattn.debugging import DebugTable as DebugTable
+    from flexattn.debugging import debug as debug
     from flexattn.explanation import Explanation as Explanation
     from flexattn.explanation import explain as explain
+    from flexattn.heat_maps import show as show
     from flexattn.integrations.torch_flex import install_as_torch_flex as install_as_torch_flex
     from flexattn.kv_cache import PagedKVCache as PagedKVCache
     from flexattn.merge import merge_attention as merge_attention
@@ -47,6 +50,8 @@ if TYPE_CHECKING:
     from flexattn.varlen import varlen_attn_out as varlen_attn_out
     from flexattn.verification import Verification as Verification
     from flexattn.verification import verify as verify
+    from flexattn.weight_statistics import Statistics as Statistics
+    from flexattn.weight_statistics import statistics as statistics
 
 __version__ = "0.1.0"
 
@@ -55,17 +60,20 @@ __all__ = [
     "AuxRequest",
     "BlockMask",
     "Counters",
+    "DebugTable",
     "Explanation",
     "FlexAttentionError",
     "FlexKernelOptions",
     "PagedKVCache",
     "Profile",
+    "Statistics",
     "Tuning",
     "Verification",
     "and_masks",
     "counters",
     "create_block_mask",
     "create_mask",
+    "debug",
     "dropout_mask",
     "explain",
     "flex_attention",
@@ -79,6 +87,8 @@ __all__ = [
     "reference",
     "register_operator",
     "sdpa",
+    "show",
+    "statistics",
     "tiles_redone",
     "tune",
     "varlen_attn",
@@ -89,11 +99,14 @@ __all__ = [
 # Names that no call of flex_attention needs. The module of each is imported when the name is first used. No module of
 # this package is called like one of them, except `layout`, `reference` and `sdpa`, which are modules.
 _ON_FIRST_USE = {
+    "DebugTable": "flexattn.debugging",
     "Explanation": "flexattn.explanation",
     "PagedKVCache": "flexattn.kv_cache",
     "Profile": "flexattn.profiling",
+    "Statistics": "flexattn.weight_statistics",
     "Tuning": "flexattn.tuning.report",
     "Verification": "flexattn.verification",
+    "debug": "flexattn.debugging",
     "explain": "flexattn.explanation",
     "install_as_torch_flex": "flexattn.integrations.torch_flex",
     "layout": "flexattn.layout",
@@ -101,6 +114,8 @@ _ON_FIRST_USE = {
     "profile": "flexattn.profiling",
     "reference": "flexattn.reference",
     "sdpa": "flexattn.sdpa",
+    "show": "flexattn.heat_maps",
+    "statistics": "flexattn.weight_statistics",
     "tune": "flexattn.tuning.tune",
     "varlen_attn": "flexattn.varlen",
     "varlen_attn_out": "flexattn.varlen",

@@ -6,9 +6,8 @@ import math
 
 import pytest
 import torch
+from operations import Largest
 from oracle import assert_close_to_oracle
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from flexattn import AuxRequest, create_block_mask, flex_attention
 from flexattn.block_mask import BlockMask
@@ -466,7 +465,7 @@ def test_no_tensor_of_queries_by_keys():
     table = torch.randn(2, S)
     mask = block_mask(causal, q, k, 128)
     problem = pose(q, k, v, lambda s, b, h, i, j: s + table[h, i - j], mask)
-    with _Largest() as seen:
+    with Largest() as seen:
         out, lse, _ = cpu.forward(problem)
         cpu.backward(problem, out, lse, out, None, ALL)
     assert seen.numel <= 2**19 < S * S / 8
@@ -484,20 +483,7 @@ def test_a_pair_bias_is_shared_by_many_rows():
     check(q, k, v, mod, captures=(bias,))
     problem = pose(q, k, v, mod)
     out, lse, _ = cpu.forward(problem)
-    with _Largest() as seen:
+    with Largest() as seen:
         cpu.forward(problem)
         cpu.backward(problem, out, lse, out, None, ALL)
     assert seen.numel <= rows * H * S * S // 4
-
-
-class _Largest(TorchDispatchMode):
-    """Records the size of the largest tensor that any operation returns."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().nbytes():
-                self.numel = max(self.numel, leaf.untyped_storage().nbytes() // leaf.element_size())
-        return result

@@ -24,14 +24,19 @@ def test_python_block(code, tmp_path, monkeypatch):
     exec(compile(code, path, "exec"), {"__name__": "readme"})
 
 
-@pytest.mark.parametrize("page", ["decoding", "sdpa", "torch-flex", "varlen", "vllm"])
-def test_page(page, tmp_path):
-    """The blocks of a page continue each other."""
+@pytest.mark.parametrize("page", ["decoding", "sdpa", "torch-flex", "varlen", "visualization", "vllm"])
+def test_page(page, tmp_path, monkeypatch):
+    """The blocks of a page continue each other. They may write files."""
+    if page == "visualization":
+        pytest.importorskip("matplotlib").use("Agg")
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)
     path = tmp_path / f"{page}.py"
     path.write_text("\n".join(blocks))
     assert blocks
     exec(compile(path.read_text(), path, "exec"), {"__name__": page})
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")
 
 
 @pytest.mark.slow

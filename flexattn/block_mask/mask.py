@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 from torch.utils._pytree import GetAttrKey
 
-from flexattn.block_mask import picture, plot, stored
+from flexattn.block_mask import page, picture, plot, stored, svg
 from flexattn.block_mask.bits import MaskBits
 from flexattn.block_mask.lists import check_transposed, lists_of, read_lists
 from flexattn.block_mask.one_tensor import pack
@@ -368,8 +370,7 @@ class BlockMask(upstream.BlockMask):
         full, partial = self._pairs_in(self.kv_runs.full), self._pairs_in(self.kv_runs.partial)
         if not partial:
             return Pairs(full, full)
-        bound = trace(self._mask_mod, "mask")
-        self.check_captures(bound)
+        bound = self._checked_mod()
         heads = [self._rows_of(head)[0] for head in range(self.B * self.H)]
         return Pairs(full + partial, full + count_useful(bound, heads, self.H, self.seq_lengths, self.BLOCK_SIZE))
 
@@ -745,26 +746,75 @@ class BlockMask(upstream.BlockMask):
         return "\n".join(pictures)
 
     @uncompiled
-    def plot(self, ax: Any = None, b: int = 0, h: int = 0) -> Any:
-        """Draw the blocks of batch `b` and head `h` with matplotlib, an optional extra, and return the Axes.
+    def plot(self, ax: Any = None, b: int = 0, h: int = 0, *, pairs: bool = False) -> Any:
+        """Draw batch `b` and head `h` with matplotlib, an optional extra, and return the Axes.
 
-        `ax` is the Axes to draw into, None for a new figure. Keys go across and queries down, in tokens. There are at
-        most 2,000 x 2,000 cells. A cell of several blocks has their mean color.
+        Keys go across and queries down, in tokens. There are at most 2,000 x 2,000 cells. A cell of several blocks, or
+        of several pairs, has their mean color.
 
-        Raises ImportError if matplotlib is missing (`pip install flexattn[plot]`), and IndexRangeError if the mask
-        has no such batch or head.
+        Args:
+            ax: the Axes to draw into, None for a new figure.
+            b, h: the batch and head of the mask.
+            pairs: whether to draw pairs instead of blocks: those of full blocks, and those of partial blocks that
+                attend or do not. mask_mod is evaluated at every pair of the partial blocks, as in `pairs()`.
+
+        Raises ImportError if matplotlib is missing (`pip install flexattn[plot]`), IndexRangeError if the mask has no
+        such batch or head, and with `pairs` what `pairs()` raises.
 
         >>> import torch
         >>> mask = BlockMask.from_blocks(torch.ones(1, 1, 3, 3, dtype=torch.bool), None, (300, 300), 128)
         >>> mask.plot().figure.savefig("mask.png")  # doctest: +SKIP
         """
+        partial, full = self._rows_at(b, h)
+        if pairs:
+            cells, tokens = plot.image_of_pairs(
+                self._checked_mod(), (b, h), partial, full, self.seq_lengths, self.BLOCK_SIZE
+            )
+            return plot.plot(ax, cells, tokens, self.seq_lengths, plot.OF_PAIRS)
+        cells, step = plot.image(partial, full, self._grid[1])
+        tokens = (step[0] * self.BLOCK_SIZE[0], step[1] * self.BLOCK_SIZE[1])
+        return plot.plot(ax, cells, tokens, self.seq_lengths, plot.COLOURS)
+
+    @uncompiled
+    def html(self, path: str | os.PathLike[str], b: int = 0, h: int = 0, *, max_pairs: int = 2**29) -> None:
+        """Write a page of batch `b` and head `h` that zooms from blocks to pairs, at up to millions of tokens.
+
+        The page is one file, needs no network, and works on a phone. It contains the runs of blocks of each row, and
+        the bits of partial blocks, those of equal blocks once. What the limits leave out is written in the page: such
+        blocks are drawn without their pairs.
+
+        Args:
+            path: the file to write, which is replaced if it exists.
+            b, h: the batch and head of the mask.
+            max_pairs: how many pairs mask_mod is evaluated at, 0 or more. The first partial blocks come first.
+
+        Raises IndexRangeError if the mask has no such batch or head, ArgumentError for another max_pairs, what
+        `pairs()` raises, and OSError if the file cannot be written.
+
+        >>> import tempfile, torch
+        >>> path = tempfile.mkdtemp() + "/mask.html"
+        >>> BlockMask.from_blocks(torch.ones(1, 1, 3, 3, dtype=torch.bool), None, (300, 300), 128).html(path)
+        """
+        if type(max_pairs) is not int or max_pairs < 0:
+            raise ArgumentError(message("max_pairs", repr(max_pairs), "an int >= 0", "Leave it out, for 2**29 pairs."))
+        rows, line = self._rows_at(b, h), f"{self._line()} at b={b}, h={h}"
+        bound = self._checked_mod()
+        text = page.html(bound, (b, h), *rows, self.seq_lengths, self.BLOCK_SIZE, line, max_pairs)
+        Path(path).write_text(text, encoding="utf-8")
+
+    def _rows_at(self, b: int, h: int) -> tuple[Runs, Runs]:
+        """Return the partial and the full runs of one batch and head. Raise IndexRangeError if there is none."""
         for name, at, size in (("b", b, self.B), ("h", h, self.H)):
             if not 0 <= at < size:
                 fix = f"Omit {name} for the first; a mask with {name.upper()}=1 has no other."
                 raise IndexRangeError(message(name, at, f"0 <= {name} < {size}, as the mask has", fix))
-        cells, step = plot.image(*self._rows_of(b * self.H + h), self._grid[1])
-        tokens = (step[0] * self.BLOCK_SIZE[0], step[1] * self.BLOCK_SIZE[1])
-        return plot.plot(ax, cells, tokens, self.seq_lengths)
+        return self._rows_of(b * self.H + h)
+
+    def _checked_mod(self) -> BoundMod:
+        """Trace mask_mod. Raise MutationError if a value that it captures has changed since the mask was built."""
+        bound = trace(self._mask_mod, "mask")
+        self.check_captures(bound)
+        return bound
 
     def _draw(self, place: tuple[int, ...], grid: tuple[int, int]) -> list[str]:
         b, h = (0,) * (2 - len(place)) + place
@@ -782,12 +832,7 @@ class BlockMask(upstream.BlockMask):
 
     @uncompiled
     def __repr__(self) -> str:
-        name = getattr(self._mask_mod, "__name__", type(self._mask_mod).__name__)
-        q_length, kv_length = self.seq_lengths
-        head = (
-            f"BlockMask({name}, B={self.B}, H={self.H}, Q_LEN={q_length}, KV_LEN={kv_length}, "
-            f"BLOCK_SIZE={self.BLOCK_SIZE}, {self._summary()})"
-        )
+        head = self._line()
         if 0 in self._batch_dims:
             return head
         first = (0,) * len(self._batch_dims)
@@ -795,6 +840,22 @@ class BlockMask(upstream.BlockMask):
         if lines and self.B * self.H > 1:
             lines.insert(0, str(first))  # only this batch and head is drawn
         return "\n".join((head, *(f"    {line}".rstrip() for line in lines)))
+
+    @uncompiled
+    def _repr_html_(self) -> str:
+        """Return the picture that notebooks show: the blocks of the first batch and head, and a line of text."""
+        note = f"batch 0, head 0 of {self.B} x {self.H}" if self.B * self.H > 1 else ""
+        columns = 0 if 0 in self._batch_dims else self._grid[1]  # no head, no picture
+        return svg.html(*self._rows_of(0), columns, self._line(), note)
+
+    def _line(self) -> str:
+        """Return the name of mask_mod, the sizes and the counts of blocks in one line."""
+        name = getattr(self._mask_mod, "__name__", type(self._mask_mod).__name__)
+        q_length, kv_length = self.seq_lengths
+        return (
+            f"BlockMask({name}, B={self.B}, H={self.H}, Q_LEN={q_length}, KV_LEN={kv_length}, "
+            f"BLOCK_SIZE={self.BLOCK_SIZE}, {self._summary()})"
+        )
 
     # Pytree and pickling.
 

@@ -51,16 +51,40 @@ def count_cells(runs: Runs, columns: int, step: tuple[int, int]) -> Tensor:
 
     Time is proportional to runs and memory to cells; the blocks are never expanded.
     """
-    down, across = (-(-n // size) for n, size in zip((runs.rows, columns), step, strict=True))
+    rows = torch.arange(runs.rows, device=runs.runs.device)
+    return _sums(runs, columns, step[1], rows // step[0], torch.ones_like(rows))
+
+
+def count_pairs(runs: Runs, lengths: tuple[int, int], block_size: tuple[int, int], cell: tuple[int, int]) -> Tensor:
+    """Return the number of pairs of the listed blocks in each cell of cell[0] queries x cell[1] keys, int64.
+
+    Cells need not be aligned to blocks. Pairs past the lengths do not count.
+    """
+    (M, N), device = lengths, runs.runs.device
+    starts = [torch.arange(0, M, size, device=device) for size in (block_size[0], cell[0])]
+    first = torch.cat(starts).unique()  # the first query of each strip that lies in one block and in one cell
+    heights = first.diff(append=torch.full((1,), M, device=device))
+    strips = runs.take(first // block_size[0])
+    keys = (strips.runs.long() * block_size[1]).clamp(max=N)
+    return _sums(Runs(strips.row_ptr, keys), N, cell[1], first // cell[0], heights)
+
+
+def _sums(runs: Runs, columns: int, step: int, cell_of: Tensor, weight: Tensor) -> Tensor:
+    """Return the sums of the listed columns in cells of `step`, int64 [down, across].
+
+    Each row adds its columns `weight` times to the cells of row `cell_of`, which ascends.
+    """
+    down, across = int(cell_of[-1]) + 1 if len(cell_of) else 0, -(-columns // step)
     # The number of blocks before x is a sum over whole cells, plus x % step in its own cell. A run is the difference
     # of these sums at its end and at its start.
     inside, crossed = (torch.zeros(down, across + 1, dtype=torch.int64, device=runs.runs.device) for _ in range(2))
     row_ptr = runs.row_ptr.long()
     for first, part in enumerate(runs.runs.split(_RUNS)):
         places = torch.arange(len(part), device=part.device) + first * _RUNS
-        row = (torch.searchsorted(row_ptr, places, right=True) - 1) // step[0]
+        row = torch.searchsorted(row_ptr, places, right=True) - 1
+        times = weight[row]
         for x, sign in ((part[:, 0].long(), -1), (part[:, 1].long(), 1)):
-            cell = (row, x // step[1])
-            inside.index_put_(cell, x % step[1] * sign, accumulate=True)
-            crossed.index_put_(cell, torch.full_like(x, sign), accumulate=True)
-    return (inside - crossed.cumsum(1) * step[1])[:, :across]
+            cell = (cell_of[row], x // step)
+            inside.index_put_(cell, x % step * times * sign, accumulate=True)
+            crossed.index_put_(cell, times * sign, accumulate=True)
+    return (inside - crossed.cumsum(1) * step)[:, :across]
