@@ -8,6 +8,7 @@ import importlib.metadata
 import itertools
 import json
 import re
+import subprocess
 import sys
 import weakref
 from collections import OrderedDict
@@ -20,7 +21,7 @@ import torch
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.errors import ArgumentError, CompileError, message
 from flexattn.machine import cache_size, triton_versions
-from flexattn.machine.kernel_store import KernelStore, open_store, temporary_store
+from flexattn.machine.kernel_store import KernelStore, existing_store, open_store, temporary_store
 from flexattn.machine.target import Target, target_of
 from flexattn.machine.triton_versions import FlatLaunch
 from flexattn.process.config import settings
@@ -207,10 +208,13 @@ class _GpuKernel(Kernel):
     @cached_property
     def _usage(self) -> dict[str, int]:
         file = self._file("cubin")
-        if file is None:
-            return {}
-        line = triton_versions.resource_usage(file)
-        return {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", line)}
+        return {} if file is None else _usage_of(file)
+
+
+def _usage_of(cubin: Path) -> dict[str, int]:
+    """Return the registers and bytes of stack of one thread."""
+    line = triton_versions.resource_usage(cubin)
+    return {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", line)}
 
 
 def load_on_gpu(request: triton_versions.Request, files: dict[str, Path]) -> triton_versions.LaunchFunction:
@@ -318,6 +322,18 @@ def _what_is_compiled(source: KernelSource, target: Target) -> str:
     here = torch.cuda.is_initialized() and target == target_of(torch.device("cuda", current_device()))
     gpu = f"{target} ({torch.cuda.get_device_name()})" if here else f"{target}"
     return f"compiling {source.name} for {gpu}, {kept} (FLEXATTN_PROGRESS=0 hides this)"
+
+
+def registers_on_disk(source: KernelSource, target: Target) -> int | None:
+    """Return the registers of one thread of a kernel that is compiled already; None if it is not, or not for CUDA."""
+    store = existing_store(settings().cache_dir)
+    folder = None if store is None else store.find(digest(source, target))
+    if folder is None or not (cubin := folder / f"{source.name}.cubin").exists():
+        return None
+    try:
+        return _usage_of(cubin).get("REG")
+    except (OSError, subprocess.SubprocessError):  # no cuobjdump
+        return None
 
 
 def digest(source: KernelSource, target: Target) -> str:
