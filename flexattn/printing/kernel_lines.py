@@ -30,9 +30,9 @@ def kernel_lines(
     Registers are those of kernels that are compiled already. None: not known.
     """
     width = max((len(plan.spec.name) for plan in plans), default=0)
-    rows = zip(plans, origins, reasons, registers, strict=True)
     return [
-        f"{_PASSES[plan.spec.phase]:<8}  {plan.spec.name:<{width}}  {_details(plan, *more)}" for plan, *more in rows
+        f"{_PASSES[plan.spec.phase]:<8}  {plan.spec.name:<{width}}  {_details(plan, origin, reason, count)}"
+        for plan, origin, reason, count in zip(plans, origins, reasons, registers, strict=True)
     ]
 
 
