@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import sys
 import sysconfig
 import tempfile
@@ -304,15 +305,14 @@ def dense_bias(row: Row, slopes: Tensor) -> Tensor:
 
 def median_time(run: Callable[[], None], on_gpu: bool, most: float = 1.0) -> float:
     """Return the median in ms of up to five runs after the first, which may compile; fewer if they take long."""
-    run()
     times: list[float] = []
-    while len(times) < 5 and (not times or sum(times) < most):
+    while len(times) < 6 and (len(times) < 2 or sum(times[1:]) < most):
         start = time.perf_counter()
         run()
         if on_gpu:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return 1e3 * sorted(times)[len(times) // 2]
+    return 1e3 * statistics.median(times[1:])
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ SM90 = Target("cuda", 90, 32)
 
 @pytest.fixture(autouse=True)
 def patience(machine: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(progress, "_PATIENCE", 0.05)
+    monkeypatch.setattr(progress, "_PATIENCE", 0.2)
     yield
 
 
@@ -33,21 +33,21 @@ def wait(waiting: Waiting, seconds: float, text: str = "working") -> None:
 
 def test_a_short_wait_prints_nothing(capsys):
     wait(Waiting("build"), 0.0)
-    time.sleep(0.1)
+    time.sleep(0.3)
     assert capsys.readouterr().err == ""
 
 
 def test_a_long_wait_prints_one_line(capsys):
-    wait(Waiting("build"), 0.3)
+    wait(Waiting("build"), 0.5)
     assert capsys.readouterr().err == "flexattn build: working, 0 s so far\n"
 
 
 def test_steps_in_a_row_are_one_wait(capsys):
     waiting = Waiting("build")
     for i in range(12):
-        wait(waiting, 0.03, f"step {i}")
+        wait(waiting, 0.05, f"step {i}")
     lines = capsys.readouterr().err.splitlines()
-    assert 1 <= len(lines) <= 4, "the interval doubles"
+    assert 1 <= len(lines) < 6, "the interval doubles"
     assert not any("step 0," in line for line in lines)
 
 
@@ -63,14 +63,14 @@ def test_steps_with_a_pause_between_them_are_two_waits(capsys, monkeypatch):
 def test_an_error_passes_and_ends_the_wait(capsys):
     with pytest.raises(KeyError), Waiting("build").step(lambda: "working"):
         raise KeyError
-    time.sleep(0.1)
+    time.sleep(0.3)
     assert capsys.readouterr().err == ""
 
 
 def test_the_variable_silences_it(capsys, monkeypatch):
     monkeypatch.setenv("FLEXATTN_PROGRESS", "0")
     config.settings.cache_clear()
-    wait(Waiting("build"), 0.2)
+    wait(Waiting("build"), 0.4)
     progress.announce(1, 2**60)
     assert capsys.readouterr().err == ""
 
@@ -80,7 +80,7 @@ def test_the_level_of_the_logger_silences_it(capsys):
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        wait(Waiting("build"), 0.2)
+        wait(Waiting("build"), 0.4)
         progress.announce(1, 2**60)
     finally:
         logger.setLevel(before)
@@ -91,7 +91,7 @@ def test_the_level_of_the_logger_silences_it(capsys):
 
 def test_compiling_says_what_for_which_gpu_and_where_it_is_kept(machine, capsys, monkeypatch):
     def slow(*_: object) -> Path:
-        time.sleep(0.3)
+        time.sleep(0.5)
         raise OSError("this compiler only takes time")
 
     monkeypatch.setattr(build_module, "_find_or_compile", slow)

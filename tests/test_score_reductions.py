@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexattn import flex_attention
 from flexattn.errors import ModError
 from flexattn.trace.score_reductions import FIXES
 from flexattn.trace.trace import trace
@@ -64,6 +65,18 @@ def test_a_reduction_over_the_score_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_other_reductions_are_accepted(name: str) -> None:
     trace(ACCEPTED[name], "score")
+
+
+def test_compiled_code_names_the_place_of_the_mod() -> None:
+    def centered(score, b, h, q_idx, kv_idx):
+        return score - score.mean()
+
+    call = torch.compile(lambda q: flex_attention(q, q, q, centered), backend="eager", fullgraph=True)
+    with pytest.raises(
+        Exception, match=r"centered: found mean over the score at .*test_score_reductions.py:\d+, "
+    ) as caught:
+        call(torch.randn(1, 2, 16, 16))
+    assert f":{centered.__code__.co_firstlineno}, " in str(caught.value)
 
 
 def test_the_message_names_the_operator_the_line_and_the_fix() -> None:

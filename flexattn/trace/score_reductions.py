@@ -34,10 +34,11 @@ FIXES = {
 }  # fmt: skip
 
 
-def refuse_score_reductions(graph: fx.Graph, inputs: dict[fx.Node, str], name: str) -> None:
+def refuse_score_reductions(graph: fx.Graph, inputs: dict[fx.Node, str], name: str, location: str) -> None:
     """Raise a ModError if an operator reduces one number that is computed from the score.
 
-    Call it with a graph as the user wrote it: decompositions of other operators may reduce 0-d tensors.
+    Call it with a graph as the user wrote it: decompositions of other operators may reduce 0-d tensors. `location` of
+    the mod is named where the line is not known, because torch.compile has generated the code.
     """
     suspects = [node for node in graph.nodes if _reduces_one_number(node)]
     if not suspects:
@@ -49,7 +50,8 @@ def refuse_score_reductions(graph: fx.Graph, inputs: dict[fx.Node, str], name: s
     for node in suspects:
         if node in scores:
             what = operator_name(node).lstrip("_").removeprefix("linalg_vector_")
-            found = f"{what} over the score at {line_of_node(node)}"
+            line = line_of_node(node)
+            found = f"{what} over the score at {location if location and line.startswith('<') else line}"
             expected = "elementwise operations: score is one number (0-d), that of one query and one key"
             raise ModError(message(name, found, expected, FIXES[operator_name(node)]))
 

@@ -199,7 +199,7 @@ def _scalarized(
         try:
             recorded = run_mod(decompositions, scalar)
             if not decompositions:
-                refuse_score_reductions(recorded.graph, recorded.inputs, called)
+                refuse_score_reductions(recorded.graph, recorded.inputs, called, location)
             return scalarize(recorded, kind, name, score_dtype, location)
         except NotScalar:
             scalar = False
