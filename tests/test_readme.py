@@ -24,7 +24,7 @@ def test_python_block(code, tmp_path, monkeypatch):
     exec(compile(code, path, "exec"), {"__name__": "readme"})
 
 
-@pytest.mark.parametrize("page", ["decoding", "explain", "sdpa", "torch-flex", "varlen", "vllm"])
+@pytest.mark.parametrize("page", ["decoding", "explain", "mods", "sdpa", "torch-flex", "varlen", "vllm"])
 def test_page(page, tmp_path):
     """The blocks of a page continue each other."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)

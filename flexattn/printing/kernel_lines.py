@@ -9,9 +9,9 @@ from flexattn.compile.kernel_plan import KernelPlan
 _PASSES = {"fwd": "forward", "bwd": "backward"}
 # Why each engine is the one of a call.
 _ENGINES = {
-    "triton": "a GPU, or BACKEND in kernel_options",
-    "cpu": "tensors on a CPU; no kernel is generated",
-    "gpu_float64": "float64 on a GPU has no kernels: torch operations, block by block",
+    "triton": "the tensors are on a GPU, or target or BACKEND asks for kernels",
+    "cpu": "the tensors are on a CPU, so torch operations compute blocks without a generated kernel",
+    "gpu_float64": "kernels have no float64, so torch operations compute blocks",
     "empty": "there is no pair to compute",
 }
 _LONGEST = 160  # characters of a line
