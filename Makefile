@@ -15,7 +15,8 @@ pytest = $(RUN) -m pytest $(shell $(RUN) -c "import xdist" 2>/dev/null && echo "
 .PHONY: demo test full lint clean
 .DELETE_ON_ERROR:
 
-demo: $(ENV)/ready
+# The demo needs no tools of the tests. An environment that has them runs it too.
+demo: $(or $(wildcard $(ENV)/ready),$(ENV)/runs)
 	$(RUN) examples/demo.py $(DEMO)
 
 test: lint
@@ -31,9 +32,17 @@ lint: $(ENV)/ready
 	@$(call tool,ruff,format --check .)
 	@$(call tool,pyright,--threads $(JOBS) --pythonpath $(RUN))
 
-$(ENV)/ready: pyproject.toml constraints.txt tools/environment.py
-	@$(PYTHON) -c 'import sys; sys.exit("Python >= 3.11 is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+INPUTS := pyproject.toml constraints.txt tools/environment.py
+NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit("Python >= 3.11 is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+
+$(ENV)/runs: $(INPUTS)
+	@$(NEW_ENOUGH)
 	$(PYTHON) tools/environment.py $(ENV)
+	@touch $@
+
+$(ENV)/ready: $(INPUTS)
+	@$(NEW_ENOUGH)
+	$(PYTHON) tools/environment.py $(ENV) --tests
 	@touch $@
 
 clean:

@@ -1,4 +1,4 @@
-"""8. A custom mod. explain shows its graph, gradient, facts, plan and generated kernels."""
+"""8. A custom mod. explain shows its facts, the mask and the kernels. full() also has the graph and its gradient."""
 
 import torch
 from torch import Tensor, nn

@@ -2,14 +2,17 @@
 
 The text is the source code of Python's standard library on this machine. Each step packs excerpts of different files
 into one row, so each step has a new document mask. ALiBi's slopes are learned, so the score_mod has a gradient.
+At the end, a table shows how long a training step takes by length, and the model continues a text.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,6 +28,7 @@ from flexattn.reference import attention as dense_attention
 
 HELD_OUT = 10  # every tenth file is held out
 ALPHABET = 256
+PROMPT = b"def read(self, size=None):\n    "
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,18 @@ class Settings:
     layers: int
     steps: int
     rate: float
+    lengths: tuple[int, ...]  # of the table at the end
+    most_mask_bytes: int  # of the dense mask that SDPA is given
 
 
-ON_CPU = Settings(length=2048, excerpts=(128, 512), width=128, heads=4, layers=2, steps=350, rate=5e-3)
-ON_GPU = Settings(length=16384, excerpts=(256, 2048), width=512, heads=8, layers=6, steps=400, rate=1e-3)
+ON_CPU = Settings(
+    length=2048, excerpts=(128, 512), width=128, heads=4, layers=2, steps=320, rate=5e-3,
+    lengths=(1024, 2048, 4096, 8192), most_mask_bytes=2**28,
+)  # fmt: skip
+ON_GPU = Settings(
+    length=16384, excerpts=(256, 2048), width=512, heads=8, layers=6, steps=400, rate=1e-3,
+    lengths=(4096, 16384, 32768, 65536), most_mask_bytes=2**33,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,16 @@ class Row:
     tokens: Tensor  # [S], bytes
     targets: Tensor  # [S], the bytes that follow
     documents: Tensor  # int32 [S], the document of each token
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one training step."""
+
+    step: float
+    attention: float  # of all layers alone
+    dense: float | None  # the same by SDPA, None if its mask is too large
+    mask_bytes: int  # of that mask
 
 
 class Attention(nn.Module):
@@ -201,38 +223,96 @@ def check_output(model: GPT, row: Row) -> None:
     print(f"output: largest error {error:.1e} against float64, of {allowed:.1e} allowed in {str(dtype)[6:]}")
 
 
-def compare_speed(model: GPT, row: Row) -> None:
-    """Time forward and backward of one attention, compared with SDPA, which needs mask and bias as one dense tensor."""
+def draw(mask: BlockMask, path: Path) -> None:
+    """Print a mask, and draw it to a file if matplotlib is installed."""
+    print(mask.to_string())
+    try:
+        mask.plot().figure.savefig(path)
+    except ImportError:
+        print('no image of it, because matplotlib is not installed (pip install ".[plot]")')
+    else:
+        print(f"the same as an image: {path}")
+
+
+@torch.no_grad()
+def generate(model: GPT, prompt: bytes, settings: Settings, size: int, temperature: float = 0.7) -> str:
+    """Continue a text byte by byte, with as much context as the model was trained with."""
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    text = bytearray(prompt)
+    for _ in range(size):
+        tokens = torch.tensor(list(text[-settings.excerpts[1] :]), device=device)
+        mask = create_block_mask(causal, None, None, len(tokens), len(tokens), device=device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            logits = model(tokens, mask)[-1].float().cpu()
+        text.append(int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)))
+    return text.decode(errors="replace")
+
+
+def one_document(row: Row) -> Row:
+    """Return a row whose tokens all belong to one document: its mask is causal."""
+    return replace(row, documents=torch.zeros_like(row.documents))
+
+
+def compare_lengths(model: GPT, texts: list[bytes], settings: Settings, device: torch.device) -> None:
+    """Print how long a training step takes by length, how much of it is attention, and what SDPA takes for it."""
+    print("by SDPA: the same attention with mask and bias as one dense tensor, left out where that is too large")
+    print(f"{'tokens':>7}  {'mask':10}  {'step':>9}  {'attention in it':>19}  {'by SDPA':>9}  {'dense mask':>10}")
+    for length in settings.lengths:
+        row = pack(texts, replace(settings, length=length), device, random.Random(length))
+        for name, packed in (("documents", row), ("causal", one_document(row))):
+            timing = time_step(model, packed, settings)
+            share = f"{timing.attention:.1f} ms, {100 * timing.attention / timing.step:.0f} %"
+            dense = f"{timing.dense:.1f} ms" if timing.dense is not None else "left out"
+            size = f"{timing.mask_bytes / 2**20:,.0f} MiB"
+            print(f"{length:7}  {name:10}  {timing.step:6.1f} ms  {share:>19}  {dense:>9}  {size:>10}", flush=True)
+
+
+def time_step(model: GPT, row: Row, settings: Settings) -> Timing:
+    """Time a forward and backward of the model, and of the attention of all its layers alone."""
     attention = model.layers[0].attention
-    size, dtype = len(row.tokens), torch.bfloat16 if row.tokens.is_cuda else torch.float32
+    on_gpu, dtype = row.tokens.is_cuda, torch.bfloat16 if row.tokens.is_cuda else torch.float32
     with torch.no_grad():
-        q, k, v = (x.to(dtype) for x in attention.project(model.embed(row.tokens)[None]))
-    q, k, v = (x.detach().contiguous().requires_grad_() for x in (q, k, v))
-    positions = torch.arange(size, device=q.device)
+        projected = attention.project(model.layers[0].before_attention(model.embed(row.tokens)[None]))
+    q, k, v = (x.to(dtype).contiguous().requires_grad_() for x in projected)
+    slopes = attention.log_slopes.detach().exp()  # [H]
+    score_mod, mask = alibi(slopes), mask_of(row)
+
+    def step() -> None:
+        model.loss(row, mask).backward()
+        model.zero_grad()
+
+    def attend() -> None:
+        flex_attention(q, k, v, score_mod=score_mod, block_mask=mask).sum().backward()
+
+    layers, mask_bytes = len(model.layers), len(slopes) * len(row.tokens) ** 2 * dtype.itemsize
+    dense = None
+    if mask_bytes <= settings.most_mask_bytes:
+        bias = dense_bias(row, slopes.to(dtype))
+        dense = layers * median_time(
+            lambda: functional.scaled_dot_product_attention(q, k, v, attn_mask=bias).sum().backward(), on_gpu
+        )
+    return Timing(median_time(step, on_gpu), layers * median_time(attend, on_gpu), dense, mask_bytes)
+
+
+def dense_bias(row: Row, slopes: Tensor) -> Tensor:
+    """Return mask and bias as the dense tensor that SDPA needs, [1, H, S, S]."""
+    positions = torch.arange(len(row.tokens), device=row.tokens.device)
     distance = positions[:, None] - positions  # [S, S]
     hidden = (distance < 0) | (row.documents[:, None] != row.documents)
-    slopes = attention.log_slopes.detach().exp()  # [H]
-    bias = (-slopes.to(dtype)[:, None, None] * distance).masked_fill_(hidden, float("-inf"))  # [H, S, S]
-    score_mod, mask = alibi(slopes), mask_of(row)
-    runs = {
-        "flexattn": lambda: flex_attention(q, k, v, score_mod=score_mod, block_mask=mask),
-        "dense SDPA": lambda: functional.scaled_dot_product_attention(q, k, v, attn_mask=bias[None]),
-    }
-    medians = {name: 1e3 * median_time(lambda run=run: run().sum().backward(), q.is_cuda) for name, run in runs.items()}
-    print(f"one attention of {size} tokens, forward and backward:", end=" ")
-    print(", ".join(f"{name} {ms:.1f} ms" for name, ms in medians.items()), end="")
-    print(f": {medians['dense SDPA'] / medians['flexattn']:.1f}x, without {bias.nbytes / 2**20:.0f} MiB of mask")
+    return (-slopes[:, None, None] * distance).masked_fill_(hidden, float("-inf"))[None]
 
 
-def median_time(run: Callable[[], None], on_gpu: bool) -> float:
-    times = []
-    for _ in range(7):
+def median_time(run: Callable[[], None], on_gpu: bool, most: float = 1.0) -> float:
+    """Return the median in ms of up to five runs after the first, which may compile; fewer if they take long."""
+    times: list[float] = []
+    while len(times) < 6 and (len(times) < 2 or sum(times[1:]) < most):
         start = time.perf_counter()
         run()
         if on_gpu:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 2]
+    return 1e3 * statistics.median(times[1:])
 
 
 def main() -> None:
@@ -240,21 +320,24 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="half a minute's version of the CPU's setting")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, help="training steps of each model")
+    image = Path(tempfile.gettempdir()) / "flexattn_demo_mask.png"
+    parser.add_argument("--image", type=Path, default=image, help=f"where the mask is drawn (default: {image})")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     settings = ON_GPU if device.type == "cuda" and not arguments.small else ON_CPU
     if arguments.small:
-        settings = replace(settings, length=1024, width=96, steps=90)
+        settings = replace(settings, length=1024, width=96, steps=90, lengths=(512, 1024, 2048))
     if arguments.steps:
         settings = replace(settings, steps=arguments.steps)
 
+    print("The text is the source code of Python's standard library on this machine. Nothing is downloaded.")
     train_texts, held_out_texts = read_files()
     rng = random.Random(1)
     rows = [pack(held_out_texts, settings, device, rng) for _ in range(8)]
     print(f"{len(train_texts)} files to train on, {len(held_out_texts)} held out; {device}; {settings}")
     mask = mask_of(rows[0])
     print(f"one row's mask: each document attends to itself, {mask.sparsity():.0f}% of the pairs are never computed")
-    print(mask.to_string())
+    draw(mask, arguments.image)
 
     with_attention = train(train_texts, settings, device, attend=True)
     without = train(train_texts, settings, device, attend=False)
@@ -263,8 +346,10 @@ def main() -> None:
     slopes = with_attention.layers[0].attention.log_slopes.exp().tolist()
     print(f"slopes that the first layer learned: {', '.join(f'{s:.3f}' for s in slopes)}")
     check_output(with_attention, rows[0])
-    longer = replace(settings, length=max(4096, settings.length))
-    compare_speed(with_attention, pack(held_out_texts, longer, device, rng))
+    print("\nforward and backward of the model, by length:")
+    compare_lengths(with_attention, held_out_texts, settings, device)
+    print("\na text that it continues after the first line:\n")
+    print(generate(with_attention, PROMPT, settings, 320))
     assert losses[0] < losses[1] - 0.1, "attention should have helped more"
 
 

@@ -1,17 +1,10 @@
-"""python -m flexattn: print the location of the kernel cache and its size."""
+"""python -m flexattn: the commands of flexattn/command_line."""
 
 from __future__ import annotations
 
-from flexattn.machine.cache_size import report
-from flexattn.machine.kernel_store import open_store
-from flexattn.process.config import settings
+import sys
 
-
-def main() -> None:
-    """Print one line about the kernel cache directory."""
-    store = open_store(settings().cache_dir)
-    print(f"{settings().cache_dir}: no kernels can be kept" if store is None else report(store, settings().cache_size))
-
+from flexattn.command_line.main import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

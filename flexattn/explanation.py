@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from flexattn.compile.plan import tile_origin
 from flexattn.compile.render import render
 from flexattn.engines import triton
 from flexattn.engines.choice import engine_of, form_for, gpu_engine_of
-from flexattn.errors import ArgumentError, message
+from flexattn.errors import ArgumentError, message, mod_in_messages
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.equal_runs import captures_compared
 from flexattn.graph.facts import ModFacts, analyze
@@ -30,7 +30,10 @@ from flexattn.mask_build.create import create_block_mask
 from flexattn.mask_build.kernels import plan_mask
 from flexattn.mask_build.launch_plan import sources
 from flexattn.mask_build.pair_bits import NO_PARTIAL, impossible, unwanted
+from flexattn.printing.html_page import html_page
+from flexattn.printing.kernel_lines import cut, engine_line, kernel_lines
 from flexattn.process.frozen_class import frozen
+from flexattn.runtime.build import registers_on_disk
 from flexattn.torch_state.modes import undisturbed
 from flexattn.torch_state.uncompiled import uncompiled
 from flexattn.trace.trace import trace
@@ -38,7 +41,10 @@ from flexattn.trace.trace import trace
 
 @frozen
 class Explanation:
-    """Everything between a call of flex_attention and its kernels; `print` it to read it. None: stage not present."""
+    """Everything between a call of flex_attention and its kernels. None: stage not present.
+
+    `print` shows a summary. `full()` returns the text of each stage, `html()` the same as a page.
+    """
 
     score: ModGraph | None
     gradient: ModGraph | None
@@ -55,9 +61,55 @@ class Explanation:
     mask_bounds: ModGraph | None = None  # of a mask_mod that is explained alone
     batch_invariant: bool = False  # kernel_options["BATCH_INVARIANT"]
     bits: str | None = None  # of the partial blocks, or why there are none; only for Hopper GPUs
+    call: str | None = None  # the shapes and dtype of a call
 
     def __str__(self) -> str:
+        """Return a summary: facts, the mask and a line for each kernel."""
+        alone = self.engine is None  # mods without a call
         stages: list[tuple[str, object]] = [
+            ("call", self.call),
+            *_mod_stages("score", self.score, self.score_facts, self.gradient, alone),
+            *_mod_stages("mask", self.mask, self.mask_facts, None, alone),
+            ("block mask", None if (m := self.block_mask) is None else _blocks(repr(m), m, self.bits)),
+            ("order of sums", _INVARIANT if self.batch_invariant else None),
+            ("engine", None if self.engine is None else "\n".join([engine_line(self.engine), *self._kernel_lines()])),
+        ]
+        return _text(stages) + "\n\n" + _MORE
+
+    def full(self) -> str:
+        """Return the text of every stage: graphs, facts, bounds, the mask, plans and generated sources.
+
+        Example:
+            >>> made = explain(score_mod=lambda score, b, h, q_idx, kv_idx: score * 0.5)
+            >>> print(made.full().partition("\\n\\n-- facts")[0].partition("\\n")[2])
+            def score_mod(score, b, h, q_idx, kv_idx):
+                t0 = score * 0.5  # f32
+                return t0
+            <BLANKLINE>
+            -- gradient of score_mod -------------------------------------------------------
+            def score_mod_grad(grad, score, b, h, q_idx, kv_idx):
+                t0 = grad * 0.5  # f32
+                return t0
+        """
+        return _text(self._stages())
+
+    def html(self) -> str:
+        """Return one HTML page that needs no other file: the summary, and the stages of `full` to unfold.
+
+        Example:
+            >>> from pathlib import Path
+            >>> page = explain(score_mod=lambda score, b, h, q_idx, kv_idx: score * 0.5).html()
+            >>> _ = Path("call.html").write_text(page)  # doctest: +SKIP
+            >>> "<script" in page, "http" in page
+            (False, False)
+        """
+        stages = [(title, str(text).strip(_BREAK)) for title, text in self._stages() if text is not None]
+        names = [graph.name for graph in (self.score, self.mask) if graph is not None]
+        return html_page(f"flex_attention: {', '.join(names) or 'no mods'}", str(self), stages)
+
+    def _stages(self) -> list[tuple[str, object]]:
+        return [
+            ("call", self.call),
             (_heading("score_mod", self.score), self.score),
             ("gradient of score_mod", self.gradient),
             ("facts about score_mod", self.score_facts),
@@ -67,23 +119,59 @@ class Explanation:
                 "bounds of mask_mod over a box of positions",
                 None if self.mask_bounds is None else f"{self.mask_bounds}\n{_BOUNDS}",
             ),
-            ("block mask", None if self.block_mask is None else _blocks(self.block_mask, self.bits)),
+            ("block mask", None if (m := self.block_mask) is None else _blocks(str(m), m, self.bits)),
             ("engine", self.engine),
             ("order of sums", _INVARIANT if self.batch_invariant else None),
             *((f"plan {i} of {len(self.plans)}", self._plan(i - 1)) for i in range(1, len(self.plans) + 1)),
             *((f"source of {source.name}", source.text) for source in (*self.sources, *self.mask_sources)),
         ]
-        return "\n\n".join(f"{_rule(title)}\n{str(text).strip()}" for title, text in stages if text is not None)
 
     def _plan(self, i: int) -> str:
         origin = self.origins[i] if self.origins else ""
         reason = self.reasons[i] if self.reasons else None
         return self.plans[i].text(origin) + (f"\n    hopper   no: {reason}" if reason else "")
 
+    def _kernel_lines(self) -> list[str]:
+        """Return one line for each kernel."""
+        if not self.plans:
+            return []
+        registers = [registers_on_disk(s, p.target) for s, p in zip(self.sources, self.plans, strict=True)]
+        lines = [f"kernels for {self.plans[0].target}:"]
+        lines += [f"    {line}" for line in kernel_lines(self.plans, self.origins, self.reasons, registers)]
+        names = ", ".join(source.name for source in self.mask_sources)
+        return [*lines, *([f"    mask      {names}"] if names else [])]
+
+
+_BREAK = "\n"
+
+
+def _text(stages: Sequence[tuple[str, object]]) -> str:
+    return "\n\n".join(f"{_rule(title)}\n{str(text).strip(_BREAK)}" for title, text in stages if text is not None)
+
 
 def _heading(kind: str, graph: ModGraph | None) -> str:
     return f"{kind} {graph.location}".strip() if graph is not None else kind
 
+
+def _mod_stages(
+    kind: str, graph: ModGraph | None, facts: ModFacts | None, gradient: ModGraph | None, alone: bool
+) -> list[tuple[str, object]]:
+    """Return what a summary shows of a mod: its facts, and its graph if it is explained alone."""
+    if graph is None:
+        return []
+    about = str(facts).splitlines()[1:]  # without the name, which the heading has
+    if gradient is not None:
+        unchanged = gradient.outputs[0] is not None and gradient.is_input(gradient.outputs[0], "grad")
+        learned = f", {len(gradient.sites)} reads of captured tensors receive one" if gradient.sites else ""
+        about.append(f"    gradient {'passed on unchanged' if unchanged else 'computed'}{learned}")
+    shown = [(_heading(f"{kind}_mod", graph), cut(str(graph), _MOST_OF_GRAPH))] if alone else []
+    title = f"facts about {kind}_mod" if alone else _heading(mod_in_messages(kind, graph.name), graph)
+    return [*shown, (title, cut("\n".join(about), _MOST_FACTS))]
+
+
+_MOST_OF_GRAPH = 30  # lines of a graph in a summary
+_MOST_FACTS = 8
+_MORE = "full() returns all stages, .sources the kernels, html() a page."
 
 _INVARIANT = """
 batch-invariant: mask_mod is applied in every block, and keys ascend in tiles of one size. So the bits of a row's out,
@@ -96,9 +184,9 @@ attend. A block is full if the first is true, and empty if the second is false. 
 """
 
 
-def _blocks(mask: BlockMask, bits: str | None) -> str:
-    """Return the mask, its build counts if known, and its bits."""
-    lines, counts = [str(mask)], mask.build_counts
+def _blocks(drawn: str, mask: BlockMask, bits: str | None) -> str:
+    """Return a drawn mask, its build counts if known, and its bits."""
+    lines, counts = [drawn], mask.build_counts
     if counts is not None:
         full, partial, empty = mask.counts()
         samples = "" if counts.samples is None else f"{counts.samples:,} positions sampled, "
@@ -164,7 +252,7 @@ def explain(
     BLOCK_SIZE: int | tuple[int, int] = 128,
     target: str | None = None,
 ) -> Explanation:
-    """Return every stage of a call of flex_attention without running it. Print the result to read it.
+    """Return every stage of a call of flex_attention without running it. Print the result for a summary.
 
     Without tensors, score_mod and mask_mod are explained on their own: their graphs, the facts proved about them, and
     the graph that bounds a mask_mod over boxes of positions. With lengths, the BlockMask of mask_mod is also built, and
@@ -220,6 +308,7 @@ def _explain_call(call: Call, target: str | None) -> Explanation:
         else ()
     )
     return Explanation(
+        call=_shapes(call),
         score=None if score is None else score.graph,
         gradient=problem.score_grad,
         mask=None if mask is None else mask.graph,
@@ -235,6 +324,13 @@ def _explain_call(call: Call, target: str | None) -> Explanation:
         batch_invariant=problem.batch_invariant,
         bits=_bits(problem, plans[0][0].target) if plans else None,
     )
+
+
+def _shapes(call: Call) -> str:
+    names = ("query", "key", "value")
+    tensors = {name: x for name in names if isinstance(x := getattr(call, name), Tensor)}
+    shapes = ", ".join(f"{name} {'nested' if x.is_nested else list(x.shape)}" for name, x in tensors.items())
+    return f"{shapes}, {str(tensors['query'].dtype).removeprefix('torch.')} on {tensors['query'].device}"
 
 
 def _explain_mods(

@@ -1,8 +1,8 @@
 """What kernels for sm_90 have besides: mbarriers, TMA, and products of warpgroups. Importing this file adds them.
 
 Products and stores read their operands when they are waited for, as late as a GPU may. A box is copied to shared memory
-when it is asked for, or with `late_copy` as late as possible. So orders that are wrong on a GPU may be right here. Numbers, addresses, swizzles and counts are those of
-the GPU.
+when it is asked for, or with `late_copy` as late as possible. Numbers, addresses, swizzles and counts are those of the
+GPU.
 """
 
 from __future__ import annotations

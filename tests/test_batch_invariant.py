@@ -178,7 +178,7 @@ def plans(options: dict[str, object], target: str = "sm_90", D: int = 128) -> di
     q = torch.zeros(1, 2, 512, D, dtype=torch.bfloat16, requires_grad=True)
     mask = create_block_mask(mods.causal, None, None, 512, 512, device="cpu")
     made = explain(q, q, q, None, mask, target=target, kernel_options=options)
-    return {p.spec.name: (p, s, str(made)) for p, s in zip(made.plans, made.sources, strict=True)}
+    return {p.spec.name: (p, s, made.full()) for p, s in zip(made.plans, made.sources, strict=True)}
 
 
 def test_hopper_has_the_pair_of_kernels_and_nothing_is_fused() -> None:

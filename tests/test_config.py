@@ -17,8 +17,8 @@ def test_defaults(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     home = Path("/home/someone/.cache/flexattn")
     assert read_settings({}) == Settings(
-        cache_dir=home, cache_size=2**30, compile_processes=4, debug=False, print_source=False, dump_dir=None,
-        without=frozenset(),
+        cache_dir=home, cache_size=2**30, compile_processes=4, debug=False, progress=True, print_source=False,
+        dump_dir=None, without=frozenset(),
     )  # fmt: skip
 
 
@@ -52,6 +52,11 @@ def test_user_without_a_home(monkeypatch):
 @pytest.mark.parametrize(("value", "on"), [("1", True), ("true", True), ("ON", True), ("0", False), ("", False)])
 def test_debug(value, on):
     assert read_settings({"FLEXATTN_DEBUG": value}).debug is on
+
+
+@pytest.mark.parametrize(("value", "on"), [("0", False), ("off", False), ("1", True), ("", True)])
+def test_progress(value, on):
+    assert read_settings({"FLEXATTN_PROGRESS": value}).progress is on
 
 
 @pytest.mark.parametrize(

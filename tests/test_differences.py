@@ -102,6 +102,7 @@ CASES: dict[str, Call] = {
     "attention inside": attend(
         lambda s, b, h, i, j: s + torch.nn.functional.scaled_dot_product_attention(X, X, X)[b, h, i, 0]
     ),
+    "a reduction over the score": attend(lambda s, b, h, i, j: torch.softmax(s, -1)),
     "a sum over more than 64": attend(lambda s, b, h, i, j: s + (TABLE * s).sum()),
     "complex numbers": attend(lambda s, b, h, i, j: s + TABLE.to(torch.complex64)[j].real),
     "operators without": attend(lambda s, b, h, i, j: s + torch.gcd(i, j)),

@@ -22,6 +22,7 @@ LOCKS = {
 HOLDERS = {"threading", "queue", "multiprocessing", "concurrent.futures", "functools", "fcntl"}
 ALLOWED = {
     "process/forks.py": {"RLock"},
+    "process/progress.py": {"Timer"},  # of one block, no child uses it
     "machine/kernel_store.py": {"flock"},  # its handle is closed in a child
     "runtime/compile_processes.py": {"ThreadPoolExecutor"},  # of one call, no child uses it
     "runtime/compile_workers.py": {"Condition", "SimpleQueue"},  # of a pool that a child forgets; in a worker

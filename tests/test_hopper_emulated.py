@@ -10,6 +10,7 @@ import pytest
 import torch
 from kernel_cases import Setting, Sizes, check, deterministic, make_call
 from mask_bits import with_bits
+from ptx import any_order
 from ptx_hopper import late_copy
 from quick import slow_unless
 from torch import Tensor
@@ -22,7 +23,7 @@ from emulation import emulated
 
 from flexattn import reference
 from flexattn.compile import fixed_reference, hopper, stripes
-from flexattn.runtime import load
+from flexattn.runtime import launch, load
 from flexattn.runtime.launch import forget_launches
 
 # numpy's, of masked places and of scores of -inf
@@ -250,6 +251,14 @@ def test_each_copy_may_be_late(skips_halves: bool) -> None:
             out = flex_attention(q, k, v, None, mask, kernel_options={"BACKEND": "HOPPER"})
             assert ptx_hopper._copies == copies
         assert relative_rmse(out, expected) < 5e-3, late
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_warps_in_any_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two programs take several tiles each. Any of their warps may be far ahead of the others."""
+    monkeypatch.setattr(launch, "processors", lambda device: 2)
+    with any_order(seed):
+        check(make_call(AT, Sizes(1, 1, 1, 390, 400, 64, 64), None, "causal"), loose=True)
 
 
 @pytest.mark.slow

@@ -20,9 +20,9 @@ PACKAGE = Path(flexattn.__file__).parent
 ORDER = (
     "errors", "options", "merge", "reference", "mods", "layout", "process", "torch_state", "machine", "graph", "trace",
     "block_mask", "call",
-    "kv_cache", "compile", "runtime", "mask_build", "engines", "torch_compile", "tuning", "explanation",
+    "kv_cache", "compile", "runtime", "mask_build", "engines", "torch_compile", "tuning", "printing", "explanation",
     "profiling", "heat_maps", "debugging", "weight_statistics", "counters", "api", "varlen", "verification", "sdpa",
-    "integrations", "__init__", "__main__",
+    "integrations", "__init__", "command_line", "__main__",
 )  # fmt: skip
 # These modules import Dynamo, which takes a second, Triton and jinja2.
 LAZY = {

@@ -116,7 +116,7 @@ print(tuple(out.shape), q.grad is not None, "pytest" in sys.modules, flexattn.__
 SOURCE = """
 import flexattn, torch
 q = torch.randn(1, 2, 64, 16)
-print("@triton.jit" in str(flexattn.explain(q, q, q, flexattn.mods.alibi(2), target="sm_80")))
+print("@triton.jit" in flexattn.explain(q, q, q, flexattn.mods.alibi(2), target="sm_80").full())
 """
 
 

@@ -58,4 +58,4 @@ def test_a_call_without_the_option_counts_nothing() -> None:
     counted = explain(q, q, q, target="sm_90", kernel_options={"PROFILE": True})
     assert plain.plans[0].is_hopper and "clock64" not in plain.sources[0].text
     assert not counted.plans[0].is_hopper and "clock64" in counted.sources[0].text
-    assert "hopper   no: it does not support profile" in str(counted)
+    assert "not Hopper: it does not support profile" in str(counted)

@@ -30,6 +30,7 @@ pytest.importorskip("triton")
 
 from quick import slow_unless
 from sm90 import SM90, Report, report
+from uniform_registers import read_before_written
 
 S = 512
 WORKS = (
@@ -159,6 +160,7 @@ def test_gluon(work: str, kernel: str) -> None:
     assert found.sass["HGMMA"] > 0 and found.sass["UTMALDG"] > 0
     assert found.spill_bytes <= GLUON.get((work, kernel), 0)
     assert not found.warnings, "products are not serialised, registers are given out"
+    assert read_before_written(found.sass_text) == []
     assert 0.95 * shared_bytes(plan) <= found.shared_bytes <= shared_bytes(plan)
 
 
@@ -177,6 +179,7 @@ def test_fixed_reference(work: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.fixed_reference and found.sass["HGMMA"] > 0
     assert found.spill_bytes <= FIXED_REFERENCE.get(work, 24)
     assert not found.warnings, "products are not serialised, registers are given out"
+    assert read_before_written(found.sass_text) == []
     assert 0.95 * shared_bytes(plan) <= found.shared_bytes <= shared_bytes(plan)
 
 

@@ -161,7 +161,7 @@ def tiles_shown(target: str, **options: object) -> list[str]:
     q = torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16)
     mask = flexattn.create_block_mask(mods.causal, None, None, 256, 256, device="cpu")
     options = {"BACKEND": "TRITON", **options}
-    text = str(flexattn.explain(q, q, q, None, mask, target=target, kernel_options=options))
+    text = flexattn.explain(q, q, q, None, mask, target=target, kernel_options=options).full()
     return [line.removeprefix("    tile     ") for line in text.splitlines() if line.startswith("    tile     ")]
 
 
@@ -184,7 +184,7 @@ def test_explain_says_that_options_replace_the_tile_of_short_queries():
     q, k = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16), torch.zeros(1, 8, 4096, 64, dtype=torch.bfloat16)
 
     def tile(**options: object) -> str:
-        text = str(flexattn.explain(q, k, k, target="sm_90", kernel_options=options))
+        text = flexattn.explain(q, k, k, target="sm_90", kernel_options=options).full()
         return next(line.strip() for line in text.splitlines() if line.startswith("    tile "))
 
     assert tile().endswith("(by the number of rows)")

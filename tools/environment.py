@@ -1,10 +1,11 @@
-"""Create a virtual environment for the demo and the tests. Needs only Python >= 3.11.
+"""Create a virtual environment for the demo or the tests. Needs only Python >= 3.11.
 
-    python3 tools/environment.py .venv
+    python3 tools/environment.py .venv          what the package needs to run: enough for the demo
+    python3 tools/environment.py .venv --tests  also what the tests need
 
 If the running interpreter has torch and triton within the bounds of pyproject.toml (a machine set up for its GPU), the
 environment reads them from there and installs only what is missing, so a machine without a network continues with
-what it has. Otherwise everything is installed, in the versions of constraints.txt.
+what it has. Otherwise everything is installed, in the versions of constraints.txt. What is downloaded is printed first.
 """
 
 from __future__ import annotations
@@ -23,25 +24,39 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BOUNDED = ("torch", "triton") if platform.system() == "Linux" else ("torch",)
 RUNTIME = (*BOUNDED, "numpy", "sympy", "jinja2")
+RUNS = "runs"  # the file that make leaves in an environment for the demo
+FIND = """
+import sys
+from importlib.metadata import PackageNotFoundError, version
+for name in sys.argv[1:]:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        print(name)
+"""
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, tests: bool) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
     borrowed = all(satisfies(name, project["dependencies"]) for name in BOUNDED)
-    python = create(folder, borrowed)
+    python = create(folder, borrowed, clear=not (tests and (folder / RUNS).exists()))
     if borrowed:
         print(f"using torch {version('torch')} of {sys.executable}")
         pins = [line for line in pinned() if installed(re.split("[=;]", line)[0].strip()) is None]
     else:
         pins = pinned()
     retries = 0 if borrowed else 3
-    done = install(python, [*project["dependencies"], *optional["test"]], pins, retries)
-    done = done and install(python, [*optional["plot"], *optional["transformers"]], pins, retries)
+    wanted = [project["dependencies"]]
+    if tests:
+        wanted = [[*project["dependencies"], *optional["test"]], [*optional["plot"], *optional["transformers"]]]
+    absent = missing_of(python, [name for requirements in wanted for name in requirements])
+    print(f"to download: {', '.join(absent)}, and what they need" if absent else "nothing to download", flush=True)
+    installs = [install(python, requirements, pins, retries) for requirements in wanted]
     missing = [name for name in RUNTIME if not runs(python, "-c", f"import {name}")]
     if missing:
         sys.exit(f"could not install {', '.join(missing)}: connect to a package index, or install them manually")
-    if not done:
+    if not all(installs):
         print("some packages could not be installed: steps and tests that need them are skipped, each with a note")
 
 
@@ -68,10 +83,17 @@ def pinned() -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def create(folder: Path, borrowed: bool) -> Path:
+def missing_of(python: Path, requirements: list[str]) -> list[str]:
+    """Return the names of required packages that an environment does not have."""
+    system = platform.system()
+    here = [r for r in requirements if "platform_system" not in r or f"'{system}'" in r]
+    return output(python, "-c", FIND, *(re.split(r"[\[>=; ]", r)[0] for r in here)).split()
+
+
+def create(folder: Path, borrowed: bool, clear: bool) -> Path:
     """Create the environment, with this clone on its path and, if `borrowed`, the packages of this interpreter."""
     with_pip = importlib.util.find_spec("ensurepip") is not None
-    venv.create(folder, clear=True, with_pip=with_pip, symlinks=True)
+    venv.create(folder, clear=clear, with_pip=with_pip, symlinks=True)
     python = folder.absolute() / "bin" / "python"  # not resolved: the link makes it the environment's own interpreter
     purelib = output(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
     # A .pth file, because --system-site-packages would skip the packages of an interpreter that is itself in a venv.
@@ -101,4 +123,4 @@ def output(python: Path, *arguments: str) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), tests="--tests" in sys.argv[2:])

@@ -108,12 +108,17 @@ def _record(explained: Any) -> Record:
     return {
         "engine": explained.engine,
         "graphs": {name: _without_places(repr(getattr(explained, name))) for name in graphs},
-        "words": _without_places(str(explained).partition("-- source of ")[0]),
+        "words": _without_places(_text_of(explained).partition("-- source of ")[0]),
         "plans": [_without_places(repr(plan)) for plan in explained.plans],
         "reasons": explained.reasons,
         "sources": [_source(source) for source in (*explained.sources, *variants)],
         "mask_sources": [_source(source) for source in explained.mask_sources],
     }  # fmt: skip
+
+
+def _text_of(explained: Any) -> str:
+    """Return all stages, in any version: `str` gave them before it became a summary."""
+    return explained.full() if hasattr(explained, "full") else str(explained)
 
 
 def _source(source: Any) -> Record:

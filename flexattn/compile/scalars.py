@@ -40,8 +40,8 @@ def padded(rows: int) -> int:
 
 
 # Tiles of unequal lengths in a group of heads, for each multiprocessor. With fewer, programs are idle at the end of the
-# last group. Backward of 32 and 8 heads, causal, 2x8192: in groups of 2 key heads 5,060 us, of 4 4,781, of 6 4,529, of 8
-# 4,498, and of 16, which do not fit in L2, 4,669 (H200).
+# last group. Backward of 32 and 8 heads, causal, 2x8192: in groups of 2 key heads 5,060 us, of 4 4,781, of 6 4,529, of
+# 8 4,498, and of 16, which do not fit in L2, 4,669 (H200).
 _WAVES = 3
 
 

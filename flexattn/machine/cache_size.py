@@ -21,6 +21,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 _KEPT = 0.75  # fraction of the limit to keep, so that not every new kernel causes an eviction
 _EVERY = 16  # new kernels between two scans of the directory, which take 30 us per kernel in it
 STUBS = "triton"  # Triton's own files next to the kernels
+TEMPLATES = "templates"  # compiled templates of kernels
 _MOST_STUBS = 0.25  # fraction of the limit
 
 _added: dict[Path, int] = {}
@@ -84,6 +85,14 @@ def prune(store: KernelStore, limit: int) -> None:
     except OSError as error:
         debug("store", f"the least recently used entry cannot be removed: {error}")
     debug("store", f"{store.root} took more than {limit:,} bytes, {total:,} are left")
+
+
+def remove_kernels(store: KernelStore) -> tuple[int, int]:
+    """Remove all kernels, compiled templates and Triton's stubs. Return how many kernels, and the bytes of all."""
+    removed = [item for item in items(store) if item.is_kernel or item.name in (STUBS, TEMPLATES)]
+    for item in removed:
+        store.remove(item.name)
+    return sum(item.is_kernel for item in removed), sum(item.bytes for item in removed)
 
 
 def _mebibytes(size: int) -> str:

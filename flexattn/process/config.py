@@ -30,6 +30,7 @@ class Settings:
     cache_size: int | None  # FLEXATTN_CACHE_SIZE: maximum bytes of the cache; None: no limit
     compile_processes: int  # FLEXATTN_COMPILE_PROCESSES: most processes that compile kernels ahead; 0: none
     debug: bool  # FLEXATTN_DEBUG: log each stage of a first call on stderr
+    progress: bool  # FLEXATTN_PROGRESS: print lines on stderr about work that takes long
     print_source: bool  # FLEXATTN_DUMP=1: print generated sources on stderr
     dump_dir: Path | None  # FLEXATTN_DUMP=directory: copy generated sources and PTX there
     without: frozenset[str]  # FLEXATTN_WITHOUT: the names of MECHANISMS that no plan uses
@@ -49,18 +50,19 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         cache_dir=_cache_dir(environment),
         cache_size=_size(environment, "FLEXATTN_CACHE_SIZE", CACHE_SIZE),
         compile_processes=_count(environment, "FLEXATTN_COMPILE_PROCESSES", COMPILE_PROCESSES),
-        debug=_switch(environment, "FLEXATTN_DEBUG"),
+        debug=_switch(environment, "FLEXATTN_DEBUG", False),
+        progress=_switch(environment, "FLEXATTN_PROGRESS", True),
         print_source=is_switch and dump.lower() in _TRUE,
         dump_dir=None if is_switch else _folder("FLEXATTN_DUMP", dump),
         without=_names(environment, "FLEXATTN_WITHOUT", MECHANISMS),
     )
 
 
-def _switch(environment: Mapping[str, str], name: str) -> bool:
+def _switch(environment: Mapping[str, str], name: str, default: bool) -> bool:
     value = environment.get(name, "").strip().lower()
     if value not in _TRUE | _FALSE:
         raise ArgumentError(message(name, repr(environment[name]), "1 or 0", f"Set {name}=1, or unset it."))
-    return value in _TRUE
+    return value in _TRUE if value else default
 
 
 def _names(environment: Mapping[str, str], variable: str, allowed: tuple[str, ...]) -> frozenset[str]:

@@ -8,6 +8,7 @@ import importlib.metadata
 import itertools
 import json
 import re
+import subprocess
 import sys
 import weakref
 from collections import OrderedDict
@@ -20,12 +21,13 @@ import torch
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.errors import ArgumentError, CompileError, message
 from flexattn.machine import cache_size, triton_versions
-from flexattn.machine.kernel_store import KernelStore, open_store, temporary_store
-from flexattn.machine.target import Target
+from flexattn.machine.kernel_store import KernelStore, existing_store, open_store, temporary_store
+from flexattn.machine.target import Target, target_of
 from flexattn.machine.triton_versions import FlatLaunch
 from flexattn.process.config import settings
 from flexattn.process.events import debug
 from flexattn.process.forks import Lock, cached_property
+from flexattn.process.progress import Waiting
 from flexattn.runtime import compile_workers
 from flexattn.runtime.compiler import Job, StubJob, compile_job, forget_text, import_kernel, request_of
 from flexattn.runtime.interpreted import replaced_globals
@@ -206,10 +208,13 @@ class _GpuKernel(Kernel):
     @cached_property
     def _usage(self) -> dict[str, int]:
         file = self._file("cubin")
-        if file is None:
-            return {}
-        line = triton_versions.resource_usage(file)
-        return {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", line)}
+        return {} if file is None else _usage_of(file)
+
+
+def _usage_of(cubin: Path) -> dict[str, int]:
+    """Return the registers and bytes of stack of one thread."""
+    line = triton_versions.resource_usage(cubin)
+    return {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", line)}
 
 
 def load_on_gpu(request: triton_versions.Request, files: dict[str, Path]) -> triton_versions.LaunchFunction:
@@ -299,7 +304,8 @@ def _kernel(source: KernelSource, target: Target, key: str, loader: Loader) -> K
     kind = _InterpretedKernel if target.backend == "interpreter" else functools.partial(_GpuKernel, loader=loader)
     for _ in range(_ATTEMPTS):
         try:
-            folder = compile_workers.take(key) or _find_or_compile(source, target, key)
+            with _compiling.step(functools.partial(_what_is_compiled, source, target)):
+                folder = compile_workers.take(key) or _find_or_compile(source, target, key)
             kernel = kind(source, target, key, folder)
             text = kernel.path.read_text()
         except FileNotFoundError:  # deleted in the meantime, by a user or by another process's cache eviction
@@ -308,6 +314,26 @@ def _kernel(source: KernelSource, target: Target, key: str, loader: Loader) -> K
         return kernel
     fix = "Set FLEXATTN_CACHE_DIR or a larger FLEXATTN_CACHE_SIZE."
     raise CompileError(message(f"kernel {source.name}", "its files deleted repeatedly", "them to be kept", fix))
+
+
+def _what_is_compiled(source: KernelSource, target: Target) -> str:
+    store = open_store(settings().cache_dir)
+    kept = "kept until this process ends" if store is None else f"kept in {store.root} for later processes"
+    here = torch.cuda.is_initialized() and target == target_of(torch.device("cuda", current_device()))
+    gpu = f"{target} ({torch.cuda.get_device_name()})" if here else f"{target}"
+    return f"compiling {source.name} for {gpu}, {kept} (FLEXATTN_PROGRESS=0 hides this)"
+
+
+def registers_on_disk(source: KernelSource, target: Target) -> int | None:
+    """Return the registers of one thread of a kernel that is compiled already; None if it is not, or not for CUDA."""
+    store = existing_store(settings().cache_dir)
+    folder = None if store is None else store.find(digest(source, target))
+    if folder is None or not (cubin := folder / f"{source.name}.cubin").exists():
+        return None
+    try:
+        return _usage_of(cubin).get("REG")
+    except (OSError, subprocess.SubprocessError):  # no cuobjdump
+        return None
 
 
 def digest(source: KernelSource, target: Target) -> str:
@@ -343,6 +369,7 @@ def clear_memory() -> None:
 _lock = Lock()
 _interpreting = Lock()  # Triton's interpreter patches Triton's modules while a kernel runs
 _kernels: OrderedDict[tuple[str, Loader], Kernel] = OrderedDict()
+_compiling = Waiting("build")
 _counts = {"compiles": 0, "disk_hits": 0, "memory_hits": 0}
 
 

@@ -18,7 +18,10 @@ from flexattn.process.config import settings
 from flexattn.runtime.build import build, digest
 
 _CHILD = [sys.executable, "-c", "from flexattn.runtime.compile_processes import main; main()"]
-_QUIET = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "FLEXATTN_DEBUG": "0", "FLEXATTN_DUMP": "0"}
+_QUIET = {
+    "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "FLEXATTN_DEBUG": "0", "FLEXATTN_DUMP": "0",
+    "FLEXATTN_PROGRESS": "0",
+}  # fmt: skip
 
 
 def build_apart(

@@ -37,6 +37,7 @@ from flexattn.trace.recording import Decompositions, Leaf, record_body, record_r
 from flexattn.trace.registered import meaning_of, registrations
 from flexattn.trace.scalar_tape import NotScalar
 from flexattn.trace.scalarize import Kind, RecordedGraph, Traced, scalarize
+from flexattn.trace.score_reductions import refuse_score_reductions
 
 Mod = Callable[..., Any]
 
@@ -196,7 +197,10 @@ def _scalarized(
     scalar = True
     while True:
         try:
-            return scalarize(run_mod(decompositions, scalar), kind, name, score_dtype, location)
+            recorded = run_mod(decompositions, scalar)
+            if not decompositions:
+                refuse_score_reductions(recorded.graph, recorded.inputs, called, location)
+            return scalarize(recorded, kind, name, score_dtype, location)
         except NotScalar:
             scalar = False
         except UnknownOperator as unknown:

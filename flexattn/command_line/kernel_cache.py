@@ -1,0 +1,70 @@
+"""kernel_cache: list the kernels that are kept on disk, or remove them.
+
+python -m flexattn cache
+python -m flexattn cache list
+python -m flexattn cache clear
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+
+from flexattn.machine.cache_size import items, remove_kernels, report
+from flexattn.machine.kernel_store import KernelStore, open_store
+from flexattn.process.config import settings
+
+NAME = "cache"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the actions on the cache."""
+    parser.set_defaults(run=show_size)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION")
+    listed = actions.add_parser("list", help="print each kernel: last use, size, target and name; the latest first")
+    listed.set_defaults(run=show_kernels)
+    cleared = actions.add_parser("clear", help="remove all kernels; tiles that flexattn.tune stored are kept")
+    cleared.set_defaults(run=clear)
+
+
+def show_size(chosen: argparse.Namespace) -> int:
+    """Print one line about the kernel cache directory."""
+    store = open_store(settings().cache_dir)
+    print(f"{settings().cache_dir}: no kernels can be kept" if store is None else report(store, settings().cache_size))
+    return int(store is None)
+
+
+run = show_size
+
+
+def show_kernels(chosen: argparse.Namespace) -> int:
+    """Print a line for each kernel."""
+    if (store := open_store(settings().cache_dir)) is None:
+        return show_size(chosen)
+    kernels = sorted((item for item in items(store) if item.is_kernel), key=lambda item: -item.used)
+    if not kernels:
+        print(f"{store.root}: no kernels")
+    for item in kernels:
+        used = datetime.datetime.fromtimestamp(item.used).strftime("%Y-%m-%d %H:%M")
+        name, target = _name_and_target(store, item.name)
+        print(f"{used}  {item.bytes / 2**10:9,.1f} KiB  {target:<8}  {name}")
+    return 0
+
+
+def clear(chosen: argparse.Namespace) -> int:
+    """Remove all kernels."""
+    if (store := open_store(settings().cache_dir)) is None:
+        return show_size(chosen)
+    kernels, size = remove_kernels(store)
+    print(f"{store.root}: removed {kernels:,} kernels, {size / 2**20:,.1f} MiB")
+    return 0
+
+
+def _name_and_target(store: KernelStore, digest: str) -> tuple[str, str]:
+    """Return what the file of a kernel says. Another process may remove it meanwhile."""
+    try:
+        file = next((store.root / digest).glob("*.py"))
+        head = [line for line in file.read_text().splitlines()[:40] if line.startswith("# flexattn ")]
+    except (OSError, StopIteration):
+        return digest, "?"
+    return file.stem, head[0].rpartition(", ")[2] if head else "?"

@@ -1,0 +1,1 @@
+"""How an explanation is printed: one line for each kernel, and an HTML page."""
