@@ -42,7 +42,7 @@ def padded(rows: int) -> int:
 # Tiles of unequal lengths in a group of heads, for each multiprocessor. With fewer, programs are idle at the end of the
 # last group. Backward of 32 and 8 heads, causal, 2x8192: in groups of 2 key heads 5,060 us, of 4 4,781, of 6 4,529, of
 # 8 4,498, and of 16, which do not fit in L2, 4,669 (H200).
-_WAVES = 3
+_TILES_PER_PROCESSOR = 3
 
 
 def heads_per_group(head_bytes: int, l2: int, heads: int, fewest: float = 1.0) -> int:
@@ -178,7 +178,7 @@ def _heads_per_group(plan: KernelPlan, problem: Problem) -> int:
     heads = _heads(plan, problem)
     fewest = 1.0
     if problem.block_mask is not None and heads:
-        fewest = _WAVES * processors(q.device) * heads / max(1, tiles_of(plan, problem))
+        fewest = _TILES_PER_PROCESSOR * processors(q.device) * heads / max(1, tiles_of(plan, problem))
     return heads_per_group(head_bytes, l2_bytes(q.device), heads, fewest)
 
 
