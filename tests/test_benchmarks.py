@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import flexattn
-from benchmarks import attention, calls, decode, first, masks, numerics, overhead, sdpa, tables, tune, varlen
+from benchmarks import attention, calls, decode, first, masks, numerics, overhead, picture, sdpa, tables, tune, varlen
 from benchmarks.harness import Config, Result, geometric_mean, measure, table, write_json
 from benchmarks.peers import PEERS, Attend
 from benchmarks.works import CPU_WORKS, WORKS, Mods, Work, count_pairs, document_lengths, forward_flops
@@ -511,3 +511,12 @@ def test_peers_of_varlen_agree() -> None:
     results = [found[name](q, k, v) for name in ("flexattn", "flexattn_new", "flexattn_mask")]
     for other in results[1:]:
         torch.testing.assert_close(results[0], other, rtol=1e-4, atol=1e-5)
+
+
+def test_the_picture_of_the_readme(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    results = Path(__file__).parent.parent / "benchmarks" / "results" / "2026-11-25-h200-attention-native.json"
+    found = picture.speeds(json.loads(results.read_text())["results"], "forward")
+    assert all(x > 0 for x in found["flexattn"]) and found["sdpa_cudnn"][-1] == 0.0  # SDPA knows no documents
+    assert picture.main([str(results), "--out", str(tmp_path / "picture.png")]) == 0
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
