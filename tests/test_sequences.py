@@ -176,12 +176,10 @@ def test_derivatives_of_second_order() -> None:
 
 def test_explain_shows_what_is_read_from_the_device() -> None:
     mask = create_block_mask(mods.causal, None, None, 64, 64, device="cpu")
-    text = str(
-        flexattn.explain(
-            q, PAGES, PAGES, block_mask=mask, seqused_k=integers(3, 4), q_offsets=integers(0, 1), block_table=TABLE,
-            target="sm_90",
-        )
-    )  # fmt: skip
+    text = flexattn.explain(
+        q, PAGES, PAGES, block_mask=mask, seqused_k=integers(3, 4), q_offsets=integers(0, 1), block_table=TABLE,
+        target="sm_90",
+    ).full()  # fmt: skip
     for line in (
         "lengths  of sequences",
         "rows     of the mask from q_offsets on",
