@@ -224,3 +224,12 @@ def test_only_the_init_of_a_frozen_class_is_compiled() -> None:
         if decorator.startswith("dataclass(frozen=True") and "slots" not in decorator
     ]
     assert plain == []
+
+
+def test_no_module_gives_a_name_two_values() -> None:
+    """Of two constants with one name, the later one would be used in both places."""
+    for path in PACKAGE.rglob("*.py"):
+        targets = [t for x in ast.parse(path.read_text()).body if isinstance(x, ast.Assign) for t in x.targets]
+        targets += [x.target for x in ast.parse(path.read_text()).body if isinstance(x, ast.AnnAssign) and x.value]
+        names = [n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+        assert len(names) == len(set(names)), f"{path}: {sorted({n for n in names if names.count(n) > 1})}"
