@@ -1,18 +1,22 @@
 # make demo    train a small model on this machine's device, and show the effect of attention
 # make test    lint, types, and the fast tests: the development loop, takes some minutes
 # make full    the same with all tests; must pass before merging
+# make docs    build the documentation site in site/; broken links and anchors are errors
 # These targets set up their own environment. They need only PYTHON (>= 3.11).
 
 PYTHON ?= python3
 JOBS ?= 2
 ENV := .venv
 RUN := $(ENV)/bin/python
+DOCS := .venv-docs
 # A step whose tool cannot be found or installed (no network) is skipped with a note. If the tool is there, it must pass.
-tool = if $(RUN) -m $(1) --version >/dev/null 2>&1; then echo "$(RUN) -m $(1) $(2)"; $(RUN) -m $(1) $(2); \
+# $(3) is the interpreter, if it is another one than that of the tests.
+tool = if $(or $(3),$(RUN)) -m $(1) --version >/dev/null 2>&1; then \
+       echo "$(or $(3),$(RUN)) -m $(1) $(2)"; $(or $(3),$(RUN)) -m $(1) $(2); \
        else echo "$(1) is not installed here: left out"; fi
 pytest = $(RUN) -m pytest $(shell $(RUN) -c "import xdist" 2>/dev/null && echo "-n $(JOBS)")
 
-.PHONY: demo test full lint clean
+.PHONY: demo test full lint docs clean
 .DELETE_ON_ERROR:
 
 # The demo needs no tools of the tests. An environment that has them runs it too.
@@ -32,6 +36,9 @@ lint: $(ENV)/ready
 	@$(call tool,ruff,format --check .)
 	@$(call tool,pyright,--threads $(JOBS) --pythonpath $(RUN))
 
+docs: $(DOCS)/ready
+	@export NO_MKDOCS_2_WARNING=1; $(call tool,mkdocs,build --strict,$(DOCS)/bin/python)
+
 INPUTS := pyproject.toml constraints.txt tools/environment.py
 NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit("Python >= 3.11 is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
 
@@ -45,5 +52,10 @@ $(ENV)/ready: $(INPUTS)
 	$(PYTHON) tools/environment.py $(ENV) --tests
 	@touch $@
 
+$(DOCS)/ready: $(INPUTS)
+	@$(NEW_ENOUGH)
+	$(PYTHON) tools/environment.py $(DOCS) --docs
+	@touch $@
+
 clean:
-	rm -rf $(ENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(ENV) $(DOCS) site .pytest_cache .ruff_cache .hypothesis

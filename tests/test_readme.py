@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import flexattn
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -24,9 +26,13 @@ def test_python_block(code, tmp_path, monkeypatch):
     exec(compile(code, path, "exec"), {"__name__": "readme"})
 
 
-@pytest.mark.parametrize(
-    "page", ["decoding", "explain", "features", "mods", "sdpa", "torch-flex", "varlen", "visualization", "vllm"]
-)
+PAGES = [
+    "concepts", "decoding", "errors", "explain", "features", "getting-started", "index", "migrating", "mods", "sdpa",
+    "torch-flex", "varlen", "visualization", "vllm",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_page(page, tmp_path, monkeypatch):
     """The blocks of a page continue each other. They may write files."""
     if page == "visualization":
@@ -68,3 +74,12 @@ def test_the_readme_is_short():
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", (ROOT / page).read_text()):
         assert target.startswith("https://") or (ROOT / page.parent / target).exists(), target
+
+
+def test_each_public_name_has_its_place_in_the_api_pages():
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    described = re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE)
+    for package in (flexattn, flexattn.mods):
+        names = {path.removeprefix(f"{package.__name__}.").split(".")[-1] for path in described}
+        public = getattr(package, "__all__", None) or [n for n, x in vars(package).items() if callable(x)]
+        assert not [name for name in public if name not in names]

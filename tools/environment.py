@@ -1,7 +1,8 @@
-"""Create a virtual environment for the demo or the tests. Needs only Python >= 3.11.
+"""Create a virtual environment for the demo, the tests or the documentation. Needs only Python >= 3.11.
 
     python3 tools/environment.py .venv          what the package needs to run: enough for the demo
     python3 tools/environment.py .venv --tests  also what the tests need
+    python3 tools/environment.py .venv-docs --docs  only what builds the documentation, which needs no torch
 
 If the running interpreter has torch and triton within the bounds of pyproject.toml (a machine set up for its GPU), the
 environment reads them from there and installs only what is missing, so a machine without a network continues with
@@ -58,6 +59,15 @@ def main(folder: Path, tests: bool) -> None:
         sys.exit(f"could not install {', '.join(missing)}: connect to a package index, or install them manually")
     if not all(installs):
         print("some packages could not be installed: steps and tests that need them are skipped, each with a note")
+
+
+def documentation(folder: Path) -> None:
+    """Create the environment that builds the documentation. It needs neither torch nor what the tests need."""
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["docs"]
+    python = create(folder, borrowed=False, clear=True)
+    print(f"to download: {', '.join(missing_of(python, wanted))}, and what they need", flush=True)
+    if not install(python, wanted, pinned(), retries=3):
+        print("some packages could not be installed: the documentation is not built")
 
 
 def satisfies(name: str, requirements: list[str]) -> bool:
@@ -123,4 +133,7 @@ def output(python: Path, *arguments: str) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), tests="--tests" in sys.argv[2:])
+    if "--docs" in sys.argv[2:]:
+        documentation(Path(sys.argv[1]))
+    else:
+        main(Path(sys.argv[1]), tests="--tests" in sys.argv[2:])
