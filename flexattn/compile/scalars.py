@@ -39,9 +39,9 @@ def padded(rows: int) -> int:
     return -(-rows // LARGEST_TILE) * LARGEST_TILE + LARGEST_TILE
 
 
-# Tiles of unequal lengths in a group of heads, for each multiprocessor. With fewer, programs are idle at the end of the
-# last group. Backward of 32 and 8 heads, causal, 2x8192: in groups of 2 key heads 5,060 us, of 4 4,781, of 6 4,529, of
-# 8 4,498, and of 16, which do not fit in L2, 4,669 (H200).
+# Least tiles per multiprocessor in a group of heads, if tiles have unequal lengths. With fewer, programs are idle at
+# the end of the last group. Backward of 32 and 8 heads, causal, 2x8192: in groups of 2 key heads 5,060 us, of 4 4,781,
+# of 6 4,529, of 8 4,498, and of 16, which do not fit in L2, 4,669 (H200).
 _TILES_PER_PROCESSOR = 3
 
 
@@ -51,7 +51,7 @@ def heads_per_group(head_bytes: int, l2: int, heads: int, fewest: float = 1.0) -
     Groups have about the same size. With 16 heads in groups of 3, the last group would have one head, and most SMs
     would be idle at the end.
 
-    `fewest`: heads that have enough tiles, although they may not fit.
+    `fewest`: how many heads have enough tiles. A group has at least these, even if their tensors do not fit.
     """
     fitting = max(1.0, l2 * 0.6 / max(1, head_bytes))
     if fewest > fitting:
