@@ -64,6 +64,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
 from flexattn.block_mask import BlockMask
+from flexattn.call.blocks_read import blocks_read
 from flexattn.call.call import Call, Mod
 from flexattn.call.jagged import from_jagged, to_jagged
 from flexattn.call.layout import KVLayout, LayoutArguments
@@ -287,6 +288,8 @@ def flex_attention(
         layout = LayoutArguments(
             seqused_k, q_offsets, kv_positions, block_table, kv_layout, k_descale, v_descale
         )  # fmt: skip
+    elif getattr(block_mask, "_for_hopper", None) is not None and isinstance(query, Tensor):
+        block_mask = blocks_read(block_mask, query, kernel_options)  # type: ignore[arg-type]
     out, lse, max_scores = compute(
         query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, dropout_p,
         request.max_scores, layout,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -26,7 +27,8 @@ from flexattn.graph.facts import ModFacts, analyze
 from flexattn.graph.interval_bounds import bound as bounds_of
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.machine.target import Target, named, target_of
-from flexattn.mask_build.create import create_block_mask
+from flexattn.mask_build.create import create_block_mask, in_hopper_blocks
+from flexattn.mask_build.hopper_blocks import HOPPER_BLOCKS
 from flexattn.mask_build.kernels import plan_mask
 from flexattn.mask_build.launch_plan import sources
 from flexattn.mask_build.pair_bits import NO_PARTIAL, impossible, unwanted
@@ -62,6 +64,7 @@ class Explanation:
     batch_invariant: bool = False  # kernel_options["BATCH_INVARIANT"]
     bits: str | None = None  # of the partial blocks, or why there are none; only for Hopper GPUs
     call: str | None = None  # the shapes and dtype of a call
+    blocks_note: str | None = None  # which blocks of the mask are read, if they are not those of its BLOCK_SIZE
 
     def __str__(self) -> str:
         """Return a summary: facts, the mask and a line for each kernel."""
@@ -70,7 +73,10 @@ class Explanation:
             ("call", self.call),
             *_mod_stages("score", self.score, self.score_facts, self.gradient, alone),
             *_mod_stages("mask", self.mask, self.mask_facts, None, alone),
-            ("block mask", None if (m := self.block_mask) is None else _blocks(repr(m), m, self.bits)),
+            (
+                "block mask",
+                None if (m := self.block_mask) is None else _blocks(repr(m), m, self.blocks_note, self.bits),
+            ),
             ("order of sums", _INVARIANT if self.batch_invariant else None),
             ("engine", None if self.engine is None else "\n".join([engine_line(self.engine), *self._kernel_lines()])),
         ]
@@ -119,12 +125,16 @@ class Explanation:
                 "bounds of mask_mod over a box of positions",
                 None if self.mask_bounds is None else f"{self.mask_bounds}\n{_BOUNDS}",
             ),
-            ("block mask", None if (m := self.block_mask) is None else _blocks(str(m), m, self.bits)),
+            ("block mask", self._blocks(str)),
             ("engine", self.engine),
             ("order of sums", _INVARIANT if self.batch_invariant else None),
             *((f"plan {i} of {len(self.plans)}", self._plan(i - 1)) for i in range(1, len(self.plans) + 1)),
             *((f"source of {source.name}", source.text) for source in (*self.sources, *self.mask_sources)),
         ]
+
+    def _blocks(self, draw: Callable[[object], str]) -> str | None:
+        mask = self.block_mask
+        return None if mask is None else _blocks(draw(mask), mask, self.blocks_note, self.bits)
 
     def _plan(self, i: int) -> str:
         origin = self.origins[i] if self.origins else ""
@@ -184,8 +194,8 @@ attend. A block is full if the first is true, and empty if the second is false. 
 """
 
 
-def _blocks(drawn: str, mask: BlockMask, bits: str | None) -> str:
-    """Return a drawn mask, its build counts if known, and its bits."""
+def _blocks(drawn: str, mask: BlockMask, *notes: str | None) -> str:
+    """Return a drawn mask, its build counts if known, and notes about it."""
     lines, counts = [drawn], mask.build_counts
     if counts is not None:
         full, partial, empty = mask.counts()
@@ -194,7 +204,7 @@ def _blocks(drawn: str, mask: BlockMask, bits: str | None) -> str:
             f"{counts.boxes:,} boxes bounded, {samples}{counts.blocks:,} blocks evaluated pair by pair; "
             f"{full + partial:,} of {full + partial + empty:,} blocks live"
         )
-    return "\n".join([*lines, *([] if bits is None else [bits])])
+    return "\n".join([*lines, *(note for note in notes if note is not None)])
 
 
 def _bits(problem: Problem, target: Target) -> str | None:
@@ -215,8 +225,8 @@ def _no_bits_on(blocks: BlockMask, target: Target) -> str:
     bound, partial = trace(blocks.mask_mod, "mask"), blocks.counts()[1]
     if partial == 0:
         return NO_PARTIAL
-    reason = unwanted(bound.graph, captures_compared(bound.graph), target)
-    return reason or impossible(bound, blocks.BLOCK_SIZE, partial)
+    reason = unwanted(bound.graph, blocks.BLOCK_SIZE, captures_compared(bound.graph), target)
+    return reason or impossible(bound, partial)
 
 
 def _rule(title: str) -> str:
@@ -296,6 +306,8 @@ def explain(
 
 def _explain_call(call: Call, target: str | None) -> Explanation:
     """Explain a call, for a GPU architecture if one is named, else for its own device."""
+    if target is not None:
+        call = _on_gpu(call, target_named(target))
     problem = pose(call, seeded=False, on_gpu=target is not None)
     score, mask = problem.score, problem.mask
     if score is not None and problem.score_grad is None:
@@ -323,7 +335,26 @@ def _explain_call(call: Call, target: str | None) -> Explanation:
         mask_sources=_mask_sources(problem, plans[0][0].target) if plans else (),
         batch_invariant=problem.batch_invariant,
         bits=_bits(problem, plans[0][0].target) if plans else None,
+        blocks_note=_blocks_note(call, problem),
     )
+
+
+def _on_gpu(call: Call, target: Target) -> Call:
+    """Return the call with its mask as create_block_mask builds it on a GPU."""
+    mask = call.block_mask
+    if not isinstance(mask, BlockMask) or not (mask.is_built and target.is_hopper) or mask.BLOCK_SIZE == HOPPER_BLOCKS:
+        return call
+    mask = copy.copy(mask)
+    mask._for_hopper = in_hopper_blocks(mask)
+    return replace(call, block_mask=mask)
+
+
+def _blocks_note(call: Call, problem: Problem) -> str | None:
+    """Return which blocks of the mask a call reads, if they are not those of its BLOCK_SIZE."""
+    given, read = call.block_mask, problem.block_mask
+    if read is None or not isinstance(given, BlockMask) or read is not given._for_hopper:
+        return None
+    return f"Hopper kernels read blocks of {read.BLOCK_SIZE} instead of the mask's BLOCK_SIZE, {given.BLOCK_SIZE}."
 
 
 def _shapes(call: Call) -> str:

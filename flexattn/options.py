@@ -102,6 +102,17 @@ def tile_options(options: Options) -> tuple[str, ...]:
     return tuple(name for name, its in plain.items() if its.startswith("BLOCK_") or its in ("num_warps", "num_stages"))
 
 
+def selects_portable_kernels(kernel_options: Mapping[str, object] | None) -> bool:
+    """Return whether unchecked options ask for kernels that a user tunes, or for another engine than Hopper's."""
+    for name, value in (kernel_options or {}).items():
+        plain = str(name).removeprefix("fwd_").removeprefix("bwd_")
+        if plain.startswith("BLOCK_") or plain in ("num_warps", "num_stages"):
+            return True
+        if plain == "BACKEND" and value in ("TRITON", "TRITON_DECODE"):
+            return True
+    return False
+
+
 def _checked(name: str, value: object) -> object:
     """Return the validated value of one option, in flexattn's form."""
     argument = f"kernel_options[{name!r}]"

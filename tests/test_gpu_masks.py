@@ -29,9 +29,9 @@ from mask_cases import (
 from mod_grammar import CAPTURES, NUMBERS, booleans, build
 from torch import Tensor
 
-from flexattn import BlockMask, create_block_mask, flex_attention, mods
+from flexattn import BlockMask, create_block_mask, explain, flex_attention, mods
 from flexattn.block_mask import RunLists
-from flexattn.errors import IndexRangeError
+from flexattn.errors import IndexRangeError, MutationError
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.machine.target import target_of
 from flexattn.mask_build import cache as mask_cache
@@ -224,3 +224,37 @@ def test_masks_are_computed_as_written(engine: str, dtype: torch.dtype) -> None:
     found = attended(make_mask("thresholds", 333, "cuda"), 333, 300, dtype, "cuda", BACKEND=engine)
     want = brute_force(make_mask("thresholds", 333), 1, 1, 333, 300)[0, 0]
     assert [int((x != want).sum()) for x in found] == [0, 0]
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("size", [(16, 64), 32, 96, 512])
+def test_masks_of_any_block_size_run_hopper_kernels(size: Block, D: int) -> None:
+    if not target_of(torch.device("cuda")).is_hopper:
+        pytest.skip("only Hopper kernels need blocks of their own size")
+    ids = torch.arange(1_000, device="cuda") // 170
+    mod = mods.document_causal(ids)
+    mask, wanted = (create_block_mask(mod, None, None, 1_000, 1_000, BLOCK_SIZE=n) for n in (size, 128))
+    x = torch.randn(3, 2, 4, 1_000, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    found = explain(*x, block_mask=mask)
+    assert found.blocks_note is not None and all(
+        "hopper" in p.spec.name for p in found.plans if "forward" in p.spec.name
+    )
+    results = []
+    for blocks in (mask, wanted, mask):
+        out = flex_attention(*x, block_mask=blocks)
+        results.append((out, *torch.autograd.grad(out, x, torch.ones_like(out))))
+    for out, gradient in results[1:]:
+        assert torch.equal(out, results[0][0])
+        torch.testing.assert_close(gradient, results[0][1], rtol=1e-2, atol=1e-2)  # dq is summed in any order
+    wide = x.detach().float()
+    expected = flex_attention(*wide, block_mask=mask)
+    assert explain(*wide, block_mask=mask).blocks_note is None
+    torch.testing.assert_close(results[0][0].float(), expected, rtol=2e-2, atol=2e-2)
+    compiled = torch.compile(
+        lambda q, k, v, m: flex_attention(q, k, v, block_mask=m), fullgraph=True, backend="aot_eager"
+    )
+    with torch.no_grad():
+        assert torch.equal(compiled(*x, mask), results[0][0])
+    ids[7] = 5
+    with pytest.raises(MutationError):
+        flex_attention(*x, block_mask=mask)

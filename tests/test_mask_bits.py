@@ -51,6 +51,7 @@ from flexattn.torch_compile.spec import Spec, loads
 from flexattn.trace.trace import trace
 
 HOPPER, AMPERE = target_named("sm_90"), target_named("sm_80")
+SIZE = (BITS_BLOCK, BITS_BLOCK)
 NEIGHBORS = mods.natten_2d(16, 32, 7)
 DOCUMENTS = torch.arange(512) // 100
 
@@ -87,22 +88,21 @@ def without_bits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("name", [*CHEAP, *EXPENSIVE])
 def test_masks_that_are_expensive_want_bits_on_hopper(name: str) -> None:
     graph = trace((CHEAP | EXPENSIVE)[name], "mask").graph
-    assert (unwanted(graph, (), HOPPER) == "") == (name in EXPENSIVE)
-    assert name in EXPENSIVE or "instructions per pair, fewer than 8" in unwanted(graph, (), HOPPER)
-    assert unwanted(graph, (), AMPERE) == "only Hopper kernels read them"
+    assert (unwanted(graph, SIZE, (), HOPPER) == "") == (name in EXPENSIVE)
+    assert name in EXPENSIVE or "instructions per pair, fewer than 8" in unwanted(graph, SIZE, (), HOPPER)
+    assert unwanted(graph, SIZE, (), AMPERE) == "only Hopper kernels read them"
 
 
 @pytest.mark.usefixtures("without_bits")
 def test_bits_can_be_turned_off() -> None:
-    assert unwanted(trace(NEIGHBORS, "mask").graph, (), HOPPER) == "FLEXATTN_WITHOUT=bits"
+    assert unwanted(trace(NEIGHBORS, "mask").graph, SIZE, (), HOPPER) == "FLEXATTN_WITHOUT=bits"
 
 
 def test_masks_that_cannot_have_bits() -> None:
-    bound, size = trace(NEIGHBORS, "mask"), (BITS_BLOCK, BITS_BLOCK)
-    most = MOST_BYTES // bytes_of(1)
-    assert impossible(bound, size, most) == ""
-    assert impossible(bound, size, most + 1) == "those of 16,385 blocks would take more than 64 MiB"
-    assert impossible(bound, (64, BITS_BLOCK), 1) == "BLOCK_SIZE is (64, 128), not 128"
+    bound, most = trace(NEIGHBORS, "mask"), MOST_BYTES // bytes_of(1)
+    assert impossible(bound, most) == ""
+    assert impossible(bound, most + 1) == "those of 16,385 blocks would take more than 64 MiB"
+    assert unwanted(bound.graph, (64, BITS_BLOCK), (), HOPPER) == "kernels that read them read blocks of 128 x 128"
 
 
 def test_runs_of_equal_elements_make_a_mask_cheaper() -> None:
@@ -253,7 +253,7 @@ def test_explain_says_which_bits_a_mask_has_or_why_it_has_none() -> None:
     size = 2 * 11 * BLOCK_BYTES + 2 * (2 * 10 + 1) * 4 + 2 * 2 * 4 * 4  # words, halves, and two numbers of each row
     assert explained_bits(NEIGHBORS, change=with_bits) == f"bits of 10 partial blocks take {size:,} bytes"
     assert "the mask was built on cpu. Built on that GPU, it has bits" in explained_bits(NEIGHBORS)
-    assert "BLOCK_SIZE is (64, 64), not 128" in explained_bits(NEIGHBORS, block=64)
+    assert explained_bits(NEIGHBORS, block=64) == explained_bits(NEIGHBORS)
     assert "mask_mod takes about 0 instructions per pair, fewer than 8" in explained_bits(mods.causal)
     assert "no block is partial" in explained_bits(
         lambda b, h, q_idx, kv_idx: q_idx // 128 * 128 == kv_idx // 128 * 128
@@ -379,7 +379,7 @@ def test_bits_in_graphs() -> None:
     text = Spec(form=form).dumps()
     assert loads(text).form == form
     with pytest.raises(FormatError):
-        loads(text.replace("[5,", "[4,", 1))
+        loads(text.replace("[6,", "[5,", 1))
 
 
 def test_one_wrong_pair_is_seen() -> None:

@@ -74,6 +74,7 @@ class BlockMask(upstream.BlockMask):
     _bits: MaskBits | None = None
     _no_bits: str = NO_BITS  # why it has none
     _prepared: Prepared | None = None
+    _for_hopper: BlockMask | None = None  # the same mask in the blocks that Hopper kernels read
     _state: Any = None  # what repeated calls need of it: a MaskState (engines/mask_state.py)
 
     @uncompiled
@@ -300,10 +301,8 @@ class BlockMask(upstream.BlockMask):
         self._forget_derived()
 
     def _forget_derived(self) -> None:
-        self._prepared = self._state = self._bits = None
+        self._prepared = self._state = self._bits = self._for_hopper = None
         self._no_bits = NO_BITS
-        self._sets: dict[tuple[int, int], tuple[RunLists, RunLists | None]] = {}  # by further sizes of blocks
-        self._build_lists: Callable[[BlockMask, tuple[int, int]], tuple[RunLists, RunLists]] | None = None
 
     @property
     def B(self) -> int:
@@ -433,36 +432,24 @@ class BlockMask(upstream.BlockMask):
 
     @uncompiled
     @undisturbed("BlockMask.prepare")
-    def prepare(self, *BLOCK_SIZE: int | tuple[int, int]) -> Self:
+    def prepare(self) -> Self:
         """Make the tensors that compiled graphs take, and return the mask.
 
         create_block_mask prepares its masks. Any other mask (a slice, a copy on another device, one of
         `from_kv_blocks`) must be prepared before it is used in a region compiled with fullgraph=True. Without
         fullgraph, the first use prepares it outside of the graph.
 
-        Args:
-            BLOCK_SIZE: further sizes of blocks, each an int or (query, key), to build lists for. `at` returns the mask
-                with these lists. No kernel needs them yet.
-
-        Raises UnsupportedError for further sizes if the mask was not built by create_block_mask, or was changed since:
-        its lists say more than its mask_mod. Raises MutationError if a value that mask_mod captures has changed.
-
         >>> import torch
         >>> BlockMask.from_blocks(torch.ones(1, 1, 3, 3, dtype=torch.bool), None, (300, 300), 128).prepare().shape
         (1, 1, 300, 300)
         """
-        for size in (_pair("BLOCK_SIZE", size, 1) for size in BLOCK_SIZE):
-            if size != self.BLOCK_SIZE and size not in self._sets:
-                self._sets[size] = self._built_at(size)
-                self._prepared = None
         if self._prepared is not None:
             return self
-        sets = ((self.kv_runs, self.q_runs), *self._sets.values())
-        lists, *others = (pack([by_query] if by_key is None else [by_query, by_key]) for by_query, by_key in sets)
+        lists = pack([self.kv_runs] if self.q_runs is None else [self.kv_runs, self.q_runs])
         runs, record = self.equal_runs(), self._record
         bits = self.bits
         form = MaskForm(
-            (self.BLOCK_SIZE, *self._sets), self.q_runs is not None, self.B > 1, self.H > 1, self.full_overhangs,
+            self.BLOCK_SIZE, self.q_runs is not None, self.B > 1, self.H > 1, self.full_overhangs,
             self._built_from_mod, "" if record is None or record.numbers else record.graph.digest,
             tuple(r.capture for r in runs), has_bits=bits is not None,
             skips_halves=self.skips_halves,
@@ -470,29 +457,8 @@ class BlockMask(upstream.BlockMask):
         if record is not None:
             Origin(record, record.mod is self._mask_mod).keep(lists)
         of_bits = () if bits is None else bits.tensors
-        self._prepared = Prepared((lists, *others, *of_bits, *(r.places for r in runs)), form.dumps())
+        self._prepared = Prepared((lists, *of_bits, *(r.places for r in runs)), form.dumps())
         return self
-
-    def at(self, BLOCK_SIZE: tuple[int, int]) -> Self:
-        """Return the mask with the lists for another size of blocks, which `prepare` built."""
-        if BLOCK_SIZE == self.BLOCK_SIZE:
-            return self
-        if BLOCK_SIZE not in self._sets:
-            fix = f"Call block_mask.prepare({BLOCK_SIZE}) before the compiled function."
-            found = f"lists for {', '.join(map(str, (self.BLOCK_SIZE, *self._sets)))}"
-            raise MaskError(message("block_mask", found, f"some for {BLOCK_SIZE}", fix))
-        fine = copy.copy(self)
-        fine._forget_derived()
-        fine.BLOCK_SIZE, (fine._kv_runs, fine._q_runs) = BLOCK_SIZE, self._sets[BLOCK_SIZE]
-        fine._widths = None
-        return fine
-
-    def _built_at(self, block_size: tuple[int, int]) -> tuple[RunLists, RunLists | None]:
-        if self._build_lists is None:
-            fix = "Build it with create_block_mask, and do not edit it."
-            found = f"{block_size} for a mask whose lists were given, cut or moved"
-            raise UnsupportedError(message("BLOCK_SIZE", found, f"{self.BLOCK_SIZE}", fix))
-        return self._build_lists(self, block_size)
 
     # PyTorch's fields, computed on access.
 
@@ -938,7 +904,7 @@ class BlockMask(upstream.BlockMask):
 
     def __copy__(self) -> Self:
         copied = type(self).__new__(type(self))
-        copied.__dict__.update(self.__dict__ | {"_sets": dict(self._sets)})
+        copied.__dict__.update(self.__dict__)
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

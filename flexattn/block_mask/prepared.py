@@ -25,8 +25,8 @@ from flexattn.process.frozen_class import frozen
 class MaskForm:
     """What kernels need to know about a mask besides its lists and its mod."""
 
-    BLOCK_SIZES: tuple[tuple[int, int], ...]  # of each set of lists; the first is that of the mask
-    both: bool  # whether each set has lists of key rows too, for the backward
+    BLOCK_SIZE: tuple[int, int]
+    both: bool  # whether there are lists of key rows too, for the backward
     per_batch: bool  # whether batches have lists of their own
     per_head: bool
     full_overhangs: bool
@@ -34,7 +34,7 @@ class MaskForm:
     graph: str = ""  # digest of the graph that the mask was built from
     runs: tuple[int, ...] = ()  # its captures with known runs of equal elements, whose places come last
     is_torchs: bool = False  # the lists are those of PyTorch's BlockMask
-    has_bits: bool = False  # the tensors of its MaskBits follow the sets of lists
+    has_bits: bool = False  # the tensors of its MaskBits follow the lists
     skips_halves: bool = False  # as in its MaskBits
 
     def dumps(self) -> str:
@@ -44,15 +44,14 @@ class MaskForm:
     @lru_cache(256)
     def loads(text: str) -> MaskForm:
         given = dict(zip((f.name for f in fields(MaskForm)), json.loads(text), strict=True))
-        sizes = tuple([tuple(size) for size in given.pop("BLOCK_SIZES")])
-        return MaskForm(BLOCK_SIZES=sizes, runs=tuple(given.pop("runs")), **given)
+        return MaskForm(BLOCK_SIZE=tuple(given.pop("BLOCK_SIZE")), runs=tuple(given.pop("runs")), **given)
 
 
 @frozen
 class Prepared:
     """The arguments of operators for a mask."""
 
-    # Each set of lists as one tensor (see one_tensor.py), the bits of the first, then the places of equal runs.
+    # The lists as one tensor (see one_tensor.py), the bits, then the places of equal runs.
     tensors: tuple[Tensor, ...]
     text: str  # a MaskForm
 

@@ -22,6 +22,7 @@ from flexattn.graph.ranges import INDEX_LIMIT
 from flexattn.machine.target import target_of
 from flexattn.mask_build import cache as mask_cache
 from flexattn.mask_build.boxes import BlockClasses, classify_all, classify_by_boxes
+from flexattn.mask_build.hopper_blocks import HOPPER_BLOCKS, needs_hopper_blocks
 from flexattn.mask_build.kernels import plan_mask
 from flexattn.mask_build.on_gpu import build_lists, fits
 from flexattn.process.events import debug, fallback, is_logging
@@ -93,6 +94,9 @@ def create_block_mask(
     The build time is proportional to the mask's boundary. On a GPU the host waits once. If a mask is built again from
     the same unchanged tensors, its lists come from a cache (see `flexattn.mask_build.cache`).
 
+    The result of attention does not depend on BLOCK_SIZE. On a Hopper GPU, float16 and bfloat16 calls read blocks of
+    128: with another BLOCK_SIZE, the mask is built twice. PyTorch's fields always describe blocks of BLOCK_SIZE.
+
     >>> mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 512, 512, device="cpu")
     >>> mask.counts()  # full, partial, empty
     (6, 4, 6)
@@ -110,17 +114,43 @@ def create_block_mask(
     block_size = _block_size(BLOCK_SIZE)
     bound = trace(mask_mod, "mask")
     chosen = _device(bound, device)
+
+    def in_blocks(size: tuple[int, int]) -> BlockMask:
+        return _built(mask_mod, bound, (B, H, Q_LEN, KV_LEN), chosen, size, separate_full_blocks)
+
+    mask = in_blocks(block_size)
+    if compute_dq_write_order:
+        mask._set_dq_write_order(dq_kv_order)
+    if needs_hopper_blocks(chosen, block_size):
+        mask._for_hopper = in_blocks(HOPPER_BLOCKS).prepare()
+    return mask.prepare()
+
+
+def in_hopper_blocks(mask: BlockMask) -> BlockMask:
+    """Return a mask that was built from its mask_mod in the blocks that Hopper kernels read."""
+    bound = trace(mask.mask_mod, "mask")
+    mask.check_captures(bound)
+    shape = (mask.B, mask.H, *mask.seq_lengths)
+    return _built(mask.mask_mod, bound, shape, mask.device, HOPPER_BLOCKS, mask._separate)
+
+
+def _built(
+    mask_mod: Callable[..., Any], bound: BoundMod, shape: tuple[int | None, int | None, int, int],
+    device: torch.device, block_size: tuple[int, int], separate: bool,
+) -> BlockMask:  # fmt: skip
+    """Return the mask of `bound`, which is mask_mod now, from the cache or built."""
+    B, H, Q_LEN, KV_LEN = shape
     # Batches and heads that the mod does not read are classified once.
     sizes = (B or 1 if bound.graph.reads("b") else 1, H or 1 if bound.graph.reads("h") else 1, Q_LEN, KV_LEN)
     origin = bound.origin
-    key = (origin, sizes, block_size, separate_full_blocks, *_where(chosen), *map(id, bound.reached))
+    key = (origin, sizes, block_size, separate, *_where(device), *map(id, bound.reached))
     built = mask_cache.find(key, bound) if origin else None
     if built is None:
-        built = classify(bound, sizes, block_size, chosen, separate_full_blocks)
+        built = classify(bound, sizes, block_size, device, separate)
         if origin:
             mask_cache.keep(key, bound, built)
     mask = BlockMask._of_runs(
-        built.by_query, built.by_key, *sizes[:2], (Q_LEN, KV_LEN), block_size, mask_mod, separate_full_blocks, False
+        built.by_query, built.by_key, *sizes[:2], (Q_LEN, KV_LEN), block_size, mask_mod, separate, False
     )
     mask._bits, mask._no_bits = built.bits, built.no_bits
     mask = mask._expand(B or 1, H or 1, is_exact=True)
@@ -128,23 +158,7 @@ def create_block_mask(
     mask.build_counts = built.counts
     if is_logging():
         debug("mask", f"{built.counts}\n{mask!r}")
-    if compute_dq_write_order:
-        mask._set_dq_write_order(dq_kv_order)
-    mask._build_lists = build_lists_at
-    return mask.prepare()
-
-
-def build_lists_at(mask: BlockMask, block_size: tuple[int, int]) -> tuple[RunLists, RunLists]:
-    """Return the lists of a mask for another size of blocks, from its mask_mod."""
-    bound = trace(mask.mask_mod, "mask")
-    mask.check_captures(bound)
-    B, H = (n if bound.graph.reads(name) else 1 for n, name in ((mask.B, "b"), (mask.H, "h")))
-    built = classify(bound, (B, H, *mask.seq_lengths), block_size, mask.device, mask._separate)
-    fine = BlockMask._of_runs(
-        built.by_query, built.by_key, B, H, mask.seq_lengths, block_size, mask.mask_mod, mask._separate, False
-    )._expand(mask.B, mask.H, is_exact=True)
-    assert fine.q_runs is not None
-    return fine.kv_runs, fine.q_runs
+    return mask
 
 
 @uncompiled

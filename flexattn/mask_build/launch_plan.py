@@ -142,7 +142,7 @@ def recipe_of(
     keys = _table_keys(plan, block_size)
     wanted = tuple(dict.fromkeys(keys))
     found = _captures_with_runs(plan, captures)
-    has_bits = block_size == (BITS_BLOCK, BITS_BLOCK) and not unwanted(plan.mod.graph, found, target)
+    has_bits = not unwanted(plan.mod.graph, block_size, found, target)
     build_ahead(_sources(plan, captures, sizes, block_size, has_bits), target, here=[plan.classify])
     classify = build(plan.classify, target)
     tables = tuple(_table(key, captures[key[0]], dtypes[key[0]], target) for key in wanted)

@@ -97,9 +97,9 @@ def _no_bits(
     """Return why a mask with so many partial blocks has no bits; "" if it has."""
     if not blocks:
         return NO_PARTIAL
-    if reason := unwanted(bound.graph, tuple([r.capture for r in found]), target):
+    if reason := unwanted(bound.graph, block_size, tuple([r.capture for r in found]), target):
         return reason
-    if reason := impossible(bound, block_size, blocks):
+    if reason := impossible(bound, blocks):
         fallback("mask evaluated per pair", reason)
     return reason
 

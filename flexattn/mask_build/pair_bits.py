@@ -22,7 +22,7 @@ NO_PARTIAL = "no block is partial"
 _CHEAPEST = 8
 
 
-def unwanted(graph: ModGraph, runs: tuple[int, ...], target: Target) -> str:
+def unwanted(graph: ModGraph, block_size: tuple[int, int], runs: tuple[int, ...], target: Target) -> str:
     """Return why kernels evaluate a mask_mod for each pair by choice; "" if reading bits is faster.
 
     `runs`: the captures in which runs of equal elements are known.
@@ -31,14 +31,15 @@ def unwanted(graph: ModGraph, runs: tuple[int, ...], target: Target) -> str:
         return "only Hopper kernels read them"
     if "bits" in settings().without:
         return "FLEXATTN_WITHOUT=bits"
+    if block_size != (BITS_BLOCK, BITS_BLOCK):
+        return f"kernels that read them read blocks of {BITS_BLOCK} x {BITS_BLOCK}"
     cost = pair_cost(graph, runs)
     return "" if cost >= _CHEAPEST else f"mask_mod takes about {cost} instructions per pair, fewer than {_CHEAPEST}"
 
 
-def impossible(bound: BoundMod, block_size: tuple[int, int], blocks: int) -> str:
+def impossible(bound: BoundMod, blocks: int) -> str:
     """Return why the partial blocks of a mask cannot have bits; "" if they can."""
     reasons = (
-        (block_size != (BITS_BLOCK, BITS_BLOCK), f"BLOCK_SIZE is {block_size}, not {BITS_BLOCK}"),
         (
             any(t.is_inference() for t in bound.reached),
             "mask_mod reads a tensor of inference mode, whose changes would not be seen",

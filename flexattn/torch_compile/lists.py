@@ -21,19 +21,19 @@ _MOST_MASKS = 16  # that are kept for the same lists
 def mask_of_lists(
     lists: Sequence[Tensor], form: MaskForm, query: Tensor, M: int, N: int, bound: BoundMod | None
 ) -> BlockMask:
-    """Return the mask whose sets of lists are in packed tensors. It is cached as long as the first of them lives.
+    """Return the mask whose lists are in a packed tensor. It is cached as long as this tensor lives.
 
     M and N are the lengths that it was built for, and `bound` is its mask_mod.
     """
     cached = Origin.of(lists[0]).masks
     B, Hq = query.shape[0], query.shape[1]
     has_bits = form.has_bits and bound is not None and _was_built_from(lists, form, bound)
-    sizes, first = (form, B, Hq, M, N), len(form.BLOCK_SIZES)
-    of_bits = tuple(lists[first : first + BITS_TENSORS]) if has_bits else ()
+    sizes = form, B, Hq, M, N
+    of_bits = tuple(lists[1 : 1 + BITS_TENSORS]) if has_bits else ()
     key = *sizes, *[t.data_ptr() for t in of_bits]
     mask = cached.get(key)
     if mask is None:
-        mask = _mask(lists, *sizes)
+        mask = _mask(lists[0], *sizes)
         if of_bits:
             mask._bits = MaskBits.from_tensors(of_bits, (M, N), form.skips_halves)
         if len(cached) >= _MOST_MASKS:  # Inductor's code copies tensors that are not aligned, so addresses may differ
@@ -42,20 +42,17 @@ def mask_of_lists(
     return mask
 
 
-def _mask(lists: Sequence[Tensor], form: MaskForm, B: int, Hq: int, M: int, N: int) -> BlockMask:
+def _mask(packed: Tensor, form: MaskForm, B: int, Hq: int, M: int, N: int) -> BlockMask:
     B, H = B if form.per_batch else 1, Hq if form.per_head else 1
-    sets = {}
-    for packed, size in zip(lists, form.BLOCK_SIZES, strict=False):
-        rows = [-(-n // step) for n, step in zip((M, N), size, strict=True)]
-        # Views of another tensor with the same memory: views of `packed` would keep it alive, and with it this entry.
-        own = torch.empty(0, dtype=packed.dtype, device=packed.device)
-        own.set_(packed.untyped_storage(), 0, (packed.numel(),), (1,))
-        directions = unpack(own, B * H, rows if form.both else rows[:1], exact=packed.is_cpu)
-        sets[size] = directions[0], directions[1] if form.both else None
-    block_size = form.BLOCK_SIZES[0]
-    by_query, by_key = sets.pop(block_size)
-    mask = BlockMask._of_runs(by_query, by_key, B, H, (M, N), block_size, noop_mask, True, form.full_overhangs)
-    mask._built_from_mod, mask._sets = form.is_built, sets
+    rows = [-(-n // step) for n, step in zip((M, N), form.BLOCK_SIZE, strict=True)]
+    # Views of another tensor with the same memory: views of `packed` would keep it alive, and with it this entry.
+    own = torch.empty(0, dtype=packed.dtype, device=packed.device)
+    own.set_(packed.untyped_storage(), 0, (packed.numel(),), (1,))
+    by_query, *by_key = unpack(own, B * H, rows if form.both else rows[:1], exact=packed.is_cpu)
+    mask = BlockMask._of_runs(
+        by_query, by_key[0] if by_key else None, B, H, (M, N), form.BLOCK_SIZE, noop_mask, True, form.full_overhangs
+    )
+    mask._built_from_mod = form.is_built
     return mask
 
 

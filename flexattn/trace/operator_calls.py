@@ -104,7 +104,8 @@ def common_dtype(args: Sequence[Any]) -> torch.dtype:
         if isinstance(v, (Tensor, int, float, torch.SymInt, torch.SymFloat))
     ]
     if len(stand_ins) < 2:
-        return torch.as_tensor(stand_ins[0] if stand_ins else 0).dtype
+        only = stand_ins[0] if stand_ins else 0
+        return only.dtype if isinstance(only, Tensor) else torch.as_tensor(only, device="cpu").dtype
     result = torch.result_type(stand_ins[0], stand_ins[1])
     for more in stand_ins[2:]:
         result = torch.promote_types(result, torch.result_type(stand_ins[0], more))

@@ -17,6 +17,7 @@ import flexattn
 from flexattn import api, create_block_mask, mods
 from flexattn.engines import repeated_calls
 from flexattn.errors import ArgumentError, MaskError, MutationError
+from flexattn.mask_build import create
 from flexattn.runtime import launch
 
 pytest.importorskip("triton")
@@ -296,3 +297,22 @@ def test_replaced_lists_of_the_backward_are_used(replaced: str) -> None:
     else:
         for x, y in zip(call(), afresh(call), strict=True):
             assert torch.equal(x, y)
+
+
+def test_a_mask_with_two_sets_of_blocks_has_calls_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "engine_of", lambda problem: api.triton)
+    monkeypatch.setattr(create, "needs_hopper_blocks", lambda device, size: size != (128, 128))
+    wide = masked()
+    narrow = [x.detach().half().requires_grad_() for x in leaves()]
+    both = [leaves(), narrow]
+
+    def call(tensors: Any) -> tuple[Tensor, ...]:
+        out = flexattn.flex_attention(*tensors, block_mask=wide)
+        return out, *torch.autograd.grad(out.square().sum(), tensors)
+
+    expected = [afresh(lambda tensors=tensors: call(tensors)) for tensors in both]
+    launch.forget_launches()
+    for turn in range(3):
+        for tensors, wanted in zip(both, expected, strict=True):
+            assert is_repeated(lambda tensors=tensors: call(tensors), monkeypatch) == (turn > 0)
+            assert all(map(torch.equal, call(tensors), wanted))
