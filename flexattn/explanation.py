@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
 from flexattn.block_mask import BlockMask
+from flexattn.call.blocks_read import blocks_read
 from flexattn.call.call import Call, Mod
 from flexattn.call.layout import KVLayout, LayoutArguments
 from flexattn.call.pose import pose
@@ -306,8 +308,10 @@ def explain(
 
 def _explain_call(call: Call, target: str | None) -> Explanation:
     """Explain a call, for a GPU architecture if one is named, else for its own device."""
+    given = call
     if target is not None:
         call = _on_gpu(call, target_named(target))
+    call = _reading_blocks(call)
     problem = pose(call, seeded=False, on_gpu=target is not None)
     score, mask = problem.score, problem.mask
     if score is not None and problem.score_grad is None:
@@ -335,7 +339,7 @@ def _explain_call(call: Call, target: str | None) -> Explanation:
         mask_sources=_mask_sources(problem, plans[0][0].target) if plans else (),
         batch_invariant=problem.batch_invariant,
         bits=_bits(problem, plans[0][0].target) if plans else None,
-        blocks_note=_blocks_note(call, problem),
+        blocks_note=_blocks_note(given.block_mask, call.block_mask),
     )
 
 
@@ -349,10 +353,16 @@ def _on_gpu(call: Call, target: Target) -> Call:
     return replace(call, block_mask=mask)
 
 
-def _blocks_note(call: Call, problem: Problem) -> str | None:
-    """Return which blocks of the mask a call reads, if they are not those of its BLOCK_SIZE."""
-    given, read = call.block_mask, problem.block_mask
-    if read is None or not isinstance(given, BlockMask) or read is not given._for_hopper:
+def _reading_blocks(call: Call) -> Call:
+    """Return the call with the mask in the blocks that it reads, as flex_attention passes it on."""
+    if not isinstance(call.block_mask, BlockMask) or not isinstance(call.query, Tensor) or call.layout is not None:
+        return call
+    return replace(call, block_mask=blocks_read(call.block_mask, call.query, call.kernel_options))
+
+
+def _blocks_note(given: Any, read: Any) -> str | None:
+    """Return which blocks of a mask are read, if they are not those of its BLOCK_SIZE."""
+    if not isinstance(given, BlockMask) or given.BLOCK_SIZE == read.BLOCK_SIZE:
         return None
     return f"Hopper kernels read blocks of {read.BLOCK_SIZE} instead of the mask's BLOCK_SIZE, {given.BLOCK_SIZE}."
 

@@ -321,6 +321,7 @@ def test_rows_without_a_key_are_zero() -> None:
 def test_blocks_that_are_no_whole_tiles_are_refused_by_name(block: int) -> None:
     q, k, v = big(1, 2, 2, 512, 128)
     mask: BlockMask = create_block_mask(mods.causal, None, None, 512, 512, device="cuda", BLOCK_SIZE=block)
+    mask.kv_runs = mask.kv_runs  # lists that were assigned are read as they are
     with pytest.raises(UnsupportedError, match=f"blocks of {block} x {block} are not multiples"):
         flex_attention(q, k, v, block_mask=mask, kernel_options={"BACKEND": "HOPPER"})
     assert flex_attention(q, k, v, block_mask=mask).isfinite().all()  # by the Triton engine

@@ -9,7 +9,6 @@ from torch.nn.attention import flex_attention as upstream
 from flexattn.block_mask import BlockMask, from_torch
 from flexattn.block_mask.dense import all_partial
 from flexattn.call.batch_invariant import as_batch_invariant, as_listed
-from flexattn.call.blocks_read import blocks_read
 from flexattn.call.call import Call, Mod
 from flexattn.call.dropout import check_dropout
 from flexattn.call.layout import FLOAT8, Layout, LayoutArguments, check_layout, check_pages, paged
@@ -60,8 +59,6 @@ def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
     blocks = _blocks(call.block_mask)  # PyTorch's BlockMask -> BlockMask
     mask, by_hand = _mask_without_lists(call.layout, query), False
     if blocks is not None:
-        if call.layout is None:
-            blocks = blocks_read(blocks, query, call.kernel_options)
         check_block_mask(blocks, query, key, gradient, layout)
         by_hand = isinstance(call.block_mask, BlockMask) and not blocks.is_built
         mask = mask_of(blocks, query, by_hand)  # Python -> BoundMod
