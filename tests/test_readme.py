@@ -69,7 +69,7 @@ def test_the_readme_is_short():
 
 
 @pytest.mark.parametrize(
-    "page", [Path("README.md"), *(p.relative_to(ROOT) for p in sorted((ROOT / "docs").glob("*.md")))], ids=str
+    "page", [Path("README.md"), *(p.relative_to(ROOT) for p in sorted((ROOT / "docs").rglob("*.md")))], ids=str
 )
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", (ROOT / page).read_text()):
