@@ -394,6 +394,8 @@ def test_errors_are_one_family_of_built_in_kinds() -> None:
         ({"is_causal": True}, "create_block_mask(mods.causal"), ({"attn_mask": None}, "mask[q_idx, kv_idx]"),
         ({"mask_mod": causal}, "create_block_mask(mask_mod"), ({"softmax_scale": 1.0}, "Write scale instead"),
         ({"dropout": 0.1}, "Write dropout_p instead"), ({"colour": 1}, "Leave it out"),
+        ({"alibi_slopes": None}, "score_mod=mods.distance_decay("),
+        ({"window_size": (4, 0)}, "(mods.band(left, right)"),
     ],
 )  # fmt: skip
 def test_arguments_of_other_functions(given: dict[str, object], instead: str) -> None:

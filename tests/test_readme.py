@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+import torch
 
 import flexattn
 
@@ -58,6 +62,39 @@ def test_explain_from_the_shell_prints_graph_facts_and_kernels():
     assert printed.startswith("def alibi_8(") and "kernels for sm_90:" in printed
 
 
+def test_stability_names_the_versions_and_what_is_deprecated():
+    page = (ROOT / "docs" / "stability.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {"Python": project["requires-python"]}
+    for line in [*project["dependencies"], *project["optional-dependencies"]["transformers"]]:
+        name, version = re.match(r"(\w+)(>=[\d.]+)", line).groups()
+        needed[name] = version
+    for name, version in re.findall(r"^\| (\w+)[^|]* \| (>= [\d.]+) \|", page, re.MULTILINE):
+        assert version.replace(" ", "") == needed.pop(name)
+    assert set(needed) == {"numpy", "sympy", "jinja2"}
+    assert f"The version is {flexattn.__version__}" in page and f"meaning within {flexattn.__version__[:3]}" in page
+    experimental = page.split("## Experimental")[1].split("##")[0]
+    for path in re.findall(r"`flexattn\.([\w.]+)`", experimental):
+        importlib.import_module(f"flexattn.{path}") if "." in path else getattr(flexattn, path)
+
+    q = torch.zeros(1, 1, 16, 16)
+    flexattn.api._warn_return_lse.cache_clear()
+    for kind in (FutureWarning, DeprecationWarning):
+        assert f" {kind.__name__}" in page.split("## Deprecated")[1]
+    with pytest.warns(FutureWarning, match="return_aux=AuxRequest"):
+        flexattn.flex_attention(q, q, q, return_lse=True)
+    with pytest.warns(DeprecationWarning, match="Leave it out"):
+        flexattn.create_block_mask(flexattn.mods.causal, None, None, 16, 16, device="cpu", _compile=True)
+
+
+def test_pictures_are_images_with_a_text():
+    for page in (ROOT / "docs").rglob("*.md"):
+        for text, target in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", page.read_text()):
+            assert len(text) > 20, page
+            if target.endswith(".svg"):
+                ElementTree.parse(page.parent / target)
+
+
 def test_make_targets_exist():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {line.split()[1] for line in SHELL_LINES if line.startswith("make ")}
@@ -69,7 +106,7 @@ def test_the_readme_is_short():
 
 
 @pytest.mark.parametrize(
-    "page", [Path("README.md"), *(p.relative_to(ROOT) for p in sorted((ROOT / "docs").glob("*.md")))], ids=str
+    "page", [Path("README.md"), *(p.relative_to(ROOT) for p in sorted((ROOT / "docs").rglob("*.md")))], ids=str
 )
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", (ROOT / page).read_text()):
