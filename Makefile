@@ -1,8 +1,8 @@
-# make demo    train a small model on this machine's device, and show the effect of attention
-# make test    lint, types, and the fast tests: the development loop, takes some minutes
-# make full    the same with all tests; must pass before merging
+# make demo       train a small model on this machine's device, and show the effect of attention
+# make test       lint, types, and the fast tests: the development loop, takes some minutes
+# make full       the same with all tests; must pass before merging
 # make notebooks  run examples/notebooks on the CPU, and write their outputs into the files
-# make docs    build the documentation site in site/; broken links and anchors are errors
+# make docs       build the documentation site in site/; broken links and anchors are errors
 # These targets set up their own environment. They need only PYTHON (>= 3.11).
 
 PYTHON ?= python3
