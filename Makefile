@@ -1,7 +1,8 @@
-# make demo    train a small model on this machine's device, and show the effect of attention
-# make test    lint, types, and the fast tests: the development loop, takes some minutes
-# make full    the same with all tests; must pass before merging
-# make docs    build the documentation site in site/; broken links and anchors are errors
+# make demo       train a small model on this machine's device, and show the effect of attention
+# make test       lint, types, and the fast tests: the development loop, takes some minutes
+# make full       the same with all tests; must pass before merging
+# make notebooks  run examples/notebooks on the CPU, and write their outputs into the files
+# make docs       build the documentation site in site/; broken links and anchors are errors
 # These targets set up their own environment. They need only PYTHON (>= 3.11).
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ tool = if $(or $(3),$(RUN)) -m $(1) --version >/dev/null 2>&1; then \
        else echo "$(1) is not installed here: left out"; fi
 pytest = $(RUN) -m pytest $(shell $(RUN) -c "import xdist" 2>/dev/null && echo "-n $(JOBS)")
 
-.PHONY: demo test full lint docs clean
+.PHONY: demo test full lint notebooks docs clean
 .DELETE_ON_ERROR:
 
 # The demo needs no tools of the tests. An environment that has them runs it too.
@@ -35,6 +36,9 @@ lint: $(ENV)/ready
 	@$(call tool,ruff,check .)
 	@$(call tool,ruff,format --check .)
 	@$(call tool,pyright,--threads $(JOBS) --pythonpath $(RUN))
+
+notebooks: $(ENV)/ready
+	$(RUN) tools/notebooks.py $(NOTEBOOKS)
 
 docs: $(DOCS)/ready
 	@export NO_MKDOCS_2_WARNING=1; $(call tool,mkdocs,build --strict,$(DOCS)/bin/python)

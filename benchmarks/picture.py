@@ -1,6 +1,6 @@
 """The picture of the README: a mask, its blocks, and speeds next to those of peers, from a file of results.
 
-`python -m benchmarks.picture benchmarks/results/2026-11-25-h200-attention-native.json --out docs/images/flexattn.png`
+`python -m benchmarks.picture benchmarks/results/2026-11-26-h200-attention-native.json --out docs/images/flexattn.png`
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ WORKS = {
 PEERS = {
     "flexattn": ("flexattn", "#1f5fa8"),
     "fa3": ("FlashAttention-3", "#e08a2e"),
+    "fa4": ("FlashAttention-4", "#e8b878"),
     "sdpa_cudnn": ("cuDNN", "#9a9a9a"),
 }
 LENGTHS = (300, 180, 420, 124)  # of the documents in the mask
@@ -56,8 +57,8 @@ def draw(results: list[dict[str, Any]], out: Path) -> None:
     for axis, direction in ((forward, "forward"), (backward, "backward")):
         for i, (peer, values) in enumerate(speeds(results, direction).items()):
             label, color = PEERS[peer]
-            places = [n + 0.27 * (i - 1) for n in range(len(WORKS))]
-            axis.barh(places, values, 0.25, color=color, label=label)
+            places = [n + 0.21 * (i - 1.5) for n in range(len(WORKS))]
+            axis.barh(places, values, 0.2, color=color, label=label)
         axis.set_yticks(range(len(WORKS)), WORKS.values() if direction == "forward" else [""] * len(WORKS))
         axis.invert_yaxis()
         axis.set_title(f"{direction}, TFLOP/s (H200, bfloat16)")

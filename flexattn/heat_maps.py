@@ -19,7 +19,7 @@ from flexattn.block_mask.plot import COLOURS, import_pyplot
 from flexattn.call.call import Mod
 from flexattn.call.validate import place_captures
 from flexattn.engines.cpu_mods import TileGraph
-from flexattn.errors import ArgumentError, IndexRangeError, message
+from flexattn.errors import ArgumentError, DtypeError, IndexRangeError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const, Input, Load, NumberRef
@@ -62,10 +62,10 @@ def show(
         path: a file to save the figure to. The figure is then closed in pyplot.
 
     Raises:
-        ArgumentError for arguments that exclude each other or are out of range; IndexRangeError for a batch or head
-        that block_mask does not have, and for an index that is out of range for a captured tensor; ImportError if
-        matplotlib is missing; ModError for a mod that cannot be traced; MutationError if a value that block_mask's mod
-        captured has changed.
+        ArgumentError for arguments that exclude each other or are out of range; DtypeError for a block_mask of another
+        type; IndexRangeError for a batch or head that block_mask does not have, and for an index that is out of range
+        for a captured tensor; ImportError if matplotlib is missing; ModError for a mod that cannot be traced;
+        MutationError if a value that block_mask's mod captured has changed.
 
     Example:
         >>> import flexattn
@@ -74,7 +74,9 @@ def show(
     """
     pyplot = import_pyplot("flexattn.show", "or call BlockMask.html, which needs no other package")
     blocks = from_torch(block_mask) if type(block_mask) is upstream.BlockMask else block_mask
-    assert blocks is None or isinstance(blocks, BlockMask)
+    if blocks is not None and not isinstance(blocks, BlockMask):
+        fix = "Pass lengths as Q_LEN= and KV_LEN=, and a mask_mod as mask_mod=."
+        raise DtypeError(message("block_mask", f"a {type(block_mask).__name__}", "a BlockMask or None", fix))
     _check(score_mod, mask_mod, blocks, {"Q_LEN": Q_LEN, "KV_LEN": KV_LEN}, at)
     pattern = blocks.mask_mod if blocks is not None else mask_mod
     traced = {

@@ -515,7 +515,7 @@ def test_peers_of_varlen_agree() -> None:
 
 def test_the_picture_of_the_readme(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    results = Path(__file__).parent.parent / "benchmarks" / "results" / "2026-11-25-h200-attention-native.json"
+    results = Path(__file__).parent.parent / "benchmarks" / "results" / "2026-11-26-h200-attention-native.json"
     found = picture.speeds(json.loads(results.read_text())["results"], "forward")
     assert all(x > 0 for x in found["flexattn"]) and found["sdpa_cudnn"][-1] == 0.0  # SDPA knows no documents
     assert picture.main([str(results), "--out", str(tmp_path / "picture.png")]) == 0

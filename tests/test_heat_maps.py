@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
 from flexattn import heat_maps, mods, show
-from flexattn.errors import ArgumentError, IndexRangeError, ModError, MutationError
+from flexattn.errors import ArgumentError, DtypeError, IndexRangeError, ModError, MutationError
 from flexattn.reference import over_all_pairs
 
 CPU = torch.device("cpu")
@@ -145,6 +145,8 @@ def test_errors_of_block_masks() -> None:
     mask = create(mods.padding(limits), 2, None, 8, 8)
     with pytest.raises(ArgumentError, match="Q_LEN: found 9, expected none with block_mask"):
         show(block_mask=mask, Q_LEN=9)
+    with pytest.raises(DtypeError, match=r"block_mask: found a int, expected a BlockMask.*Q_LEN="):
+        show(mods.alibi(2), mods.causal, 256, 256)
     with pytest.raises(ArgumentError, match="mask_mod: found one next to block_mask"):
         show(mask_mod=mods.causal, block_mask=mask)
     with pytest.raises(IndexRangeError, match="at: found b = 2, expected below 2"):

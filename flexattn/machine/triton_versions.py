@@ -40,7 +40,7 @@ def _release() -> tuple[str, ...]:
 
 
 def has_gluon() -> bool:
-    """Whether this version of Triton compiles the Gluon kernels (only 3.6 has run them on a GPU)."""
+    """Whether this version of Triton compiles the Gluon kernels (3.6 and 3.7 have run them on a GPU)."""
     return _release() in {("3", "6"), ("3", "7"), ("3", "8"), ("3", "9")}
 
 

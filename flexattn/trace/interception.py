@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from flexattn.errors import ModError, UnsupportedError
 from flexattn.process.forks import temporary
+from flexattn.process.places import place
 from flexattn.torch_state.transforms import innermost
 from flexattn.trace.follow import current_line
 from flexattn.trace.operator_calls import UnknownOperator
@@ -317,14 +318,14 @@ def user_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if _is_user_file(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            return place(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return "an unknown line"
 
 
 def _line_of(tb: TracebackType | None) -> str:
     lines = [
-        f"{f.f_code.co_filename}:{line}" for f, line in traceback.walk_tb(tb) if _is_user_file(f.f_code.co_filename)
+        place(f.f_code.co_filename, line) for f, line in traceback.walk_tb(tb) if _is_user_file(f.f_code.co_filename)
     ]
     return lines[-1] if lines else "an unknown line"
 

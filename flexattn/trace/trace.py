@@ -25,6 +25,7 @@ from flexattn.graph.frozen import FrozenMod
 from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS
 from flexattn.process.events import debug, is_logging
 from flexattn.process.forks import Lock
+from flexattn.process.places import place
 from flexattn.torch_state.modes import undisturbed
 from flexattn.torch_state.transforms import outside
 from flexattn.trace import memo
@@ -243,12 +244,12 @@ def _function_of(mod: Mod) -> Any:
 
 
 def location_of(mod: Mod) -> str:
-    """Return file:line of the code of a mod, or an empty string if it is not written in Python."""
+    """Return the place of the code of a mod, or an empty string if it is not written in Python."""
     inner = _function_of(mod)
     inner = type(inner).forward if isinstance(inner, torch.nn.Module) else inner
     inner = inner if inspect.isfunction(inner) else getattr(type(inner), "__call__", None)  # noqa: B004
     code = getattr(inner, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+    return place(code.co_filename, code.co_firstlineno) if code is not None else ""
 
 
 def _check_call(mod: Mod, kind: Kind, name: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from flexattn.errors import FlexAttentionError
+from flexattn.process.places import place
 from flexattn.trace.follow.attributes import Refusal, Unfollowable
 from flexattn.trace.follow.bytecode import Instruction, Program, program_of
 from flexattn.trace.follow.calls import Calls
@@ -135,7 +136,7 @@ class Frames(Calls):
                     self._count_step()
                     left = OPERATIONS.get(instruction.opname, _unknown)(self, frame, instruction)
                 except Refusal as refusal:
-                    refusal.line = refusal.line or f"{frame.function.__code__.co_filename}:{frame.line}"
+                    refusal.line = refusal.line or place(frame.function.__code__.co_filename, frame.line)
                     self._give_up(frame, instruction, refusal)
                 except self.passed_on as stopped:
                     self._give_up(frame, instruction, stopped)
@@ -293,7 +294,7 @@ class Frames(Calls):
         """Return file:line of the innermost frame in the user's code."""
         for frame in reversed(self.frames):
             if is_users(frame.function.__code__.co_filename):
-                return f"{frame.function.__code__.co_filename}:{frame.line}"
+                return place(frame.function.__code__.co_filename, frame.line)
         return None
 
 
