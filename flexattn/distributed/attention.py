@@ -1,0 +1,202 @@
+"""attention: flex_attention of sharded tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from flexattn.api import AuxOutput, AuxRequest
+from flexattn.api import flex_attention as attend
+from flexattn.block_mask import BlockMask
+from flexattn.distributed.chunks import length_of
+from flexattn.distributed.gathered import attend_gathered
+from flexattn.distributed.heads import attend_by_heads
+from flexattn.distributed.parts import Options
+from flexattn.distributed.plan import ContextPlan, Scheme
+from flexattn.distributed.ring import attend_ring
+from flexattn.errors import ArgumentError, DtypeError, UnsupportedError, message
+from flexattn.mods.at_heads import at_heads
+
+SCHEMES: dict[Scheme, Callable[..., tuple[Tensor, AuxOutput]]] = {
+    "gather": attend_gathered,
+    "ring": attend_ring,
+    "heads": attend_by_heads,
+}
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    plan: ContextPlan | None = None,
+    kernel_options: Mapping[str, object] | None = None,
+    return_aux: AuxRequest | None = None,
+    sink: Tensor | float | None = None,
+) -> Any:
+    """Compute attention of tensors that are sharded over ranks. Each rank of the plan's mesh calls it.
+
+    Mods see b, h, q_idx and kv_idx of the whole tensors. Gradients of tensors that mods capture are those of this
+    rank's queries, as gradients of other parameters are: sum them over the ranks, as DDP and FSDP2 do.
+
+    Args:
+        query: this rank's tokens, [B, Hq, local, D]; or a DTensor [B, Hq, S, D].
+        key, value: the same of keys and values, [B, Hkv, local, D] and [B, Hkv, local, Dv].
+        score_mod, scale, enable_gqa, kernel_options, sink: as in flexattn.flex_attention.
+        block_mask: without a plan, the mask of the whole tensors.
+        plan: from `create_cp_plan`; it contains the mask. None: no dimension of the sequence is sharded.
+        return_aux: what to return besides the output, as (out, AuxOutput), of this rank's queries.
+
+    Returns:
+        out [B, Hq, local, Dv], or a DTensor placed as query.
+
+    Raises:
+        ArgumentError if a tensor does not have this rank's tokens, or if DTensors are placed differently.
+        UnsupportedError for a scheme that the plan names and that cannot compute the call.
+
+    Example:
+        >>> q, k, v = (plan.shard(x, 2) for x in (q, k, v))  # doctest: +SKIP
+        >>> out = flexattn.distributed.flex_attention(q, k, v, mods.alibi(8), plan=plan)  # doctest: +SKIP
+
+    Source: docs/distributed.md describes the schemes and what they send.
+    """
+    aux = AuxRequest() if return_aux is None else return_aux
+    if plan is not None and block_mask is not None:
+        fix = "Leave it out: the plan contains the mask."
+        raise ArgumentError(message("block_mask", "a mask and a plan", "one of them", fix))
+    options = Options(score_mod, scale, enable_gqa, kernel_options, sink, aux)
+    if isinstance(query, DTensor) or isinstance(key, DTensor) or isinstance(value, DTensor):
+        out, found = _of_dtensors(query, key, value, options, block_mask, plan)
+    elif plan is not None:
+        out, found = _of_local(plan, query, key, value, options)
+    else:
+        fix = "Make one with create_cp_plan, or call flexattn.flex_attention."
+        raise ArgumentError(message("plan", "None with tensors that are no DTensors", "a ContextPlan", fix))
+    return out if return_aux is None else (out, found)
+
+
+def _of_local(
+    plan: ContextPlan, query: Tensor, key: Tensor, value: Tensor, options: Options
+) -> tuple[Tensor, AuxOutput]:
+    local = length_of(plan.tokens_of(plan.rank))
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor) or x.dim() != 4 or x.size(2) != local:
+            found = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            fix = "Pass plan.shard(x, 2) of the whole tensor, or project tokens that plan.shard returned."
+            raise ArgumentError(message(name, found, f"[B, H, {local}, D], the tokens of rank {plan.rank}", fix))
+    return SCHEMES[scheme_of(plan, query, key, value, options.sink)](plan, query, key, value, options)
+
+
+def scheme_of(plan: ContextPlan, query: Tensor, key: Tensor, value: Tensor, sink: object = None) -> Scheme:
+    """Return the scheme of a call: the one that the plan names, else the one that sends least."""
+    refusal = _refusal_of_heads(plan, query, key)
+    if plan.scheme == "heads" and refusal is not None:
+        fix = 'Leave scheme out, or choose "gather" or "ring".'
+        raise UnsupportedError(message("plan", f'scheme "heads" and {refusal}', "heads for each rank", fix))
+    if plan.scheme is not None:
+        return plan.scheme
+    gathered, by_heads = traffic(plan, query, key, value)
+    return "heads" if refusal is None and by_heads < gathered else "gather"
+
+
+def _refusal_of_heads(plan: ContextPlan, query: Tensor, key: Tensor) -> str | None:
+    for name, heads in (("key", key.size(1)), ("query", query.size(1))):
+        if heads % plan.ranks:
+            return f"{heads} heads of {name}, which {plan.ranks} ranks cannot share"
+    return None
+
+
+def traffic(plan: ContextPlan, query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int]:
+    """Return the elements that the busiest rank receives in a forward, if keys are gathered and by heads."""
+    B, Hq, _, D = query.shape
+    of_keys = key.size(1) * (D + value.size(3))
+    gathered = max(sum(plan.received(rank)) for rank in range(plan.ranks)) * of_keys
+    share = plan.length * (plan.ranks - 1) // plan.ranks**2
+    return B * gathered, B * share * (of_keys + Hq * (D + value.size(3)))
+
+
+def _of_dtensors(
+    query: Any, key: Any, value: Any, options: Options, block_mask: BlockMask | None, plan: ContextPlan | None
+) -> tuple[Tensor, AuxOutput]:
+    """Compute a call with DTensors: of their local batches and heads, and of the plan's dimension if there is one."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, DTensor):
+            raise DtypeError(
+                message(name, f"a {type(x).__name__}", "a DTensor, as the others are", "Use DTensor.from_local.")
+            )
+        if x.placements != query.placements or x.device_mesh != query.device_mesh:
+            found = f"placements {x.placements} on {x.device_mesh}"
+            fix = "Call redistribute on it."
+            raise ArgumentError(message(name, found, f"those of query, {query.placements} on {query.device_mesh}", fix))
+    b, h = (_offset(query, dim) for dim in (0, 1))
+    local = [x.to_local() for x in (query, key, value)]
+    B, H = local[0].shape[:2]
+    score_mod = options.score_mod
+    if score_mod is not None and (b or h):
+        score_mod = at_heads(score_mod, b, h)
+    sink = options.sink
+    if isinstance(sink, DTensor):
+        sink = sink.to_local()
+    elif isinstance(sink, Tensor) and sink.dim() and sink.size(-1) != H:
+        sink = sink.narrow(-1, h, H)
+        if sink.dim() == 2:
+            sink = sink.narrow(0, b, B)
+    options = Options(score_mod, options.scale, options.enable_gqa, options.kernel_options, sink, options.aux)
+    if plan is not None:
+        _check_sequence(query, plan)
+        if plan.mask is not None and (plan.mask.B > 1 or plan.mask.H > 1) and (b or h or query.shape[:2] != (B, H)):
+            found = "a mask by batch or head, and tensors sharded over batches or heads"
+            fix = "Make the plan with a mask_mod of this rank's batches and heads."
+            raise UnsupportedError(message("plan", found, "one mask for all batches and heads", fix))
+        out, found = _of_local(plan, local[0], local[1], local[2], options)
+    else:
+        if any(isinstance(p, Shard) and p.dim >= 2 for p in query.placements):
+            fix = "Make a plan with create_cp_plan, and shard tokens with plan.shard."
+            raise ArgumentError(
+                message("query", f"placements {query.placements}", "Shard(0), Shard(1) or Replicate", fix)
+            )
+        mask = block_mask
+        if mask is not None and (mask.B > 1 or mask.H > 1):
+            mask = mask[b : b + B if mask.B > 1 else 1, h : h + H if mask.H > 1 else 1]
+        out, found = attend(
+            local[0], local[1], local[2], options.score_mod, mask, options.scale, options.enable_gqa,
+            kernel_options=options.kernel_options, sink=options.sink, return_aux=options.aux,
+        )  # fmt: skip
+
+    def placed(x: Tensor | None) -> Any:
+        if x is None:
+            return None
+        shape = (*query.shape[:3], *x.shape[3:])
+        return DTensor.from_local(
+            x, query.device_mesh, query.placements, run_check=False, shape=torch.Size(shape),
+            stride=torch.empty(shape, device="meta").stride(),
+        )  # fmt: skip
+
+    return placed(out), AuxOutput(placed(found.lse), placed(found.max_scores))
+
+
+def _offset(x: DTensor, dim: int) -> int:
+    """Return the index of the first local element along a dimension."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offsets = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
+    return int(offsets[dim])
+
+
+def _check_sequence(query: DTensor, plan: ContextPlan) -> None:
+    names = query.device_mesh.mesh_dim_names or ()
+    sharded = [i for i, p in enumerate(query.placements) if isinstance(p, Shard) and p.dim == 2]
+    own = plan.device_mesh.mesh_dim_names or ()
+    if len(sharded) != 1 or (names and own and names[sharded[0]] != own[0]):
+        found = f"placements {query.placements} on {query.device_mesh}"
+        raise ArgumentError(
+            message("query", found, f"Shard(2) on the plan's dimension {own}", "Shard the tokens there.")
+        )

@@ -1,0 +1,89 @@
+"""heads: ranks exchange tokens for heads, so that each computes all tokens of some heads (Ulysses).
+
+Source: Jacobs et al., DeepSpeed Ulysses (2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.api import AuxOutput, flex_attention
+from flexattn.block_mask import BlockMask
+from flexattn.distributed.chunks import Span, length_of, places
+from flexattn.distributed.exchange import all_to_all, assemble
+from flexattn.distributed.parts import Options
+from flexattn.distributed.plan import BLOCK, ContextPlan
+from flexattn.mask_build.create import create_block_mask
+from flexattn.mods.at_heads import at_heads
+from flexattn.trace.trace import trace
+
+
+def attend_by_heads(
+    plan: ContextPlan, query: Tensor, key: Tensor, value: Tensor, options: Options
+) -> tuple[Tensor, AuxOutput]:
+    """Return attention of this rank's queries [B, Hq, local, D]. `key` and `value` are its own keys."""
+    per_rank = query.size(1) // plan.ranks
+    first = plan.rank * per_rank
+    q = _by_heads(plan, query)
+    kv = _by_heads(plan, torch.cat([key, value], -1))
+    score_mod: Callable[..., Any] | None = options.score_mod
+    if score_mod is not None and first:
+        score_mod = at_heads(score_mod, 0, first)
+    mask = plan.mask if plan.mask is None or plan.mask.H == 1 else _mask_of_heads(plan, plan.mask, first, per_rank)
+    sink = options.sink
+    if isinstance(sink, Tensor):
+        sink = sink.narrow(-1, first, per_rank)
+    out, found = flex_attention(
+        q, kv[..., : key.size(-1)], kv[..., key.size(-1) :], score_mod, mask, options.scale, options.enable_gqa,
+        kernel_options=options.kernel_options, sink=sink, return_aux=options.aux,
+    )  # fmt: skip
+    lse, largest = (None if x is None else _by_tokens(plan, x[..., None])[..., 0] for x in found)
+    return _by_tokens(plan, out), AuxOutput(lse, largest)
+
+
+def _mask_of_heads(plan: ContextPlan, whole: BlockMask, first: int, count: int) -> BlockMask:
+    found = plan.masks.get("heads")
+    if found is None:
+        whole.check_captures(trace(whole.mask_mod, "mask"))
+        mod = at_heads(whole.mask_mod, 0, first)
+        found = create_block_mask(mod, plan.B, count, plan.length, plan.length, device=plan.device, BLOCK_SIZE=BLOCK)
+        plan.masks["heads"] = found
+    return found
+
+
+def _by_heads(plan: ContextPlan, x: Tensor) -> Tensor:
+    """Return all tokens of this rank's heads, [B, H / ranks, length, D], from all heads of its tokens."""
+    B, H, local, D = x.shape
+    ranks, lengths = plan.ranks, _lengths(plan)
+    rows = x.view(B, ranks, H // ranks, local, D).permute(1, 3, 0, 2, 4)  # [ranks, local, B, H / ranks, D]
+    found = all_to_all(rows.reshape(ranks * local, B, H // ranks, D), [local] * ranks, lengths, _group(plan))
+    return assemble([(0, *span) for span in _in_order(plan)], found).permute(1, 2, 0, 3)
+
+
+def _by_tokens(plan: ContextPlan, x: Tensor) -> Tensor:
+    """Inverse of `_by_heads`."""
+    B, per_rank, _, D = x.shape
+    lengths = _lengths(plan)
+    spans = [span for rank in range(plan.ranks) for span in plan.tokens_of(rank)]
+    rows = assemble([(0, *span) for span in spans], x.permute(2, 0, 1, 3).contiguous())
+    local = lengths[plan.rank]
+    found = all_to_all(rows, lengths, [local] * plan.ranks, _group(plan))
+    return found.view(plan.ranks, local, B, per_rank, D).permute(2, 0, 3, 1, 4).reshape(B, -1, local, D)
+
+
+def _lengths(plan: ContextPlan) -> list[int]:
+    return [length_of(plan.tokens_of(rank)) for rank in range(plan.ranks)]
+
+
+def _in_order(plan: ContextPlan) -> list[Span]:
+    """Return where the tokens of the sequence are among the rows of rank 0, then rank 1 and so on."""
+    every = [span for rank in range(plan.ranks) for span in plan.tokens_of(rank)]
+    return places(sorted(every), every)
+
+
+def _group(plan: ContextPlan) -> Any:
+    return plan.device_mesh.get_group()

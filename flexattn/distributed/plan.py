@@ -1,0 +1,217 @@
+"""plan: which tokens of a sequence each rank has, and which keys it gets from others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import DeviceMesh
+
+from flexattn.block_mask import BlockMask
+from flexattn.distributed.chunks import MOST_CHUNKS, Span, balance, common, in_tokens, length_of, union
+from flexattn.distributed.needs import key_blocks, row_costs
+from flexattn.errors import ArgumentError, DtypeError, message
+from flexattn.mask_build.create import create_block_mask
+from flexattn.process.frozen_class import frozen
+
+_collectives: Any = collectives
+_all_gather = (
+    getattr(_collectives, "all_gather_single", None) or _collectives.all_gather_tensor
+)  # renamed in torch 2.13
+Scheme = Literal["gather", "ring", "heads"]
+BLOCK = 128  # tokens: chunks begin at multiples of it
+
+
+@frozen
+class Chunk:
+    """Neighboring tokens of one rank, and the keys that their queries need."""
+
+    tokens: Span
+    keys: tuple[Span, ...]  # ascending and disjoint
+
+
+@frozen(eq=False)
+class ContextPlan:
+    """How a sequence is sharded over the ranks of a mesh dimension. Make it with `create_cp_plan`.
+
+    Tokens, labels and positions are sharded alike: `shard` takes the rows of this rank out of a whole tensor, and
+    `unshard` puts the rows of all ranks back in order. `positions` are those of this rank's tokens.
+    """
+
+    mask: BlockMask | None  # of the whole sequence
+    B: int | None
+    H: int | None
+    length: int
+    device_mesh: DeviceMesh
+    chunks: tuple[tuple[Chunk, ...], ...]  # of each rank
+    costs: tuple[int, ...]  # blocks of 128 x 128 that each rank computes, over the mask's own batches and heads
+    scheme: Scheme | None  # None: chosen for each call
+    device: torch.device
+    masks: dict[object, BlockMask] = field(default_factory=dict)  # of parts
+
+    @property
+    def rank(self) -> int:
+        return self.device_mesh.get_local_rank()
+
+    @property
+    def ranks(self) -> int:
+        return len(self.chunks)
+
+    def tokens_of(self, rank: int) -> list[Span]:
+        """Return the tokens of a rank, in the order of its rows."""
+        return [chunk.tokens for chunk in self.chunks[rank]]
+
+    def needs_of(self, rank: int) -> list[Span]:
+        """Return the keys that a rank needs."""
+        return union(chunk.keys for chunk in self.chunks[rank])
+
+    def received(self, rank: int) -> list[int]:
+        """Return how many keys a rank receives from each rank. Blocks that no row of it needs are not sent."""
+        needs = self.needs_of(rank)
+        return [
+            0 if other == rank else length_of(common(needs, sorted(self.tokens_of(other))))
+            for other in range(self.ranks)
+        ]
+
+    @property
+    def positions(self) -> Tensor:
+        """The positions of this rank's tokens, int64 [local length]."""
+        return self._positions([self.rank])
+
+    @property
+    def permutation(self) -> Tensor:
+        """The positions of the tokens of rank 0, then of rank 1 and so on, int64 [length]."""
+        return self._positions(range(self.ranks))
+
+    def _positions(self, ranks: Sequence[int]) -> Tensor:
+        spans = [span for rank in ranks for span in self.tokens_of(rank)]
+        found = [torch.arange(start, stop, device=self.device) for start, stop in spans]
+        return torch.cat(found) if found else torch.arange(0, device=self.device)
+
+    def shard(self, x: Tensor, seq_dim: int) -> Tensor:
+        """Return this rank's rows of a tensor that every rank has whole, for example of tokens or labels.
+
+        >>> plan.shard(tokens, 1)  # doctest: +SKIP
+        """
+        self._check_length("x", x, seq_dim, self.length)
+        found = [x.narrow(seq_dim, start, stop - start) for start, stop in self.tokens_of(self.rank)]
+        return torch.cat(found, seq_dim) if found else x.narrow(seq_dim, 0, 0)
+
+    @torch.no_grad()
+    def unshard(self, x: Tensor, seq_dim: int) -> Tensor:
+        """Return the rows of all ranks in their order, from the rows of each. Not differentiable.
+
+        Raises ArgumentError if x does not have this rank's number of rows. All ranks of the dimension call it.
+        """
+        lengths = [length_of(self.tokens_of(rank)) for rank in range(self.ranks)]
+        self._check_length("x", x, seq_dim, lengths[self.rank])
+        mine = x.detach().movedim(seq_dim, 0).contiguous()
+        padded = mine.new_zeros((max(lengths), *mine.shape[1:]))
+        padded[: len(mine)] = mine
+        every = collectives.wait_tensor(_all_gather(padded, 0, self.device_mesh.get_group()))
+        found = mine.new_empty((self.length, *mine.shape[1:]))
+        for rank, part in enumerate(every.split(max(lengths))):
+            at = 0
+            for start, stop in self.tokens_of(rank):
+                found[start:stop] = part[at : at + stop - start]
+                at += stop - start
+        return found.movedim(0, seq_dim)
+
+    def _check_length(self, name: str, x: Tensor, seq_dim: int, expected: int) -> None:
+        if not isinstance(x, Tensor):
+            raise DtypeError(message(name, f"a {type(x).__name__}", "a tensor", "Pass the tensor of all tokens."))
+        if not -x.dim() <= seq_dim < x.dim() or x.size(seq_dim) != expected:
+            found = f"shape {tuple(x.shape)} with seq_dim {seq_dim}"
+            raise ArgumentError(message(name, found, f"{expected} rows in that dimension", "Check seq_dim."))
+
+    def __repr__(self) -> str:
+        lines = [f"ContextPlan: {self.length:,} tokens on {self.ranks} ranks, scheme {self.scheme or 'by call'}"]
+        total = max(1, max(self.costs))
+        for rank in range(self.ranks):
+            tokens = ", ".join(f"[{start:,}, {stop:,})" for start, stop in self.tokens_of(rank)) or "no tokens"
+            sources = ", ".join(f"{n:,} from {other}" for other, n in enumerate(self.received(rank)) if n)
+            share = f"{100 * self.costs[rank] / total:.0f} % of the longest"
+            lines.append(f"    rank {rank}: {tokens}; {share}; receives {sources or 'no'} keys")
+        return "\n".join(lines)
+
+
+def create_cp_plan(
+    mask_mod: Callable[..., Any] | None,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device_mesh: DeviceMesh,
+    *,
+    scheme: Scheme | None = None,
+    chunks_per_rank: int | None = None,
+    device: torch.device | str | None = None,
+) -> ContextPlan:
+    """Return how a sequence is sharded over a mesh dimension for self-attention with a mask.
+
+    Each rank calls it with the same arguments; tensors that mask_mod captures have the same values on each. Nothing is
+    communicated.
+
+    Args:
+        mask_mod: `(b, h, q_idx, kv_idx) -> bool` of positions in the whole sequence. None: every pair attends.
+        B, H: batches and heads that mask_mod distinguishes, as in create_block_mask.
+        Q_LEN, KV_LEN: the length of the whole sequence, twice.
+        device_mesh: of one dimension, for example `mesh["cp"]`.
+        scheme: "gather" sends keys and values to the ranks that need them, all before the first product. "ring" sends
+            those of one rank at a time, while products run, and keeps none for the backward. "heads" sends queries,
+            keys and values so that each rank has all tokens of some heads (Ulysses). None: chosen for each call.
+        chunks_per_rank: into how many chunks of neighboring tokens a rank's share may fall. None: as few as balance the
+            ranks within 2 %, at most 8. With a causal mask that is 2: the first and the last, and so on (zig-zag).
+        device: of the tensors; by default that of the mesh.
+
+    Raises:
+        ArgumentError if the lengths differ, or if the mesh has several dimensions.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("cp",))  # doctest: +SKIP
+        >>> plan = create_cp_plan(mods.causal, None, None, 65536, 65536, mesh)  # doctest: +SKIP
+        >>> x = embed(plan.shard(tokens, 1))  # doctest: +SKIP
+        >>> out = flexattn.distributed.flex_attention(q, k, v, plan=plan)  # doctest: +SKIP
+
+    Source: the cost of a rank is that of its rows of blocks, and chunks are dealt longest first (Graham, 1969). Zig-zag
+    for causal masks: Zhu (ring-flash-attention), Brandon et al., Striped Attention (2023).
+    """
+    if Q_LEN != KV_LEN:
+        found = f"{KV_LEN}, and Q_LEN {Q_LEN}"
+        raise ArgumentError(message("KV_LEN", found, "equal lengths", "Context parallel shards self-attention only."))
+    if not isinstance(device_mesh, DeviceMesh) or device_mesh.ndim != 1:
+        found = f"{device_mesh.ndim} dimensions" if isinstance(device_mesh, DeviceMesh) else type(device_mesh).__name__
+        raise ArgumentError(message("device_mesh", found, "a DeviceMesh of one dimension", 'Pass mesh["cp"].'))
+    if scheme is not None and scheme not in get_args(Scheme):
+        fix = "Leave it out to let each call choose."
+        raise ArgumentError(message("scheme", repr(scheme), f"one of {', '.join(get_args(Scheme))}, or None", fix))
+    if chunks_per_rank is not None and (
+        not isinstance(chunks_per_rank, int) or not 1 <= chunks_per_rank <= MOST_CHUNKS
+    ):
+        raise ArgumentError(message("chunks_per_rank", chunks_per_rank, f"1 to {MOST_CHUNKS}", "Leave it out."))
+    where = torch.device(device) if device is not None else _device_of(device_mesh)
+    blocks, ranks = -(-Q_LEN // BLOCK), device_mesh.size()
+    mask = None
+    if mask_mod is not None:
+        mask = create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=where, BLOCK_SIZE=BLOCK)
+    costs = [blocks] * blocks if mask is None else row_costs(mask)
+    shares = balance(costs, ranks, chunks_per_rank)
+    every = sorted(span for spans in shares for span in spans)
+    of_chunks = [[(0, blocks)]] * len(every) if mask is None else key_blocks(mask, every)
+    needed = dict(zip(every, of_chunks, strict=True))
+    chunks = tuple(
+        tuple(Chunk(in_tokens([span], BLOCK, Q_LEN)[0], tuple(in_tokens(needed[span], BLOCK, Q_LEN))) for span in spans)
+        for spans in shares
+    )
+    of_ranks = tuple(sum(sum(costs[start:stop]) for start, stop in spans) for spans in shares)
+    return ContextPlan(mask, B, H, Q_LEN, device_mesh, chunks, of_ranks, scheme, where)
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

@@ -1,0 +1,291 @@
+"""ring: keys of one rank at a time arrive while products with those before run. Partial results merge by logsumexp.
+
+The backward sends the keys again instead of keeping them, and computes each part with the lse and the output of the
+whole row. The gradients of keys go back to their rank while the next part runs.
+
+Source: Liu et al., Ring Attention with Blockwise Transformers (2023). Here ranks send directly to those that need their
+keys, in the order of a ring, and only the keys that these need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from flexattn.api import AuxOutput
+from flexattn.call.call import Call
+from flexattn.call.pose import pose
+from flexattn.call.problem import Problem
+from flexattn.distributed.chunks import Span, common, length_of, places
+from flexattn.distributed.parts import Options, mask_of_part, moved
+from flexattn.distributed.plan import ContextPlan
+from flexattn.engines.autograd import Engine, run_engine, with_captures
+from flexattn.engines.choice import engine_of
+from flexattn.process.frozen_class import frozen
+
+NO_KEYS = (0, 0)
+
+
+@frozen
+class Part:
+    """A chunk of queries and some keys that one rank has."""
+
+    chunk: int
+    queries: Span
+    keys: Span
+    rows: Span  # of the keys, among the rows that arrive from their rank
+    has_sink: bool
+
+
+@frozen
+class Step:
+    """What a rank sends and receives in a step, and the parts that it then computes."""
+
+    source: int
+    target: int
+    received: tuple[Span, ...]  # tokens
+    sent: tuple[Span, ...]  # rows of its own tokens
+    parts: tuple[Part, ...]
+
+
+def steps_of(plan: ContextPlan) -> list[Step]:
+    """Return the steps of this rank. In the first one it computes its own keys."""
+    me, ranks = plan.rank, plan.ranks
+    tokens = [plan.tokens_of(rank) for rank in range(ranks)]
+    found = []
+    for turn in range(ranks):
+        source, target = (me - turn) % ranks, (me + turn) % ranks
+        received = common(plan.needs_of(me), tokens[source])
+        sent = [] if target == me else places(common(plan.needs_of(target), tokens[me]), tokens[me])
+        parts = []
+        for i, chunk in enumerate(plan.chunks[me]):
+            keys = common(chunk.keys, tokens[source])
+            if turn == 0 and not keys:
+                parts.append(Part(i, chunk.tokens, NO_KEYS, NO_KEYS, True))  # its sink
+            for j, span in enumerate(keys):
+                (rows,) = places([span], received)
+                parts.append(Part(i, chunk.tokens, span, rows, turn == j == 0))
+        found.append(Step(source, target, tuple(received), tuple(sent), tuple(parts)))
+    return found
+
+
+def attend_ring(
+    plan: ContextPlan, query: Tensor, key: Tensor, value: Tensor, options: Options
+) -> tuple[Tensor, AuxOutput]:
+    """Return attention of this rank's queries [B, Hq, local, D]. `key` and `value` are its own keys."""
+    sink = options.sink if isinstance(options.sink, Tensor) else None
+    captures = ()
+    if options.score_mod is not None:
+        score = pose(Call(query[:, :, :1], key[:, :, :1], value[:, :, :1], options.score_mod, None, options.scale,
+                          options.enable_gqa, options.kernel_options)).score  # fmt: skip
+        captures = () if score is None else score.captures
+    out, lse, largest = _Ring.apply(plan, options, query, key, value, sink, *captures)
+    return out, AuxOutput(lse if options.aux.lse else None, largest if options.aux.max_scores else None)
+
+
+class _Ring(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, plan: ContextPlan, options: Options, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None,
+        *captures: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        steps, own = steps_of(plan), _packed(key, value)
+        merged = [_Merged() for _ in plan.chunks[plan.rank]] or [_Merged()]
+        for step, rows in _arriving(plan, steps, own):
+            for part in step.parts or ((_NOTHING,) if not plan.chunks[plan.rank] and step is steps[0] else ()):
+                engine, problem = _problem(plan, options, part, query, rows, key.size(-1), sink, captures)
+                merged[part.chunk].add(*run_engine("forward", problem, engine.forward, problem))
+        out, lse = (torch.cat([getattr(m, name) for m in merged], 2) for name in ("out", "lse"))
+        out = out.to(query.dtype)
+        ctx.plan, ctx.options, ctx.steps, ctx.D = plan, options, steps, key.size(-1)
+        ctx.save_for_backward(query, key, value, out, lse, sink, *captures)
+        ctx.set_materialize_grads(False)
+        shown = lse.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
+        largest = None
+        if options.aux.max_scores:
+            largest = torch.cat([m.largest for m in merged if m.largest is not None], 2)
+            ctx.mark_non_differentiable(largest)
+        return out, shown, largest
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, out, lse, sink, *captures = ctx.saved_tensors
+        plan, options = ctx.plan, ctx.options
+        if d_out is None:
+            d_out = torch.zeros_like(out)
+        d_query = torch.zeros(query.shape, dtype=_sum_dtype(query), device=query.device)
+        own = _packed(key, value)
+        d_own = torch.zeros(own.shape, dtype=_sum_dtype(own), device=own.device)
+        d_sink = None if sink is None else torch.zeros_like(sink, dtype=_sum_dtype(sink))
+        d_captures: list[Tensor | None] = [None] * len(captures)
+        starts = _starts(plan)
+        returns = _Returns(plan, ctx.steps, d_own)
+        for step, rows in _arriving(plan, ctx.steps, own):
+            d_rows = torch.zeros(rows.shape, dtype=d_own.dtype, device=rows.device)
+            for part in step.parts:
+                engine, problem = _problem(plan, options, part, query, rows, ctx.D, sink, captures)
+                span = slice(starts[part.chunk], starts[part.chunk] + part.queries[1] - part.queries[0])
+                inputs = [None if x is None else x[:, :, span] for x in (out, lse, d_out, d_lse)]
+                needs = True, True, True, problem.sink is not None
+                dq, dk, dv, of_score, of_sink = run_engine(
+                    "backward", problem, engine.backward, problem, *inputs, needs
+                )
+                d_query[:, :, span] += dq
+                at = slice(*part.rows)
+                d_rows[at, ..., : ctx.D] += dk.permute(2, 0, 1, 3)
+                d_rows[at, ..., ctx.D :] += dv.permute(2, 0, 1, 3)
+                for i, gradient in enumerate(of_score):
+                    if gradient is not None:
+                        before = d_captures[i]
+                        d_captures[i] = gradient if before is None else before + gradient
+                if d_sink is not None and of_sink is not None:
+                    d_sink += of_sink
+            returns.add(step, d_rows)
+        returns.finish()
+        d_key, d_value = (x.permute(1, 2, 0, 3) for x in (d_own[..., : ctx.D], d_own[..., ctx.D :]))
+        return (
+            None, None, d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype),
+            None if d_sink is None or sink is None else d_sink.to(sink.dtype),
+            *[g if need else None for g, need in zip(d_captures, ctx.needs_input_grad[6:], strict=True)],
+        )  # fmt: skip
+
+
+_NOTHING = Part(0, NO_KEYS, NO_KEYS, NO_KEYS, False)  # of a rank without tokens
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _starts(plan: ContextPlan) -> list[int]:
+    """Return the first row of each chunk of this rank."""
+    lengths = [stop - start for start, stop in plan.tokens_of(plan.rank)]
+    return [sum(lengths[:i]) for i in range(len(lengths))] or [0]
+
+
+def _packed(key: Tensor, value: Tensor) -> Tensor:
+    """Return keys and values as rows, [local, B, Hkv, D + Dv], so that one message has both."""
+    return torch.cat([key, value], -1).permute(2, 0, 1, 3).contiguous()
+
+
+def _problem(
+    plan: ContextPlan, options: Options, part: Part, query: Tensor, rows: Tensor, D: int, sink: Tensor | None,
+    captures: Sequence[Tensor],
+) -> tuple[Engine, Problem]:  # fmt: skip
+    """Return the problem of a part, and its engine. Its tensors require gradients, which are computed by hand."""
+    start = _starts(plan)[part.chunk]
+    q = query[:, :, start : start + part.queries[1] - part.queries[0]].detach().requires_grad_()
+    kv = rows[part.rows[0] : part.rows[1]].permute(1, 2, 0, 3)
+    k, v = (x.detach().requires_grad_() for x in (kv[..., :D], kv[..., D:]))
+    score_mod = options.score_mod
+    if score_mod is not None:
+        score_mod = moved(score_mod, part.queries[0], part.keys[0])
+    given = options.sink if sink is None else sink
+    mask = mask_of_part(plan, part.queries, part.keys)
+    call = Call(
+        q, k, v, score_mod, mask, options.scale, options.enable_gqa, options.kernel_options,
+        given if part.has_sink else None, max_scores=options.aux.max_scores,
+    )  # fmt: skip
+    with torch.enable_grad():
+        problem = pose(call)
+        problem = problem.with_fields(score=with_captures(problem.score, captures))
+    return engine_of(problem), problem
+
+
+class _Merged:
+    """The results of a chunk over the keys so far, in the precision of their sums."""
+
+    def __init__(self) -> None:
+        self.out: Tensor | None = None
+        self.lse: Tensor | None = None
+        self.largest: Tensor | None = None
+
+    def add(self, out: Tensor, lse: Tensor, largest: Tensor | None) -> None:
+        if largest is not None:
+            self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
+        if self.out is None or self.lse is None:
+            self.out, self.lse = out.to(lse.dtype), lse
+            return
+        total = torch.logaddexp(self.lse, lse)
+        before, now = (torch.where(x == -torch.inf, 0.0, torch.exp(x - total))[..., None] for x in (self.lse, lse))
+        self.out = before * self.out + torch.where(now == 0, 0.0, now * out.to(lse.dtype))
+        self.lse = total
+
+
+def _arriving(plan: ContextPlan, steps: Sequence[Step], own: Tensor) -> Iterator[tuple[Step, Tensor]]:
+    """Yield each step with the rows that arrived for it. The rows of the next step are under way meanwhile."""
+    me, tokens = plan.rank, plan.tokens_of(plan.rank)
+    under_way: tuple[Tensor, Callable[[], None]] | None = None
+    for step, following in zip(steps, (*steps[1:], None), strict=True):
+        arrived = under_way
+        under_way = None if following is None else _start(plan, following, own)
+        if step.source == me:
+            spans = places(step.received, tokens)
+            yield step, torch.cat([own[start:stop] for start, stop in spans]) if spans else own[:0]
+            continue
+        assert arrived is not None
+        rows, wait = arrived
+        wait()
+        yield step, rows
+
+
+def _start(plan: ContextPlan, step: Step, own: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    """Send what the target of a step needs, and receive from its source."""
+    rows = own.new_empty((length_of(step.received), *own.shape[1:]))
+    sent = torch.cat([own[start:stop] for start, stop in step.sent]) if step.sent else None
+    return rows, _transfer(plan, (step.target, sent), (step.source, rows))
+
+
+def _transfer(plan: ContextPlan, sent: tuple[int, Tensor | None], received: tuple[int, Tensor]) -> Callable[[], None]:
+    """Start to send and receive. Return a function that waits; on a GPU the stream waits, not the host."""
+    group = plan.device_mesh.get_group()
+    operations = []
+    if sent[1] is not None and len(sent[1]):
+        operations.append(dist.P2POp(dist.isend, sent[1], group=group, group_peer=sent[0]))
+    if len(received[1]):
+        operations.append(dist.P2POp(dist.irecv, received[1], group=group, group_peer=received[0]))
+    works = dist.batch_isend_irecv(operations) if operations else []
+
+    def wait() -> None:
+        for work in works:
+            work.wait()
+
+    return wait
+
+
+class _Returns:
+    """Gradients of keys on their way back to their ranks. Those of a step travel while the next one is computed."""
+
+    def __init__(self, plan: ContextPlan, steps: Sequence[Step], d_own: Tensor) -> None:
+        self.plan, self.steps, self.d_own = plan, steps, d_own
+        self.under_way: tuple[Step, Tensor, Tensor, Callable[[], None]] | None = None
+
+    def add(self, step: Step, d_rows: Tensor) -> None:
+        """Send the gradients of the rows that arrived in a step, and receive those of the rows that were sent."""
+        if step.source == self.plan.rank:
+            self._sum(places(step.received, self.plan.tokens_of(self.plan.rank)), d_rows)
+            return
+        self.finish()
+        arriving = self.d_own.new_empty((length_of(step.sent), *self.d_own.shape[1:]))
+        wait = _transfer(self.plan, (step.source, d_rows), (step.target, arriving))
+        self.under_way = step, d_rows, arriving, wait
+
+    def finish(self) -> None:
+        """Add what is under way."""
+        if self.under_way is not None:
+            step, _, arriving, wait = self.under_way
+            wait()
+            self._sum(step.sent, arriving)
+            self.under_way = None
+
+    def _sum(self, spans: Sequence[Span], gradients: Tensor) -> None:
+        at = 0
+        for start, stop in spans:
+            self.d_own[start:stop] += gradients[at : at + stop - start]
+            at += stop - start

@@ -1,0 +1,25 @@
+"""Mods of some batches and heads, for tensors that are sharded over them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from flexattn.mods.kinds import named
+
+
+def at_heads(mod: Callable[..., Any], b_offset: int, h_offset: int) -> Callable[..., Any]:
+    """Return a mod whose batch 0 and head 0 are those of `mod` at these offsets. New offsets compile nothing."""
+    name = getattr(mod, "__name__", "mod")
+
+    def score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mod(score, b + b_offset, h + h_offset, q_idx, kv_idx)
+
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mod(b + b_offset, h + h_offset, q_idx, kv_idx)
+
+    required = [p for p in inspect.signature(mod).parameters.values() if p.default is p.empty]
+    return named(score, name) if len(required) == 5 else named(mask, name)
