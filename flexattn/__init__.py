@@ -31,6 +31,7 @@ with paused():
     from flexattn.trace.registered import register_operator as register_operator
 
 if TYPE_CHECKING:
+    from flexattn import distributed as distributed
     from flexattn import layout as layout
     from flexattn import reference as reference
     from flexattn import sdpa as sdpa
@@ -107,6 +108,7 @@ _ON_FIRST_USE = {
     "Tuning": "flexattn.tuning.report",
     "Verification": "flexattn.verification",
     "debug": "flexattn.debugging",
+    "distributed": "flexattn.distributed",
     "explain": "flexattn.explanation",
     "install_as_torch_flex": "flexattn.integrations.torch_flex",
     "layout": "flexattn.layout",

@@ -22,7 +22,7 @@ ORDER = (
     "block_mask", "call",
     "kv_cache", "compile", "runtime", "mask_build", "engines", "torch_compile", "tuning", "printing", "explanation",
     "profiling", "heat_maps", "debugging", "weight_statistics", "counters", "api", "varlen", "verification", "sdpa",
-    "integrations", "__init__", "command_line", "__main__",
+    "integrations", "distributed", "__init__", "command_line", "__main__",
 )  # fmt: skip
 # These modules import Dynamo, which takes a second, Triton and jinja2.
 LAZY = {

@@ -20,6 +20,7 @@ from flexattn.distributed.plan import ContextPlan, Scheme
 from flexattn.distributed.ring import attend_ring
 from flexattn.errors import ArgumentError, DtypeError, UnsupportedError, message
 from flexattn.mods.at_heads import at_heads
+from flexattn.torch_state.uncompiled import uncompiled
 
 SCHEMES: dict[Scheme, Callable[..., tuple[Tensor, AuxOutput]]] = {
     "gather": attend_gathered,
@@ -28,7 +29,7 @@ SCHEMES: dict[Scheme, Callable[..., tuple[Tensor, AuxOutput]]] = {
 }
 
 
-def flex_attention(
+def _flex_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -81,6 +82,13 @@ def flex_attention(
         fix = "Make one with create_cp_plan, or call flexattn.flex_attention."
         raise ArgumentError(message("plan", "None with tensors that are no DTensors", "a ContextPlan", fix))
     return out if return_aux is None else (out, found)
+
+
+flex_attention = uncompiled(
+    _flex_attention,
+    "a call of flexattn.distributed.flex_attention is one graph break. Remove fullgraph=True",
+)
+flex_attention.__name__ = flex_attention.__qualname__ = "flex_attention"
 
 
 def _of_local(
@@ -165,7 +173,7 @@ def _of_dtensors(
             )
         mask = block_mask
         if mask is not None and (mask.B > 1 or mask.H > 1):
-            mask = mask[b : b + B if mask.B > 1 else 1, h : h + H if mask.H > 1 else 1]
+            mask = mask[slice(b, b + B) if mask.B > 1 else slice(None), slice(h, h + H) if mask.H > 1 else slice(None)]
         out, found = attend(
             local[0], local[1], local[2], options.score_mod, mask, options.scale, options.enable_gqa,
             kernel_options=options.kernel_options, sink=options.sink, return_aux=options.aux,

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexattn.block_mask import BlockMask
 from flexattn.distributed.chunks import MOST_CHUNKS, Span, balance, common, in_tokens, length_of, union
-from flexattn.distributed.needs import key_blocks, row_costs
+from flexattn.distributed.needs import FULL, key_blocks, row_costs
 from flexattn.errors import ArgumentError, DtypeError, message
 from flexattn.mask_build.create import create_block_mask
 from flexattn.process.frozen_class import frozen
@@ -48,10 +48,11 @@ class ContextPlan:
     length: int
     device_mesh: DeviceMesh
     chunks: tuple[tuple[Chunk, ...], ...]  # of each rank
-    costs: tuple[int, ...]  # blocks of 128 x 128 that each rank computes, over the mask's own batches and heads
+    costs: tuple[int, ...]  # of each rank: about 4 for each block of 128 x 128, of the mask's own batches and heads
     scheme: Scheme | None  # None: chosen for each call
     device: torch.device
     masks: dict[object, BlockMask] = field(default_factory=dict)  # of parts
+    steps: dict[str, Any] = field(default_factory=dict)  # of this rank, by scheme
 
     @property
     def rank(self) -> int:
@@ -198,7 +199,7 @@ def create_cp_plan(
     mask = None
     if mask_mod is not None:
         mask = create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=where, BLOCK_SIZE=BLOCK)
-    costs = [blocks] * blocks if mask is None else row_costs(mask)
+    costs = [FULL * blocks] * blocks if mask is None else row_costs(mask)
     shares = balance(costs, ranks, chunks_per_rank)
     every = sorted(span for spans in shares for span in spans)
     of_chunks = [[(0, blocks)]] * len(every) if mask is None else key_blocks(mask, every)

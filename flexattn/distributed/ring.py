@@ -21,9 +21,10 @@ from flexattn.api import AuxOutput
 from flexattn.call.call import Call
 from flexattn.call.pose import pose
 from flexattn.call.problem import Problem
-from flexattn.distributed.chunks import Span, common, length_of, places
+from flexattn.distributed.chunks import Span, common, in_tokens, length_of, places
+from flexattn.distributed.needs import query_blocks
 from flexattn.distributed.parts import Options, mask_of_part, moved
-from flexattn.distributed.plan import ContextPlan
+from flexattn.distributed.plan import BLOCK, ContextPlan
 from flexattn.engines.autograd import Engine, run_engine, with_captures
 from flexattn.engines.choice import engine_of
 from flexattn.process.frozen_class import frozen
@@ -33,13 +34,13 @@ NO_KEYS = (0, 0)
 
 @frozen
 class Part:
-    """A chunk of queries and some keys that one rank has."""
+    """Queries of a chunk, and keys of one rank that they need."""
 
     chunk: int
     queries: Span
     keys: Span
     rows: Span  # of the keys, among the rows that arrive from their rank
-    has_sink: bool
+    is_first: bool  # of its chunk: it has all queries, and the sink
 
 
 @frozen
@@ -69,9 +70,23 @@ def steps_of(plan: ContextPlan) -> list[Step]:
                 parts.append(Part(i, chunk.tokens, NO_KEYS, NO_KEYS, True))  # its sink
             for j, span in enumerate(keys):
                 (rows,) = places([span], received)
-                parts.append(Part(i, chunk.tokens, span, rows, turn == j == 0))
+                is_first = turn == j == 0
+                parts.append(
+                    Part(i, chunk.tokens if is_first else _queries(plan, chunk.tokens, span), span, rows, is_first)
+                )
+        if turn == 0 and not plan.chunks[me]:
+            parts.append(Part(0, NO_KEYS, NO_KEYS, NO_KEYS, True))
         found.append(Step(source, target, tuple(received), tuple(sent), tuple(parts)))
     return found
+
+
+def _queries(plan: ContextPlan, tokens: Span, keys: Span) -> Span:
+    """Return from the first to the last of a chunk's queries that need some of the keys."""
+    if plan.mask is None:
+        return tokens
+    rows, columns = ((start // BLOCK, -(-stop // BLOCK)) for start, stop in (tokens, keys))
+    ((start, stop),) = in_tokens([query_blocks(plan.mask, rows, columns)], BLOCK, plan.length)
+    return max(start, tokens[0]), min(stop, tokens[1])
 
 
 def attend_ring(
@@ -94,14 +109,14 @@ class _Ring(Function):
         ctx: Any, plan: ContextPlan, options: Options, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None,
         *captures: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-        steps, own = steps_of(plan), _packed(key, value)
-        merged = [_Merged() for _ in plan.chunks[plan.rank]] or [_Merged()]
+        steps, own = _known_steps(plan), _packed(key, value)
+        merged = [_Merged(i, steps) for i in range(len(plan.chunks[plan.rank]))] or [_Merged(0, steps)]
         for step, rows in _arriving(plan, steps, own):
-            for part in step.parts or ((_NOTHING,) if not plan.chunks[plan.rank] and step is steps[0] else ()):
+            for part in step.parts:
                 engine, problem = _problem(plan, options, part, query, rows, key.size(-1), sink, captures)
-                merged[part.chunk].add(*run_engine("forward", problem, engine.forward, problem))
-        out, lse = (torch.cat([getattr(m, name) for m in merged], 2) for name in ("out", "lse"))
-        out = out.to(query.dtype)
+                merged[part.chunk].add(part, *run_engine("forward", problem, engine.forward, problem))
+        finished = [m.finish() for m in merged]
+        out, lse = (torch.cat([x[i] for x in finished], 2) if len(finished) > 1 else finished[0][i] for i in range(2))
         ctx.plan, ctx.options, ctx.steps, ctx.D = plan, options, steps, key.size(-1)
         ctx.save_for_backward(query, key, value, out, lse, sink, *captures)
         ctx.set_materialize_grads(False)
@@ -124,13 +139,12 @@ class _Ring(Function):
         d_own = torch.zeros(own.shape, dtype=_sum_dtype(own), device=own.device)
         d_sink = None if sink is None else torch.zeros_like(sink, dtype=_sum_dtype(sink))
         d_captures: list[Tensor | None] = [None] * len(captures)
-        starts = _starts(plan)
         returns = _Returns(plan, ctx.steps, d_own)
         for step, rows in _arriving(plan, ctx.steps, own):
             d_rows = torch.zeros(rows.shape, dtype=d_own.dtype, device=rows.device)
             for part in step.parts:
                 engine, problem = _problem(plan, options, part, query, rows, ctx.D, sink, captures)
-                span = slice(starts[part.chunk], starts[part.chunk] + part.queries[1] - part.queries[0])
+                span = slice(*_rows_of(plan, part))
                 inputs = [None if x is None else x[:, :, span] for x in (out, lse, d_out, d_lse)]
                 needs = True, True, True, problem.sink is not None
                 dq, dk, dv, of_score, of_sink = run_engine(
@@ -145,7 +159,7 @@ class _Ring(Function):
                         before = d_captures[i]
                         d_captures[i] = gradient if before is None else before + gradient
                 if d_sink is not None and of_sink is not None:
-                    d_sink += of_sink
+                    d_sink += of_sink.reshape(d_sink.shape)  # engines see [B or 1, Hq]
             returns.add(step, d_rows)
         returns.finish()
         d_key, d_value = (x.permute(1, 2, 0, 3) for x in (d_own[..., : ctx.D], d_own[..., ctx.D :]))
@@ -156,17 +170,23 @@ class _Ring(Function):
         )  # fmt: skip
 
 
-_NOTHING = Part(0, NO_KEYS, NO_KEYS, NO_KEYS, False)  # of a rank without tokens
+def _known_steps(plan: ContextPlan) -> list[Step]:
+    found = plan.steps.get("ring")
+    if found is None:
+        found = plan.steps["ring"] = steps_of(plan)
+    return found
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _starts(plan: ContextPlan) -> list[int]:
-    """Return the first row of each chunk of this rank."""
-    lengths = [stop - start for start, stop in plan.tokens_of(plan.rank)]
-    return [sum(lengths[:i]) for i in range(len(lengths))] or [0]
+def _rows_of(plan: ContextPlan, part: Part) -> Span:
+    """Return the rows of a part's queries among those of this rank."""
+    if part.queries[0] == part.queries[1]:
+        return 0, 0
+    ((start, stop),) = places([part.queries], plan.tokens_of(plan.rank))
+    return start, stop
 
 
 def _packed(key: Tensor, value: Tensor) -> Tensor:
@@ -179,8 +199,8 @@ def _problem(
     captures: Sequence[Tensor],
 ) -> tuple[Engine, Problem]:  # fmt: skip
     """Return the problem of a part, and its engine. Its tensors require gradients, which are computed by hand."""
-    start = _starts(plan)[part.chunk]
-    q = query[:, :, start : start + part.queries[1] - part.queries[0]].detach().requires_grad_()
+    start, stop = _rows_of(plan, part)
+    q = query[:, :, start:stop].detach().requires_grad_()
     kv = rows[part.rows[0] : part.rows[1]].permute(1, 2, 0, 3)
     k, v = (x.detach().requires_grad_() for x in (kv[..., :D], kv[..., D:]))
     score_mod = options.score_mod
@@ -190,7 +210,7 @@ def _problem(
     mask = mask_of_part(plan, part.queries, part.keys)
     call = Call(
         q, k, v, score_mod, mask, options.scale, options.enable_gqa, options.kernel_options,
-        given if part.has_sink else None, max_scores=options.aux.max_scores,
+        given if part.is_first else None, max_scores=options.aux.max_scores,
     )  # fmt: skip
     with torch.enable_grad():
         problem = pose(call)
@@ -199,23 +219,39 @@ def _problem(
 
 
 class _Merged:
-    """The results of a chunk over the keys so far, in the precision of their sums."""
+    """The results of a chunk over the keys so far. Rows to which later parts add are kept in the precision of sums."""
 
-    def __init__(self) -> None:
-        self.out: Tensor | None = None
-        self.lse: Tensor | None = None
-        self.largest: Tensor | None = None
+    def __init__(self, chunk: int, steps: Sequence[Step]) -> None:
+        parts = [part for step in steps for part in step.parts if part.chunk == chunk]
+        first, *others = (part.queries for part in parts)
+        self.start = first[0]
+        self.later = min((x[0] for x in others), default=0), max((x[1] for x in others), default=0)  # tokens
 
-    def add(self, out: Tensor, lse: Tensor, largest: Tensor | None) -> None:
-        if largest is not None:
-            self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
-        if self.out is None or self.lse is None:
-            self.out, self.lse = out.to(lse.dtype), lse
+    def add(self, part: Part, out: Tensor, lse: Tensor, largest: Tensor | None) -> None:
+        if part.is_first:
+            # Those of a chunk without keys are expanded.
+            self.out, self.lse = out.contiguous(), lse.contiguous()
+            self.largest = None if largest is None else largest.contiguous()
+            start, stop = self.later
+            self.wide = out[:, :, start - self.start : stop - self.start].to(lse.dtype)
             return
-        total = torch.logaddexp(self.lse, lse)
-        before, now = (torch.where(x == -torch.inf, 0.0, torch.exp(x - total))[..., None] for x in (self.lse, lse))
-        self.out = before * self.out + torch.where(now == 0, 0.0, now * out.to(lse.dtype))
-        self.lse = total
+        start, stop = part.queries
+        if self.largest is not None and largest is not None:
+            rows = self.largest[:, :, start - self.start : stop - self.start]
+            rows.copy_(torch.maximum(rows, largest))
+        rows = self.lse[:, :, start - self.start : stop - self.start]
+        wide = self.wide[:, :, start - self.later[0] : stop - self.later[0]]
+        total = torch.logaddexp(rows, lse)
+        before, now = (torch.where(x == -torch.inf, 0.0, torch.exp(x - total))[..., None] for x in (rows, lse))
+        wide.mul_(before).add_(torch.where(now == 0, 0.0, now * out.to(lse.dtype)))
+        rows.copy_(total)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        start, stop = (token - self.start for token in self.later)
+        if start == 0 and stop == self.out.size(2) and stop:
+            return self.wide.to(self.out.dtype), self.lse
+        self.out[:, :, start:stop] = self.wide
+        return self.out, self.lse
 
 
 def _arriving(plan: ContextPlan, steps: Sequence[Step], own: Tensor) -> Iterator[tuple[Step, Tensor]]:

@@ -101,6 +101,8 @@ class FrozenMod:
         for about, number in zip(made.numbers, numbers, strict=True):
             if type(number) is not (int if about.dtype == torch.int64 else float):
                 raise invalid("mask_mod")
+            if type(number) is int and abs(number) > 1 << about.bits:
+                raise invalid("mask_mod")
         self.__dict__.update(graph=made, captures=captures, numbers=numbers)
 
 

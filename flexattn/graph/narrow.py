@@ -86,7 +86,8 @@ def _narrowed(graph: ModGraph, bits: tuple[int, ...], location: str) -> ModGraph
         fits = dtype == torch.int64 and _INT32.min <= low and high <= _INT32.max
         return _narrow(builder, graph, i, made, torch.int32 if fits else dtype)
 
-    return replace(rewrite(graph, narrow), location=location)
+    numbers = tuple([replace(n, bits=b) for n, b in zip(graph.numbers, bits, strict=True)])
+    return replace(rewrite(graph, narrow), numbers=numbers, location=location)
 
 
 def _narrow(builder: Builder, graph: ModGraph, i: int, made: list[Expr], dtype: torch.dtype) -> Expr | None:

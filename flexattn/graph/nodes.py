@@ -118,6 +118,7 @@ class Number:
 
     name: str
     dtype: torch.dtype  # int64 for an int, float64 for a float
+    bits: int = 63  # the graph is valid for ints in [-2**bits, 2**bits]
 
     def __repr__(self) -> str:
         return f"{self.name}: {'int' if self.dtype == torch.int64 else 'float'}"

@@ -32,7 +32,7 @@ def nonnegative(graph: ModGraph) -> tuple[bool, ...]:
 def ranges(graph: ModGraph, bits: tuple[int, ...] = ()) -> tuple[tuple[Any, Any], ...]:
     """For each node, (low, high) over all b, h, q_idx, kv_idx in [0, INDEX_LIMIT), captured tensors and numbers.
 
-    With `bits`, the n-th captured number, if an integer, is in [-2**bits[n], 2**bits[n]].
+    The n-th captured number, if an integer, is in [-2**bits[n], 2**bits[n]]. Without `bits`, those of the graph apply.
     """
     return _static(graph, bits)[0]
 
@@ -46,12 +46,13 @@ def never_wraps(graph: ModGraph) -> tuple[bool, ...]:
 def _static(graph: ModGraph, bits: tuple[int, ...] = ()) -> tuple[tuple[tuple[Any, Any], ...], tuple[bool, ...]]:
     """Bound every node with constant bounds of the inputs, so the rules fold. Also return which nodes need no check."""
     builder = Builder()
+    bits = bits or tuple([n.bits for n in graph.numbers])
 
     def leaf(node: Input | NumberRef) -> Pair:
         match node:
             case Input(name) if name in MASK_INPUTS:
                 return builder.const(0, torch.int64), builder.const(INDEX_LIMIT - 1, torch.int64)
-            case NumberRef(position) if bits and node.dtype == torch.int64 and bits[position] < 63:
+            case NumberRef(position) if node.dtype == torch.int64 and bits[position] < 63:
                 most = 1 << bits[position]
                 return builder.const(-most, torch.int64), builder.const(most, torch.int64)
         return unknown_pair(builder, node.dtype)

@@ -33,7 +33,7 @@ from flexattn.graph.nodes import (
 )
 from flexattn.graph.operators import OPS
 
-FORMAT = 1  # changes with the form of the text or the meaning of an operator
+FORMAT = 2  # changes with the form of the text or the meaning of an operator
 _DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
@@ -52,7 +52,7 @@ def dumps(graph: ModGraph) -> str:
     """Return a graph as text."""
     nodes = [[_KIND_OF[type(node)], *(_plain(getattr(node, f.name)) for f in fields(node))] for node in graph.nodes]
     captures = [[c.name, short_dtype(c.dtype), c.ndim, c.literal] for c in graph.captures]
-    numbers = [[n.name, short_dtype(n.dtype)] for n in graph.numbers]
+    numbers = [[n.name, short_dtype(n.dtype), n.bits] for n in graph.numbers]
     parts = [
         FORMAT, graph.name, len(graph.inputs), captures, numbers, nodes, graph.outputs, graph.sites, graph.location
     ]  # fmt: skip
@@ -89,7 +89,7 @@ def _graph(
     graph = ModGraph(
         _identifier(name), _INPUTS[inputs],
         tuple(_capture(*c) for c in captures),
-        tuple(Number(_identifier(n), _DTYPE[dtype]) for n, dtype in numbers),
+        tuple(Number(_identifier(n), _DTYPE[dtype], _index(bits, 64)) for n, dtype, bits in numbers),
         tuple(_node(i, *node) for i, node in enumerate(nodes)),
         tuple(None if o is None else _index(o, len(nodes)) for o in outputs),
         tuple(_index(s, len(nodes)) for s in sites), location,
