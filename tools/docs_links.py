@@ -32,7 +32,11 @@ def on_files(files: Files, config: Any) -> None:
                 raise FileNotFoundError(f"docs/{page.src_uri}: {path} does not exist")
             if path.endswith(PAGES) and files.get_file_from_path(f"{path}.md") is None:
                 text = (ROOT / path).read_text()
-                content = page_of_notebook(text) if path.endswith(".ipynb") else f"# {path}\n\n{fenced(text, 'python')}"
+                back = "../" * path.count("/")
+                if path.endswith(".ipynb"):
+                    content = f"[All notebooks]({back}notebooks.md)\n\n{page_of_notebook(text)}"
+                else:
+                    content = f"[All scripts]({back}getting-started.md#next)\n\n# {path}\n\n{fenced(text, 'python')}"
                 file = File.generated(config, f"{path}.md", content=content)
                 file.inclusion = InclusionLevel.NOT_IN_NAV
                 files.append(file)
