@@ -241,7 +241,8 @@ def flex_attention(
             `dropout_mask` returns the same mask for the same generator state.
         seqused_k: [B] int32, number of keys of each sequence. Keys from there on are not read. None: all N.
         q_offsets: [B] int32, position of the first query of each sequence. Mods see q_idx from there on, and block_mask
-            is read from that row on. It then covers all positions: [capacity, N]. None: 0.
+            is read from that row on. Each entry plus M is at most the rows of block_mask, also if the last of the M
+            queries are padding. So build the mask with Q_LEN = N + M - 1 or more. None: 0.
         kv_positions: [B or 1, N] int32, position of the token in each slot of key, as in a ring buffer; negative for an
             empty slot. Mods see it as kv_idx. Only the mask_mod of block_mask is used.
         block_table: [B, pages] int32, the pages of each sequence in order. key is then [pages, page_size, Hkv, D] and

@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from flexattn.command_line import bench, doctor
+from flexattn.command_line.arguments import TARGETS
 from flexattn.command_line.bench import Work
 from flexattn.command_line.doctor import CHECKS, Check, examine
 from flexattn.command_line.main import main
 from flexattn.command_line.named_mod import Shape, named_mod, shape_of
 from flexattn.errors import ArgumentError
-from flexattn.machine.kernel_store import KernelStore
+from flexattn.machine import target
+from flexattn.machine.kernel_store import KernelStore, open_store
+from flexattn.process.config import settings
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "command-line.md").read_text()
@@ -204,10 +207,73 @@ def test_shapes(capsys) -> None:
     assert shape_of("1,4,2,3,5,6") == Shape(1, 4, 2, 3, 5, 6)
     for text in ("1,2,3", "a,b,c,d", "1,2,0,4"):
         assert "expected B,H,S,D or B,Hq,Hkv,M,N,D" in usage_error(capsys, "explain", "x.py:y", "--shape", text)
-    assert "expected a dtype of torch" in usage_error(capsys, "explain", "x.py:y", "--dtype", "nn")
+    for text in ("nn", "int8", "float8_e4m3fn"):
+        err = usage_error(capsys, "explain", "x.py:y", "--dtype", text)
+        assert f"found '{text}', expected one of float16, bfloat16, float32, float64" in err
+
+
+def test_the_last_line_of_a_summary_names_options(mods_file: str, capsys) -> None:
+    for words in ((), ("--target", "sm_90")):
+        assert main(["explain", f"{mods_file}:window", *words]) == 0
+        out = capsys.readouterr().out
+        assert out.endswith(
+            "--full prints all stages and the sources of the kernels, --html FILE writes them to a page.\n"
+        )
+        assert "full()" not in out
+
+
+def test_a_dtype_needs_a_call(mods_file: str, capsys) -> None:
+    assert main(["explain", f"{mods_file}:window", "--dtype", "float16"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: dtype: found float16, expected a call") and "--shape" in err
+
+
+def test_targets(mods_file: str, capsys) -> None:
+    assert {f"sm_{arch}" for arch in target._SHARED_MEMORY} | set(target._LDS) <= set(TARGETS)
+    assert all(target.named(name) is not None for name in TARGETS)
+    for text in ("sm_12345", "gfx1", "sm_9", "90"):
+        assert f"found '{text}', expected one of sm_75" in usage_error(capsys, "explain", "x.py:y", "--target", text)
+    assert main(["explain", f"{mods_file}:window", "--target", "sm_90a"]) == 0
+
+
+def test_a_page_that_cannot_be_written(mods_file: str, tmp_path: Path, capsys, monkeypatch) -> None:
+    words = ["explain", f"{mods_file}:soft", "--html"]
+    for path, text in ((tmp_path / "no" / "x.html", "expected a file in an existing folder"), (tmp_path, "the folder")):
+        assert main([*words, str(path)]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: html: found ") and text in err
+    (tmp_path / "old.html").touch()
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert main([*words, str(tmp_path / "old.html")]) == 2
+    assert "expected a file that you may write" in capsys.readouterr().err
+
+
+def test_a_write_that_fails(mods_file: str, tmp_path: Path, capsys, monkeypatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert main(["explain", f"{mods_file}:soft", "--html", str(tmp_path / "x.html")]) == 2
+    assert "x.html' (No space left on device), expected a file that can be written" in capsys.readouterr().err
 
 
 # show
+
+
+def test_show_refuses_files_that_it_cannot_write(mods_file: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    pytest.importorskip("matplotlib").use("Agg")
+    monkeypatch.chdir(tmp_path)
+    for out, text in (("no/x.png", "an existing folder"), ("x.xyz", "one of .*png.* --out x.png"), ("x", "one of ")):
+        assert main(["show", f"{mods_file}:window", "--out", out]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: out: found ") and re.search(text, err)
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_show_without_matplotlib(mods_file: str, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["show", f"{mods_file}:window"]) == 1
+    assert capsys.readouterr().err.startswith("error: show: found no matplotlib")
 
 
 def test_show_draws_a_mod(mods_file: str, tmp_path: Path) -> None:
@@ -257,6 +323,19 @@ def test_bench_refuses_unknown_names(argument: str, capsys) -> None:
     assert f"error: {argument[2:]}: found 'nothing', expected one of" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("rounds", ["0", "-3", "two"])
+def test_bench_needs_a_round(rounds: str, capsys) -> None:
+    assert f"found '{rounds}', expected a whole number >= 1" in usage_error(capsys, "bench", "--rounds", rounds)
+
+
+def test_bench_names_devices_that_are_not_there(capsys, monkeypatch) -> None:
+    for text in ("gpu", "mps", "meta"):
+        assert f"found '{text}', expected cpu, cuda" in usage_error(capsys, "bench", "--device", text)
+    for count, text in ((0, "no GPU\n"), (1, "1 GPU\n"), (2, "2 GPUs\n")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert f"found 'cuda:2', but torch finds {text}" in usage_error(capsys, "bench", "--device", "cuda:2")
+
+
 def test_works_are_masks_or_scores() -> None:
     works = [make(Shape(1, 2, 2, 64, 64, 16), torch.device("cpu")) for make in bench.WORKS.values()]
     assert all(isinstance(work, Work) for work in works)
@@ -295,3 +374,18 @@ def test_cache_that_cannot_be_gives_1(monkeypatch, capsys) -> None:
     for words in (["cache"], ["cache", "list"], ["cache", "clear"]):
         assert main(words) == 1
         assert "no kernels can be kept" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("folder", "reason"), [("/proc/none", "No such file"), ("open/a", "others can write there")])
+def test_what_keeps_kernels_from_being_kept_is_said(
+    folder: str, reason: str, machine: Path, monkeypatch, capsys
+) -> None:
+    (machine / "open").mkdir()
+    (machine / "open").chmod(0o777)
+    monkeypatch.setenv("FLEXATTN_CACHE_DIR", str(machine / folder))
+    for command in ("cache", "doctor"):
+        open_store.cache_clear()
+        settings.cache_clear()
+        assert main([command]) == 1
+        out = capsys.readouterr().out
+        assert reason in out and "Set FLEXATTN_CACHE_DIR to " in out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import shlex
 import subprocess
@@ -31,8 +32,8 @@ def test_python_block(code, tmp_path, monkeypatch):
 
 
 PAGES = [
-    "concepts", "decoding", "errors", "explain", "features", "getting-started", "index", "migrating", "mods", "sdpa",
-    "torch-flex", "varlen", "visualization", "vllm",
+    "concepts", "decoding", "errors", "explain", "features", "getting-started", "index", "migrating", "mods",
+    "mods-list", "sdpa", "torch-flex", "varlen", "visualization", "vllm",
 ]  # fmt: skip
 
 
@@ -49,6 +50,12 @@ def test_page(page, tmp_path, monkeypatch):
     exec(compile(path.read_text(), path, "exec"), {"__name__": page})
     if "matplotlib.pyplot" in sys.modules:
         sys.modules["matplotlib.pyplot"].close("all")
+
+
+def test_the_list_of_ready_mods_is_complete():
+    page = (ROOT / "docs" / "mods-list.md").read_text()
+    made = {name for name, value in vars(flexattn.mods).items() if inspect.isfunction(value)}
+    assert set(re.findall(r"`(\w+)(?:\(.*?\))?`", "".join(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)))) == made
 
 
 @pytest.mark.slow

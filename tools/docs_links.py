@@ -1,12 +1,14 @@
 """A hook of mkdocs: what pages of docs/ link to outside of docs/.
 
 In the repository such a link leads to the file. On the site, a script gets a page with its source, a notebook one with
-its cells and their outputs, and any other link becomes its text.
+its cells and their outputs, and any other link becomes its text. A link whose text is the name of a page, which is
+clear in a clone, gets the page's title from the navigation.
 """
 
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 from html import escape
 from pathlib import Path
@@ -16,6 +18,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (".py", ".ipynb")  # of what there are pages
+BY_NAME = re.compile(r"\[[\w./-]+\.md\]\(([\w./-]+\.md)(#[^)]*)?\)")
 LINK = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+)([^)#]+)(#[^)]*)?\)")
 
 
@@ -29,7 +32,11 @@ def on_files(files: Files, config: Any) -> None:
                 raise FileNotFoundError(f"docs/{page.src_uri}: {path} does not exist")
             if path.endswith(PAGES) and files.get_file_from_path(f"{path}.md") is None:
                 text = (ROOT / path).read_text()
-                content = page_of_notebook(text) if path.endswith(".ipynb") else f"# {path}\n\n{fenced(text, 'python')}"
+                back = "../" * path.count("/")
+                if path.endswith(".ipynb"):
+                    content = f"[All notebooks]({back}notebooks.md)\n\n{page_of_notebook(text)}"
+                else:
+                    content = f"[All scripts]({back}getting-started.md#next)\n\n# {path}\n\n{fenced(text, 'python')}"
                 file = File.generated(config, f"{path}.md", content=content)
                 file.inclusion = InclusionLevel.NOT_IN_NAV
                 files.append(file)
@@ -45,7 +52,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         back = "../" * page.file.src_uri.count("/")
         return f"[{text}]({back}{path}.md)" if path.endswith(PAGES) else text
 
-    return LINK.sub(rewritten, markdown)
+    def titled(link: re.Match[str]) -> str:
+        uri = posixpath.normpath(posixpath.join(posixpath.dirname(page.file.src_uri), link[1]))
+        file = files.get_file_from_path(uri)
+        if file is None or file.page is None or file.page.title is None:
+            return link[0]
+        return f"[{file.page.title}]({link[1]}{link[2] or ''})"
+
+    return BY_NAME.sub(titled, LINK.sub(rewritten, markdown))
 
 
 def leaves(page: str, up: str) -> bool:

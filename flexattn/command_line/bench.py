@@ -22,7 +22,8 @@ from torch.nn import functional
 from torch.nn.attention import flex_attention as upstream
 
 from flexattn.api import flex_attention
-from flexattn.command_line.named_mod import Shape, add_shape, dtype_of
+from flexattn.command_line.arguments import device_of, dtype_of, positive
+from flexattn.command_line.named_mod import Shape, add_shape
 from flexattn.errors import ArgumentError, message
 from flexattn.mask_build.create import create_block_mask, create_mask
 from flexattn.mods import alibi, causal, document, sliding_window, softcap
@@ -108,9 +109,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--works", default=",".join(WORKS), help=f"a list of {', '.join(WORKS)}")
     parser.add_argument("--peers", help=f"a list of {', '.join(PEERS)}")
     parser.add_argument("--dtype", type=dtype_of, help="default: bfloat16 on a GPU, float32 on a CPU")
-    parser.add_argument("--device", type=torch.device, help="default: cuda if there is a GPU")
+    parser.add_argument("--device", type=device_of, help="default: cuda if there is a GPU")
     parser.add_argument("--backward", action="store_true", help="time forward and backward together")
-    parser.add_argument("--rounds", type=int, default=5, help="samples of each run (default: 5)")
+    parser.add_argument("--rounds", type=positive, default=5, help="samples of each run (default: 5)")
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -128,9 +129,7 @@ def run(chosen: argparse.Namespace) -> int:
     print("  ".join([f"{'':10}", *(f"{peer:>22}" for peer in peers)]))
     failed = False
     for work in works:
-        cells = cells_of(
-            WORKS[work](shape, device), peers, shape, dtype, device, chosen.backward, max(1, chosen.rounds)
-        )
+        cells = cells_of(WORKS[work](shape, device), peers, shape, dtype, device, chosen.backward, chosen.rounds)
         failed |= any(cell.startswith(("error", "WRONG")) for cell in cells)
         print("  ".join([f"{work:10}", *(f"{cell:>22}" for cell in cells)]), flush=True)
     return int(failed)

@@ -12,7 +12,6 @@ import os
 import platform
 import shutil
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,13 +20,11 @@ import torch
 import flexattn
 from flexattn import reference
 from flexattn.api import flex_attention
+from flexattn.command_line.kernel_cache import kept
 from flexattn.machine import triton_versions
-from flexattn.machine.cache_size import report
-from flexattn.machine.kernel_store import open_store
 from flexattn.machine.target import target_of
 from flexattn.mask_build.create import create_block_mask
 from flexattn.mods import alibi, causal
-from flexattn.process.config import settings
 from flexattn.process.frozen_class import frozen
 
 NAME = "doctor"
@@ -100,14 +97,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Print what was found. Return 1 if an engine of this machine does not work."""
-    for name, text in (*versions(), *environment()):
+    """Print what was found. Return 1 if an engine of this machine does not work, or if no kernels can be kept."""
+    cache, keeps = kept()
+    for name, text in (*versions(), *hardware(), ("cache", cache), *variables()):
         print(f"{name:<12}{text}")
     print("engines")
     findings = [examine(check) for check in CHECKS]
     for finding in findings:
         print(f"  {finding.engine:<24}{finding.text}")
-    return int(any(finding.failed for finding in findings))
+    return int(not keeps or any(finding.failed for finding in findings))
 
 
 def versions() -> list[tuple[str, str]]:
@@ -124,8 +122,8 @@ def versions() -> list[tuple[str, str]]:
     ]
 
 
-def environment() -> list[tuple[str, str]]:
-    """Return the GPUs, the C compiler, the cache and the environment variables that are set."""
+def hardware() -> list[tuple[str, str]]:
+    """Return the GPUs and the C compiler."""
     gpus = [
         f"{torch.cuda.get_device_name(i)}, {target_of(torch.device('cuda', i))}, "
         f"{torch.cuda.get_device_properties(i).total_memory / 2**30:.0f} GiB"
@@ -133,20 +131,16 @@ def environment() -> list[tuple[str, str]]:
     ]
     names = (os.environ.get("CC", ""), "gcc", "cc", "clang")
     compiler = next(filter(None, (shutil.which(name) for name in names if name)), None)
-    variables = {
-        name: value for name, value in os.environ.items() if name.startswith(("FLEXATTN_", "TRITON_INTERPRET"))
-    }
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        store = open_store(settings().cache_dir)
-    kept = f"{settings().cache_dir}: no kernels can be kept" if store is None else report(store, settings().cache_size)
     return [
         *(("gpu", text) for text in gpus or [_no_gpu()]),
         ("C compiler", compiler or "none: Triton needs one to launch kernels"),
-        ("cache", kept),
-        *(("", str(warning.message)) for warning in caught),
-        *(("variable", f"{name}={value}") for name, value in sorted(variables.items())),
     ]
+
+
+def variables() -> list[tuple[str, str]]:
+    """Return the environment variables of flexattn that are set."""
+    found = sorted(pair for pair in os.environ.items() if pair[0].startswith(("FLEXATTN_", "TRITON_INTERPRET")))
+    return [("variable", f"{name}={value}") for name, value in found]
 
 
 def examine(check: Check) -> Finding:

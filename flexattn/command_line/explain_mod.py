@@ -12,13 +12,18 @@ from pathlib import Path
 
 import torch
 
-from flexattn.command_line.named_mod import NamedMod, Shape, add_mod, add_shape, dtype_of, named_mod
+from flexattn.command_line.arguments import check_output, dtype_of, target_of, writing
+from flexattn.command_line.named_mod import NamedMod, Shape, add_mod, add_shape, named_mod
+from flexattn.errors import ArgumentError, message
 from flexattn.explanation import Explanation, explain
 from flexattn.graph.facts import analyze
 from flexattn.mask_build.create import create_block_mask
 from flexattn.trace.trace import trace
 
 NAME = "explain"
+# The last line of a summary names methods of the Explanation. Here options do the same.
+_IN_PYTHON = "full() returns all stages, .sources the kernels, html() a page."
+_IN_A_SHELL = "--full prints all stages and the sources of the kernels, --html FILE writes them to a page."
 _SHAPE = Shape(B=1, Hq=8, Hkv=8, M=4096, N=4096, D=64)  # if only a target is given
 
 
@@ -27,22 +32,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_mod(parser)
     add_shape(parser, None)
     parser.add_argument("--dtype", type=dtype_of, help="default: bfloat16 for a GPU, float32 for a CPU")
-    parser.add_argument("--target", metavar="sm_90", help="a GPU architecture; no GPU is needed")
+    parser.add_argument("--target", type=target_of, metavar="sm_90", help="a GPU architecture; no GPU is needed")
     parser.add_argument("--full", action="store_true", help="print all stages, with the generated sources")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write all stages to an HTML page")
 
 
 def run(chosen: argparse.Namespace) -> int:
     """Print the explanation of a mod."""
+    if chosen.html is not None:
+        check_output("html", chosen.html)
     named = named_mod(chosen.mod, chosen.kind)
     shape = chosen.shape or (_SHAPE if chosen.target else None)
+    if shape is None and chosen.dtype is not None:
+        fix = "Add --shape B,H,S,D or --target sm_90, or leave --dtype out."
+        raise ArgumentError(message("dtype", str(chosen.dtype)[6:], "a call: a mod alone has no dtype", fix))
     made = alone(named) if shape is None else in_a_call(named, shape, chosen.dtype, chosen.target)
     if chosen.html is not None:
-        chosen.html.write_text(made.html(), encoding="utf-8")
+        page = made.html()
+        with writing("html", chosen.html):
+            chosen.html.write_text(page, encoding="utf-8")
         print(f"wrote {chosen.html}")
         return 0
     graph = made.score or made.mask
-    print(made.full() if chosen.full else made if shape is None else f"{graph}\n\n{made}")
+    summary = str(made).replace(_IN_PYTHON, _IN_A_SHELL)
+    print(made.full() if chosen.full else summary if shape is None else f"{graph}\n\n{summary}")
     return 0
 
 

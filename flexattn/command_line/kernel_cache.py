@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
+import tempfile
+import warnings
+from pathlib import Path
 
 from flexattn.machine.cache_size import items, remove_kernels, report
 from flexattn.machine.kernel_store import KernelStore, open_store
@@ -27,11 +31,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cleared.set_defaults(run=clear)
 
 
+def kept() -> tuple[str, bool]:
+    """Return one line about the kernel cache directory, and whether kernels can be kept there."""
+    folder = settings().cache_dir
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        store = open_store(folder)
+    if store is not None and os.access(store.root, os.W_OK):
+        return report(store, settings().cache_size), True
+    if caught:
+        return str(caught[-1].message), False
+    fix = "Set FLEXATTN_CACHE_DIR to a folder that you own and may write."
+    return f"{folder}: no kernels can be kept, so each process compiles them again: {_obstacle(folder)}. {fix}", False
+
+
+def _obstacle(folder: Path | None) -> str:
+    """Return why a folder cannot be written."""
+    if folder is None:
+        return "there is no home folder"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return "it belongs to another user, or others can write there"
+    except (OSError, RuntimeError) as error:  # RuntimeError: a cycle of links
+        return getattr(error, "strerror", None) or str(error)
+
+
 def show_size(chosen: argparse.Namespace) -> int:
     """Print one line about the kernel cache directory."""
-    store = open_store(settings().cache_dir)
-    print(f"{settings().cache_dir}: no kernels can be kept" if store is None else report(store, settings().cache_size))
-    return int(store is None)
+    text, works = kept()
+    print(text)
+    return int(not works)
 
 
 run = show_size

@@ -12,8 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from flexattn.errors import ArgumentError, message
 from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS
 from flexattn.process.frozen_class import frozen
@@ -78,14 +76,6 @@ def shape_of(text: str) -> Shape:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected B,H,S,D or B,Hq,Hkv,M,N,D, such as 1,8,4096,64")
     B, H, S, D = sizes if len(sizes) == 4 else (0, 0, 0, 0)
     return Shape(B, H, H, S, S, D) if len(sizes) == 4 else Shape(*sizes)
-
-
-def dtype_of(text: str) -> torch.dtype:
-    """Return the dtype of a name such as bfloat16."""
-    found = getattr(torch, text, None)
-    if not isinstance(found, torch.dtype):
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected a dtype of torch, such as bfloat16")
-    return found
 
 
 def named_mod(text: str, kind: Kind | None = None) -> NamedMod:

@@ -6,9 +6,12 @@ python -m flexattn show mods.py:my_mask --shape 1,8,1024,64 --out mask.png
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import flexattn
+from flexattn.block_mask.plot import import_pyplot
+from flexattn.command_line.arguments import check_output, writing
 from flexattn.command_line.named_mod import Shape, add_mod, add_shape, named_mod
 
 NAME = "show"
@@ -24,7 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """Draw a mod to a file."""
+    try:
+        pyplot = import_pyplot("show", "or call BlockMask.html in Python, which needs no other package")
+    except ImportError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    check_output("out", chosen.out, tuple(sorted(pyplot.Figure().canvas.get_supported_filetypes())))
     named, shape = named_mod(chosen.mod, chosen.kind), chosen.shape
-    flexattn.show(named.score_mod, named.mask_mod, Q_LEN=shape.M, KV_LEN=shape.N, path=chosen.out)
+    with writing("out", chosen.out):
+        flexattn.show(named.score_mod, named.mask_mod, Q_LEN=shape.M, KV_LEN=shape.N, path=chosen.out)
     print(f"wrote {chosen.out}")
     return 0

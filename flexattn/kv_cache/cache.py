@@ -25,8 +25,8 @@ class PagedKVCache:
     """Keys and values of growing sequences, in pages that sequences take from one pool as they need them.
 
     Pass it to flex_attention with `flex_attention(query, cache.key, cache.value, ..., **cache.arguments())`. Lengths,
-    offsets and the page table are on the device and change in-place, so a step compiles nothing and does not wait. One
-    cache is used by one stream and one thread at a time.
+    offsets and the page table are on the device and change in-place, so a step compiles nothing and does not wait. Make
+    one cache for each layer of a model. One cache is used by one stream and one thread at a time.
 
     Args:
         sequences: how many sequences there may be at a time, the batch of the calls.
@@ -42,7 +42,8 @@ class PagedKVCache:
         k_descale, v_descale: float32 [Hkv], what stored float8 numbers are multiplied by.
 
     Attributes:
-        key, value: the pages, as flex_attention takes them with a block_table.
+        key: the pages of keys, as flex_attention takes them with a block_table.
+        value: the pages of values.
         block_table: int32 [sequences, columns], -1 where a sequence has no page.
         seqused_k: int32 [sequences], lengths of the sequences.
         q_offsets: int32 [sequences], lengths before the latest append: the position of the first of its tokens.
