@@ -75,6 +75,7 @@ __all__ = [
     "create_block_mask",
     "create_mask",
     "debug",
+    "distributed",
     "dropout_mask",
     "explain",
     "flex_attention",

@@ -448,7 +448,7 @@ def wrong_calls(rank: int, ranks: int) -> None:
     with pytest.raises(ArgumentError, match="scheme: found 'star'"):
         create_cp_plan(mods.causal, None, None, S, S, mesh, scheme="star")
     with pytest.raises(ArgumentError, match="chunks_per_rank"):
-        create_cp_plan(mods.causal, None, None, S, S, mesh, chunks_per_rank=9)
+        create_cp_plan(mods.causal, None, None, S, S, mesh, chunks_per_rank=17)
     heads = create_cp_plan(mods.causal, None, None, S, S, mesh, scheme="heads")
     with pytest.raises(UnsupportedError, match="3 heads"):
         flex_attention(*(heads.shard(torch.randn(1, 3, S, 8), 2) for _ in range(3)), plan=heads)

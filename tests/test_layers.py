@@ -148,14 +148,17 @@ def test_the_door_holds_names_only() -> None:
 def test_type_checkers_see_the_names_that_are_loaded_on_first_use() -> None:
     (block,) = (s for s in _tree(Path("__init__.py")).body if isinstance(s, ast.If))
     seen = {a.name: f"{s.module}" for s in block.body if isinstance(s, ast.ImportFrom) for a in s.names}
-    assert seen == {**flexattn._ON_FIRST_USE, **dict.fromkeys(("layout", "reference", "sdpa"), "flexattn")}
+    assert seen == {
+        **flexattn._ON_FIRST_USE,
+        **dict.fromkeys(("distributed", "layout", "reference", "sdpa"), "flexattn"),
+    }
     assert set(seen) <= set(flexattn.__all__)
 
 
 def test_no_module_hides_a_name_that_is_loaded_on_first_use() -> None:
     """Importing the module flexattn.x sets the attribute x of the package."""
     modules = {m.parts[0].removesuffix(".py") for m in MODULES}
-    assert modules & set(flexattn._ON_FIRST_USE) == {"layout", "reference", "sdpa"}
+    assert modules & set(flexattn._ON_FIRST_USE) == {"distributed", "layout", "reference", "sdpa"}
 
 
 def _of_a_fresh_process(script: str) -> str:
@@ -199,7 +202,7 @@ names = sorted(flexattn._ON_FIRST_USE)
 loaded = [name for name in names if name in vars(flexattn) or flexattn._ON_FIRST_USE[name] in sys.modules]
 from flexattn import explain, tune
 import flexattn.explanation, flexattn.profiling, flexattn.varlen, flexattn.merge
-print(loaded, [n for n in names if not callable(getattr(flexattn, n))] == ["layout", "reference", "sdpa"])
+print(loaded, [n for n in names if not callable(getattr(flexattn, n))] == ["distributed", "layout", "reference", "sdpa"])
 print(flexattn.reference.attention.__module__, flexattn.explain is explain, hasattr(flexattn, "explanations"))
 """)
     assert found == "[] True\nflexattn.reference True False"

@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Iterable, Sequence
 
 Span = tuple[int, int]  # half-open: the first element, and one past the last
-MOST_CHUNKS = 8  # for each rank
-_BALANCED = 1.02  # longest over mean: below, more chunks are not worth their calls
+MOST_CHUNKS = 16  # for each rank
+_BALANCED = 1.01  # longest over mean: below, more chunks are not worth their calls
 
 
 def cut(blocks: int, parts: int) -> list[Span]:
@@ -35,7 +35,7 @@ def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
 def balance(rows: Sequence[int], ranks: int, per_rank: int | None = None) -> list[list[Span]]:
     """Return the chunks of each rank, ascending, for rows of blocks with these costs.
 
-    Without `per_rank`, a rank has as few chunks as balance the ranks within 2 %, at most MOST_CHUNKS.
+    Without `per_rank`, a rank has as few chunks as balance the ranks within 1 %, at most MOST_CHUNKS.
     """
     sums = [0]
     for cost in rows:
@@ -58,7 +58,7 @@ def balance(rows: Sequence[int], ranks: int, per_rank: int | None = None) -> lis
 
 
 def _candidates(per_rank: int | None) -> list[int]:
-    return [per_rank] if per_rank is not None else [n for n in (1, 2, 4, 8) if n <= MOST_CHUNKS]
+    return [per_rank] if per_rank is not None else [n for n in (1, 2, 4, 8, 16) if n <= MOST_CHUNKS]
 
 
 def joined(spans: Iterable[Span], gap: int = 0) -> list[Span]:

@@ -166,7 +166,7 @@ def create_cp_plan(
             those of one rank at a time, while products run, and keeps none for the backward. "heads" sends queries,
             keys and values so that each rank has all tokens of some heads (Ulysses). None: chosen for each call.
         chunks_per_rank: into how many chunks of neighboring tokens a rank's share may fall. None: as few as balance the
-            ranks within 2 %, at most 8. With a causal mask that is 2: the first and the last, and so on (zig-zag).
+            ranks within 1 %, at most 16. With a causal mask that is 2: the first and the last, and so on (zig-zag).
         device: of the tensors; by default that of the mesh.
 
     Raises:
