@@ -200,6 +200,32 @@ def test_all_ready_masks_are_here() -> None:
     assert names - set(MASKS) == {"shifted", "noop_mask", "xor_masks", "and_masks", "or_masks", "not_mask"}
 
 
+def dropped(rank: int, ranks: int) -> None:
+    """Weights are dropped as in one process, also by heads and by DTensors."""
+    mesh, whole = mesh_of(ranks), [x.requires_grad_() for x in inputs()]
+    mask = create_block_mask(mods.causal, None, None, S, S, device="cpu")
+    torch.manual_seed(7)
+    expected = one_process(*whole, None, mask, enable_gqa=True, dropout_p=0.3)
+    d_out = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(4))
+    gradients = torch.autograd.grad(expected, whole, d_out)
+    for scheme in SCHEMES:
+        plan = create_cp_plan(mods.causal, None, None, S, S, mesh, scheme=scheme)
+        local = [plan.shard(x.detach(), 2).requires_grad_() for x in whole]
+        torch.manual_seed(7 + rank)  # the seed of rank 0 is that of all
+        out = flex_attention(*local, enable_gqa=True, dropout_p=0.3, plan=plan)
+        close(out, plan.shard(expected, 2), scheme)
+        for x, y in zip(torch.autograd.grad(out, local, plan.shard(d_out, 2)), gradients, strict=True):
+            close(x, plan.shard(y, 2), f"gradient, {scheme}")
+    for dim in (0, 1):
+        sharded = [distribute_tensor(x.detach(), mesh, (Shard(dim),)) for x in whole]
+        torch.manual_seed(7 + rank)
+        close(flex_attention(*sharded, None, mask, enable_gqa=True, dropout_p=0.3).full_tensor(), expected, f"{dim}")
+
+
+def test_dropout_does_not_depend_on_the_ranks() -> None:
+    on_ranks(2, dropped)
+
+
 # Chunks.
 
 

@@ -69,8 +69,19 @@ def test_as_many_are_dropped_as_asked_for(p: float) -> None:
 @pytest.mark.parametrize("span", [(0, 42), (3, 5), (7, 40), (16, 24)])
 def test_a_part_of_the_keys(span: tuple[int, int]) -> None:
     dropout, rows = Dropout(20_000, HALF), torch.arange(6)[:, None]
-    whole = dropout.keep(torch.tensor(2), rows, [(0, 42)])
-    assert torch.equal(dropout.keep(torch.tensor(2), rows, [span]), whole[:, slice(*span)])
+    zero, two = torch.tensor(0), torch.tensor(2)
+    whole = dropout.keep(zero, two, 4, rows, [(0, 42)])
+    assert torch.equal(dropout.keep(zero, two, 4, rows, [span]), whole[:, slice(*span)])
+
+
+def test_a_part_of_a_larger_call() -> None:
+    whole = Dropout(20_000, HALF)
+    part = Dropout(20_000, HALF, q_offset=32, kv_offset=64, bh_offset=2 * 8 + 3, heads=8)
+    rows = torch.arange(40)[:, None]
+    for b, h in ((0, 0), (1, 2)):
+        found = part.keep(torch.tensor(b), torch.tensor(h), 4, rows, [(0, 30)])
+        wanted = whole.keep(torch.tensor(2 + b), torch.tensor(3 + h), 8, rows + 32, [(64, 94)])
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("score_mod", [None, mods.softcap(3.0)])

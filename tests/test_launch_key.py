@@ -23,7 +23,7 @@ from torch import Tensor
 from flexattn import create_block_mask, mods
 from flexattn.block_mask import BlockMask
 from flexattn.call import call as arguments_of
-from flexattn.call.dropout import Dropout
+from flexattn.call.dropout import Dropout, drop_below
 from flexattn.call.layout import Layout, LayoutArguments
 from flexattn.call.pose import pose
 from flexattn.call.problem import Problem
@@ -84,6 +84,7 @@ class Call:
     sink: str = "none"
     sink_step: int = 1
     dropout: float = 0.0
+    drop_at: int = 0  # the first query of a part of a larger call
     max_scores: bool = False
     d_lse: bool = False
     needs: tuple[bool, bool, bool] = (True, True, True)
@@ -160,9 +161,14 @@ class Call:
         return arguments_of.Call(
             q.requires_grad_(self.learns and not self.float8), k.requires_grad_(self.k_learns),
             v.requires_grad_(self.v_learns),
-            self.score_mod(), self.block_mask(), scale, True, dict(self.options), sinks[self.sink], self.dropout,
+            self.score_mod(), self.block_mask(), scale, True, dict(self.options), sinks[self.sink], self.dropout_p(),
             self.max_scores, self.layout(),
         )  # fmt: skip
+
+    def dropout_p(self) -> Any:
+        below = drop_below(self.dropout) if self.drop_at else None
+        seed = torch.zeros(1, dtype=torch.int64)
+        return self.dropout if below is None else Dropout(below, seed, q_offset=self.drop_at)
 
     def layout(self) -> LayoutArguments | None:
         zeros = torch.zeros(self.B, dtype=torch.int32)
@@ -208,7 +214,7 @@ def variants(call: Call) -> Iterator[Call]:
         {"mask": "anticausal"}, {"mask": "documents"},
         {"window": 40}, {"mask_batches": 2}, {"mask_heads": 4}, {"mask_batches": 2, "mask_heads": 4}, {"block": 64},
         {"block": (128, 64)}, {"overhangs": True}, {"ids": 300}, {"sink": "none"}, {"sink": "heads"},
-        {"sink": "number"}, {"sink_step": 2}, {"dropout": 0.5}, {"dropout": 0.0}, {"max_scores": True}, {"d_lse": True},
+        {"sink": "number"}, {"sink_step": 2}, {"dropout": 0.5}, {"dropout": 0.0}, {"drop_at": 32}, {"max_scores": True}, {"d_lse": True},
         {"needs": (True, False, False)}, {"needs": (False, True, True)}, {"table": (4, 400)}, {"table": (4, 256)},
         {"table_stored": (4, 2048)}, {"table_stored": (4, 1023)}, {"table_first": 1}, {"table_learns": False},
         {"tf32": True}, {"deterministic": True}, {"used": True}, {"offsets": True},
@@ -480,5 +486,5 @@ def described(value: object) -> object:
         case Layout():
             return value.names, value.page_size, value.capacity
         case Dropout():
-            return value.drop_below
+            return value.drop_below, value.place
     return value

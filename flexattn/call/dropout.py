@@ -30,22 +30,35 @@ _WORD = 0xFFFFFFFF
 
 @frozen(eq=False)
 class Dropout:
-    """The dropout probability, and the seed: one int64 on the device of the query."""
+    """The dropout probability, and the seed: one int64 on the device of the query.
+
+    The offsets are those of the first query, key, and (b, h) of a part of a larger call, which drops the same weights.
+    """
 
     drop_below: int  # numbers below this are dropped, of STEPS
     seed: Tensor  # [1]
+    q_offset: int = 0  # a multiple of QUERIES
+    kv_offset: int = 0  # a multiple of KEYS
+    bh_offset: int = 0  # b * heads + h
+    heads: int = 0  # of the larger call; 0: those of the query
+
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        return self.q_offset, self.kv_offset, self.bh_offset, self.heads
 
     @property
     def keep_scale(self) -> float:
         """The factor of kept weights, which preserves the expectation; 0 if no weight is kept."""
         return STEPS / (STEPS - self.drop_below) if self.drop_below < STEPS else 0.0
 
-    def keep(self, batch_head: Tensor, q_idx: Tensor, keys: Sequence[tuple[int, int]]) -> Tensor:
+    def keep(self, b: Tensor, h: Tensor, Hq: int, q_idx: Tensor, keys: Sequence[tuple[int, int]]) -> Tensor:
         """Return bool [..., keys]: which weights are kept, for half-open ranges of keys.
 
-        `batch_head` (b * Hq + h) and `q_idx` are integers that broadcast to [..., 1].
+        `b`, `h` and `q_idx` are integers that broadcast to [..., 1]. Hq is the number of heads of the query.
         """
-        return torch.cat([self._keep(batch_head.long(), q_idx.long(), *span) for span in keys], -1)
+        batch_head, queries = b.long() * (self.heads or Hq) + h.long() + self.bh_offset, q_idx.long() + self.q_offset
+        spans = [(first + self.kv_offset, end + self.kv_offset) for first, end in keys]
+        return torch.cat([self._keep(batch_head, queries, *span) for span in spans], -1)
 
     def _keep(self, batch_head: Tensor, q_idx: Tensor, first: int, end: int) -> Tensor:
         groups = torch.arange(first // KEYS, -(-end // KEYS), device=q_idx.device)
@@ -76,6 +89,8 @@ def check_dropout(dropout_p: object, device: torch.device, seeded: bool = True) 
 
     With `seeded=False` nothing is drawn, for calls that compute nothing.
     """
+    if isinstance(dropout_p, Dropout):  # of a part of a larger call
+        return dropout_p
     below = drop_below(dropout_p)
     if below is None:
         return None
@@ -124,5 +139,6 @@ def dropout_mask(
     found = torch.empty(B, H, M, N, device=chosen, dtype=dtype)
     rows = torch.arange(M, device=chosen)[:, None]
     for i in range(B * H):
-        found[i // H, i % H] = dropout.keep(torch.full_like(rows, i), rows, [(0, N)]).to(dtype) * dropout.keep_scale
+        b, h = (torch.full_like(rows, index) for index in divmod(i, H))
+        found[i // H, i % H] = dropout.keep(b, h, H, rows, [(0, N)]).to(dtype) * dropout.keep_scale
     return found

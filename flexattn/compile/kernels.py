@@ -87,7 +87,7 @@ DROPOUT = Feature(
     wanted=lambda problem, arrays: problem.dropout is not None,
     operands=(
         OfProblem("seed_ptr", "*i64", "seed"),
-        Scalars(("drop_below", "keep_scale")),
+        Scalars(("drop_below", "keep_scale", "drop_q", "drop_kv", "drop_bh", "drop_heads")),
     ),
     text="    dropout  by Philox, from seed and position",
 )

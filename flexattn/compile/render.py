@@ -170,7 +170,8 @@ def _accumulators(plan: KernelPlan) -> tuple[str, ...]:
 def _dropout_arguments(plan: KernelPlan) -> tuple[str, ...]:
     """Return the inner loop's arguments for dropout, besides the positions."""
     first = ("n0",) if plan.transposed else ("m0",) if plan.is_forward else ()
-    return ("seed", *first, "drop_below", "keep_scale", "heads_q") if plan.has_dropout else ()
+    place = ("drop_q", "drop_kv", "drop_bh", "drop_heads")
+    return ("seed", *first, "drop_below", "keep_scale", *place) if plan.has_dropout else ()
 
 
 def _streamed(plan: KernelPlan) -> str:

@@ -277,4 +277,8 @@ SCALARS: dict[str, tuple[str, Callable[[KernelPlan, Problem], int | float]]] = {
     "stride_v_descale": ("i32", lambda plan, problem: _descale_stride(problem, "v_descale")),
     "drop_below": ("i32", lambda plan, problem: _dropout(problem).drop_below),
     "keep_scale": ("fp32", lambda plan, problem: _dropout(problem).keep_scale),
+    "drop_q": ("i32", lambda plan, problem: _dropout(problem).q_offset),
+    "drop_kv": ("i32", lambda plan, problem: _dropout(problem).kv_offset),
+    "drop_bh": ("i32", lambda plan, problem: _dropout(problem).bh_offset),
+    "drop_heads": ("i32", lambda plan, problem: _dropout(problem).heads or problem.query.size(1)),
 }

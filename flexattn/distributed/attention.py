@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from flexattn.api import AuxOutput, AuxRequest
 from flexattn.api import flex_attention as attend
 from flexattn.block_mask import BlockMask
+from flexattn.call.dropout import Dropout, check_dropout
 from flexattn.distributed.chunks import length_of
 from flexattn.distributed.gathered import attend_gathered
 from flexattn.distributed.heads import attend_by_heads
@@ -42,6 +46,7 @@ def _flex_attention(
     kernel_options: Mapping[str, object] | None = None,
     return_aux: AuxRequest | None = None,
     sink: Tensor | float | None = None,
+    dropout_p: float = 0.0,
 ) -> Any:
     """Compute attention of tensors that are sharded over ranks. Each rank of the plan's mesh calls it.
 
@@ -54,6 +59,7 @@ def _flex_attention(
         score_mod, scale, enable_gqa, kernel_options, sink: as in flexattn.flex_attention.
         block_mask: without a plan, the mask of the whole tensors.
         plan: from `create_cp_plan`; it contains the mask. None: no dimension of the sequence is sharded.
+        dropout_p: as in flexattn.flex_attention. Rank 0 draws the seed. The dropped weights do not depend on the ranks.
         return_aux: what to return besides the output, as (out, AuxOutput), of this rank's queries.
 
     Returns:
@@ -73,10 +79,12 @@ def _flex_attention(
     if plan is not None and block_mask is not None:
         fix = "Leave it out: the plan contains the mask."
         raise ArgumentError(message("block_mask", "a mask and a plan", "one of them", fix))
-    options = Options(score_mod, scale, enable_gqa, kernel_options, sink, aux)
+    dropout = check_dropout(dropout_p, query.device)
+    options = Options(score_mod, scale, enable_gqa, kernel_options, sink, aux, dropout)
     if isinstance(query, DTensor) or isinstance(key, DTensor) or isinstance(value, DTensor):
         out, found = _of_dtensors(query, key, value, options, block_mask, plan)
     elif plan is not None:
+        _share_seed(dropout, plan.device_mesh)
         out, found = _of_local(plan, query, key, value, options)
     else:
         fix = "Make one with create_cp_plan, or call flexattn.flex_attention."
@@ -89,6 +97,14 @@ flex_attention = uncompiled(
     "a call of flexattn.distributed.flex_attention is one graph break. Remove fullgraph=True",
 )
 flex_attention.__name__ = flex_attention.__qualname__ = "flex_attention"
+
+
+def _share_seed(dropout: Dropout | None, mesh: DeviceMesh) -> None:
+    """Give all ranks of a mesh the seed of its first rank."""
+    if dropout is None:
+        return
+    for dim in range(mesh.ndim):
+        dist.broadcast(dropout.seed, group=mesh.get_group(dim), group_src=0)
 
 
 def _of_local(
@@ -144,6 +160,7 @@ def _of_dtensors(
             found = f"placements {x.placements} on {x.device_mesh}"
             fix = "Call redistribute on it."
             raise ArgumentError(message(name, found, f"those of query, {query.placements} on {query.device_mesh}", fix))
+    _share_seed(options.dropout, query.device_mesh)
     b, h = (_offset(query, dim) for dim in (0, 1))
     local = [x.to_local() for x in (query, key, value)]
     B, H = local[0].shape[:2]
@@ -157,7 +174,8 @@ def _of_dtensors(
         sink = sink.narrow(-1, h, H)
         if sink.dim() == 2:
             sink = sink.narrow(0, b, B)
-    options = Options(score_mod, options.scale, options.enable_gqa, options.kernel_options, sink, options.aux)
+    dropout = options.dropout_at(bh_offset=b * query.shape[1] + h, heads=query.shape[1]) or None
+    options = replace(options, score_mod=score_mod, sink=sink, dropout=dropout)
     if plan is not None:
         _check_sequence(query, plan)
         if plan.mask is not None and (plan.mask.B > 1 or plan.mask.H > 1) and (b or h or query.shape[:2] != (B, H)):
@@ -177,6 +195,7 @@ def _of_dtensors(
         out, found = attend(
             local[0], local[1], local[2], options.score_mod, mask, options.scale, options.enable_gqa,
             kernel_options=options.kernel_options, sink=options.sink, return_aux=options.aux,
+            dropout_p=options.dropout_at(),
         )  # fmt: skip
 
     def placed(x: Tensor | None) -> Any:

@@ -40,6 +40,7 @@ def attend_by_heads(
     out, found = flex_attention(
         q, kv[..., : key.size(-1)], kv[..., key.size(-1) :], score_mod, mask, options.scale, options.enable_gqa,
         kernel_options=options.kernel_options, sink=sink, return_aux=options.aux,
+        dropout_p=options.dropout_at(bh_offset=first, heads=query.size(1)),
     )  # fmt: skip
     lse, largest = (None if x is None else _by_tokens(plan, x[..., None])[..., 0] for x in found)
     return _by_tokens(plan, out), AuxOutput(lse, largest)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexattn.api import AuxOutput, AuxRequest, flex_attention
 from flexattn.block_mask import BlockMask
+from flexattn.call.dropout import Dropout
 from flexattn.distributed.chunks import Span
 from flexattn.distributed.plan import BLOCK, ContextPlan
 from flexattn.mask_build.create import create_block_mask
@@ -31,6 +32,17 @@ class Options:
     kernel_options: Any
     sink: Any
     aux: AuxRequest
+    dropout: Dropout | None = None  # of the whole call
+
+    def dropout_at(self, q_offset: int = 0, kv_offset: int = 0, bh_offset: int = 0, heads: int = 0) -> Any:
+        """Return what a part of the call passes as dropout_p, so that it drops the weights of the whole call."""
+        if self.dropout is None:
+            return 0.0
+        whole = self.dropout
+        return Dropout(
+            whole.drop_below, whole.seed, whole.q_offset + q_offset, whole.kv_offset + kv_offset,
+            whole.bh_offset + bh_offset, whole.heads or heads,
+        )  # fmt: skip
 
 
 Results = tuple[Tensor, Tensor | None, Tensor | None]  # out, lse, row maxima
@@ -67,6 +79,7 @@ def part(
     out, found = flex_attention(
         query, key, value, score_mod, mask_of_part(plan, queries, keys), options.scale, options.enable_gqa,
         kernel_options=options.kernel_options, sink=options.sink if with_sink else None, return_aux=aux,
+        dropout_p=options.dropout_at(queries[0], keys[0]),
     )  # fmt: skip
     return out, found.lse, found.max_scores
 

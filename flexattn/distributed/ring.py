@@ -210,7 +210,7 @@ def _problem(
     mask = mask_of_part(plan, part.queries, part.keys)
     call = Call(
         q, k, v, score_mod, mask, options.scale, options.enable_gqa, options.kernel_options,
-        given if part.is_first else None, max_scores=options.aux.max_scores,
+        given if part.is_first else None, options.dropout_at(part.queries[0], part.keys[0]), options.aux.max_scores,
     )  # fmt: skip
     with torch.enable_grad():
         problem = pose(call)

@@ -97,8 +97,9 @@ class Scores:
         """Return the dropout factors of the weights, [batches * key heads, group * rows, keys]."""
         assert self.problem.dropout is not None
         indices, dropout = self.indices(strip, tile), self.problem.dropout
-        batch_head = indices["b"] * self.problem.query.shape[1] + indices["h"]
-        keep = dropout.keep(batch_head, indices["q_idx"], tile.keys).expand(self.shape(strip, tile))
+        heads = self.problem.query.shape[1]
+        keep = dropout.keep(indices["b"], indices["h"], heads, indices["q_idx"], tile.keys)
+        keep = keep.expand(self.shape(strip, tile))
         return keep.flatten(2, 3).flatten(0, 1).to(self.dtype).mul_(dropout.keep_scale)
 
     def plain_scores(self, strip: Strip, tile: Tile, query: Tensor, factor: float, name: str = "scores") -> Tensor:

@@ -198,8 +198,8 @@ class _Strip:
         n = len(columns)
         d_p, p = (p * (d_score - d_lse))[..., :n], p[..., :n]
         if self.dropout is not None:
-            batch_head = indices["b"] * self.heads_q + indices["h"]
-            kept = self.dropout.keep(batch_head, indices["q_idx"], [(0, N)])[..., columns] * self.dropout.keep_scale
+            kept = self.dropout.keep(indices["b"], indices["h"], self.heads_q, indices["q_idx"], [(0, N)])
+            kept = kept[..., columns] * self.dropout.keep_scale
             d_p, p = (x * kept.to(dtype).expand(*shape, n).flatten(1, 2) for x in (d_p, p))
         d_out = d_p @ value + p @ d_value
         return torch.cat([d_out, d_lse], -1).unflatten(1, shape[1:]).masked_fill(empty, 0.0)

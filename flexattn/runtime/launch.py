@@ -134,7 +134,7 @@ def launch_key(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Ite
         problem.options, problem.values_in_keys,
         problem.max_scores, tuple(arrays), allows_tf32(), problem.score_grad,
         None if problem.sink is None else (problem.sink.shape, problem.sink.stride()),
-        None if problem.dropout is None else problem.dropout.drop_below,
+        None if problem.dropout is None else (problem.dropout.drop_below, problem.dropout.place),
         is_deterministic(),
         None if blocks is None else _mask_key(blocks),
         None if problem.layout is None else _layout_key(problem.layout, blocks),
