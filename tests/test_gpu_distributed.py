@@ -51,9 +51,13 @@ def compare(rank: int, device: torch.device, dtype: torch.dtype) -> None:
         return score + slopes[h] * (kv_idx - q_idx)
 
     masks = {
-        "causal": mods.causal, "sliding": mods.sliding_window(600), "documents": mods.document_causal(ids), "none": None,
-    }  # fmt: skip
-    close = {"rtol": 2e-2, "atol": 2e-2} if dtype != torch.float32 else {"rtol": 2e-3, "atol": 2e-3}
+        "causal": mods.causal,
+        "sliding": mods.sliding_window(600),
+        "documents": mods.document_causal(ids),
+        "none": None,
+    }
+    bound = 2e-3 if dtype == torch.float32 else 2e-2
+    close: dict[str, Any] = {"rtol": bound, "atol": bound}
     for name, mod in masks.items():
         mask = None if mod is None else create_block_mask(mod, None, None, S, S, device=device)
         for p in (0.0, 0.25):

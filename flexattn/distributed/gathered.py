@@ -17,7 +17,7 @@ def attend_gathered(
 ) -> tuple[Tensor, AuxOutput]:
     """Return attention of this rank's queries [B, Hq, local, D]. `key` and `value` are its own keys."""
     D, needs, chunks = key.size(-1), plan.needs_of(plan.rank), plan.chunks[plan.rank]
-    rows = gather_rows(plan, _packed(key, value), needs)  # [needed keys, B, Hkv, D + Dv]
+    rows = gather_rows(plan, key, value, needs)  # [needed keys, B, Hkv, D + Dv]
     keys, values = (x.permute(1, 2, 0, 3) for x in (rows[..., :D], rows[..., D:]))
 
     def take(span: Span) -> tuple[Tensor, Tensor]:
@@ -44,8 +44,8 @@ def _packed(key: Tensor, value: Tensor) -> Tensor:
     return torch.cat([key, value], -1).permute(2, 0, 1, 3).contiguous()
 
 
-def gather_rows(plan: ContextPlan, own: Tensor, needs: list[Span]) -> Tensor:
-    """Return the rows of needed tokens, in their order, from the rows that each rank has, [local, ...]."""
+def gather_rows(plan: ContextPlan, key: Tensor, value: Tensor, needs: list[Span]) -> Tensor:
+    """Return the packed rows of needed tokens, in their order, from the keys and values that each rank has."""
     me, tokens = plan.rank, [plan.tokens_of(rank) for rank in range(plan.ranks)]
     sent: list[Span] = []
     counts = []
@@ -54,6 +54,7 @@ def gather_rows(plan: ContextPlan, own: Tensor, needs: list[Span]) -> Tensor:
         sent += wanted
         counts.append(length_of(wanted))
     received = plan.received(me)
+    own = _packed(key, value)
     arrived = own[:0]
     if any(any(plan.received(rank)) for rank in range(plan.ranks)):
         outgoing = assemble([(0, *span) for span in sent], own)

@@ -145,10 +145,11 @@ class _Ring(Function):
             for part in step.parts:
                 engine, problem = _problem(plan, options, part, query, rows, ctx.D, sink, captures)
                 span = slice(*_rows_of(plan, part))
-                inputs = [None if x is None else x[:, :, span] for x in (out, lse, d_out, d_lse)]
+                inputs = out[:, :, span], lse[:, :, span].contiguous(), d_out[:, :, span]
+                of_lse = None if d_lse is None else d_lse[:, :, span]
                 needs = True, True, True, problem.sink is not None
                 dq, dk, dv, of_score, of_sink = run_engine(
-                    "backward", problem, engine.backward, problem, *inputs, needs
+                    "backward", problem, engine.backward, problem, *inputs, of_lse, needs
                 )
                 d_query[:, :, span] += dq
                 at = slice(*part.rows)
