@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Never
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from flexattn.block_mask import BlockMask
 from flexattn.call.call import Call, Mod
 from flexattn.call.pose import pose
 from flexattn.call.problem import Problem
+from flexattn.call.unknown_arguments import unknown_arguments
 from flexattn.engines.cpu_scores import Scores
 from flexattn.engines.cpu_tiles import Strip, Tile
 from flexattn.errors import ArgumentError, DeviceError, IndexRangeError, message
@@ -97,6 +98,7 @@ def debug(
     at: Sequence[Position],
     sink: Tensor | float | None = None,
     d_out: Tensor | None = None,
+    **unknown: Never,
 ) -> DebugTable:
     """Return scores, mask, weight and gradient of a call at selected pairs, as a table to print.
 
@@ -126,6 +128,8 @@ def debug(
         0  0      1       0    4  1.9281  partial   yes     0.5         -
         0  0      1       2    4  1.9281  partial    no       0         -
     """
+    if unknown:
+        raise unknown_arguments(debug, unknown)
     with torch.no_grad():
         problem = pose(Call(query, key, value, score_mod, block_mask, scale, enable_gqa, sink=sink), seeded=False)
         positions = _checked_positions(at, problem)

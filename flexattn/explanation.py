@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Never
 
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
@@ -16,6 +16,7 @@ from flexattn.call.call import Call, Mod
 from flexattn.call.layout import KVLayout, LayoutArguments
 from flexattn.call.pose import pose
 from flexattn.call.problem import Problem
+from flexattn.call.unknown_arguments import unknown_arguments
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.plan import tile_origin
@@ -263,6 +264,7 @@ def explain(
     KV_LEN: int | None = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
     target: str | None = None,
+    **unknown: Never,
 ) -> Explanation:
     """Return every stage of a call of flex_attention without running it. Print the result for a summary.
 
@@ -291,6 +293,8 @@ def explain(
         >>> explain(mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, Q_LEN=512, KV_LEN=512).block_mask.counts()
         (6, 4, 6)
     """
+    if unknown:
+        raise unknown_arguments(explain, unknown)
     sizes = {"B": B, "H": H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
     if query is None and key is None and value is None and block_mask is None:
         return _explain_mods(score_mod, mask_mod, sizes, BLOCK_SIZE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from flexattn.block_mask.dense import dense_blocks
 from flexattn.block_mask.from_torch import from_torch
 from flexattn.call.call import Mod
 from flexattn.call.pose import autocast
+from flexattn.call.unknown_arguments import unknown_arguments
 from flexattn.errors import ArgumentError, UnsupportedError, message
 from flexattn.process.frozen_class import frozen
 from flexattn.reference import IndexByTensor
@@ -104,6 +105,7 @@ def verify(
     rows: int = 32,
     gradients: bool = True,
     seed: int = 0,
+    **unknown: Never,
 ) -> Verification:
     """Run a call, and its backward with a random gradient of the output, and compare sampled rows with float64.
 
@@ -132,6 +134,8 @@ def verify(
         >>> bool(verify(q, k, v, flexattn.mods.softcap(20.0), mask))
         True
     """
+    if unknown:
+        raise unknown_arguments(verify, unknown)
     if type(rows) is not int or rows < 1:
         raise ArgumentError(message("rows", repr(rows), "an int from 1 on", "Leave it out, for 32 rows."))
     if getattr(query, "is_nested", False):

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from eager_comparison import N, Straight, values
 from torch import Tensor
 
-from flexattn.errors import ModError, UnsupportedError
+from flexattn import mods
+from flexattn.errors import IndexRangeError, ModError, UnsupportedError
 from flexattn.trace.aten import TABLES
 from flexattn.trace.trace import trace
 
@@ -165,3 +166,72 @@ def test_the_users_exception_is_the_cause() -> None:
         trace(fails, "score")
     assert isinstance(caught.value.__cause__, KeyError)
     assert line(fails) in str(caught.value)
+
+
+TWO, LENGTH = 2.0, 2
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda s, b, h, q, k: s + torch.tensor([1.0, 2.0])[k],
+        lambda s, b, h, q, k: s + torch.tensor([1.0, TWO])[k],
+        lambda s, b, h, q, k: s + torch.arange(2)[k],
+        lambda s, b, h, q, k: s + torch.arange(LENGTH)[k],
+        lambda s, b, h, q, k: s + torch.zeros(2)[k],
+        lambda s, b, h, q, k: s + torch.full((2,), TWO)[k],
+        lambda s, b, h, q, k: s + torch.stack([s, s * 2])[k],
+        lambda s, b, h, q, k: s + s.expand(2)[k],
+        lambda s, b, h, q, k: s + torch.tensor([[1.0, 2.0], [3.0, 4.0]])[q % 2, k],
+        lambda s, b, h, q, k: s + torch.take(torch.ones(2, 1), k),
+        lambda s, b, h, q, k: s + F.embedding(k, torch.ones(2, 3)).sum(),
+        lambda s, b, h, q, k: s + torch.ones(2).index_select(0, k.view(1)).sum(),
+        lambda s, b, h, q, k: s + torch.ones(2).gather(0, k.view(1)).sum(),
+    ],
+)
+def test_an_index_outside_of_a_tensor_that_the_mod_makes(mod: Callable[..., Any]) -> None:
+    bound = trace(mod, "score")
+    zero, inside = torch.zeros(()), torch.arange(2)
+    places = torch.tensor(0), torch.tensor(0), torch.tensor(1)
+    expected = torch.stack([mod(zero, *places, k) for k in inside])
+    torch.testing.assert_close(bound(zero, *places, inside), expected.float())
+    for outside in (2, -3):
+        text = rf"score_mod \(.*{line(mod, 0)}\): found index {outside} of a tensor that it makes, expected -2 to 1, as"
+        with pytest.raises(IndexRangeError, match=text):
+            bound(zero, *places, torch.tensor([0, outside]))
+
+
+def test_indices_that_are_in_range_cost_nothing() -> None:
+    assert not trace(lambda s, b, h, q, k: s + torch.tensor([1.0, 2.0])[k % 2], "score").captures
+    assert not trace(lambda s, b, h, q, k: s + torch.arange(8)[(q - k).clamp(-8, 7)], "score").captures
+
+
+def test_fixes_of_indices_out_of_range() -> None:
+    table = torch.zeros(2)
+
+    def read(mod: Callable[..., Any], kind: Any, b: int, h: int, length: int) -> None:
+        places = torch.arange(b), torch.arange(h), torch.arange(length), torch.arange(length)
+        given = torch.meshgrid(*places, indexing="ij")
+        trace(mod, kind)(*(torch.zeros(()),) * (kind == "score"), *given)
+
+    for mod, sizes, fix in (
+        (lambda s, b, h, q, k: s + table[b], (3, 1, 1), "The index is b: give `table` an entry for each sequence"),
+        (lambda s, b, h, q, k: s + table[h], (1, 3, 1), "The index is h: give `table` an entry for each query head"),
+        (lambda s, b, h, q, k: s + table[q], (1, 1, 3), "Pad `table` up to the lengths of query and key"),
+        (lambda s, b, h, q, k: s + torch.ones(2)[h], (1, 3, 1), "The index is h: give it an entry for each query head"),
+    ):
+        with pytest.raises(IndexRangeError, match=fix):
+            read(mod, "score", *sizes)
+    with pytest.raises(IndexRangeError, match=r"offsets ends at 2\. It is cumulative.*offsets\[-1\] is that length"):
+        read(mods.document(offsets=torch.tensor([0, 1, 2])), "mask", 1, 1, 3)
+
+
+def test_an_index_out_of_range_names_the_line_of_the_read() -> None:
+    table = torch.zeros(2)
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        doubled = s * 2
+        return doubled + table[k]
+
+    with pytest.raises(IndexRangeError, match=rf"score_mod mod \(.*{line(mod, 2)}\): found index 2 in dimension 0"):
+        trace(mod, "score")(*[torch.tensor(2)] * 5)

@@ -7,13 +7,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Never, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flexattn.block_mask import BlockMask, BuildCounts, BuiltMask, RunLists, Runs, run_lists
+from flexattn.call.unknown_arguments import unknown_arguments
 from flexattn.errors import ArgumentError, DeviceError, UnsupportedError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.boxes import DTYPES
@@ -84,6 +85,7 @@ def create_block_mask(
     separate_full_blocks: bool = True,
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
+    **unknown: Never,
 ) -> BlockMask:
     """Return the BlockMask of `mask_mod(b, h, q_idx, kv_idx) -> bool` over B batches, H heads, Q_LEN queries and KV_LEN
     keys. With B or H None, the mask applies to any number of them; mask_mod must not read that index.
@@ -101,6 +103,8 @@ def create_block_mask(
     >>> mask.counts()  # full, partial, empty
     (6, 4, 6)
     """
+    if unknown:
+        raise unknown_arguments(create_block_mask, unknown)
     if _compile:
         warnings.warn(
             "_compile on create_block_mask does nothing: masks are built in bounded memory without it. Leave it out.",
