@@ -6,10 +6,12 @@ The mods are traced and evaluated as in the CPU engine, row by row, on any devic
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Never
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
@@ -154,9 +156,18 @@ def _checked_positions(at: Sequence[Position], problem: Problem) -> list[Positio
     sizes = (*problem.query.shape[:3], problem.key.shape[2])
     positions = []
     for place in at:
-        if not isinstance(place, Sequence) or len(place) != 4 or any(type(i) is not int for i in place):
+        is_tensor = isinstance(place, (Tensor, np.ndarray))
+        ints = (
+            not is_tensor
+            and isinstance(place, Sequence)
+            and all(type(i) is int or hasattr(i, "__index__") for i in place)
+        )
+        if not ints or len(place) != 4 or any(isinstance(i, bool) for i in place):
             fix = "Write at=[(0, 0, 5, 3)] for batch 0, head 0, query 5 and key 3."
+            if is_tensor or isinstance(at, (Tensor, np.ndarray)):
+                fix = "Call .tolist() of the positions."
             raise ArgumentError(message("at", repr(place), "positions (b, h, q_idx, kv_idx) of four ints", fix))
+        place = tuple(map(operator.index, place))
         for name, i, size in zip(("b", "h", "q_idx", "kv_idx"), place, sizes, strict=True):
             if not 0 <= i < size:
                 fix = "Positions count from 0, and h is a head of query."

@@ -38,6 +38,7 @@ class Comparison:
     error: float
     bound: float
     at: tuple[int, ...]  # batch, head and row of the largest error
+    nan_rows: int = 0  # sampled rows with NaN in the same elements as float64, which are no errors
 
     @property
     def passed(self) -> bool:
@@ -58,6 +59,8 @@ class Verification:
         lines = [f"{'':4}  {'error':>9}  {'bound':>9}  batch, head, row of the largest error"]
         for c in self.comparisons:
             verdict = "" if c.passed else "  TOO LARGE"
+            if c.nan_rows:
+                verdict += f"  {c.nan_rows} row{'s are' if c.nan_rows > 1 else ' is'} NaN in both"
             lines.append(f"{c.name:4}  {c.error:9.2e}  {c.bound:9.2e}  {', '.join(map(str, c.at))}{verdict}")
         return "\n".join(lines)
 
@@ -121,7 +124,8 @@ def verify(
         seed: of the sampled rows and of the gradient of the output.
 
     Returns:
-        A Verification, which is true if everything is within its bounds. `print` shows the errors.
+        A Verification, which is true if everything is within its bounds. `print` shows the errors, and how many rows
+        are NaN both in the call and in float64, as with NaN in query.
 
     Raises:
         What flex_attention raises, ArgumentError for other `rows`, and UnsupportedError for nested tensors.
@@ -227,7 +231,10 @@ def _compared(
             own = _distance(other[i].row, expected[i].row)
             allowed = max(allowed, own if math.isfinite(own) else 0.0)  # one that overflows allows nothing
             rounding = max(rounding, expected[i].rounding)
-        comparisons.append(Comparison(name, largest, _FACTOR * allowed + _ULPS * rounding, worst))
+        nan_rows = sum(
+            bool((result[place].isnan() & e[i].row.isnan()).any()) for place, e in zip(at, exact, strict=True)
+        )
+        comparisons.append(Comparison(name, largest, _FACTOR * allowed + _ULPS * rounding, worst, nan_rows))
     return tuple(comparisons)
 
 

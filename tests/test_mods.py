@@ -219,7 +219,10 @@ def test_masks_without_captures_pickle():
         (lambda: mods.document(offsets=torch.tensor([0, 150, 100, 200])), "offsets: found descending values"),
         (lambda: mods.document(offsets=torch.tensor([100, 100])), "offsets: found a start at 100.*cumulative sum"),
         (lambda: mods.document(offsets=torch.tensor([0.0, 4.0])), "offsets: found float32 \\[2\\], expected integers"),
-        (lambda: mods.sliding_window(-1), "window: found -1, expected an int from 1 on.*mods.band\\(-1, 0\\), or leave"),
+        (
+            lambda: mods.sliding_window(-1),
+            "window: found -1, expected an int from 1 on.*mods.band\\(-1, 0\\), or leave",
+        ),
         (lambda: mods.sliding_window(0), "window: found 0, expected an int from 1 on"),
         (lambda: mods.sliding_window(2.5), "window: found 2.5, expected an int from 1 on"),
         (lambda: mods.softcap(0.0), "cap: found 0.0, expected .*0.0 means off in FlashAttention: leave the mod out"),
@@ -232,7 +235,10 @@ def test_masks_without_captures_pickle():
         (lambda: mods.global_tokens(True), "tokens: found True, expected an int from 0 on"),
         (lambda: mods.alibi(0), "slopes: found 0, expected an int from 1 on"),
         (lambda: mods.alibi(torch.zeros(2, 4)), "slopes: found float32 \\[2, 4\\], expected a tensor \\[H\\]"),
-        (lambda: mods.padding(torch.ones(2, 200).bool()), "lengths: found bool \\[2, 200\\], expected integers \\[B\\].*sum"),
+        (
+            lambda: mods.padding(torch.ones(2, 200).bool()),
+            "lengths: found bool \\[2, 200\\], expected integers \\[B\\].*sum",
+        ),
         (lambda: mods.padding([3, 4]), "lengths: found a list, expected integers \\[B\\]"),
         (lambda: mods.natten_2d(4, 4, -1), "natten_2d, kernel: found"),
         (lambda: mods.tree([-1, 0]), "parents: found a list"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from eager_comparison import N, Straight, values
 from torch import Tensor
 
 from flexattn import mods
-from flexattn.errors import IndexRangeError, ModError, UnsupportedError
+from flexattn.errors import IndexRangeError, ModError, RetraceWarning, UnsupportedError
 from flexattn.trace.aten import TABLES
 from flexattn.trace.trace import trace
 
@@ -92,14 +93,14 @@ def test_mutation_and_randomness() -> None:
 
 def test_results() -> None:
     one = values(1)
-    refuse(lambda s, b, h, q, k: s * one, "score", r"shape \[1\], expected a scalar.*scale\[0\]", offset=0)
+    refuse(lambda s, b, h, q, k: s * one, "score", r"shape \[1\], expected a scalar.*one\[h\]", offset=0)
     refuse(lambda s, b, h, q, k: None, "score", "type NoneType, expected a scalar tensor")
     refuse(lambda b, h, q, k: q - k, "mask", r"torch\.int64, expected torch\.bool\. Write a comparison", offset=0)
     refuse(lambda b, h, q, k: 1, "mask", "type int, expected a bool tensor")
 
 
 def test_calls() -> None:
-    refuse(3, "score", "found 3, expected a callable")
+    refuse(3, "score", "found an int, expected a callable")
     refuse(causal, "score", "looks like a mask_mod: pass it as block_mask")
     refuse(lambda s, b, h, q, k: s, "mask", "looks like a score_mod")
     refuse(lambda s, b, h: s, "score", "5 positional parameters")
@@ -235,3 +236,44 @@ def test_an_index_out_of_range_names_the_line_of_the_read() -> None:
 
     with pytest.raises(IndexRangeError, match=rf"score_mod mod \(.*{line(mod, 2)}\): found index 2 in dimension 0"):
         trace(mod, "score")(*[torch.tensor(2)] * 5)
+
+
+def test_shapes_of_captured_tensors_are_named() -> None:
+    bias = torch.zeros(7, 9)
+    text = r"found a result of shape \[7, 9\], expected a scalar.*for example bias\[q_idx, kv_idx\]"
+    refuse(lambda s, b, h, q, k: s + bias, "score", text, offset=0)
+    text = r"found 4 indices into the captured tensor `bias` of shape \[7, 9\], expected at most 2\. Leave out"
+    refuse(lambda s, b, h, q, k: s + bias[b, h, q, k], "score", text, offset=0)
+
+
+def test_the_users_own_exceptions_have_no_advice() -> None:
+    def fails(error: Exception) -> Any:
+        def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            raise error
+
+        return mod
+
+    for error in (KeyError("x"), ZeroDivisionError("x"), ValueError("x"), NameError("x"), NotImplementedError("x")):
+        with pytest.raises(ModError, match=rf"raised {type(error).__name__}: '?x'?$"):
+            trace(fails(error), "score")
+    with pytest.raises(ModError, match=r"raised TypeError: x\. A score_mod is called with 0-d tensors"):
+        trace(fails(TypeError("x")), "score")
+
+
+def test_a_mod_prints_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        print("score:", s)
+        return s
+
+    trace(mod, "score")
+    assert capsys.readouterr().out.count("score:") == 1
+
+
+def test_numpy_arrays_name_the_fix() -> None:
+    array = np.array([0.5])
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * array[0]
+
+    with pytest.warns(RetraceWarning, match=r"^score_mod \(.*it reads a numpy array.*capture torch\.from_numpy"):
+        trace(score_mod, "score")

@@ -217,8 +217,9 @@ def check_positions(lengths: tuple[int, int], layout: Layout, M: int) -> None:
         _check_values("seqused_k", layout.seqused_k, 0, columns, f"the columns of block_mask, {columns}")
     if layout.q_offsets is not None:
         fix = (
-            f"The rows of block_mask, {rows}, are positions, and query has {M} rows for each sequence. Build the mask with "
-            "Q_LEN = the most tokens of a sequence, and the rows of a chunk if shorter chunks are padded."
+            f"The rows of block_mask ({rows}) are positions, and query has {M} row{'s' * (M != 1)} for "
+            "each sequence. Build the mask with Q_LEN = the most tokens of a sequence, and the rows of a chunk if "
+            "shorter chunks are padded."
         )
         _check_values("q_offsets", layout.q_offsets, 0, rows - M, fix=fix)
 

@@ -167,7 +167,9 @@ class ModGraph:
     def _fix_of_index(self, load: Load, dimension: int, size: int) -> str:
         capture, reads = self.captures[load.capture], self.dependence[load.args[dimension]]
         if capture.name == FROM_OFFSETS:
-            return f"offsets ends at {size}. It is cumulative, from 0 to the length of a row: offsets[-1] is that length."
+            return (
+                f"offsets ends at {size}. It is cumulative, from 0 to the length of a row: offsets[-1] is that length."
+            )
         name = "it" if capture.literal else f"`{capture.name}`"
         for input_name, size_of, entry in (("b", "batch of query", "sequence"), ("h", "heads of query", "query head")):
             if reads == {input_name}:

@@ -328,7 +328,7 @@ def _device(bound: BoundMod, device: torch.device | str | int | None) -> torch.d
         return next(iter(captured))
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    chosen = torch.device(device)
+    chosen = _torch_device(device)
     if chosen.index is None and chosen.type != "cpu":  # "cuda" becomes "cuda:0"
         is_cuda = chosen.type == "cuda"  # queried directly: an allocation takes more host time
         chosen = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.empty(0, device=chosen).device
@@ -336,6 +336,19 @@ def _device(bound: BoundMod, device: torch.device | str | int | None) -> torch.d
         if found != chosen:
             fix = f"Move {name} there, or pass device={str(found)!r}."
             raise DeviceError(message(f"mask_mod's captured tensor {name!r}", found, f"{chosen}", fix))
+    return chosen
+
+
+def _torch_device(device: torch.device | str | int) -> torch.device:
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError, ValueError, AssertionError):
+        fix = 'Write device="cuda" or device="cpu", or leave it out.'
+        raise DeviceError(message("device", repr(device), "a device of torch", fix)) from None
+    # is_initialized is fast; a process that has used its GPU has one
+    if chosen.type == "cuda" and not torch.cuda.is_initialized() and not torch.cuda.is_available():
+        fix = 'Write device="cpu", or leave it out.'
+        raise DeviceError(message("device", repr(str(device)), "a device of this machine, where CUDA is missing", fix))
     return chosen
 
 

@@ -11,7 +11,7 @@ from flexattn.mods.kinds import MaskMod, named
 
 
 def noop_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """Attend to every key."""
+    """Attend to every key. It is a mask_mod itself, passed without calling it."""
     return b.new_ones((), dtype=torch.bool)
 
 

@@ -23,23 +23,28 @@ def document(ids: Tensor | None = None, *, offsets: Tensor | None = None) -> Mas
     >>> document(offsets=torch.tensor([0, 1, 4]))(i, i, i[:, None], i).int().tolist()
     [[1, 0, 0, 0], [0, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1]]
     """
-    of_token = _ids(ids, offsets)
-    if offsets is not None:
-        of_token_from_offsets = of_token  # errors about an index explain this name
+    if ids is None or offsets is not None:
+        of_token_from_offsets = _of_offsets(ids, offsets)  # errors about an index explain this name
 
         def by_offsets(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return of_token_from_offsets[q_idx] == of_token_from_offsets[kv_idx]
 
         return named(by_offsets, "document")
-    if of_token.dim() == 2:
+
+    if not isinstance(ids, Tensor) or ids.dim() not in (1, 2):
+        fix = "Give the document of each token, [B, S] with a packing per batch."
+        kind = ArgumentError if isinstance(ids, Tensor) else DtypeError
+        raise kind(message("ids", described(ids), "[S] or [B, S]", fix))
+
+    if ids.dim() == 2:
 
         def for_each_batch(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            return of_token[b, q_idx] == of_token[b, kv_idx]
+            return ids[b, q_idx] == ids[b, kv_idx]
 
         return named(for_each_batch, "document")
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return of_token[q_idx] == of_token[kv_idx]
+        return ids[q_idx] == ids[kv_idx]
 
     return named(mask, "document")
 
@@ -60,21 +65,11 @@ def document_causal(ids: Tensor | None = None, *, offsets: Tensor | None = None)
     return named(mask, "document_causal")
 
 
-def _ids(ids: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """Return the document of each token."""
-    if ids is None and offsets is not None:
-        return _of_offsets(offsets)
-    if ids is None or offsets is not None:
+def _of_offsets(ids: Tensor | None, offsets: Tensor | None) -> Tensor:
+    """Return the document of each token, int32 [S]."""
+    if ids is not None or offsets is None:
         found = "neither of ids and offsets" if ids is None else "both of ids and offsets"
         raise ArgumentError(message("document", found, "one", "Pass ids, or offsets=."))
-    fix = "Give the document of each token, [B, S] with a packing per batch."
-    if not isinstance(ids, Tensor) or ids.dim() not in (1, 2):
-        kind = ArgumentError if isinstance(ids, Tensor) else DtypeError
-        raise kind(message("ids", described(ids), "[S] or [B, S]", fix))
-    return ids
-
-
-def _of_offsets(offsets: Tensor) -> Tensor:
     fix = "Pass the cumulative sum of the lengths, with 0 in front."
     check_tensor("offsets", offsets, "[documents + 1]", fix, integers=True)
     ends = offsets.tolist()

@@ -23,6 +23,7 @@ from flexattn.graph.narrow import narrowed
 from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS, Capture, Number, wide
 from flexattn.graph.ranges import ranges
 from flexattn.process.frozen_class import frozen
+from flexattn.torch_state.symbols import example
 from flexattn.trace.aten import TABLES, has_row
 from flexattn.trace.elements import Elements, Index
 from flexattn.trace.interception import CONSTANT, DATA_DEPENDENT, IN_PLACE, MOST_SHOWN, RANDOM, line_of_node
@@ -114,7 +115,7 @@ def scalarize(recorded: RecordedGraph, kind: Kind, name: str, score_dtype: torch
     leaves = _Leaves(recorded, score_dtype)
     elements = Elements(TABLES, leaves.builder, leaves.load, leaves.number, leaves.inside)
     dtype = score_dtype if kind == "score" else torch.bool
-    out = _output(elements, recorded.result, kind, called, dtype)
+    out = _output(elements, recorded.result, kind, called, dtype, recorded.names)
     graph = leaves.builder.build(
         name, SCORE_INPUTS if kind == "score" else MASK_INPUTS, tuple(leaves.captures), tuple(leaves.numbers), [out],
         location=location,
@@ -137,15 +138,20 @@ def scalarize(recorded: RecordedGraph, kind: Kind, name: str, score_dtype: torch
     )
 
 
-def _output(elements: Elements, result: Any, kind: Kind, name: str, dtype: torch.dtype) -> Expr:
-    """Return the result of the mod as an expression of the dtype required for its kind."""
+def _output(
+    elements: Elements, result: Any, kind: Kind, name: str, dtype: torch.dtype, captured: dict[fx.Node, str]
+) -> Expr:  # fmt: skip
+    """Return the result of the mod as an expression of the dtype required for its kind.
+
+    `captured` has the user's names of captured tensors.
+    """
     if isinstance(result, fx.Node):
         value = result.meta["val"]
         if value.ndim > 0:
-            fix = "Index the captured tensor down to one element, for example scale[0]."
+            shape = [example(size) for size in value.shape]
             raise ModError(
-                f"{name}, line {line_of_node(result)}: found a result of shape {list(value.shape)}, "
-                f"expected a scalar (a 0-d tensor). {fix}"
+                f"{name}, line {line_of_node(result)}: found a result of shape {shape}, expected a scalar (a 0-d "
+                f"tensor). Read one element of each captured tensor, for example {_example_of_read(captured)}."
             )
         if kind == "score" and (value.is_complex() or value.dtype == torch.bool):
             raise ModError(
@@ -167,6 +173,14 @@ def _output(elements: Elements, result: Any, kind: Kind, name: str, dtype: torch
     fix = _BOOL_SCORE if boolean else _COMPLEX_SCORE if isinstance(result, complex) else "Return one."
     found = _NUMBERS.get(type(result), type(result)).__name__
     raise ModError(f"{name}: found a result of type {found}, expected {wanted}. {fix}")
+
+
+def _example_of_read(captured: dict[fx.Node, str]) -> str:
+    """Return how a mod reads an element of the captured tensor with the most dimensions."""
+    ranks = {name: node.meta["val"].ndim for node, name in captured.items()}
+    largest = max(ranks, key=lambda name: ranks[name], default="")
+    indices = {1: "h", 2: "q_idx, kv_idx", 3: "h, q_idx, kv_idx", 4: "b, h, q_idx, kv_idx"}.get(ranks.get(largest, 0))
+    return f"{largest}[{indices}]" if indices else "scale[0]"
 
 
 _BOOL_SCORE = "It looks like a mask_mod: pass it as block_mask=create_block_mask(mask_mod, ...)."

@@ -133,9 +133,10 @@ def _warn(kind: Kind, traced: Traced, record: ReadLog) -> None:
     if len(_retraced) < _MOST_RETRACED:
         _retraced[key] = count
     if count == (2 if record.may_end else 1):
+        called = mod_in_messages(kind, traced.graph.name)
         where = f" ({traced.graph.location})" if traced.graph.location else ""
         warnings.warn(
-            f"{kind}_mod {traced.graph.name}{where} is traced at each call: {record.reason}. Move it out of the mod: "
+            f"{called}{where} is traced at each call: {record.reason}. Move it out of the mod: "
             f"compute it before the call, and let the mod capture a tensor or a number.",
             RetraceWarning,
             stacklevel=frames_of_ours(),
@@ -268,7 +269,8 @@ def _check_kind(mod: Mod, kind: Kind) -> None:
     elif isinstance(mod, type):
         found, fix = f"the class {mod.__name__}", f"Pass an instance: {mod.__name__}(...)."
     elif not callable(mod):
-        found, fix = f"a {type(mod).__name__}", "Pass a function."
+        name = type(mod).__name__
+        found, fix = f"{'an' if name[0] in 'aeiou' else 'a'} {name}", "Pass a function."
     else:
         return
     raise ModError(message(f"{kind}_mod", found, f"a callable {kind}_mod({inputs})", fix))
@@ -301,8 +303,8 @@ def _check_call(mod: Mod, kind: Kind, name: str) -> None:
         fix = f"Call it: {name}(...) returns the mod."
     if _binds(signature, len(others)):
         fix = (
-            "It looks like a mask_mod: pass it as block_mask=create_block_mask(mask_mod, ...), or as mask_mod= to show, "
-            "explain and varlen_attn."
+            "It looks like a mask_mod: pass it as block_mask=create_block_mask(mask_mod, ...), or as mask_mod= to "
+            "show, explain and varlen_attn."
             if kind == "score"
             else "It looks like a score_mod: pass it as score_mod=."
         )
