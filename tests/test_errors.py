@@ -227,9 +227,9 @@ OTHERS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]]
         lambda: flex_attention(
             ones(1, 4, 1, 16), K[:1], V[:1], block_mask=mask(M=1), q_offsets=torch.tensor([5], dtype=torch.int32)
         ), (ValueError,),
-        "q_offsets: found an entry 5, expected entries from 0 to 0. The rows of block_mask (1) are positions, and query "
-        "has 1 row for each sequence. Build the mask with Q_LEN = the most tokens of a sequence, and the rows of a "
-        "chunk if shorter chunks are padded.",
+        "q_offsets: found an entry 5, expected entries from 0 to 0. The rows of block_mask (1) are positions, and "
+        "query has 1 row for each sequence. Build the mask with Q_LEN = the most tokens of a sequence, and the rows of "
+        "a chunk if shorter chunks are padded.",
     ),
     "pages without a table": (
         lambda: flex_attention(ones(1, 4, 1, 16), ones(8, 4, 32, 16), ones(8, 4, 32, 16)), (ValueError,),
