@@ -72,9 +72,10 @@ def _of_offsets(ids: Tensor | None, offsets: Tensor | None) -> Tensor:
         raise ArgumentError(message("document", found, "one", "Pass ids, or offsets=."))
     fix = "Pass the cumulative sum of the lengths, with 0 in front."
     check_tensor("offsets", offsets, "[documents + 1]", fix, integers=True)
-    ends = offsets.tolist()
-    if not ends or ends[0] != 0 or any(end < start for start, end in itertools.pairwise(ends)):
-        found = "no values" if not ends else f"a start at {ends[0]}" if ends[0] else "descending values"
-        raise ArgumentError(message("offsets", found, "ascending values from 0 to the length of a row", fix))
-    tokens = torch.arange(ends[-1], device=offsets.device)
+    if not torch.compiler.is_compiling():
+        ends = offsets.tolist()
+        if not ends or ends[0] != 0 or any(end < start for start, end in itertools.pairwise(ends)):
+            found = "no values" if not ends else f"a start at {ends[0]}" if ends[0] else "descending values"
+            raise ArgumentError(message("offsets", found, "ascending values from 0 to the length of a row", fix))
+    tokens = torch.arange(int(offsets[-1]), device=offsets.device)
     return torch.bucketize(tokens, offsets[1:].to(tokens.dtype), right=True).int()
