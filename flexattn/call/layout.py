@@ -221,7 +221,7 @@ def check_positions(lengths: tuple[int, int], layout: Layout, M: int) -> None:
             "each sequence. Build the mask with Q_LEN = the most tokens of a sequence, and the rows of a chunk if "
             "shorter chunks are padded."
         )
-        _check_values("q_offsets", layout.q_offsets, 0, rows - M, fix=fix)
+        _check_values("q_offsets", layout.q_offsets, 0, rows - M, "", fix)
 
 
 def check_integers(name: str, x: Tensor, query: Tensor, dims: int) -> Tensor:
