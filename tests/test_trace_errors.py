@@ -202,6 +202,16 @@ def test_an_index_outside_of_a_tensor_that_the_mod_makes(mod: Callable[..., Any]
             bound(zero, *places, torch.tensor([0, outside]))
 
 
+def test_indices_that_are_checked_cost_nothing() -> None:
+    table = values(N, N, 2)
+    for mod in (
+        lambda s, b, h, q, k: s + table[q][k][0],
+        lambda s, b, h, q, k: s + table[q].square()[k, 1],
+        lambda s, b, h, q, k: s + (table[q] * s).sum(-1)[k],
+    ):
+        assert [c.name for c in trace(mod, "score").graph.captures] == ["table"]
+
+
 def test_indices_that_are_in_range_cost_nothing() -> None:
     assert not trace(lambda s, b, h, q, k: s + torch.tensor([1.0, 2.0])[k % 2], "score").captures
     assert not trace(lambda s, b, h, q, k: s + torch.arange(8)[(q - k).clamp(-8, 7)], "score").captures

@@ -95,12 +95,13 @@ class Tables:
 class Elements:
     """The scalars of an FX graph as expressions; `load` and `number` create the leaves.
 
-    `inside` returns an index in a dimension of a node, so that it is checked when the mod runs.
+    `inside(node, dimension, index, value)` returns the index so that it is checked when the mod runs. `value()` is the
+    element at the index as it is.
     """
 
     def __init__(
         self, tables: Tables, builder: Builder, load: Callable[[fx.Node, Index], Expr | None],
-        number: Callable[[Any], Expr], inside: Callable[[fx.Node, int, Expr], Expr],
+        number: Callable[[Any], Expr], inside: Callable[[fx.Node, int, Expr, Callable[[], Expr]], Expr],
     ) -> None:  # fmt: skip
         self.tables = tables
         self.builder = builder
@@ -139,10 +140,12 @@ class Elements:
 
     def gathered(self, node: fx.Node, index: Index, dims: Sequence[int]) -> Expr:
         """Return `at(node, index)`, where the indices in `dims` are tensors of the mod and may be out of range."""
-        inside = tuple(self.inside(node, d, i) if d in dims else i for d, i in enumerate(index))
+        inside = tuple(
+            self.inside(node, d, i, lambda: self.at(node, index)) if d in dims else i for d, i in enumerate(index)
+        )
         value = self.at(node, inside)
         for checked, i in zip(inside, index, strict=True):
-            if checked.index != i.index and not self.builder.reads(value, checked):  # all elements are equal
+            if checked.index != i.index and checked.node not in self.builder.needed(value):  # all elements are equal
                 value = where(checked < 0, 1 if value.constant == 0 else 0, value)
         return value
 

@@ -20,7 +20,7 @@ from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.builder import Builder, Expr, without_unused
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.narrow import narrowed
-from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS, Capture, Number, wide
+from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS, Capture, Load, Number, wide
 from flexattn.graph.ranges import ranges
 from flexattn.process.frozen_class import frozen
 from flexattn.torch_state.symbols import example
@@ -220,19 +220,23 @@ class _Leaves:
             self._add_capture(node, name, literal, _lines_of_reads(node))
         return self.builder.load(self.roots.index(node), value.dtype, index).cast(wide(value.dtype))
 
-    def inside(self, node: fx.Node, dimension: int, index: Expr) -> Expr:
+    def inside(self, node: fx.Node, dimension: int, index: Expr, value: Callable[[], Expr]) -> Expr:
         """Return an index in a dimension of a node. Loads are checked. A tensor that the mod makes may not be loaded.
 
         If the index may be out of range, a tensor of numbers becomes a constant that is loaded. For other tensors, the
-        index itself is loaded, from a constant that contains 0, 1, 2...
+        index itself is loaded, from a constant that contains 0, 1, 2... `value()` is the element at the index.
         """
         is_loaded = node not in self._depends_on_inputs and (node in self._captured or not _is_constant(node))
         if is_loaded or node in self._inputs:
             return index
-        size = concrete(node.meta["val"].shape[dimension])
+        size = node.meta["val"].shape[dimension]
+        is_constant = not any(n.op == "placeholder" for n in _ancestors([node]))
+        if not is_constant and self._is_loaded_at(index, size, value()):
+            return index
+        size = concrete(size)
         if self._is_within(index, size):
             return index
-        if node.meta["val"].is_cpu and not any(n.op == "placeholder" for n in _ancestors([node])):
+        if is_constant and node.meta["val"].is_cpu:
             with torch.inference_mode(False), _disable_current_modes(), torch.no_grad(), torch.device("cpu"):
                 unused = [None] * (len(self.recorded.tensors) + len(self.recorded.numbers))
                 (node.meta[CONSTANT],) = _prologue(self.recorded, [node])(*unused)
@@ -249,6 +253,15 @@ class _Leaves:
         lines = ", ".join(dict.fromkeys(filter(None, (before.line, _lines_of_reads(node)))))
         self.captures[position] = replace(before, line=lines)
         return self.builder.load(position, torch.int32, (index,)).cast(torch.int64)
+
+    def _is_loaded_at(self, index: Expr, size: Any, value: Expr) -> bool:
+        """Return whether a value reads a dimension of this size of a captured tensor at the index, as `table[h][q]`."""
+        return any(
+            argument == index.index and str(length) == str(size)
+            for node in self.builder.needed(value)
+            if isinstance(node, Load)
+            for argument, length in zip(node.args, self.roots[node.capture].meta["val"].shape, strict=True)
+        )
 
     def _is_within(self, index: Expr, size: int) -> bool:
         """Return whether an index is in range for all inputs, captured tensors and numbers."""
