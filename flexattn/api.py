@@ -81,6 +81,7 @@ from flexattn.torch_compile.recorded import recorded_call
 from flexattn.torch_state.modes import undisturbed
 from flexattn.torch_state.subclasses import has_no_values
 from flexattn.torch_state.uncompiled import uncompiled
+from flexattn.trace.follow.libraries import frames_of_ours
 
 
 class AuxRequest(NamedTuple):
@@ -268,7 +269,7 @@ def flex_attention(
         torch.Size([1, 2, 64, 32])
     """
     if unknown:
-        raise unknown_arguments(unknown)
+        raise unknown_arguments(flex_attention, unknown)
     request = _request(return_lse, return_aux)
     if getattr(query, "is_nested", False):
         compute = _jagged
@@ -381,4 +382,4 @@ def _request(return_lse: bool, return_aux: AuxRequest | upstream.AuxRequest | No
 def _warn_return_lse() -> None:
     """Warn once per process."""
     text = "return_lse is deprecated: use return_aux=AuxRequest(lse=True), which returns (out, AuxOutput)."
-    warnings.warn(text, FutureWarning, stacklevel=4)
+    warnings.warn(text, FutureWarning, stacklevel=frames_of_ours())

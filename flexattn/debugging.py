@@ -6,10 +6,12 @@ The mods are traced and evaluated as in the CPU engine, row by row, on any devic
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Never
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
@@ -18,6 +20,7 @@ from flexattn.block_mask import BlockMask
 from flexattn.call.call import Call, Mod
 from flexattn.call.pose import pose
 from flexattn.call.problem import Problem
+from flexattn.call.unknown_arguments import unknown_arguments
 from flexattn.engines.cpu_scores import Scores
 from flexattn.engines.cpu_tiles import Strip, Tile
 from flexattn.errors import ArgumentError, DeviceError, IndexRangeError, message
@@ -97,6 +100,7 @@ def debug(
     at: Sequence[Position],
     sink: Tensor | float | None = None,
     d_out: Tensor | None = None,
+    **unknown: Never,
 ) -> DebugTable:
     """Return scores, mask, weight and gradient of a call at selected pairs, as a table to print.
 
@@ -126,6 +130,8 @@ def debug(
         0  0      1       0    4  1.9281  partial   yes     0.5         -
         0  0      1       2    4  1.9281  partial    no       0         -
     """
+    if unknown:
+        raise unknown_arguments(debug, unknown)
     with torch.no_grad():
         problem = pose(Call(query, key, value, score_mod, block_mask, scale, enable_gqa, sink=sink), seeded=False)
         positions = _checked_positions(at, problem)
@@ -150,9 +156,18 @@ def _checked_positions(at: Sequence[Position], problem: Problem) -> list[Positio
     sizes = (*problem.query.shape[:3], problem.key.shape[2])
     positions = []
     for place in at:
-        if not isinstance(place, Sequence) or len(place) != 4 or any(type(i) is not int for i in place):
+        is_tensor = isinstance(place, (Tensor, np.ndarray))
+        ints = (
+            not is_tensor
+            and isinstance(place, Sequence)
+            and all(type(i) is int or hasattr(i, "__index__") for i in place)
+        )
+        if not ints or len(place) != 4 or any(isinstance(i, bool) for i in place):
             fix = "Write at=[(0, 0, 5, 3)] for batch 0, head 0, query 5 and key 3."
+            if is_tensor or isinstance(at, (Tensor, np.ndarray)):
+                fix = "Call .tolist() of the positions."
             raise ArgumentError(message("at", repr(place), "positions (b, h, q_idx, kv_idx) of four ints", fix))
+        place = tuple(map(operator.index, place))
         for name, i, size in zip(("b", "h", "q_idx", "kv_idx"), place, sizes, strict=True):
             if not 0 <= i < size:
                 fix = "Positions count from 0, and h is a head of query."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Never
 
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
@@ -16,19 +16,20 @@ from flexattn.call.call import Call, Mod
 from flexattn.call.layout import KVLayout, LayoutArguments
 from flexattn.call.pose import pose
 from flexattn.call.problem import Problem
+from flexattn.call.unknown_arguments import unknown_arguments
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.plan import tile_origin
 from flexattn.compile.render import render
 from flexattn.engines import triton
 from flexattn.engines.choice import engine_of, form_for, gpu_engine_of
-from flexattn.errors import ArgumentError, message, mod_in_messages
+from flexattn.errors import ArgumentError, DtypeError, message, mod_in_messages
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.equal_runs import captures_compared
 from flexattn.graph.facts import ModFacts, analyze
 from flexattn.graph.interval_bounds import bound as bounds_of
 from flexattn.graph.mod_graph import ModGraph
-from flexattn.machine.target import Target, named, target_of
+from flexattn.machine.target import NAMES, Target, named, target_of
 from flexattn.mask_build.create import create_block_mask, in_hopper_blocks
 from flexattn.mask_build.hopper_blocks import HOPPER_BLOCKS
 from flexattn.mask_build.kernels import plan_mask
@@ -263,8 +264,11 @@ def explain(
     KV_LEN: int | None = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
     target: str | None = None,
+    **unknown: Never,
 ) -> Explanation:
     """Return every stage of a call of flex_attention without running it. Print the result for a summary.
+
+    It takes the arguments of flex_attention except return_lse and return_aux.
 
     Without tensors, score_mod and mask_mod are explained on their own: their graphs, the facts proved about them, and
     the graph that bounds a mask_mod over boxes of positions. With lengths, the BlockMask of mask_mod is also built, and
@@ -279,7 +283,8 @@ def explain(
             Without Q_LEN and KV_LEN no mask is built.
         target: a GPU architecture ("sm_90") to show the kernels for, on any machine.
 
-    Raises what flex_attention and create_block_mask raise, and ArgumentError for arguments that exclude each other.
+    Raises what flex_attention and create_block_mask raise before they compute, and ArgumentError for arguments that
+    exclude each other. An index out of range in a mod is found when the call runs.
 
     Example:
         >>> import torch
@@ -291,7 +296,17 @@ def explain(
         >>> explain(mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, Q_LEN=512, KV_LEN=512).block_mask.counts()
         (6, 4, 6)
     """
+    if unknown:
+        raise unknown_arguments(explain, unknown)
     sizes = {"B": B, "H": H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
+    if query is not None and key is None and not isinstance(query, Tensor):
+        is_mask = isinstance(query, upstream.BlockMask)
+        fix = (
+            "Write mask_mod=block_mask.mask_mod, or pass tensors first."
+            if is_mask
+            else "Write score_mod= or mask_mod=."
+        )
+        raise DtypeError(message("query", f"a {type(query).__name__}", "a torch.Tensor", fix))
     if query is None and key is None and value is None and block_mask is None:
         return _explain_mods(score_mod, mask_mod, sizes, BLOCK_SIZE)
     if mask_mod is not None:
@@ -423,6 +438,9 @@ def _mask_sources(problem: Problem, target: Target) -> tuple[KernelSource, ...]:
 
 def target_named(name: str) -> Target:
     """Return the target of an architecture named as in CUDA and HIP: sm_90, gfx942."""
+    expected = f"one of {', '.join(NAMES)}, or another of their generations"
+    if not isinstance(name, str):
+        raise DtypeError(message("target", repr(name), expected, 'Write target="sm_90".'))
     if (target := named(name)) is not None:
         return target
-    raise ArgumentError(message("target", repr(name), "an architecture", 'Write target="sm_90".'))
+    raise ArgumentError(message("target", repr(name), expected, 'Write target="sm_90".'))

@@ -16,6 +16,7 @@ from torch.nn.attention import flex_attention as upstream
 from flexattn.block_mask import BlockMask
 from flexattn.block_mask.from_torch import from_torch
 from flexattn.block_mask.plot import COLOURS, import_pyplot
+from flexattn.call.arguments import as_float
 from flexattn.call.call import Mod
 from flexattn.call.validate import place_captures
 from flexattn.engines.cpu_mods import TileGraph
@@ -72,6 +73,11 @@ def show(
         >>> figure = show(flexattn.mods.alibi(8), flexattn.mods.causal, at=(0, 2))  # doctest: +SKIP
         >>> figure.savefig("alibi.png")  # doctest: +SKIP
     """
+    for name, given in (("score_mod", score_mod), ("mask_mod", mask_mod), ("block_mask", block_mask)):
+        if isinstance(given, Tensor):
+            fix = "show takes mods: show(score_mod, mask_mod, Q_LEN=512), or show(block_mask=block_mask)."
+            raise DtypeError(message(name, "a tensor", "a BlockMask" if name == "block_mask" else "a function", fix))
+    score = as_float("score", score, "a number", "Pass the score that score_mod receives, such as 0.0.")
     pyplot = import_pyplot("flexattn.show", "or call BlockMask.html, which needs no other package")
     blocks = from_torch(block_mask) if type(block_mask) is upstream.BlockMask else block_mask
     if blocks is not None and not isinstance(blocks, BlockMask):

@@ -11,6 +11,7 @@ from torch import Tensor
 from flexattn.api import attend_call, attend_rows
 from flexattn.call.call import Call, Mod
 from flexattn.call.layout import KVLayout, LayoutArguments
+from flexattn.call.unknown_arguments import unknown_arguments
 from flexattn.call.varlen.arguments import PackedArguments, check_packed_forms
 from flexattn.errors import ArgumentError, DtypeError, UnsupportedError, message
 from flexattn.mods import and_masks, band
@@ -96,6 +97,7 @@ def varlen_attn(
     dropout_p: float = 0.0,
     kernel_options: Mapping[str, object] | None = None,
     kv_layout: KVLayout = "NHD",
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention within each of several sequences that are packed end to end, without padding.
 
@@ -136,6 +138,8 @@ def varlen_attn(
         >>> varlen_attn(query, key, value, cu_seq, cu_seq, 4, 4, window_size=(-1, 0)).shape
         torch.Size([7, 2, 16])
     """
+    if unknown:
+        raise unknown_arguments(varlen_attn, unknown)
     if return_aux is not None and not hasattr(return_aux, "lse"):
         fix = "Write return_aux=AuxRequest(lse=True)."
         raise DtypeError(message("return_aux", f"a {type(return_aux).__name__}", "an AuxRequest", fix))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from flexattn.block_mask.dense import dense_blocks
 from flexattn.block_mask.from_torch import from_torch
 from flexattn.call.call import Mod
 from flexattn.call.pose import autocast
+from flexattn.call.unknown_arguments import unknown_arguments
 from flexattn.errors import ArgumentError, UnsupportedError, message
 from flexattn.process.frozen_class import frozen
 from flexattn.reference import IndexByTensor
@@ -37,6 +38,7 @@ class Comparison:
     error: float
     bound: float
     at: tuple[int, ...]  # batch, head and row of the largest error
+    nan_rows: int = 0  # sampled rows with NaN in the same elements as float64, which are no errors
 
     @property
     def passed(self) -> bool:
@@ -57,6 +59,8 @@ class Verification:
         lines = [f"{'':4}  {'error':>9}  {'bound':>9}  batch, head, row of the largest error"]
         for c in self.comparisons:
             verdict = "" if c.passed else "  TOO LARGE"
+            if c.nan_rows:
+                verdict += f"  {c.nan_rows} row{'s are' if c.nan_rows > 1 else ' is'} NaN in both"
             lines.append(f"{c.name:4}  {c.error:9.2e}  {c.bound:9.2e}  {', '.join(map(str, c.at))}{verdict}")
         return "\n".join(lines)
 
@@ -104,6 +108,7 @@ def verify(
     rows: int = 32,
     gradients: bool = True,
     seed: int = 0,
+    **unknown: Never,
 ) -> Verification:
     """Run a call, and its backward with a random gradient of the output, and compare sampled rows with float64.
 
@@ -119,7 +124,8 @@ def verify(
         seed: of the sampled rows and of the gradient of the output.
 
     Returns:
-        A Verification, which is true if everything is within its bounds. `print` shows the errors.
+        A Verification, which is true if everything is within its bounds. `print` shows the errors, and how many rows
+        are NaN both in the call and in float64, as with NaN in query.
 
     Raises:
         What flex_attention raises, ArgumentError for other `rows`, and UnsupportedError for nested tensors.
@@ -132,6 +138,8 @@ def verify(
         >>> bool(verify(q, k, v, flexattn.mods.softcap(20.0), mask))
         True
     """
+    if unknown:
+        raise unknown_arguments(verify, unknown)
     if type(rows) is not int or rows < 1:
         raise ArgumentError(message("rows", repr(rows), "an int from 1 on", "Leave it out, for 32 rows."))
     if getattr(query, "is_nested", False):
@@ -223,7 +231,10 @@ def _compared(
             own = _distance(other[i].row, expected[i].row)
             allowed = max(allowed, own if math.isfinite(own) else 0.0)  # one that overflows allows nothing
             rounding = max(rounding, expected[i].rounding)
-        comparisons.append(Comparison(name, largest, _FACTOR * allowed + _ULPS * rounding, worst))
+        nan_rows = sum(
+            bool((result[place].isnan() & e[i].row.isnan()).any()) for place, e in zip(at, exact, strict=True)
+        )
+        comparisons.append(Comparison(name, largest, _FACTOR * allowed + _ULPS * rounding, worst, nan_rows))
     return tuple(comparisons)
 
 

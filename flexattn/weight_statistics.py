@@ -6,7 +6,7 @@ twice: for the logsumexp of its rows, then for their weights.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Never
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from flexattn.block_mask import BlockMask
 from flexattn.call.call import Call, Mod
 from flexattn.call.pose import pose
 from flexattn.call.problem import Problem
+from flexattn.call.unknown_arguments import unknown_arguments
 from flexattn.engines.cpu_scores import Scores
 from flexattn.engines.cpu_tiles import Strip, Tile, strips
 from flexattn.errors import ArgumentError, message
@@ -85,6 +86,7 @@ def statistics(
     *,
     sink: Tensor | float | None = None,
     largest: int = 4,
+    **unknown: Never,
 ) -> Statistics:
     """Return the entropy of each row of attention weights, its largest weights, and the mass of each block of keys.
 
@@ -110,6 +112,8 @@ def statistics(
         >>> found.weights[0, 0, 1].tolist(), found.keys[0, 0, 0].tolist()
         ([0.5, 0.5, 0.0, 0.0], [0, -1, -1, -1])
     """
+    if unknown:
+        raise unknown_arguments(statistics, unknown)
     if type(largest) is not int or largest < 1:
         raise ArgumentError(message("largest", repr(largest), "an int from 1 on", "Leave it out, for 4 weights."))
     with torch.no_grad():

@@ -320,7 +320,7 @@ def test_longest_rows_come_first():
 def test_device_is_that_of_the_captured_tensors():
     ids = torch.zeros(8, dtype=torch.int32)
     assert create_block_mask(mods.document(ids), None, None, 8, 8).device == torch.device("cpu")
-    with pytest.raises(DeviceError, match=re.escape("captured tensor 'of_token': found cpu, expected meta. Move of_")):
+    with pytest.raises(DeviceError, match=re.escape("captured tensor 'ids': found cpu, expected meta. Move ids")):
         create_block_mask(mods.document(ids), None, None, 8, 8, device="meta")
 
 

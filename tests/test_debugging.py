@@ -7,6 +7,7 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from elsewhere import elsewhere, there
@@ -184,6 +185,8 @@ def test_nan_of_masked_keys_does_not_count() -> None:
         ([3], ArgumentError, "at: found 3"),
         ([(0, 4, 0, 0)], IndexRangeError, r"at: found h = 4 in \(0, 4, 0, 0\), expected 0 <= h < 4"),
         ([(0, 0, 0, -1)], IndexRangeError, "at: found kv_idx = -1"),
+        (torch.zeros(1, 4).int(), ArgumentError, r"at: found tensor.*Call \.tolist\(\) of the positions"),
+        ([(0, 0, 0, True)], ArgumentError, "at: found"),
     ],
 )
 def test_positions_that_are_not_there(at: Any, error: type[Exception], text: str) -> None:
@@ -261,3 +264,10 @@ def test_contexts() -> None:
 def test_examples_in_the_documentation() -> None:
     failed, attempted = doctest.testmod(debugging)
     assert (failed, attempted > 0) == (0, True)
+
+
+@pytest.mark.parametrize("number", [np.int64, torch.tensor], ids=["numpy", "tensor"])
+def test_positions_of_other_types(number: Any) -> None:
+    query, key, value, _ = inputs()
+    expected = debug(query, key, value, enable_gqa=True, at=[(0, 1, 2, 3)])
+    assert debug(query, key, value, enable_gqa=True, at=[tuple(map(number, (0, 1, 2, 3)))]) == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from decimal import Decimal
@@ -144,7 +145,9 @@ TENSORS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]
     ),
     "batch of key": (
         call(k=ones(3, 4, 32, 16), v=ones(3, 4, 32, 16)), (ValueError,),
-        "key: found batch 3, expected that of query, 2, or 1. Repeat keys and values, or pass batch 1 to share them.",
+        "key: found batch 3, expected that of query, 2, or 1. Give each entry of query its keys and values, or pass "
+        "batch 1 to share them. If key holds the pages of a cache, pass its block_table: flex_attention(..., "
+        "**cache.arguments()).",
     ),
     "groups without enable_gqa": (
         call(k=ones(2, 2, 32, 16), v=ones(2, 2, 32, 16)), (ValueError,),
@@ -206,8 +209,37 @@ OTHERS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]]
     "mask too long": (
         masked(N=48), (ValueError, AssertionError),
         "block_mask: found lengths (32, 48), expected those of query and key, (32, 32). "
-        "Build it with create_block_mask(mask_mod, B, H, Q_LEN=32, KV_LEN=32), "
-        "or crop it with block_mask._adjust(32, 32) where the mod allows.",
+        "Build it with create_block_mask(mask_mod, B, H, Q_LEN=32, KV_LEN=32).",
+    ),
+    "mask of more queries": (
+        masked(M=48), (ValueError, AssertionError),
+        "block_mask: found lengths (48, 32), expected those of query and key, (32, 32). "
+        "Build it with create_block_mask(mask_mod, B, H, Q_LEN=32, KV_LEN=32). For queries at later positions, as in "
+        "decoding, keep this mask and pass q_offsets=, the position of the first query of each sequence "
+        "(docs/decoding.md).",
+    ),
+    "mask of tensors with heads and positions swapped": (
+        lambda: flex_attention(*[ones(2, 32, 4, 16)] * 3, block_mask=mask()), (ValueError, AssertionError),
+        "block_mask: found lengths (32, 32), expected those of query and key, (4, 4). query, key and value are "
+        "[B, H, S, D]. If yours are [B, S, H, D], pass query.transpose(1, 2) and so on, and transpose the output back.",
+    ),
+    "mask of one row with offsets": (
+        lambda: flex_attention(
+            ones(1, 4, 1, 16), K[:1], V[:1], block_mask=mask(M=1), q_offsets=torch.tensor([5], dtype=torch.int32)
+        ), (ValueError,),
+        "q_offsets: found an entry 5, expected entries from 0 to 0. The rows of block_mask (1) are positions, and "
+        "query has 1 row for each sequence. Build the mask with Q_LEN = the most tokens of a sequence, and the rows of "
+        "a chunk if shorter chunks are padded.",
+    ),
+    "pages without a table": (
+        lambda: flex_attention(ones(1, 4, 1, 16), ones(8, 4, 32, 16), ones(8, 4, 32, 16)), (ValueError,),
+        "key: found batch 8, expected that of query, 1. Give query and key one batch. If key holds the pages of a "
+        "cache, pass its block_table: flex_attention(..., **cache.arguments()).",
+    ),
+    "enable_gqa": (
+        call(enable_gqa="no"), (TypeError, ValueError),
+        "enable_gqa: found 'no', expected a bool. Pass True to let groups of query heads share a key head, or leave "
+        "it out.",
     ),
     "batch of mask": (
         masked(B=3), (ValueError,),
@@ -403,6 +435,110 @@ def test_arguments_of_other_functions(given: dict[str, object], instead: str) ->
         flex_attention(Q, K, V, **given)
     assert isinstance(error.value, errors.UnknownArgumentError)
     assert f"found the keyword argument {next(iter(given))}" in str(error.value)
+
+
+VARLEN = (ones(8, 2, 16), ones(8, 2, 16), ones(8, 2, 16), *[torch.tensor([0, 8], dtype=torch.int32)] * 2, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "text"),
+    [
+        (flex_attention, "key_padding_mask", "block_mask=create_block_mask(mods.padding(lengths), B"),
+        (flex_attention, "block_msk", "Did you mean block_mask?"),
+        (flex_attention, "need_weights", "flexattn.statistics returns their entropy"),
+        (explain, "is_causal", "create_block_mask(mods.causal"),
+        (explain, "return_aux", "Leave it out: explain returns no output"),
+        (flexattn.statistics, "kernel_options", "Leave it out: its arguments are query, key, value"),
+        (flexattn.verify, "attn_mask", "mask[q_idx, kv_idx]"),
+        (functools.partial(flexattn.debug, at=[(0, 0, 0, 0)]), "scales", "Did you mean scale?"),
+        (flexattn.varlen_attn, "causal", "Write window_size=(-1, 0) instead."),
+        (flexattn.varlen_attn, "is_causal", "Write window_size=(-1, 0) instead."),
+        (flexattn.varlen_attn, "softmax_scale", "Write scale instead."),
+        (flexattn.varlen_attn, "block_mask", "Write mask_mod=, whose q_idx and kv_idx are positions in the sequence"),
+        (flexattn.varlen_attn, "max_seqlen_q", "Write max_q instead."),
+        (create_block_mask, "q_len", "Did you mean Q_LEN?"),
+        (create_block_mask, "is_causal", "create_block_mask(mods.causal"),
+        (create_block_mask, "score_mod", "flex_attention(..., score_mod=score_mod)"),
+    ],
+)
+def test_unknown_arguments_of_each_function(function: Callable[..., object], given: str, text: str) -> None:
+    arguments = {flexattn.varlen_attn: VARLEN, create_block_mask: (causal, None, None, 32, 32)}.get(function, (Q, K, V))
+    with pytest.raises(errors.UnknownArgumentError, match=re.escape(text)) as error:
+        function(*arguments, **{given: True})
+    name = getattr(function, "func", function).__name__
+    assert str(error.value).startswith(f"{name}: found the keyword argument {given}, expected one that it has. ")
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda given: flex_attention(Q, K, V, given),
+        lambda given: explain(Q, K, V, given),
+        lambda given: flexattn.debug(Q, K, V, given, at=[(0, 0, 0, 0)]),
+        lambda given: flexattn.statistics(Q, K, V, given),
+        lambda given: flexattn.verify(Q, K, V, given),
+        lambda given: explain(score_mod=given),
+        lambda given: explain(mask_mod=given),
+        lambda given: create_block_mask(given, None, None, 32, 32),
+        lambda given: flexattn.varlen_attn(*VARLEN, score_mod=given),
+        lambda given: flexattn.varlen_attn(*VARLEN, mask_mod=given),
+        lambda given: torch.compile(flex_attention, backend="eager")(Q, K, V, given),
+    ],
+)
+@pytest.mark.parametrize("kind", ["ours", "of torch"])
+def test_a_block_mask_as_a_mod(act: Callable[[object], object], kind: str) -> None:
+    given = mask() if kind == "ours" else upstream_mask()
+    with pytest.raises(errors.ModError, match=r"(score|mask)_mod: found a BlockMask, expected.*Write block_mask="):
+        act(given)
+
+
+def test_objects_that_are_no_mods() -> None:
+    class Mod:
+        def __call__(self, score: Tensor, *place: Tensor) -> Tensor:
+            return score
+
+    for mod, text in (
+        (Mod, "score_mod: found the class Mod, expected .*Pass an instance: Mod"),
+        (ones(32, 32), r"score_mod: found a tensor, float32 \[32, 32\].*score \+ bias\[q_idx, kv_idx\]"),
+        ([Mod()], "score_mod: found a list, expected a callable"),
+        (lambda b, h, q_idx, kv_idx, score: score, "expected the order score, b, h, q_idx, kv_idx.*reorder"),
+    ):
+        with pytest.raises(errors.ModError, match=text):
+            flex_attention(Q, K, V, mod)
+    with pytest.raises(errors.ModError, match=r"mask_mod.*expected the order b, h, q_idx, kv_idx"):
+        create_block_mask(lambda q_idx, kv_idx, b, h: q_idx >= kv_idx, None, None, 32, 32)
+    with pytest.raises(errors.ModError, match=r"mask_mod: found a tensor.*keep\[q_idx, kv_idx\]"):
+        create_block_mask(ones(32, 32), None, None, 32, 32)
+    with pytest.raises(errors.DtypeError, match=r"query: found a function.*Write score_mod= or mask_mod="):
+        explain(flexattn.mods.alibi(8))
+
+
+def test_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(errors.DeviceError, match="device: found 'gpu', expected a device of torch"):
+        create_block_mask(causal, None, None, 32, 32, device="gpu")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ("cuda", "cuda:0"):
+        with pytest.raises(errors.DeviceError, match=f"device: found '{device}', expected a device of this machine"):
+            create_block_mask(causal, None, None, 32, 32, device=device)
+
+
+def test_arguments_of_other_types() -> None:
+    with pytest.raises(errors.DtypeError, match="target: found 90, expected one of sm_75, "):
+        explain(Q, K, V, target=90)  # type: ignore[arg-type]
+    for name in ("sm_12345", "sm_13", "sm_60", "gfx8", "h100"):
+        with pytest.raises(errors.ArgumentError, match=f"target: found '{name}', expected one of sm_75, .*gfx942"):
+            explain(Q, K, V, target=name)
+    assert str(explain(Q, K, V, target="sm_101").plans[0].target) == "sm_101"
+    with pytest.raises(errors.ArgumentError, match=r"shape: found \(2, 2\), expected four ints"):
+        flexattn.dropout_mask(0.1, (2, 2))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_of_another_layout() -> None:
+    strided = torch.nested.nested_tensor([ones(3, 4), ones(2, 4)], layout=torch.strided)
+    with pytest.raises(errors.UnsupportedError, match=r"query: found a nested.*layout torch\.jagged\. "):
+        flex_attention(strided, strided, strided)
 
 
 @pytest.mark.parametrize("make", [flexattn.mods.softcap, flexattn.mods.natten_2d, flexattn.mods.sliding_window])

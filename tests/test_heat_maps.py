@@ -167,3 +167,13 @@ def test_a_default_device_does_not_matter() -> None:
     with torch.device("meta"):
         show(mods.alibi(4), mods.causal)
     assert heat_maps.show is show
+
+
+def test_arguments_of_other_functions() -> None:
+    q = torch.zeros(1, 1, 8, 8)
+    with pytest.raises(DtypeError, match=r"score_mod: found a tensor, expected a function\. show takes mods"):
+        show(q, q, q)  # type: ignore[arg-type]
+    with pytest.raises(DtypeError, match="score: found a str, expected a number"):
+        show(mods.alibi(8), score="a")  # type: ignore[arg-type]
+    with pytest.raises(ModError, match=r"as mask_mod= to show"):
+        show(mods.causal)  # type: ignore[arg-type]

@@ -305,3 +305,11 @@ def test_nan_stays_nan_in_float8() -> None:
     for found in stored(cache, 0):
         expected = torch.tensor([torch.nan, 1.0, 448.0, -448.0]).repeat(2)
         torch.testing.assert_close(found[0, 0].float(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_tokens_of_another_dtype() -> None:
+    cache = PagedKVCache(1, 64, pages=4, heads=2, head_dim=16, device="cpu")
+    key = torch.zeros(1, 2, 3, 16)
+    text = r"key: found f32, expected bf16.*key\.to\(torch\.bfloat16\), or make the cache with .*dtype=torch\.float32"
+    with pytest.raises(flexattn.FlexAttentionError, match=text):
+        cache.append(key, key)

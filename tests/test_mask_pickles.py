@@ -124,6 +124,7 @@ def test_a_mod_that_cannot_be_traced_cannot_be_pickled() -> None:
 def test_a_loaded_mask_says_that_it_is_frozen() -> None:
     loaded = through_pickle(create(mods.causal))
     assert repr(loaded).startswith("BlockMask(frozen causal, ")
+    assert ", frozen, " in str(loaded).splitlines()[0]
     assert repr(loaded.mask_mod).startswith("<frozen mask_mod: its captured values do not change>\ndef causal(")
 
 

@@ -8,10 +8,12 @@ import math
 import pickle
 import pkgutil
 
+import numpy as np
 import pytest
 import torch
 
 from flexattn import flex_attention, mods
+from flexattn.errors import FlexAttentionError
 from flexattn.mask_build.create import create_block_mask, create_mask
 from flexattn.trace.trace import stats as trace_stats
 from flexattn.trace.trace import trace
@@ -213,11 +215,62 @@ def test_masks_without_captures_pickle():
         (lambda: mods.tree(torch.tensor([1, -1])), "found parent 1 of node 0, expected -1 or a node before it"),
         (lambda: mods.relative_bias(torch.zeros(2, 4)), "expected \\[H, 2 \\* R \\+ 1\\]"),
         (lambda: mods.t5_bias(torch.zeros(2, 4)), "expected \\[buckets, H\\]"),
+        (lambda: mods.document([0] * 200), "ids: found a list, expected \\[S\\] or \\[B, S\\]"),
+        (lambda: mods.document(offsets=torch.tensor([0, 150, 100, 200])), "offsets: found descending values"),
+        (lambda: mods.document(offsets=torch.tensor([100, 100])), "offsets: found a start at 100.*cumulative sum"),
+        (lambda: mods.document(offsets=torch.tensor([0.0, 4.0])), "offsets: found float32 \\[2\\], expected integers"),
+        (
+            lambda: mods.sliding_window(-1),
+            "window: found -1, expected an int from 1 on.*mods.band\\(-1, 0\\), or leave",
+        ),
+        (lambda: mods.sliding_window(0), "window: found 0, expected an int from 1 on"),
+        (lambda: mods.sliding_window(2.5), "window: found 2.5, expected an int from 1 on"),
+        (lambda: mods.softcap(0.0), "cap: found 0.0, expected .*0.0 means off in FlashAttention: leave the mod out"),
+        (lambda: mods.temperature(0), "value: found 0, expected a number other than 0"),
+        (lambda: mods.band(-2, 0), "left: found -2, expected an int from -1 on"),
+        (lambda: mods.strided(0), "stride: found 0"),
+        (lambda: mods.dilated(4, 0), "dilation: found 0"),
+        (lambda: mods.block_diffusion(8, 0), "block: found 0"),
+        (lambda: mods.prefix_lm(-1), "prefix: found -1, expected an int from 0 on"),
+        (lambda: mods.global_tokens(True), "tokens: found True, expected an int from 0 on"),
+        (lambda: mods.alibi(0), "slopes: found 0, expected an int from 1 on"),
+        (lambda: mods.alibi(torch.zeros(2, 4)), "slopes: found float32 \\[2, 4\\], expected a tensor \\[H\\]"),
+        (
+            lambda: mods.padding(torch.ones(2, 200).bool()),
+            "lengths: found bool \\[2, 200\\], expected integers \\[B\\].*sum",
+        ),
+        (lambda: mods.padding([3, 4]), "lengths: found a list, expected integers \\[B\\]"),
+        (lambda: mods.natten_2d(4, 4, -1), "natten_2d, kernel: found"),
+        (lambda: mods.tree([-1, 0]), "parents: found a list"),
     ],
 )
 def test_refusals(build, text):
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(ValueError, match=text) as found:
         build()
+    assert isinstance(found.value, FlexAttentionError)
+
+
+def test_masks_of_one_kind_are_combined():
+    with pytest.raises(FlexAttentionError, match=r"mask_mods\[1\]: found softcap_1, a score_mod, expected mask_mod\("):
+        mods.and_masks(mods.causal, mods.softcap(1.0))
+    with pytest.raises(FlexAttentionError, match=r"mask_mods\[0\]: found a list.*Pass functions as single arguments"):
+        mods.or_masks([mods.causal, mods.noop_mask])
+    mask = create_block_mask(mods.causal, None, None, 8, 8, device="cpu")
+    with pytest.raises(FlexAttentionError, match=r"mask_mods\[0\]: found a BlockMask.*block_mask\.mask_mod"):
+        mods.not_mask(mask)
+
+
+def test_alibi_for_another_number_of_heads():
+    q = torch.zeros(1, 4, 8, 16)
+    flex_attention(q, q, q, mods.alibi(4))
+    with pytest.raises(FlexAttentionError, match="score_mod alibi_8: found 8 heads, expected those of query, 4"):
+        flex_attention(q, q, q, mods.alibi(8))
+
+
+@pytest.mark.parametrize("window", [4, np.int64(4), torch.tensor(4)], ids=["int", "numpy", "tensor"])
+def test_whole_numbers(window):
+    mask = create_block_mask(mods.sliding_window(window), None, None, 256, 256, device="cpu")
+    assert mask.to_dense().sum() == 3
 
 
 @pytest.mark.parametrize("value", [True, False])
@@ -237,4 +290,4 @@ def test_examples_in_the_documentation(name):
     module = importlib.import_module(f"flexattn.mods.{name}")
     result = doctest.testmod(module)
     assert result.failed == 0
-    assert result.attempted > 0 or name == "kinds"
+    assert result.attempted > 0 or name in ("arguments", "kinds")

@@ -81,7 +81,7 @@ def test_pairs_refuse_what_changed_or_lies_elsewhere():
     mask = create(mods.document(ids), None, None, 64, 64, BLOCK_SIZE=48)
     assert mask.pairs() == (64 * 64, 64 * 64)
     ids += 1
-    with pytest.raises(MutationError, match="captured tensor 'of_token' was changed in place"):
+    with pytest.raises(MutationError, match="captured tensor 'ids' was changed in place"):
         mask.pairs()
     mask.mask_mod = mods.document(ids.to("meta"))
     with pytest.raises(

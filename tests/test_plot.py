@@ -111,3 +111,10 @@ def test_plot():
     assert ax.images[0].get_extent() == [0, 512, 1024, 0]
     assert ax.images[0].get_array().shape == (8, 4, 3)
     sys.modules["matplotlib.pyplot"].close(ax.figure)
+
+
+def test_without_a_legend() -> None:
+    pytest.importorskip("matplotlib")
+    mask = create(causal, None, None, 64, 64)
+    assert mask.plot(legend=False).get_legend() is None
+    assert mask.plot(legend=False, pairs=True).get_legend() is None

@@ -191,7 +191,7 @@ def test_a_mod_that_is_traced_again_is_the_same() -> None:
     assert after.graph != before
     mask.check_captures(after)
     ids += 1
-    with pytest.raises(MutationError, match="'of_token' was changed in place"):
+    with pytest.raises(MutationError, match="'ids' was changed in place"):
         mask.check_captures(after)
     again = mask_of(3)
     memo.clear()
@@ -239,3 +239,11 @@ def test_a_tensor_that_the_mod_makes_is_watched() -> None:
         MutationError, match="block_mask: a number that mask_mod combines with a captured tensor has changed"
     ):
         flex_attention(x, x, x, block_mask=block_mask)
+
+
+def test_the_item_of_a_list_has_the_name_of_the_list() -> None:
+    windows = [3, 4]
+    mask = create(lambda b, h, q, kv: q - kv < windows[1], None, None, 32, 32)
+    windows[1] = 5
+    with pytest.raises(MutationError, match="captured number 'windows_1' was 4 and is 5"):
+        mask.pairs()

@@ -145,8 +145,9 @@ def test_return_lse(backend):
         _, expected = upstream.flex_attention(q, k, v, return_aux=upstream.AuxRequest(lse=True))
         flexattn.api._warn_return_lse.cache_clear()
         if backend is None:
-            with pytest.warns(FutureWarning, match="return_lse is deprecated"):
+            with pytest.warns(FutureWarning, match="return_lse is deprecated") as caught:
                 out, lse = compiled(q, k, v, return_lse=True)
+            assert caught[0].filename == __file__
         else:
             out, lse = compiled(q, k, v, return_lse=True)
     assert out.shape == q.shape

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from eager_comparison import N, Straight, values
 from torch import Tensor
 
-from flexattn.errors import ModError, UnsupportedError
+from flexattn import mods
+from flexattn.errors import IndexRangeError, ModError, RetraceWarning, UnsupportedError
 from flexattn.trace.aten import TABLES
 from flexattn.trace.trace import trace
 
@@ -91,14 +93,14 @@ def test_mutation_and_randomness() -> None:
 
 def test_results() -> None:
     one = values(1)
-    refuse(lambda s, b, h, q, k: s * one, "score", r"shape \[1\], expected a scalar.*scale\[0\]", offset=0)
+    refuse(lambda s, b, h, q, k: s * one, "score", r"shape \[1\], expected a scalar.*one\[h\]", offset=0)
     refuse(lambda s, b, h, q, k: None, "score", "type NoneType, expected a scalar tensor")
     refuse(lambda b, h, q, k: q - k, "mask", r"torch\.int64, expected torch\.bool\. Write a comparison", offset=0)
     refuse(lambda b, h, q, k: 1, "mask", "type int, expected a bool tensor")
 
 
 def test_calls() -> None:
-    refuse(3, "score", "found 3, expected a callable")
+    refuse(3, "score", "found an int, expected a callable")
     refuse(causal, "score", "looks like a mask_mod: pass it as block_mask")
     refuse(lambda s, b, h, q, k: s, "mask", "looks like a score_mod")
     refuse(lambda s, b, h: s, "score", "5 positional parameters")
@@ -165,3 +167,123 @@ def test_the_users_exception_is_the_cause() -> None:
         trace(fails, "score")
     assert isinstance(caught.value.__cause__, KeyError)
     assert line(fails) in str(caught.value)
+
+
+TWO, LENGTH = 2.0, 2
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda s, b, h, q, k: s + torch.tensor([1.0, 2.0])[k],
+        lambda s, b, h, q, k: s + torch.tensor([1.0, TWO])[k],
+        lambda s, b, h, q, k: s + torch.arange(2)[k],
+        lambda s, b, h, q, k: s + torch.arange(LENGTH)[k],
+        lambda s, b, h, q, k: s + torch.zeros(2)[k],
+        lambda s, b, h, q, k: s + torch.full((2,), TWO)[k],
+        lambda s, b, h, q, k: s + torch.stack([s, s * 2])[k],
+        lambda s, b, h, q, k: s + s.expand(2)[k],
+        lambda s, b, h, q, k: s + torch.tensor([[1.0, 2.0], [3.0, 4.0]])[q % 2, k],
+        lambda s, b, h, q, k: s + torch.take(torch.ones(2, 1), k),
+        lambda s, b, h, q, k: s + F.embedding(k, torch.ones(2, 3)).sum(),
+        lambda s, b, h, q, k: s + torch.ones(2).index_select(0, k.view(1)).sum(),
+        lambda s, b, h, q, k: s + torch.ones(2).gather(0, k.view(1)).sum(),
+    ],
+)
+def test_an_index_outside_of_a_tensor_that_the_mod_makes(mod: Callable[..., Any]) -> None:
+    bound = trace(mod, "score")
+    zero, inside = torch.zeros(()), torch.arange(2)
+    places = torch.tensor(0), torch.tensor(0), torch.tensor(1)
+    expected = torch.stack([mod(zero, *places, k) for k in inside])
+    torch.testing.assert_close(bound(zero, *places, inside), expected.float())
+    for outside in (2, -3):
+        text = rf"score_mod \(.*{line(mod, 0)}\): found index {outside} of a tensor that it makes, expected -2 to 1, as"
+        with pytest.raises(IndexRangeError, match=text):
+            bound(zero, *places, torch.tensor([0, outside]))
+
+
+def test_indices_that_are_checked_cost_nothing() -> None:
+    table = values(N, N, 2)
+    for mod in (
+        lambda s, b, h, q, k: s + table[q][k][0],
+        lambda s, b, h, q, k: s + table[q].square()[k, 1],
+        lambda s, b, h, q, k: s + (table[q] * s).sum(-1)[k],
+    ):
+        assert [c.name for c in trace(mod, "score").graph.captures] == ["table"]
+
+
+def test_indices_that_are_in_range_cost_nothing() -> None:
+    assert not trace(lambda s, b, h, q, k: s + torch.tensor([1.0, 2.0])[k % 2], "score").captures
+    assert not trace(lambda s, b, h, q, k: s + torch.arange(8)[(q - k).clamp(-8, 7)], "score").captures
+
+
+def test_fixes_of_indices_out_of_range() -> None:
+    table = torch.zeros(2)
+
+    def read(mod: Callable[..., Any], kind: Any, b: int, h: int, length: int) -> None:
+        places = torch.arange(b), torch.arange(h), torch.arange(length), torch.arange(length)
+        given = torch.meshgrid(*places, indexing="ij")
+        trace(mod, kind)(*(torch.zeros(()),) * (kind == "score"), *given)
+
+    for mod, sizes, fix in (
+        (lambda s, b, h, q, k: s + table[b], (3, 1, 1), "The index is b: give `table` an entry for each sequence"),
+        (lambda s, b, h, q, k: s + table[h], (1, 3, 1), "The index is h: give `table` an entry for each query head"),
+        (lambda s, b, h, q, k: s + table[q], (1, 1, 3), "Pad `table` up to the lengths of query and key"),
+        (lambda s, b, h, q, k: s + torch.ones(2)[h], (1, 3, 1), "The index is h: give it an entry for each query head"),
+    ):
+        with pytest.raises(IndexRangeError, match=fix):
+            read(mod, "score", *sizes)
+    with pytest.raises(IndexRangeError, match=r"offsets ends at 2\. It is cumulative.*offsets\[-1\] is that length"):
+        read(mods.document(offsets=torch.tensor([0, 1, 2])), "mask", 1, 1, 3)
+
+
+def test_an_index_out_of_range_names_the_line_of_the_read() -> None:
+    table = torch.zeros(2)
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        doubled = s * 2
+        return doubled + table[k]
+
+    with pytest.raises(IndexRangeError, match=rf"score_mod mod \(.*{line(mod, 2)}\): found index 2 in dimension 0"):
+        trace(mod, "score")(*[torch.tensor(2)] * 5)
+
+
+def test_shapes_of_captured_tensors_are_named() -> None:
+    bias = torch.zeros(7, 9)
+    text = r"found a result of shape \[7, 9\], expected a scalar.*for example bias\[q_idx, kv_idx\]"
+    refuse(lambda s, b, h, q, k: s + bias, "score", text, offset=0)
+    text = r"found 4 indices into the captured tensor `bias` of shape \[7, 9\], expected at most 2\. Leave out"
+    refuse(lambda s, b, h, q, k: s + bias[b, h, q, k], "score", text, offset=0)
+
+
+def test_the_users_own_exceptions_have_no_advice() -> None:
+    def fails(error: Exception) -> Any:
+        def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            raise error
+
+        return mod
+
+    for error in (KeyError("x"), ZeroDivisionError("x"), ValueError("x"), NameError("x"), NotImplementedError("x")):
+        with pytest.raises(ModError, match=rf"raised {type(error).__name__}: '?x'?$"):
+            trace(fails(error), "score")
+    with pytest.raises(ModError, match=r"raised TypeError: x\. A score_mod is called with 0-d tensors"):
+        trace(fails(TypeError("x")), "score")
+
+
+def test_a_mod_prints_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        print("score:", s)
+        return s
+
+    trace(mod, "score")
+    assert capsys.readouterr().out.count("score:") == 1
+
+
+def test_numpy_arrays_name_the_fix() -> None:
+    array = np.array([0.5])
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * array[0]
+
+    with pytest.warns(RetraceWarning, match=r"^score_mod \(.*it reads a numpy array.*capture torch\.from_numpy"):
+        trace(score_mod, "score")

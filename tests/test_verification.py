@@ -198,3 +198,15 @@ class OneRow(torch.autograd.Function):
         gradient = grads[0].clone()
         gradient[1, 0, 37, 3] += ctx.error
         return gradient, None
+
+
+def test_rows_that_are_nan_in_both_are_counted() -> None:
+    q = torch.randn(1, 1, 16, 8)
+    found = verify(q, q, q, gradients=False)
+    assert all(c.nan_rows == 0 for c in found.comparisons) and "NaN" not in str(found)
+    nan = q.clone()
+    nan[0, 0, 3] = torch.nan
+    found = verify(nan, q, q, gradients=False, rows=1)
+    assert found
+    assert [c.nan_rows for c in found.comparisons] == [1, 1]
+    assert str(found).count("1 row is NaN in both") == 2

@@ -712,7 +712,7 @@ class BlockMask(upstream.BlockMask):
         return "\n".join(pictures)
 
     @uncompiled
-    def plot(self, ax: Any = None, b: int = 0, h: int = 0, *, pairs: bool = False) -> Any:
+    def plot(self, ax: Any = None, b: int = 0, h: int = 0, *, pairs: bool = False, legend: bool = True) -> Any:
         """Draw batch `b` and head `h` with matplotlib, an optional extra, and return the Axes.
 
         Keys go across and queries down, in tokens. There are at most 2,000 x 2,000 cells. A cell of several blocks, or
@@ -723,6 +723,7 @@ class BlockMask(upstream.BlockMask):
             b, h: the batch and head of the mask.
             pairs: whether to draw pairs instead of blocks: those of full blocks, and those of partial blocks that
                 attend or do not. mask_mod is evaluated at every pair of the partial blocks, as in `pairs()`.
+            legend: whether to add a legend of the colors. It may cover cells of a small Axes.
 
         Raises ImportError if matplotlib is missing (`pip install flexattn[plot]`), IndexRangeError if the mask has no
         such batch or head, and with `pairs` what `pairs()` raises.
@@ -736,10 +737,10 @@ class BlockMask(upstream.BlockMask):
             cells, tokens = plot.image_of_pairs(
                 self._checked_mod(), (b, h), partial, full, self.seq_lengths, self.BLOCK_SIZE
             )
-            return plot.plot(ax, cells, tokens, self.seq_lengths, plot.OF_PAIRS)
+            return plot.plot(ax, cells, tokens, self.seq_lengths, plot.OF_PAIRS, legend)
         cells, step = plot.image(partial, full, self._grid[1])
         tokens = (step[0] * self.BLOCK_SIZE[0], step[1] * self.BLOCK_SIZE[1])
-        return plot.plot(ax, cells, tokens, self.seq_lengths, plot.COLOURS)
+        return plot.plot(ax, cells, tokens, self.seq_lengths, plot.COLOURS, legend)
 
     @uncompiled
     def html(self, path: str | os.PathLike[str], b: int = 0, h: int = 0, *, max_pairs: int = 2**29) -> None:
@@ -793,7 +794,8 @@ class BlockMask(upstream.BlockMask):
 
     @uncompiled
     def __str__(self) -> str:
-        head = f"BlockMask(shape={self.shape}, {self._summary()}, \n"
+        frozen = ", frozen" if isinstance(self._mask_mod, FrozenMod) else ""
+        head = f"BlockMask(shape={self.shape}, {self._summary()}{frozen}, \n"
         return head + self.to_string().strip("\n") + "\n)"
 
     @uncompiled

@@ -68,10 +68,12 @@ def import_pyplot(name: str, otherwise: str) -> Any:
     return pyplot
 
 
-def plot(ax: Any, cells: Tensor, tokens: tuple[int, int], seq_lengths: tuple[int, int], colours: Colours) -> Any:
+def plot(
+    ax: Any, cells: Tensor, tokens: tuple[int, int], seq_lengths: tuple[int, int], colours: Colours, legend: bool
+) -> Any:  # fmt: skip
     """Draw the cells of an image, each of `tokens` queries and keys, into `ax` (None: a new figure). Return the Axes.
 
-    `colours` are the kinds in the legend.
+    `colours` are the kinds in the legend, if there is one.
     """
     pyplot = import_pyplot("BlockMask.plot", "or print(mask) for a picture in characters")
     from matplotlib.patches import Patch  # pyright: ignore[reportMissingImports]
@@ -87,5 +89,6 @@ def plot(ax: Any, cells: Tensor, tokens: tuple[int, int], seq_lengths: tuple[int
     ax.set_xlabel("key")
     ax.set_ylabel("query")
     scaled = {kind: (r / 255, g / 255, b / 255) for kind, (r, g, b) in colours.items()}
-    ax.legend(handles=[Patch(facecolor=c, edgecolor="gray", label=kind) for kind, c in scaled.items()])
+    if legend:
+        ax.legend(handles=[Patch(facecolor=c, edgecolor="gray", label=kind) for kind, c in scaled.items()])
     return ax

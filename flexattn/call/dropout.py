@@ -131,6 +131,9 @@ def dropout_mask(
         >>> dropout_mask(0.5, (1, 1, 2, 4)).unique().tolist()
         [0.0, 2.0]
     """
+    if not isinstance(shape, Sequence) or len(shape) != 4 or not all(isinstance(n, int) and n >= 0 for n in shape):
+        fix = "Pass the shape of the weights: (*query.shape[:3], key.shape[2])."
+        raise ArgumentError(message("shape", repr(shape), "four ints (B, Hq, M, N)", fix))
     B, H, M, N = shape
     chosen = torch.device(device or torch.get_default_device())
     dropout = check_dropout(dropout_p, chosen)

@@ -24,7 +24,7 @@ def from_jagged(query: Any, key: Any, value: Any, block_mask: Any) -> tuple[Tens
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor) or not x.is_nested or x.layout != torch.jagged:
             found = "a nested tensor of layout torch.strided" if getattr(x, "is_nested", False) else "a dense tensor"
-            expected = "a nested tensor of layout torch.jagged, like query"
+            expected = "a nested tensor of layout torch.jagged" + ", like query" * (name != "query")
             raise UnsupportedError(message(name, found, expected, _FIX))
         if x.dim() != 4 or x._ragged_idx != 2:  # type: ignore[attr-defined]
             raise ArgumentError(message(name, f"shape {tuple(x.shape)}", "[B, H, lengths, D]", _FIX))

@@ -216,8 +216,12 @@ def check_positions(lengths: tuple[int, int], layout: Layout, M: int) -> None:
     if layout.seqused_k is not None and columns < layout.capacity:
         _check_values("seqused_k", layout.seqused_k, 0, columns, f"the columns of block_mask, {columns}")
     if layout.q_offsets is not None:
-        what = f"the rows of block_mask, {rows}, less the {M} of query"
-        _check_values("q_offsets", layout.q_offsets, 0, rows - M, what)
+        fix = (
+            f"The rows of block_mask ({rows}) are positions, and query has {M} row{'s' * (M != 1)} for "
+            "each sequence. Build the mask with Q_LEN = the most tokens of a sequence, and the rows of a chunk if "
+            "shorter chunks are padded."
+        )
+        _check_values("q_offsets", layout.q_offsets, 0, rows - M, "", fix)
 
 
 def check_integers(name: str, x: Tensor, query: Tensor, dims: int) -> Tensor:
@@ -272,12 +276,12 @@ def _check_rows(name: str, x: Tensor, shape: tuple[int, ...], what: str) -> None
         raise ArgumentError(message(name, f"shape {list(x.shape)}", f"{list(shape)}", f"Give {what}."))
 
 
-def _check_values(name: str, x: Tensor, low: int, high: int, what: str) -> None:
+def _check_values(name: str, x: Tensor, low: int, high: int, what: str = "", fix: str = "") -> None:
     """Check values on the CPU. On a GPU this would wait: there kernels return NaN for a sequence with a wrong value."""
     if not x.is_cpu or x.numel() == 0:
         return
     least, most = (int(v) for v in torch.aminmax(x))
     if least < low or most > high:
-        fix = f"Pass values up to {what}." if most > high else f"Pass values from {low} on."
+        fix = (fix or f"Pass values up to {what}.") if most > high else f"Pass values from {low} on."
         found = f"an entry {most if most > high else least}"
         raise ArgumentError(message(name, found, f"entries from {low} to {high}", fix))

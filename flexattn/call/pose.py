@@ -27,7 +27,7 @@ from flexattn.call.validate import (
 from flexattn.call.varlen.arguments import Packed, PackedArguments
 from flexattn.call.varlen.mods import packed_mask, packed_score
 from flexattn.call.varlen.packing import Packing
-from flexattn.errors import DtypeError, MaskError, message
+from flexattn.errors import ArgumentError, DtypeError, MaskError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.capture_axes import pair_axes_last
 from flexattn.graph.differentiate import differentiate
@@ -168,6 +168,11 @@ def _score(score_mod: Mod | None, query: Tensor) -> BoundMod | None:
     bound = trace(score_mod, "score", torch.float64 if query.dtype == torch.float64 else torch.float32)
     if bound.graph.is_input(bound.graph.output, "score"):
         return None
+    heads = getattr(score_mod, "heads", None)  # of mods.alibi(heads)
+    if type(heads) is int and heads != query.shape[1] and score_mod.__module__.startswith("flexattn.mods."):
+        fix = f"Write mods.alibi({query.shape[1]}). For some of {heads} heads pass their slopes, a tensor."
+        found, expected = f"{heads} heads", f"those of query, {query.shape[1]}"
+        raise ArgumentError(message(f"score_mod {score_mod.__name__}", found, expected, fix))
     return place_captures(bound, query.device, "score_mod")
 
 

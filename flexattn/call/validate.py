@@ -61,6 +61,9 @@ def check_forms(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, devices: Set[str] = DEVICES, quantized: bool = False
 ) -> None:  # fmt: skip
     """Check ranks, sizes, dtypes and devices. The tensors may be fake, and their sizes symbols."""
+    if not isinstance(enable_gqa, bool):
+        fix = "Pass True to let groups of query heads share a key head, or leave it out."
+        raise DtypeError(message("enable_gqa", repr(enable_gqa), "a bool", fix))
     if not query.dim() == key.dim() == value.dim() == 4:
         raise _rank(*next((name, x) for name, x in _named(query, key, value) if x.dim() != 4))
     stored = FLOAT8 if quantized else query.dtype
@@ -120,8 +123,11 @@ def _check_sizes(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: bool) 
         fix = f"Expand it: value.expand({Bkv}, -1, -1, -1)." if v[0] == 1 else "Give both the same batch size."
         raise ArgumentError(message("value", f"batch {v[0]}", f"that of key, {Bkv}", fix))
     if Bkv != B and Bkv != 1:
-        fix = "Repeat keys and values, or pass batch 1 to share them."
-        raise ArgumentError(message("key", f"batch {Bkv}", f"that of query, {B}, or 1", fix))
+        fix = "Give each entry of query its keys and values, or pass batch 1 to share them."
+        if B == 1:
+            fix = "Give query and key one batch."
+        fix += " If key holds the pages of a cache, pass its block_table: flex_attention(..., **cache.arguments())."
+        raise ArgumentError(message("key", f"batch {Bkv}", f"that of query, {B}" + ", or 1" * (B != 1), fix))
     if Hq != Hkv:
         _check_groups(Hq, Hkv, enable_gqa)
 
@@ -167,7 +173,7 @@ def check_mask_sizes(
     """Check a mask of `sizes` (M, N, B, H). `both`: it has lists of query blocks too. Sizes may be symbols."""
     B, H, M, N = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
     if sizes[0] != M or sizes[1] != N:
-        raise MaskError(_lengths(sizes[:2], (M, N)))
+        raise MaskError(_lengths(sizes[:2], (M, N), (H, key.shape[1])))
     if sizes[2] != 1 and sizes[2] != B:
         fix = f"Build it with create_block_mask(mask_mod, B={B}, ...), or B=None to share one mask."
         raise MaskError(message("block_mask", f"batch {sizes[2]}", f"that of query, {B}, or 1", fix))
@@ -196,11 +202,20 @@ def check_mask_reads(B: int, H: int, bound: BoundMod, query: Tensor, by_hand: bo
             raise MaskError(message("block_mask", found, f"that of query, {wanted}", fix))
 
 
-def _lengths(found: tuple[int, int], wanted: tuple[int, int]) -> str:
-    fix = f"Build it with create_block_mask(mask_mod, B, H, Q_LEN={wanted[0]}, KV_LEN={wanted[1]})"
-    longer = found[0] >= wanted[0] and found[1] >= wanted[1]
-    crop = f", or crop it with block_mask._adjust{wanted} where the mod allows" if longer else ""
-    return message("block_mask", f"lengths {found}", f"those of query and key, {wanted}", fix + crop + ".")
+def _lengths(found: tuple[int, int], wanted: tuple[int, int], heads: tuple[int, int]) -> str:
+    """Return the message for a mask of other lengths. `heads` are those of query and key."""
+    fix = f"Build it with create_block_mask(mask_mod, B, H, Q_LEN={wanted[0]}, KV_LEN={wanted[1]})."
+    if found == heads:
+        fix = (
+            "query, key and value are [B, H, S, D]. If yours are [B, S, H, D], pass query.transpose(1, 2) and so on, "
+            "and transpose the output back."
+        )
+    elif wanted[0] < found[0] and wanted[1] <= found[1]:
+        fix += (
+            " For queries at later positions, as in decoding, keep this mask and pass q_offsets=, the position of the "
+            "first query of each sequence (docs/decoding.md)."
+        )
+    return message("block_mask", f"lengths {found}", f"those of query and key, {wanted}", fix)
 
 
 def place_captures(bound: BoundMod, device: torch.device, argument: str) -> BoundMod:

@@ -20,7 +20,7 @@ class Outside:
     """Positions with an out-of-range index into a captured tensor. It is an error only if one of them attends."""
 
     graph: ModGraph
-    capture: str
+    load: Load
     dimension: int
     size: int
     index: Tensor
@@ -32,7 +32,7 @@ class Outside:
         if not outside.any():
             return
         index = int(torch.where(outside, self.index, 0).flatten()[outside.flatten().int().argmax()])
-        raise self.graph.index_error(self.capture, self.dimension, self.size, index, " at an attended position")
+        raise self.graph.index_error(self.load, self.dimension, self.size, index, " at an attended position")
 
 
 @dataclass
@@ -115,13 +115,12 @@ class TileGraph:
 
     def _inside(self, node: Load, dimension: int, index: Tensor) -> Tensor:
         """Record positions with an out-of-range index, and clamp the index."""
-        capture = self.graph.captures[node.capture]
         size = self.captures[node.capture].shape[dimension]
         low, high = (int(x) for x in index.aminmax())
         if low >= -size and high < size:
             return index
         outside = (index < -size) | (index >= size)
-        self.outside.append(Outside(self.graph, capture.name, dimension, size, index, outside))
+        self.outside.append(Outside(self.graph, node, dimension, size, index, outside))
         return index.clamp(-size, max(size - 1, -size))
 
 

@@ -151,6 +151,14 @@ class Builder:
             return same if isinstance(same, Expr) else self.const(same, dtype)
         return self.add(Operation(op, tuple(a.index for a in args), dtype))
 
+    def needed(self, x: Expr) -> list[Node]:
+        """Return the nodes that an expression is computed from, and its own."""
+        positions = {x.index}
+        for i in range(x.index, -1, -1):
+            if i in positions:
+                positions.update(self.nodes[i].args)
+        return [self.nodes[i] for i in sorted(positions)]
+
     def copy(self, graph: ModGraph, rule: Rule | None = None) -> list[Expr]:
         """Append the nodes of `graph`, replaced by `rule` if it does not return None. Return them in order."""
         made: list[Expr] = []

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flexattn.errors import IndexRangeError, message
+from flexattn.errors import IndexRangeError, message, mod_in_messages
 from flexattn.graph.nodes import (
     Capture,
     Const,
@@ -35,6 +35,8 @@ from flexattn.process.forks import cached_property
 from flexattn.process.frozen_class import frozen
 from flexattn.torch_state.lasting import cached_on_device
 from flexattn.torch_state.transforms import outside
+
+FROM_OFFSETS = "of_token_from_offsets"  # a name in flexattn.mods: the documents of tokens, computed from offsets
 
 
 @frozen
@@ -142,7 +144,7 @@ class ModGraph:
                         found = _first_outside(source, index)
                         if found is None:
                             raise
-                        raise self.index_error(self.captures[capture].name, *found) from error
+                        raise self.index_error(node, *found) from error
                 case Operation("cast"):
                     value = values[node.args[0]].to(node.dtype)
                 case _:
@@ -150,15 +152,29 @@ class ModGraph:
             values.append(value)
         return tuple(None if o is None else values[o] for o in (self.outputs if outputs is None else outputs))
 
-    def index_error(self, capture: str, dimension: int, size: int, index: int, where: str = "") -> IndexRangeError:
+    def index_error(self, load: Load, dimension: int, size: int, index: int, where: str = "") -> IndexRangeError:
         """Return the error for an index that is out of bounds for a captured tensor."""
-        kind = "score_mod" if "score" in self.inputs else "mask_mod"
-        mod = kind if self.name == kind else f"{kind} {self.name}"
-        where_is = f" ({self.location})" if self.location else ""
-        found = f"index {index} in dimension {dimension} of the captured tensor `{capture}`{where}"
+        mod = mod_in_messages("score" if "score" in self.inputs else "mask", self.name)
+        capture = self.captures[load.capture]
+        line = capture.line or self.location
+        what = "a tensor that it makes" if capture.literal else f"the captured tensor `{capture.name}`"
+        dimension_of = "" if capture.literal else f"in dimension {dimension} "
+        found = f"index {index} {dimension_of}of {what}{where}"
         expected = f"{-size} to {size - 1}, as its size is {size}"
-        fix = f"Pad `{capture}` up to the lengths of query and key, or clamp the index in the mod."
-        return IndexRangeError(message(mod + where_is, found, expected, fix))
+        fix = self._fix_of_index(load, dimension, size)
+        return IndexRangeError(message(f"{mod} ({line})" if line else mod, found, expected, fix))
+
+    def _fix_of_index(self, load: Load, dimension: int, size: int) -> str:
+        capture, reads = self.captures[load.capture], self.dependence[load.args[dimension]]
+        if capture.name == FROM_OFFSETS:
+            return (
+                f"offsets ends at {size}. It is cumulative, from 0 to the length of a row: offsets[-1] is that length."
+            )
+        name = "it" if capture.literal else f"`{capture.name}`"
+        for input_name, size_of, entry in (("b", "batch of query", "sequence"), ("h", "heads of query", "query head")):
+            if reads == {input_name}:
+                return f"The index is {input_name}: give {name} an entry for each {entry}, as many as the {size_of}."
+        return f"Pad {name} up to the lengths of query and key, or clamp the index in the mod."
 
     def __repr__(self) -> str:
         return _print(self)

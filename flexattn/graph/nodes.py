@@ -107,6 +107,7 @@ class Capture:
     dtype: torch.dtype
     ndim: int
     literal: bool = field(default=False, compare=False)  # the mod makes it from numbers, on the CPU
+    line: str = field(default="", compare=False)  # the user's file:line that reads it, or several
 
     def __repr__(self) -> str:
         return f"{self.name}: {short_dtype(self.dtype)}[{', '.join(':' * self.ndim)}]"

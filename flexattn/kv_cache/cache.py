@@ -377,7 +377,10 @@ class PagedKVCache:
             allowed = _DTYPES[:-1] if self.key.dtype == FLOAT8 else (self.key.dtype,)
             if x.dtype not in allowed:
                 found, expected_dtype = short_dtype(x.dtype), " or ".join(map(short_dtype, allowed))
-                raise DtypeError(message(name, found, f"{expected_dtype}, for this cache", f"Cast it: {name}.to(...)."))
+                fix = f"Cast it: {name}.to({allowed[0]})."
+                if x.dtype in _DTYPES and self.key.dtype != FLOAT8:
+                    fix = f"{fix[:-1]}, or make the cache with PagedKVCache(..., dtype={x.dtype})."
+                raise DtypeError(message(name, found, f"{expected_dtype}, for this cache", fix))
             if x.requires_grad and torch.is_grad_enabled():
                 fix = "Call append under torch.no_grad(), or detach it."
                 raise UnsupportedError(message(name, "a tensor that requires a gradient", "one that does not", fix))

@@ -71,11 +71,18 @@ class Target:
         return {"cuda": f"sm_{self.arch}", "hip": str(self.arch)}.get(self.backend, self.backend)
 
 
+NAMES = (*(f"sm_{arch}" for arch in _SHARED_MEMORY), "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")  # examples
+_GENERATIONS = {"sm": range(7, 13), "gfx": range(9, 13)}  # architectures of later ones may differ in anything
+
+
 def named(name: str) -> Target | None:
-    """Return the target of an architecture named as in CUDA and HIP (sm_90, gfx942), or None."""
-    if match := re.fullmatch(r"sm_?(\d+)a?", name):
-        return Target("cuda", int(match[1]), 32)
-    if match := re.fullmatch(r"gfx(\d+)[0-9a-f]{2}", name):
+    """Return the target of an architecture named as in CUDA and HIP (sm_90, gfx942), or None.
+
+    Architectures that are not in NAMES are accepted if their generation is known: sm_101 like sm_100.
+    """
+    if (match := re.fullmatch(r"sm_?(\d+)\d[af]?", name)) and int(match[1]) in _GENERATIONS["sm"]:
+        return Target("cuda", int(re.sub(r"\D", "", name)), 32)
+    if (match := re.fullmatch(r"gfx(\d+)[0-9a-f]{2}", name)) and int(match[1]) in _GENERATIONS["gfx"]:
         return Target("hip", name, 32 if int(match[1]) >= 10 else 64)  # RDNA has 32-lane waves
     return None
 

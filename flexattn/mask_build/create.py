@@ -7,13 +7,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Never, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flexattn.block_mask import BlockMask, BuildCounts, BuiltMask, RunLists, Runs, run_lists
+from flexattn.call.unknown_arguments import unknown_arguments
 from flexattn.errors import ArgumentError, DeviceError, UnsupportedError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.boxes import DTYPES
@@ -84,6 +85,7 @@ def create_block_mask(
     separate_full_blocks: bool = True,
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
+    **unknown: Never,
 ) -> BlockMask:
     """Return the BlockMask of `mask_mod(b, h, q_idx, kv_idx) -> bool` over B batches, H heads, Q_LEN queries and KV_LEN
     keys. With B or H None, the mask applies to any number of them; mask_mod must not read that index.
@@ -101,6 +103,8 @@ def create_block_mask(
     >>> mask.counts()  # full, partial, empty
     (6, 4, 6)
     """
+    if unknown:
+        raise unknown_arguments(create_block_mask, unknown)
     if _compile:
         warnings.warn(
             "_compile on create_block_mask does nothing: masks are built in bounded memory without it. Leave it out.",
@@ -324,7 +328,7 @@ def _device(bound: BoundMod, device: torch.device | str | int | None) -> torch.d
         return next(iter(captured))
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    chosen = torch.device(device)
+    chosen = _torch_device(device)
     if chosen.index is None and chosen.type != "cpu":  # "cuda" becomes "cuda:0"
         is_cuda = chosen.type == "cuda"  # queried directly: an allocation takes more host time
         chosen = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.empty(0, device=chosen).device
@@ -332,6 +336,19 @@ def _device(bound: BoundMod, device: torch.device | str | int | None) -> torch.d
         if found != chosen:
             fix = f"Move {name} there, or pass device={str(found)!r}."
             raise DeviceError(message(f"mask_mod's captured tensor {name!r}", found, f"{chosen}", fix))
+    return chosen
+
+
+def _torch_device(device: torch.device | str | int) -> torch.device:
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError, ValueError, AssertionError):
+        fix = 'Write device="cuda" or device="cpu", or leave it out.'
+        raise DeviceError(message("device", repr(device), "a device of torch", fix)) from None
+    # is_initialized is fast; a process that has used its GPU has one
+    if chosen.type == "cuda" and not torch.cuda.is_initialized() and not torch.cuda.is_available():
+        fix = 'Write device="cpu", or leave it out.'
+        raise DeviceError(message("device", repr(str(device)), "a device of this machine, where CUDA is missing", fix))
     return chosen
 
 

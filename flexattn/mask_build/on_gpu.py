@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flexattn.block_mask import BuildCounts, BuiltMask, LaterRunLists
 from flexattn.block_mask.bits import BLOCK_WORDS, MaskBits
-from flexattn.errors import IndexRangeError, message
+from flexattn.errors import IndexRangeError, message, mod_in_messages
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import EqualRuns
 from flexattn.machine.target import Target, processors, target_of
@@ -277,10 +277,12 @@ def _typed(pointer: Any, dtype: torch.dtype) -> Any:
 def _outside(bound: BoundMod, captures: int) -> IndexRangeError:
     position = (captures & -captures).bit_length() - 1
     capture, tensor = bound.graph.captures[position], bound.captures[position]
-    where = f" ({bound.graph.location})" if bound.graph.location else ""
+    line = capture.line or bound.graph.location
+    mod = mod_in_messages("mask", bound.graph.name)
+    what = "a tensor that it makes" if capture.literal else repr(capture.name)
     return IndexRangeError(
         message(
-            f"mask_mod {bound.graph.name}{where}", f"an index outside of {capture.name!r}, {list(tensor.shape)}",
+            f"{mod} ({line})" if line else mod, f"an index outside of {what}, {list(tensor.shape)}",
             "indices in range for every pair within Q_LEN and KV_LEN", "Make the tensor longer, or clamp the index.",
         )
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexattn.mods.arguments import check_int, check_tensor
 from flexattn.mods.kinds import ScoreMod, named
 
 
@@ -17,6 +18,7 @@ def alibi(slopes: int | Tensor) -> ScoreMod:
     [-1.0, -0.5, 0.0]
     """
     if isinstance(slopes, Tensor):
+        check_tensor("slopes", slopes, "[H]", "Give one slope for each query head.")
 
         def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return score + slopes[h] * (kv_idx - q_idx)
@@ -24,8 +26,11 @@ def alibi(slopes: int | Tensor) -> ScoreMod:
         return named(mod, "alibi")
 
     heads = slopes
+    check_int("slopes", heads, 1, "Pass the number of query heads, or a tensor of slopes.")
 
     def standard(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + torch.exp2(-8.0 * (h + 1) / heads) * (kv_idx - q_idx)
 
+    if type(heads) is int and not torch.compiler.is_dynamo_compiling():
+        standard.heads = heads  # type: ignore[attr-defined]  # calls compare it with query
     return named(standard, f"alibi_{heads}")

@@ -10,6 +10,8 @@ from flexattn.mods.kinds import MaskMod, named
 def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     """Attend to keys up to and including the query's own position; both sequences start at position 0.
 
+    It is a mask_mod itself: pass it without calling it, `create_block_mask(causal, ...)`.
+
     >>> import torch
     >>> i = torch.arange(3)
     >>> causal(i, i, i[:, None], i).int().tolist()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexattn.errors import ModError, message
+from flexattn.mods.arguments import described
 from flexattn.mods.kinds import MaskMod, named
 
 
 def noop_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """Attend to every key."""
+    """Attend to every key. It is a mask_mod itself, passed without calling it."""
     return b.new_ones((), dtype=torch.bool)
 
 
@@ -92,8 +94,22 @@ def not_mask(mask_mod: MaskMod) -> MaskMod:
 
 
 def _check(mask_mods: tuple[MaskMod, ...]) -> None:
-    if not all(callable(mask) for mask in mask_mods):
-        raise RuntimeError(f"All inputs should be callable mask_mods: found {mask_mods}. Pass functions.")
+    if torch.compiler.is_dynamo_compiling():
+        return
+    for n, mask in enumerate(mask_mods):
+        name = f"mask_mods[{n}]"
+        if type(mask).__name__ == "BlockMask":
+            raise ModError(message(name, "a BlockMask", "a mask_mod", "Pass its mask_mod: block_mask.mask_mod."))
+        if not callable(mask):
+            text = message(name, described(mask), "a callable mask_mod", "Pass functions as single arguments.")
+            raise ModError(f"All inputs should be callable mask_mods. {text}")
+        code = getattr(mask, "__code__", None)
+        if code is not None and code.co_varnames[: code.co_argcount] == _OF_SCORE_MODS:
+            fix = "Pass it to flex_attention as score_mod, and the mask as block_mask."
+            raise ModError(message(name, f"{_name(mask)}, a score_mod", "mask_mod(b, h, q_idx, kv_idx)", fix))
+
+
+_OF_SCORE_MODS = ("score", "b", "h", "q_idx", "kv_idx")
 
 
 def _name(mask_mod: MaskMod) -> str:

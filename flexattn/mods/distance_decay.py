@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flexattn.mods.arguments import check_tensor
 from flexattn.mods.kinds import ScoreMod, named
 
 
@@ -16,6 +17,7 @@ def distance_decay(rate: float | Tensor) -> ScoreMod:
     [-0.5, 0.0, -0.5]
     """
     if isinstance(rate, Tensor):
+        check_tensor("rate", rate, "[H]", "Give one rate for each query head, or a number for all.")
 
         def for_each_head(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return score - rate[h] * (q_idx - kv_idx).abs()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
+from flexattn.errors import ArgumentError, DtypeError, message
+from flexattn.mods.arguments import check_tensor, described
 from flexattn.mods.kinds import MaskMod, named
 
 
@@ -19,16 +23,28 @@ def document(ids: Tensor | None = None, *, offsets: Tensor | None = None) -> Mas
     >>> document(offsets=torch.tensor([0, 1, 4]))(i, i, i[:, None], i).int().tolist()
     [[1, 0, 0, 0], [0, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1]]
     """
-    of_token = _ids(ids, offsets)
-    if of_token.dim() == 2:
+    if ids is None or offsets is not None:
+        of_token_from_offsets = _of_offsets(ids, offsets)  # errors about an index explain this name
+
+        def by_offsets(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return of_token_from_offsets[q_idx] == of_token_from_offsets[kv_idx]
+
+        return named(by_offsets, "document")
+
+    if not isinstance(ids, Tensor) or ids.dim() not in (1, 2):
+        fix = "Give the document of each token, [B, S] with a packing per batch."
+        kind = ArgumentError if isinstance(ids, Tensor) else DtypeError
+        raise kind(message("ids", described(ids), "[S] or [B, S]", fix))
+
+    if ids.dim() == 2:
 
         def for_each_batch(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            return of_token[b, q_idx] == of_token[b, kv_idx]
+            return ids[b, q_idx] == ids[b, kv_idx]
 
         return named(for_each_batch, "document")
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return of_token[q_idx] == of_token[kv_idx]
+        return ids[q_idx] == ids[kv_idx]
 
     return named(mask, "document")
 
@@ -49,16 +65,17 @@ def document_causal(ids: Tensor | None = None, *, offsets: Tensor | None = None)
     return named(mask, "document_causal")
 
 
-def _ids(ids: Tensor | None, offsets: Tensor | None) -> Tensor:
-    if (ids is None) == (offsets is None):
-        found = "neither" if ids is None else "both"
-        raise ValueError(f"document: found {found} of ids and offsets, expected one. Pass ids, or offsets=.")
-    if offsets is None:
-        assert ids is not None
-        if ids.dim() not in (1, 2):
-            raise ValueError(f"document: found ids of {ids.dim()} dimensions, expected [S] or [B, S]. Reshape them.")
-        return ids
-    if offsets.dim() != 1:
-        raise ValueError(f"document: found offsets of {offsets.dim()} dimensions, expected [documents + 1].")
+def _of_offsets(ids: Tensor | None, offsets: Tensor | None) -> Tensor:
+    """Return the document of each token, int32 [S]."""
+    if ids is not None or offsets is None:
+        found = "neither of ids and offsets" if ids is None else "both of ids and offsets"
+        raise ArgumentError(message("document", found, "one", "Pass ids, or offsets=."))
+    fix = "Pass the cumulative sum of the lengths, with 0 in front."
+    check_tensor("offsets", offsets, "[documents + 1]", fix, integers=True)
+    if not torch.compiler.is_compiling():
+        ends = offsets.tolist()
+        if not ends or ends[0] != 0 or any(end < start for start, end in itertools.pairwise(ends)):
+            found = "no values" if not ends else f"a start at {ends[0]}" if ends[0] else "descending values"
+            raise ArgumentError(message("offsets", found, "ascending values from 0 to the length of a row", fix))
     tokens = torch.arange(int(offsets[-1]), device=offsets.device)
     return torch.bucketize(tokens, offsets[1:].to(tokens.dtype), right=True).int()

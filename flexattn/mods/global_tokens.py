@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flexattn.mods.arguments import check_int, check_tensor
 from flexattn.mods.kinds import MaskMod, named
 
 
@@ -17,11 +18,14 @@ def global_tokens(tokens: int | Tensor) -> MaskMod:
     [[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]
     """
     if isinstance(tokens, Tensor):
+        check_tensor("tokens", tokens, "[S]", "Mark the global tokens in a bool tensor, or give their number.")
 
         def marked(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return tokens[q_idx] | tokens[kv_idx]
 
         return named(marked, "global_tokens")
+
+    check_int("tokens", tokens, 0, "It is the number of the first tokens.")
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx < tokens) | (kv_idx < tokens)

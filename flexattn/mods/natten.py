@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flexattn.errors import ArgumentError, message
 from flexattn.mods.kinds import MaskMod, named
 
 
@@ -53,5 +54,5 @@ def _near(q: Tensor, kv: Tensor, size: int, reach: int) -> Tensor:
 
 
 def _check(name: str, sizes: tuple[int, ...], kernel: tuple[int, ...]) -> None:
-    if len(kernel) != len(sizes) or any(k % 2 == 0 or k > size for k, size in zip(kernel, sizes, strict=True)):
-        raise ValueError(f"{name}: found kernel {kernel}, expected odd sizes of at most {sizes}. Use odd sizes.")
+    if len(kernel) != len(sizes) or any(k < 1 or k % 2 == 0 or k > size for k, size in zip(kernel, sizes, strict=True)):
+        raise ArgumentError(message(f"{name}, kernel", kernel, f"odd sizes of at most {sizes}", "Use odd sizes."))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flexattn.mods.arguments import check_tensor
 from flexattn.mods.kinds import MaskMod, named
 
 
@@ -15,6 +16,8 @@ def padding(lengths: Tensor) -> MaskMod:
     >>> padding(torch.tensor([1, 3]))(i[:2, None], i, i, i).int().tolist()
     [[1, 0, 0], [1, 1, 1]]
     """
+    fix = "For a mask [B, S] whose padding is at the end write mask.sum(1), or read mask[b, kv_idx] in a mask_mod."
+    check_tensor("lengths", lengths, "[B]", fix, integers=True)
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return kv_idx < lengths[b]

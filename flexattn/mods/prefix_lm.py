@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flexattn.mods.arguments import check_int, check_tensor
 from flexattn.mods.kinds import MaskMod, named
 
 
@@ -16,11 +17,14 @@ def prefix_lm(prefix: int | Tensor) -> MaskMod:
     [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
     """
     if isinstance(prefix, Tensor):
+        check_tensor("prefix", prefix, "[B]", "Give the length of the prefix of each sequence.", integers=True)
 
         def ragged(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return (kv_idx < prefix[b]) | (q_idx >= kv_idx)
 
         return named(ragged, "prefix_lm")
+
+    check_int("prefix", prefix, 0, "0 is causal.")
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (kv_idx < prefix) | (q_idx >= kv_idx)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flexattn.errors import ArgumentError, message
+from flexattn.mods.arguments import described
 from flexattn.mods.kinds import ScoreMod, named
 
 
@@ -16,9 +18,7 @@ def relative_bias(table: Tensor) -> ScoreMod:
     [1.0, 0.0, -1.0, -1.0]
     """
     if table.dim() != 2 or table.shape[1] % 2 == 0:
-        raise ValueError(
-            f"relative_bias: found table {list(table.shape)}, expected [H, 2 * R + 1]. Make its width odd."
-        )
+        raise ArgumentError(message("table", described(table), "[H, 2 * R + 1]", "Make its width odd."))
     reach = table.shape[1] // 2
 
     def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from flexattn.errors import ArgumentError, message
+from flexattn.mods.arguments import described
 from flexattn.mods.kinds import ScoreMod, named
 
 
@@ -23,8 +25,9 @@ def t5_bias(table: Tensor, bidirectional: bool = True, max_distance: int = 128) 
     buckets = table.shape[0] // 2 if bidirectional else table.shape[0]
     exact = buckets // 2
     if table.dim() != 2 or exact < 1 or max_distance <= exact:
-        found = f"table {list(table.shape)} with max_distance {max_distance}"
-        raise ValueError(f"t5_bias: found {found}, expected [buckets, H] and more distances than buckets / 2.")
+        found = f"{described(table)} with max_distance={max_distance}"
+        expected = "[buckets, H] and more distances than buckets / 2"
+        raise ArgumentError(message("table", found, expected, "Enlarge max_distance, or use fewer buckets."))
     span = math.log(max_distance / exact)
 
     def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flexattn.errors import ArgumentError, message
+from flexattn.mods.arguments import check_tensor
 from flexattn.mods.kinds import ScoreMod, named
 
 
@@ -16,11 +18,15 @@ def temperature(value: float | Tensor) -> ScoreMod:
     [0.5, 1.5]
     """
     if isinstance(value, Tensor):
+        check_tensor("value", value, "[H]", "Give one temperature for each query head, or a number for all.")
 
         def for_each_head(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return score / value[h]
 
         return named(for_each_head, "temperature")
+
+    if value == 0:
+        raise ArgumentError(message("value", value, "a number other than 0", "Scores are divided by it."))
 
     def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score / value

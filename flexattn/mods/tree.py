@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexattn.errors import ArgumentError, message
+from flexattn.mods.arguments import check_int, check_tensor
 from flexattn.mods.kinds import MaskMod, named
 
 
@@ -19,6 +21,8 @@ def tree(parents: Tensor, prefix: int = 0) -> MaskMod:
     >>> tree(torch.tensor([-1, 0, 0, 1]))(i, i, i[:, None], i).int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     """
+    check_tensor("parents", parents, "[nodes]", "Give the parent of each node, -1 for a root.", integers=True)
+    check_int("prefix", prefix, 0, "It is the number of keys before those of the nodes.")
     ancestors = ancestor_bits(parents)
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -34,7 +38,8 @@ def ancestor_bits(parents: Tensor) -> Tensor:
     rows: list[int] = []
     for node, parent in enumerate(parents.tolist()):
         if not -1 <= parent < node:
-            raise ValueError(f"tree: found parent {parent} of node {node}, expected -1 or a node before it. Sort them.")
+            found = f"parent {parent} of node {node}"
+            raise ArgumentError(message("parents", found, "-1 or a node before it", "Sort the nodes."))
         rows.append((rows[parent] if parent >= 0 else 0) | 1 << node)
     words = -(-len(rows) // 32)
     packed = [[row >> 32 * word & 0xFFFFFFFF for word in range(words)] for row in rows]

@@ -93,16 +93,21 @@ class Tables:
 
 
 class Elements:
-    """The scalars of an FX graph as expressions; `load` and `number` create the leaves."""
+    """The scalars of an FX graph as expressions; `load` and `number` create the leaves.
+
+    `inside(node, dimension, index, value)` returns the index so that it is checked when the mod runs. `value()` is the
+    element at the index as it is.
+    """
 
     def __init__(
         self, tables: Tables, builder: Builder, load: Callable[[fx.Node, Index], Expr | None],
-        number: Callable[[Any], Expr],
+        number: Callable[[Any], Expr], inside: Callable[[fx.Node, int, Expr, Callable[[], Expr]], Expr],
     ) -> None:  # fmt: skip
         self.tables = tables
         self.builder = builder
         self.load = load
         self.number = number
+        self.inside = inside
         self._known: dict[tuple[Any, ...], Expr] = {}
         self._depth = 0
 
@@ -132,6 +137,17 @@ class Elements:
             finally:
                 self._depth -= 1
         return self._known[key]
+
+    def gathered(self, node: fx.Node, index: Index, dims: Sequence[int]) -> Expr:
+        """Return `at(node, index)`, where the indices in `dims` are tensors of the mod and may be out of range."""
+        inside = tuple(
+            self.inside(node, d, i, lambda: self.at(node, index)) if d in dims else i for d, i in enumerate(index)
+        )
+        value = self.at(node, inside)
+        for checked, i in zip(inside, index, strict=True):
+            if checked.index != i.index and checked.node not in self.builder.needed(value):  # all elements are equal
+                value = where(checked < 0, 1 if value.constant == 0 else 0, value)
+        return value
 
     def _compute(self, node: fx.Node, index: Index) -> Expr:
         if node.target is operator.getitem:

@@ -11,7 +11,7 @@ import inspect
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -21,9 +21,10 @@ from torch import Tensor, fx
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from flexattn.errors import ModError, UnsupportedError
+from flexattn.errors import ModError, UnsupportedError, message
 from flexattn.process.forks import temporary
 from flexattn.process.places import place
+from flexattn.torch_state.symbols import example
 from flexattn.torch_state.transforms import innermost
 from flexattn.trace.follow import current_line
 from flexattn.trace.operator_calls import UnknownOperator
@@ -173,6 +174,15 @@ def _fake_tensor_type() -> type:
     return FakeTensor
 
 
+class TooManyIndices(IndexError):
+    """A mod indexes more dimensions than a tensor has."""
+
+    def __init__(self, source: Tensor, count: int) -> None:
+        super().__init__(f"too many indices for tensor of dimension {source.ndim}")
+        self.source = source
+        self.count = count
+
+
 def gather(source: Tensor, index: Any) -> Tensor:
     """tensor[index], where 0-d integer tensors gather like other index tensors."""
     items = list(index) if isinstance(index, tuple) else [index]
@@ -201,7 +211,7 @@ def gather(source: Tensor, index: Any) -> Tensor:
     while tensors and tensors[-1] is None:
         tensors.pop()
     if len(tensors) > source.ndim:
-        raise IndexError(f"too many indices for tensor of dimension {source.ndim}")
+        raise TooManyIndices(source, len(tensors))
     given = [t for t in tensors if t is not None]
     if len({t.ndim for t in given}) > 1:  # the fake kernel of aten.index does not broadcast 0-d tensors
         wide = iter(torch.broadcast_tensors(*given))
@@ -352,13 +362,23 @@ def explain_operator(unknown: UnknownOperator) -> str:
     )
 
 
-def explain_failure(error: Exception, kind: str, name: str) -> ModError:
-    """Convert an exception raised by the mod to an error that names the line and the fix."""
+def explain_failure(error: Exception, kind: str, name: str, captured: Sequence[tuple[str, Tensor]] = ()) -> ModError:
+    """Convert an exception raised by the mod to an error that names the line and the fix.
+
+    `captured` are the tensors that the mod reads, as it sees them, with the user's names.
+    """
     where = _line_of(error.__traceback__)
     text = str(error)
     if "value out of a tracing tensor" in text or type(error).__name__.startswith(("DataDependent", "GuardOnData")):
         return ModError(f"{name} at {where} {DATA_DEPENDENT}")
-    return ModError(
-        f"{name} at {where} raised {type(error).__name__}: {text or 'no message'}. A {kind}_mod is called "
-        f"with 0-d tensors and must accept them."
-    )
+    if isinstance(error, TooManyIndices):
+        shape = [example(size) for size in error.source.shape]
+        called = next((f"the captured tensor `{its}`" for its, t in captured if t is error.source), "a tensor")
+        found = f"{error.count} indices into {called} of shape {shape}"
+        fix = "Leave out the indices of dimensions that it does not have, for example b or h."
+        return ModError(message(f"{name} at {where}", found, f"at most {error.source.ndim}", fix))
+    said = f"{name} at {where} raised {type(error).__name__}: {text or 'no message'}"
+    # Python's and torch's own errors about arguments and shapes: the mod may have been written for whole tensors.
+    if isinstance(error, (TypeError, IndexError)) or type(error) is RuntimeError:
+        return ModError(f"{said.removesuffix('.')}. A {kind}_mod is called with 0-d tensors and must accept them.")
+    return ModError(said)

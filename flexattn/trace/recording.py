@@ -80,6 +80,7 @@ class Inputs:
         self.symbol_names: dict[str, str] = {}
         self.tensors: list[fx.Node] = []
         self.tensor_names: list[str] = []
+        self.captured: list[tuple[str, Tensor]] = []  # the user's names and the fake tensors
         self.numbers: list[fx.Node] = []
 
     def scalars(self, kind: Kind, score_dtype: torch.dtype) -> list[Tensor]:
@@ -126,6 +127,7 @@ class Inputs:
                 node = _placeholder(f"tensor_{position}", fake)
             self.tensors.append(node)
             self.tensor_names.append(name)
+            self.captured.append((name, fake))
             self.interception.replace(value, fake)
 
     def text(self, symbol: Any) -> str:
@@ -323,7 +325,7 @@ def _recorded(
     except Exception as error:
         if inputs.tape is not None:  # the run on fake tensors explains it
             raise NotScalar from error
-        raise explain_failure(error, kind, name) from error
+        raise explain_failure(error, kind, name, inputs.captured) from error
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     return RecordedGraph(
         graph=graph,

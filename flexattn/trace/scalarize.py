@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from flexattn.errors import ModError, UnsupportedError, mod_in_messages
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.builder import Builder, Expr, without_unused
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.narrow import narrowed
-from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS, Capture, Number, wide
+from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS, Capture, Load, Number, wide
+from flexattn.graph.ranges import ranges
 from flexattn.process.frozen_class import frozen
+from flexattn.torch_state.symbols import example
 from flexattn.trace.aten import TABLES, has_row
 from flexattn.trace.elements import Elements, Index
 from flexattn.trace.interception import CONSTANT, DATA_DEPENDENT, IN_PLACE, MOST_SHOWN, RANDOM, line_of_node
-from flexattn.trace.operator_calls import is_symbol, operator_name
+from flexattn.trace.operator_calls import concrete, is_symbol, operator_name
 from flexattn.trace.scalar_tape import Expression
 
 Kind = Literal["score", "mask"]
@@ -32,6 +35,7 @@ Kind = Literal["score", "mask"]
 _MOST_NUMBERS = 64  # sets of number values per mod with a cached graph
 
 
+_GATHERS = frozenset(("index", "_unsafe_index", "index_select", "gather", "embedding"))
 _NUMBERS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}  # their types in the user's code
 
 
@@ -109,9 +113,9 @@ def scalarize(recorded: RecordedGraph, kind: Kind, name: str, score_dtype: torch
     _refuse_mutation_and_randomness(recorded, called)
     _refuse_unknown_values(recorded, called)
     leaves = _Leaves(recorded, score_dtype)
-    elements = Elements(TABLES, leaves.builder, leaves.load, leaves.number)
+    elements = Elements(TABLES, leaves.builder, leaves.load, leaves.number, leaves.inside)
     dtype = score_dtype if kind == "score" else torch.bool
-    out = _output(elements, recorded.result, kind, called, dtype)
+    out = _output(elements, recorded.result, kind, called, dtype, recorded.names)
     graph = leaves.builder.build(
         name, SCORE_INPUTS if kind == "score" else MASK_INPUTS, tuple(leaves.captures), tuple(leaves.numbers), [out],
         location=location,
@@ -134,15 +138,20 @@ def scalarize(recorded: RecordedGraph, kind: Kind, name: str, score_dtype: torch
     )
 
 
-def _output(elements: Elements, result: Any, kind: Kind, name: str, dtype: torch.dtype) -> Expr:
-    """Return the result of the mod as an expression of the dtype required for its kind."""
+def _output(
+    elements: Elements, result: Any, kind: Kind, name: str, dtype: torch.dtype, captured: dict[fx.Node, str]
+) -> Expr:  # fmt: skip
+    """Return the result of the mod as an expression of the dtype required for its kind.
+
+    `captured` has the user's names of captured tensors.
+    """
     if isinstance(result, fx.Node):
         value = result.meta["val"]
         if value.ndim > 0:
-            fix = "Index the captured tensor down to one element, for example scale[0]."
+            shape = [example(size) for size in value.shape]
             raise ModError(
-                f"{name}, line {line_of_node(result)}: found a result of shape {list(value.shape)}, "
-                f"expected a scalar (a 0-d tensor). {fix}"
+                f"{name}, line {line_of_node(result)}: found a result of shape {shape}, expected a scalar (a 0-d "
+                f"tensor). Read one element of each captured tensor, for example {_example_of_read(captured)}."
             )
         if kind == "score" and (value.is_complex() or value.dtype == torch.bool):
             raise ModError(
@@ -166,6 +175,14 @@ def _output(elements: Elements, result: Any, kind: Kind, name: str, dtype: torch
     raise ModError(f"{name}: found a result of type {found}, expected {wanted}. {fix}")
 
 
+def _example_of_read(captured: dict[fx.Node, str]) -> str:
+    """Return how a mod reads an element of the captured tensor with the most dimensions."""
+    ranks = {name: node.meta["val"].ndim for node, name in captured.items()}
+    largest = max(ranks, key=lambda name: ranks[name], default="")
+    indices = {1: "h", 2: "q_idx, kv_idx", 3: "h, q_idx, kv_idx", 4: "b, h, q_idx, kv_idx"}.get(ranks.get(largest, 0))
+    return f"{largest}[{indices}]" if indices else "scale[0]"
+
+
 _BOOL_SCORE = "It looks like a mask_mod: pass it as block_mask=create_block_mask(mask_mod, ...)."
 _COMPLEX_SCORE = "Return its real part or its absolute value."
 
@@ -181,6 +198,7 @@ class _Leaves:
         self.numbers: list[Number] = []
         self.number_texts: list[str] = []
         self._names: set[str] = {*SCORE_INPUTS, "grad"}
+        self._positions: dict[int, fx.Node] = {}  # by size: a captured tensor that contains its own indices
         self._inputs = {
             node: self.builder.input(name, score_dtype if name == "score" else torch.int32).cast(
                 wide(node.meta["val"].dtype)
@@ -197,11 +215,64 @@ class _Leaves:
             return None
         value = node.meta["val"]
         if node not in self.roots:
-            self.roots.append(node)
-            name = self._unique(self._captured.get(node, "constant"))
+            name = self._captured.get(node, "constant")
             literal = node not in self._captured and value.device.type == "cpu"
-            self.captures.append(Capture(name, value.dtype, value.ndim, literal))
+            self._add_capture(node, name, literal, _lines_of_reads(node))
         return self.builder.load(self.roots.index(node), value.dtype, index).cast(wide(value.dtype))
+
+    def inside(self, node: fx.Node, dimension: int, index: Expr, value: Callable[[], Expr]) -> Expr:
+        """Return an index in a dimension of a node. Loads are checked. A tensor that the mod makes may not be loaded.
+
+        If the index may be out of range, a tensor of numbers becomes a constant that is loaded. For other tensors, the
+        index itself is loaded, from a constant that contains 0, 1, 2... `value()` is the element at the index.
+        """
+        is_loaded = node not in self._depends_on_inputs and (node in self._captured or not _is_constant(node))
+        if is_loaded or node in self._inputs:
+            return index
+        size = node.meta["val"].shape[dimension]
+        is_constant = not any(n.op == "placeholder" for n in _ancestors([node]))
+        if not is_constant and self._is_loaded_at(index, size, value()):
+            return index
+        size = concrete(size)
+        if self._is_within(index, size):
+            return index
+        if is_constant and node.meta["val"].is_cpu:
+            with torch.inference_mode(False), _disable_current_modes(), torch.no_grad(), torch.device("cpu"):
+                unused = [None] * (len(self.recorded.tensors) + len(self.recorded.numbers))
+                (node.meta[CONSTANT],) = _prologue(self.recorded, [node])(*unused)
+            return index
+        if size not in self._positions:
+            with self.recorded.graph.inserting_before(next(iter(self.recorded.graph.nodes))):
+                positions = self.recorded.graph.call_function(torch.ops.aten.arange.default, (size,))
+            with torch.inference_mode(False), _disable_current_modes():
+                positions.meta["val"] = positions.meta[CONSTANT] = torch.arange(size, dtype=torch.int32, device="cpu")
+            self._add_capture(positions, "positions", True, "")
+            self._positions[size] = positions
+        position = self.roots.index(self._positions[size])
+        before = self.captures[position]
+        lines = ", ".join(dict.fromkeys(filter(None, (before.line, _lines_of_reads(node)))))
+        self.captures[position] = replace(before, line=lines)
+        return self.builder.load(position, torch.int32, (index,)).cast(torch.int64)
+
+    def _is_loaded_at(self, index: Expr, size: Any, value: Expr) -> bool:
+        """Return whether a value reads a dimension of this size of a captured tensor at the index, as `table[h][q]`."""
+        return any(
+            argument == index.index and str(length) == str(size)
+            for node in self.builder.needed(value)
+            if isinstance(node, Load)
+            for argument, length in zip(node.args, self.roots[node.capture].meta["val"].shape, strict=True)
+        )
+
+    def _is_within(self, index: Expr, size: int) -> bool:
+        """Return whether an index is in range for all inputs, captured tensors and numbers."""
+        numbers, captures = tuple(self.numbers), tuple(self.captures)
+        low, high = ranges(self.builder.build("index", SCORE_INPUTS, captures, numbers, [index]))[-1]
+        return -size <= low and high < size
+
+    def _add_capture(self, root: fx.Node, name: str, literal: bool, line: str) -> None:
+        self.roots.append(root)
+        value = root.meta["val"]
+        self.captures.append(Capture(self._unique(name), value.dtype, value.ndim, literal, line))
 
     def number(self, symbol: Any) -> Expr:
         """Return a symbolic number as a leaf, which the host computes from the user's numbers and sizes."""
@@ -227,6 +298,12 @@ class _Leaves:
             chosen, count = f"{name}_{count}", count + 1
         self._names.add(chosen)
         return chosen
+
+
+def _lines_of_reads(node: fx.Node) -> str:
+    """Return the user's lines that index a tensor, or an empty string if they are not known."""
+    lines = [user.meta.get("user_line", "") for user in node.users if operator_name(user) in _GATHERS]
+    return ", ".join(dict.fromkeys(filter(None, lines)))
 
 
 def _is_constant(node: fx.Node) -> bool:

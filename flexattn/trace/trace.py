@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as upstream
 
-from flexattn.errors import ModError, RetraceWarning, UnsupportedError, mod_in_messages
+from flexattn.errors import ModError, RetraceWarning, UnsupportedError, message, mod_in_messages
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.frozen import FrozenMod
 from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS
@@ -132,9 +133,10 @@ def _warn(kind: Kind, traced: Traced, record: ReadLog) -> None:
     if len(_retraced) < _MOST_RETRACED:
         _retraced[key] = count
     if count == (2 if record.may_end else 1):
+        called = mod_in_messages(kind, traced.graph.name)
         where = f" ({traced.graph.location})" if traced.graph.location else ""
         warnings.warn(
-            f"{kind}_mod {traced.graph.name}{where} is traced at each call: {record.reason}. Move it out of the mod: "
+            f"{called}{where} is traced at each call: {record.reason}. Move it out of the mod: "
             f"compute it before the call, and let the mod capture a tensor or a number.",
             RetraceWarning,
             stacklevel=frames_of_ours(),
@@ -152,6 +154,7 @@ def trace_symbolic(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> tuple[Trac
 
 @undisturbed("flexattn")
 def _trace_anew(mod: Mod, kind: Kind, score_dtype: torch.dtype, symbolic: bool = False) -> tuple[Traced, ReadLog]:
+    _check_kind(mod, kind)
     name = mod_name(mod, kind)
     called = mod_in_messages(kind, name)
     _check_call(mod, kind, name)
@@ -252,27 +255,58 @@ def location_of(mod: Mod) -> str:
     return place(code.co_filename, code.co_firstlineno) if code is not None else ""
 
 
+def _check_kind(mod: Mod, kind: Kind) -> None:
+    """Raise for an object that is no mod."""
+    if isinstance(mod, upstream.BlockMask):
+        raise block_mask_as_mod(kind)
+    inputs = ", ".join(SCORE_INPUTS if kind == "score" else MASK_INPUTS)
+    if isinstance(mod, Tensor):
+        found = f"a tensor, {str(mod.dtype).removeprefix('torch.')} {list(mod.shape)}"
+        read = f"bias[{', '.join(MASK_INPUTS[-mod.dim() :])}]" if 0 < mod.dim() <= 4 else "bias[q_idx, kv_idx]"
+        fix = f"Read it in a function: lambda {inputs}: {'score + ' if kind == 'score' else ''}{read}."
+        if kind == "mask":
+            fix = fix.replace("bias", "keep")
+    elif isinstance(mod, type):
+        found, fix = f"the class {mod.__name__}", f"Pass an instance: {mod.__name__}(...)."
+    elif not callable(mod):
+        name = type(mod).__name__
+        found, fix = f"{'an' if name[0] in 'aeiou' else 'a'} {name}", "Pass a function."
+    else:
+        return
+    raise ModError(message(f"{kind}_mod", found, f"a callable {kind}_mod({inputs})", fix))
+
+
+def block_mask_as_mod(kind: Kind) -> ModError:
+    """Return the error for a BlockMask that is given as a mod."""
+    inputs = ", ".join(SCORE_INPUTS if kind == "score" else MASK_INPUTS)
+    fix = "Write block_mask=." if kind == "score" else "Write block_mask=, or pass its mask_mod: block_mask.mask_mod."
+    return ModError(message(f"{kind}_mod", "a BlockMask", f"a callable {kind}_mod({inputs})", fix))
+
+
 def _check_call(mod: Mod, kind: Kind, name: str) -> None:
     """Raise unless `mod` accepts the positional arguments of its kind."""
     inputs, others = (SCORE_INPUTS, MASK_INPUTS) if kind == "score" else (MASK_INPUTS, SCORE_INPUTS)
     wanted = f"{kind}_mod({', '.join(inputs)})"
-    if not callable(mod):
-        raise ModError(f"{kind}_mod: found {mod!r}, expected a callable {wanted}. Pass a function.")
     try:
         signature = inspect.signature(mod)
     except (TypeError, ValueError):
         return
+    where = f" at {location_of(mod)}" if location_of(mod) else ""
+    names = tuple(signature.parameters)
+    if names != inputs and sorted(names) == sorted(inputs):
+        found, fix = f"{name}{signature}{where}", "Arguments are passed by position: reorder the parameters."
+        raise ModError(message(f"{kind}_mod", found, f"the order {', '.join(inputs)}", fix))
     if _binds(signature, len(inputs)):
         return
-    where = f" at {location_of(mod)}" if location_of(mod) else ""
     fix = f"Give it {len(inputs)} positional parameters."
     if signature.return_annotation in ("ScoreMod", "MaskMod"):  # of flexattn.mods
         fix = f"Call it: {name}(...) returns the mod."
     if _binds(signature, len(others)):
         fix = (
-            "It looks like a mask_mod: pass it as block_mask=create_block_mask(mask_mod, ...)."
+            "It looks like a mask_mod: pass it as block_mask=create_block_mask(mask_mod, ...), or as mask_mod= to "
+            "show, explain and varlen_attn."
             if kind == "score"
-            else "It looks like a score_mod: pass it to flex_attention as score_mod."
+            else "It looks like a score_mod: pass it as score_mod=."
         )
     raise ModError(f"{kind}_mod: found {name}{signature}{where}, expected a callable {wanted}. {fix}")
 

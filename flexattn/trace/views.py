@@ -171,19 +171,23 @@ def _gathered(
             full.append(elements.operand(chosen[d], advanced, None))
         else:
             full.append(next(rest))
-    return elements.at(source, tuple(full))
+    return elements.gathered(source, tuple(full), places)
 
 
 def _index_select(elements: Elements, node: fx.Node, index: Index, source: fx.Node, dim: int, chosen: fx.Node) -> Expr:
     if not index:
         return elements.at(source, ())
     dim = dim % len(index)
-    return elements.at(source, put(index, dim, elements.at(chosen, (index[dim],) if shape_of(chosen) else ())))
+    i = elements.at(chosen, (index[dim],) if shape_of(chosen) else ())
+    return elements.gathered(source, put(index, dim, i), (dim,))
 
 
 def _gather(elements: Elements, node: fx.Node, index: Index, source: fx.Node, dim: int, chosen: fx.Node) -> Expr:
     i = elements.at(chosen, index)
-    return elements.at(source, put(index, dim % len(index), i) if shape_of(source) else ())
+    if not shape_of(source):
+        return elements.at(source, ())
+    dim = dim % len(index)
+    return elements.gathered(source, put(index, dim, i), (dim,))
 
 
 def _embedding(
@@ -191,7 +195,7 @@ def _embedding(
 ) -> Expr:
     """A row of a table. The row at `padding` receives no gradient."""
     row = elements.at(rows, index[:-1])
-    value = elements.at(table, (row, index[-1]))
+    value = elements.gathered(table, (row, index[-1]), (0,))
     return value if concrete(padding) == -1 else where(row.apply("eq", concrete(padding)), _detach(value), value)
 
 

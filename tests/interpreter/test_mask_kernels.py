@@ -194,6 +194,22 @@ def test_index_outside_of_a_captured_tensor(name: str) -> None:
     assert "mask_cases.py:" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda b, h, q, k: torch.tensor([True, False])[k // 48],
+        lambda b, h, q, k: torch.arange(100)[k] <= q,
+        lambda b, h, q, k: torch.stack([q < 60, k < 60])[k // 48],
+        lambda b, h, q, k: torch.ones(100, dtype=torch.bool)[q],
+    ],
+)
+def test_index_outside_of_a_tensor_that_the_mod_makes(mod: Mod) -> None:
+    bound = trace(mod, "mask").on(CPU)
+    with pytest.raises(IndexRangeError, match="an index outside of a tensor that it makes, ") as error:
+        build_lists(plan_of(bound, INTERPRETER), bound, (1, 1, TOKENS, TOKENS), (48, 48), CPU, True)
+    assert "test_mask_kernels.py:" in str(error.value)
+
+
 # Plans
 
 WIDE = torch.rand(TOKENS, dtype=torch.float64)

@@ -291,6 +291,10 @@ class Calls(Operators):
             given = [self.deep_contents(a) for a in args]
             if all(is_plain(a) for a in given):
                 return function(*map(self.for_python, given), **{k: self.for_python(v) for k, v in kwargs.items()})
-        self.unguarded(f"it calls {name}, which may return a different result each time")
+        of_array = isinstance(args[0] if args else owner, np.ndarray)
+        self.unguarded(
+            f"it reads a numpy array with {name}: capture torch.from_numpy(array) instead" if of_array
+            else f"it calls {name}, which may return a different result each time"
+        )  # fmt: skip
         found = function(*map(self.for_native, args), **{k: self.for_native(v) for k, v in kwargs.items()})
         return self.record.drawn(found) if type(found) in (int, float) else found

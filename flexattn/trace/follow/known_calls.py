@@ -209,7 +209,7 @@ def _type_call(f: Calls, cls: type, *args: Any, **kwargs: Any) -> Any:
 
 @_function(print)
 def _print(f: Calls, *args: Any, **kwargs: Any) -> None:
-    print(*[f.for_python(a) for a in args], **kwargs)
+    print(*[str(f.for_python(a)) for a in args], **kwargs)  # a run on a tape stops at a tensor, before it prints
 
 
 @_function(builtins.breakpoint)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from functools import lru_cache
+from pathlib import Path
 
 _PACKAGES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton", "sympy", "functorch"}
 _OURS = "flexattn"
+_FOLDER = str(Path(__file__).parents[2] / "x")[:-1]  # with the separator
 # The modules of the package that define mods (test_follow.py). Functions of the others run without a guard.
 OUR_MODS = ("flexattn.mods", "flexattn.layout", "flexattn.block_mask.slices", "flexattn.integrations")
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: types without it are static C types and cannot be changed
@@ -32,6 +34,9 @@ def is_ours(module: str | None) -> bool:
 def frames_of_ours() -> int:
     """Return the number of frames of this package between the caller and the user's call, for warnings.warn."""
     frame, count = sys._getframe(1), 1
-    while frame is not None and is_ours(frame.f_globals.get("__name__")):
+    # A function of torch that runs our code (install_as_torch_flex) has the globals of torch's module.
+    while frame is not None and (
+        is_ours(frame.f_globals.get("__name__")) or frame.f_code.co_filename.startswith(_FOLDER)
+    ):
         frame, count = frame.f_back, count + 1
     return count

@@ -81,6 +81,7 @@ class ReadLog:
     may_end: bool = False  # the mod has only set something that it had not read, which it may do once
     _variables: dict[int, tuple[Any, str]] = field(default_factory=dict)  # id -> the object, its variable
     _known: dict[str, Any] = field(default_factory=dict)  # text of a read -> the object found
+    _names: dict[int, str] = field(default_factory=dict)  # id of an object -> the user's name of it
     _constant_names: dict[tuple[str, int], str] = field(default_factory=dict)
     _count: int = 0
 
@@ -128,7 +129,8 @@ class ReadLog:
         entry = self._variables.get(id(owner))
         if entry is None:
             return value
-        return self._at(template.format(entry[1], self.text_of(key)), value, name or _name_of(key), literal)
+        name = name or _name_of(key, self._names.get(id(owner), ""))
+        return self._at(template.format(entry[1], self.text_of(key)), value, name, literal)
 
     def alias(self, owner: object, template: str, part: object) -> None:
         """Give a part of an object, which is never replaced, a variable; guard that two owners still share it."""
@@ -299,6 +301,7 @@ class ReadLog:
 
     def _object(self, text: str, value: Any, name: str) -> None:
         """Guard the kind of an object. What is read from it later is guarded then."""
+        self._names[id(value)] = name
         if isinstance(value, Tensor):
             self._tensor(self._assign(value, text), value, name)
             return
@@ -356,8 +359,12 @@ def _is_marshalled(value: Any) -> bool:
     return value is None or kind in (bool, int, float, complex, str, bytes)
 
 
-def _name_of(key: Any) -> str:
-    return key if isinstance(key, str) else "captured"
+def _name_of(key: Any, owner: str) -> str:
+    """Return a name for the item of an object with this name: the key, or windows_0 for windows[0]."""
+    if isinstance(key, str):
+        return key
+    is_position = type(key) is int and key >= 0 and owner.isidentifier() and owner != "captured"
+    return f"{owner}_{key}" if is_position else "captured"
 
 
 def _is_permanent(value: Any) -> bool:

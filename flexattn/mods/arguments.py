@@ -1,0 +1,39 @@
+"""Checks of the arguments of factories."""
+
+from __future__ import annotations
+
+from numbers import Integral
+
+import torch
+from torch import Tensor
+
+from flexattn.errors import ArgumentError, DtypeError, message
+
+
+def check_int(argument: str, value: object, least: int, fix: str) -> None:
+    """Check a whole number. The value of a 0-d tensor is not read."""
+    if isinstance(value, Tensor) and value.dim() == 0 and not value.is_floating_point():
+        return
+    expected = f"an int from {least} on"
+    if isinstance(value, bool) or not isinstance(value, (int, Integral, torch.SymInt)):
+        found = repr(value) if isinstance(value, (bool, float, str)) else described(value)
+        raise DtypeError(message(argument, found, expected, fix))
+    if value < least:  # type: ignore[operator]
+        raise ArgumentError(message(argument, value, expected, fix))
+
+
+def check_tensor(argument: str, value: object, shape: str, fix: str, *, integers: bool = False) -> None:
+    """Check the rank of a tensor, which `shape` lists ("[H]"), and with `integers` its dtype."""
+    kind = "integers" if integers else "a tensor"
+    wrong_dtype = isinstance(value, Tensor) and (value.is_floating_point() or value.dtype == torch.bool)
+    if not isinstance(value, Tensor) or (integers and wrong_dtype):
+        raise DtypeError(message(argument, described(value), f"{kind} {shape}", fix))
+    if value.dim() != shape.count(",") + 1:
+        raise ArgumentError(message(argument, described(value), f"{kind} {shape}", fix))
+
+
+def described(value: object) -> str:
+    """Return what a value is, without its elements."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return f"a {type(value).__name__}"
