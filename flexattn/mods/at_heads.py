@@ -12,7 +12,13 @@ from flexattn.mods.kinds import named
 
 
 def at_heads(mod: Callable[..., Any], b_offset: int, h_offset: int) -> Callable[..., Any]:
-    """Return a mod whose batch 0 and head 0 are those of `mod` at these offsets. New offsets compile nothing."""
+    """Return a mod whose batch 0 and head 0 are those of `mod` at these offsets. New offsets compile nothing.
+
+    >>> import torch
+    >>> third = at_heads(lambda b, h, q_idx, kv_idx: h == 3, 0, 2)
+    >>> [bool(third(torch.tensor(0), torch.tensor(h), torch.tensor(0), torch.tensor(0))) for h in (0, 1)]
+    [False, True]
+    """
     name = getattr(mod, "__name__", "mod")
 
     def score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
