@@ -27,18 +27,18 @@ one_gpu: Any = flexattn.flex_attention
 S, HQ, HKV, D = 5_000, 8, 4, 64
 
 
-def started(rank: int, port: int, dtype: torch.dtype) -> None:
+def started(rank: int, port: int, *case: Any) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", rank=rank, world_size=2, device_id=device)
     try:
-        compare(rank, device, dtype)
+        compare(rank, device, *case)
     finally:
         dist.destroy_process_group()
 
 
-def compare(rank: int, device: torch.device, dtype: torch.dtype) -> None:
+def compare(rank: int, device: torch.device, dtype: torch.dtype, name: str, p: float) -> None:
     mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("cp",))
     generator = torch.Generator(device).manual_seed(0)
     q, k, v, d_out = (
@@ -58,35 +58,43 @@ def compare(rank: int, device: torch.device, dtype: torch.dtype) -> None:
     }
     bound = 2e-3 if dtype == torch.float32 else 2e-2
     close: dict[str, Any] = {"rtol": bound, "atol": bound}
-    for name, mod in masks.items():
-        mask = None if mod is None else create_block_mask(mod, None, None, S, S, device=device)
-        for p in (0.0, 0.25):
-            whole = [x.detach().requires_grad_() for x in (q, k, v)]
-            torch.manual_seed(5)
-            out, aux = one_gpu(*whole, score_mod, mask, enable_gqa=True, dropout_p=p, return_aux=AuxRequest(lse=True))
-            expected = torch.autograd.grad(out, whole, d_out)
-            for scheme in ("gather", "ring", "heads"):
-                plan = create_cp_plan(mod, None, None, S, S, mesh, scheme=scheme)
-                local = [plan.shard(x.detach(), 2).requires_grad_() for x in (q, k, v)]
-                torch.manual_seed(5 + rank)
-                ours, ours_aux = flex_attention(
-                    *local, score_mod, enable_gqa=True, dropout_p=p, plan=plan, return_aux=AuxRequest(lse=True)
-                )
-                what = f"{name}, {scheme}, dropout {p}, rank {rank}"
-                for found, wanted in ((ours, out), (ours_aux.lse, aux.lse)):
-                    torch.testing.assert_close(found, plan.shard(wanted, 2), **close, msg=lambda m, w=what: f"{w}: {m}")
-                for found, wanted in zip(torch.autograd.grad(ours, local, plan.shard(d_out, 2)), expected, strict=True):
-                    torch.testing.assert_close(found, plan.shard(wanted, 2), **close, msg=lambda m, w=what: f"{w}: {m}")
-                assert torch.equal(plan.unshard(plan.shard(out.detach(), 2), 2), out)
-    mask = create_block_mask(mods.causal, None, None, S, S, device=device)
+    mod = masks[name]
+    mask = None if mod is None else create_block_mask(mod, None, None, S, S, device=device)
+    whole = [x.detach().requires_grad_() for x in (q, k, v)]
+    torch.manual_seed(5)
+    out, aux = one_gpu(*whole, score_mod, mask, enable_gqa=True, dropout_p=p, return_aux=AuxRequest(lse=True))
+    expected = torch.autograd.grad(out, whole, d_out)
+    for scheme in ("gather", "ring", "heads"):
+        plan = create_cp_plan(mod, None, None, S, S, mesh, scheme=scheme)
+        local = [plan.shard(x.detach(), 2).requires_grad_() for x in (q, k, v)]
+        torch.manual_seed(5 + rank)
+        ours, ours_aux = flex_attention(
+            *local, score_mod, enable_gqa=True, dropout_p=p, plan=plan, return_aux=AuxRequest(lse=True)
+        )
+        what = f"{scheme}, rank {rank}"
+        for found, wanted in ((ours, out), (ours_aux.lse, aux.lse)):
+            torch.testing.assert_close(found, plan.shard(wanted, 2), **close, msg=lambda m, w=what: f"{w}: {m}")
+        for found, wanted in zip(torch.autograd.grad(ours, local, plan.shard(d_out, 2)), expected, strict=True):
+            torch.testing.assert_close(found, plan.shard(wanted, 2), **close, msg=lambda m, w=what: f"{w}: {m}")
+        assert torch.equal(plan.unshard(plan.shard(out.detach(), 2), 2), out)
+    if p or mask is None:
+        return
     sharded = [distribute_tensor(x, mesh, (Shard(1),)) for x in (q, k, v)]
-    whole_out = one_gpu(q, k, v, score_mod, mask, enable_gqa=True)
-    assert torch.equal(flex_attention(*sharded, score_mod, mask, enable_gqa=True).full_tensor(), whole_out)
+    assert torch.equal(flex_attention(*sharded, score_mod, mask, enable_gqa=True).full_tensor(), out)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_two_gpus_equal_one(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "name", "p"),
+    [
+        (torch.bfloat16, "causal", 0.0),
+        (torch.bfloat16, "causal", 0.25),
+        (torch.bfloat16, "sliding", 0.0),
+        (torch.bfloat16, "none", 0.0),
+        (torch.float32, "documents", 0.0),
+    ],
+)
+def test_two_gpus_equal_one(dtype: torch.dtype, name: str, p: float) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    spawn(started, (port, dtype), 2)
+    spawn(started, (port, dtype, name, p), 2)
