@@ -84,7 +84,7 @@ def precompile(
     """
     start = time.monotonic()
     chosen, folder, most = target_named(target), _folder(), _processes(processes)
-    given = [calls] if isinstance(calls, Mapping) else list(calls)
+    given: list[Any] = [calls] if isinstance(calls, Mapping) else list(calls)
     sources = dict.fromkeys(source for call in given for source in _sources(call, target, chosen))
     found = [source for source in sources if is_on_disk(source, chosen)]
     missing = sorted(sources.keys() - set(found), key=lambda source: -len(source.text))  # the longest compile first
@@ -92,8 +92,12 @@ def precompile(
         build_ahead(missing, chosen)
         for source in reversed(missing):
             build(source, chosen)
-    names = (tuple(sorted(source.name for source in some)) for some in (missing, found))
-    return Precompiled(str(chosen), *names, time.monotonic() - start, folder)
+    seconds = time.monotonic() - start
+    return Precompiled(str(chosen), _names(missing), _names(found), seconds, folder)
+
+
+def _names(sources: Iterable[KernelSource]) -> tuple[str, ...]:
+    return tuple(sorted(source.name for source in sources))
 
 
 def _folder() -> Path:
@@ -143,11 +147,11 @@ def _call_of(arguments: Mapping[str, Any]) -> Call:
         raise ArgumentError(message("calls", f"an argument {unknown[0]!r}", "those of flex_attention", fix))
     given = {name: _with_memory(value) for name, value in arguments.items()}
     layout = LayoutArguments(**{name: given[name] for name in _LAYOUT if given.get(name) is not None})
-    names = ("query", "key", "value", "score_mod", "block_mask", "scale")
+    get = given.get
     return Call(
-        *(given.get(name) for name in names), given.get("enable_gqa", False), given.get("kernel_options"),
-        given.get("sink"), given.get("dropout_p", 0.0), getattr(given.get("return_aux"), "max_scores", False),
-        None if layout.is_empty else layout,
+        get("query"), get("key"), get("value"), get("score_mod"), get("block_mask"), get("scale"),
+        get("enable_gqa", False), get("kernel_options"), get("sink"), get("dropout_p", 0.0),
+        getattr(get("return_aux"), "max_scores", False), None if layout.is_empty else layout,
     )  # fmt: skip
 
 

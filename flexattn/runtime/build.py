@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -499,7 +500,10 @@ def _triton_folder() -> Path:
     """Return the folder for Triton's C launcher stubs, which other processes reuse."""
     for store in _stores():
         try:
-            return store.folder(cache_size.STUBS)
+            folder = store.folder(cache_size.STUBS)
+            if os.access(folder, os.W_OK):
+                return folder
+            _tell_unwritable(store.root, "read-only")
         except OSError as error:
             _tell_unwritable(store.root, error.strerror or str(error))
     raise CompileError("No folder is writable. Set FLEXATTN_CACHE_DIR.")
