@@ -76,6 +76,8 @@ CASES: dict[str, dict[str, Any]] = {
     "largest scores": {"return_aux": AuxRequest(max_scores=True)},
     "sink": {"sink": 0.0},
     "dropout": {"dropout_p": 0.5},
+    "captured": {"score_mod": mods.alibi(4)},
+    "lengths": {"learns": False, "seqused_k": torch.full((1,), 300, dtype=torch.int32)},
 }
 
 
