@@ -112,6 +112,8 @@ class KernelStore:
         """Return a directory next to the entries. If it or its contents are not ours, replace it by an empty one."""
         self._make_root()
         folder = self.root / name
+        with contextlib.suppress(FileExistsError):  # a directory that another process has just made is not replaced
+            folder.mkdir(mode=0o700)
         if not _is_ours(folder):
             with self.staging() as aside:
                 with contextlib.suppress(FileNotFoundError):
