@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from flexattn.integrations.torch_flex import install_as_torch_flex as install_as_torch_flex
     from flexattn.kv_cache import PagedKVCache as PagedKVCache
     from flexattn.merge import merge_attention as merge_attention
+    from flexattn.precompiling import Precompiled as Precompiled
+    from flexattn.precompiling import precompile as precompile
     from flexattn.profiling import Profile as Profile
     from flexattn.profiling import profile as profile
     from flexattn.tuning.report import Tuning as Tuning
@@ -66,6 +68,7 @@ __all__ = [
     "FlexAttentionError",
     "FlexKernelOptions",
     "PagedKVCache",
+    "Precompiled",
     "Profile",
     "Statistics",
     "Tuning",
@@ -85,6 +88,7 @@ __all__ = [
     "mods",
     "noop_mask",
     "or_masks",
+    "precompile",
     "profile",
     "reference",
     "register_operator",
@@ -104,6 +108,7 @@ _ON_FIRST_USE = {
     "DebugTable": "flexattn.debugging",
     "Explanation": "flexattn.explanation",
     "PagedKVCache": "flexattn.kv_cache",
+    "Precompiled": "flexattn.precompiling",
     "Profile": "flexattn.profiling",
     "Statistics": "flexattn.weight_statistics",
     "Tuning": "flexattn.tuning.report",
@@ -114,6 +119,7 @@ _ON_FIRST_USE = {
     "install_as_torch_flex": "flexattn.integrations.torch_flex",
     "layout": "flexattn.layout",
     "merge_attention": "flexattn.merge",
+    "precompile": "flexattn.precompiling",
     "profile": "flexattn.profiling",
     "reference": "flexattn.reference",
     "sdpa": "flexattn.sdpa",

@@ -318,10 +318,10 @@ def explain(
         query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, dropout_p,
         layout=None if layout.is_empty else layout,
     )  # fmt: skip
-    return _explain_call(call, target)
+    return explain_call(call, target)
 
 
-def _explain_call(call: Call, target: str | None) -> Explanation:
+def explain_call(call: Call, target: str | None) -> Explanation:
     """Explain a call, for a GPU architecture if one is named, else for its own device."""
     given = call
     if target is not None:
@@ -351,7 +351,7 @@ def _explain_call(call: Call, target: str | None) -> Explanation:
         origins=tuple(tile_origin(plan, problem) for plan, _ in plans),
         reasons=tuple(reason for _, reason in plans),
         sources=tuple(render(plan) for plan, _ in plans),
-        mask_sources=_mask_sources(problem, plans[0][0].target) if plans else (),
+        mask_sources=mask_sources(problem.block_mask, plans[0][0].target) if plans else (),
         batch_invariant=problem.batch_invariant,
         bits=_bits(problem, plans[0][0].target) if plans else None,
         blocks_note=_blocks_note(given.block_mask, call.block_mask),
@@ -422,9 +422,8 @@ def _reject_sizes(sizes: Mapping[str, int | None], expected: str, fix: str) -> N
             raise ArgumentError(message(name, size, expected, fix))
 
 
-def _mask_sources(problem: Problem, target: Target) -> tuple[KernelSource, ...]:
-    """Return the kernels that build the mask of a problem on a GPU; empty if it is built otherwise."""
-    blocks = problem.block_mask
+def mask_sources(blocks: BlockMask | None, target: Target) -> tuple[KernelSource, ...]:
+    """Return the kernels that build a mask on a GPU; empty if it is built otherwise."""
     if blocks is None or not blocks.is_built or target.backend != "cuda":
         return ()
     bound = trace(blocks.mask_mod, "mask")

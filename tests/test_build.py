@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import json
 import os
 import re
@@ -10,6 +12,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -17,9 +21,10 @@ import torch
 
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.errors import ArgumentError, CompileError
+from flexattn.machine import kernel_store
 from flexattn.machine.kernel_store import KernelStore, open_store
 from flexattn.machine.target import INTERPRETER, Target, target_of
-from flexattn.process import config
+from flexattn.process import config, progress
 from flexattn.runtime import build as build_module
 from flexattn.runtime.build import OutOfResources, build, clear_memory, digest, stats
 
@@ -218,6 +223,127 @@ def test_processes_at_once_compile_once(cache: Path):
     assert not list(cache.glob(".new-*"))
 
 
+HOLDER = """
+import os, signal, time
+from pathlib import Path
+from flexattn.machine.kernel_store import KernelStore
+with KernelStore(Path({cache!r})).lock({key!r}):
+    print("held", flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def holder(cache: Path):
+    """Start a process that holds the lock of PRODUCT and hangs."""
+    cache.mkdir(mode=0o700)
+    script = HOLDER.format(cache=str(cache), key=digest(PRODUCT, SM90))
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_process_waits_for_the_one_that_compiles(cache: Path, holder: subprocess.Popen[str], monkeypatch, capsys):
+    """A killed holder leaves no lock. The progress line says what is waited for."""
+    monkeypatch.setattr(progress, "_PATIENCE", 0.05)
+    monkeypatch.setattr(build_module._compiling, "end", 0.0)
+    threading.Timer(1.0, holder.kill).start()
+    start = time.monotonic()
+    build(PRODUCT, SM90)
+    assert time.monotonic() - start > 0.9
+    assert "waiting for another process that compiles product for sm_90" in capsys.readouterr().err
+    assert stats()["compiles"] == 1
+    assert list((cache / "locks").iterdir()) == [], "a lock is removed when its kernel is written"
+
+
+def test_a_process_that_hangs_blocks_until_the_limit(cache: Path, holder: subprocess.Popen[str], monkeypatch):
+    monkeypatch.setattr(kernel_store, "LONGEST_WAIT", 0.3)
+    kernel = build(PRODUCT, SM90)
+    assert holder.poll() is None
+    assert kernel.path.is_relative_to(cache), "it is stored although another process has the lock"
+    clear_memory()
+    monkeypatch.setattr(kernel_store, "LONGEST_WAIT", 60.0)
+    assert build(PRODUCT, SM90).path == kernel.path, "what is on disk needs no lock"
+
+
+def test_a_file_system_without_locks(cache: Path, holder: subprocess.Popen[str], monkeypatch):
+    def flock(handle: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    start = time.monotonic()
+    with KernelStore(cache).lock(digest(PRODUCT, SM90)):
+        pass
+    assert time.monotonic() - start < 0.5
+
+
+def test_an_entry_that_another_process_has_written_is_kept(cache: Path):
+    folder = build(PRODUCT, SM90).path.parent
+    before = folder.stat().st_ino
+    KernelStore(cache).add(folder.name, {"product.py": b""})
+    assert folder.stat().st_ino == before
+
+
+def test_kernels_on_disk_need_no_lock(cache: Path, monkeypatch):
+    build(PRODUCT, SM90)
+    clear_memory()
+    monkeypatch.setattr(KernelStore, "lock", None)
+    build(PRODUCT, SM90)
+
+
+def test_one_process_is_the_first(cache: Path):
+    store = open_store(cache)
+    assert store is not None
+    assert [store.begin(), store.begin()] == [True, False]
+
+
+# A shared directory
+
+
+def _shared(cache: Path, monkeypatch, mode: int = 0o755) -> Path:
+    """Build PRODUCT in a directory that is then the shared one."""
+    kernel = build(PRODUCT, SM90)
+    shared = cache.rename(cache.with_name("shared"))
+    shared.chmod(mode)
+    _use(monkeypatch, FLEXATTN_SHARED_CACHE_DIR=str(shared))
+    return shared / kernel.digest
+
+
+def test_kernels_of_the_shared_folder_are_used(cache: Path, monkeypatch):
+    folder = _shared(cache, monkeypatch)
+    before = (folder / "manifest.json").stat().st_mtime_ns
+    assert build_module._is_built(digest(PRODUCT, SM90))
+    assert build(PRODUCT, SM90).path.parent == folder
+    assert stats() == {"compiles": 0, "disk_hits": 1, "memory_hits": 0}
+    other = build(dataclasses.replace(PRODUCT, num_stages=1), SM90)
+    assert other.path.is_relative_to(cache), "new kernels are written to the user's own folder"
+    assert (folder / "manifest.json").stat().st_mtime_ns == before, "nothing is written to it"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_shared_folder_of_another_user(cache: Path, monkeypatch):
+    folder = _shared(cache, monkeypatch)
+    for path in (folder.parent, *folder.parent.rglob("*")):
+        os.chown(path, 1234, 1234)
+    assert build(PRODUCT, SM90).path.parent == folder
+    os.chown(folder, 1235, 1235)
+    clear_memory()
+    assert build(PRODUCT, SM90).path.is_relative_to(cache), "an entry of a third user"
+
+
+def test_shared_folder_that_others_can_write(cache: Path, monkeypatch):
+    _shared(cache, monkeypatch, 0o777)
+    with pytest.warns(RuntimeWarning, match="FLEXATTN_SHARED_CACHE_DIR"):
+        assert build(PRODUCT, SM90).path.is_relative_to(cache)
+
+
+def test_shared_folder_that_is_missing(cache: Path, monkeypatch):
+    _use(monkeypatch, FLEXATTN_SHARED_CACHE_DIR=str(cache.with_name("nothing")))
+    assert build(PRODUCT, SM90).path.is_relative_to(cache)
+
+
 def _truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
@@ -387,10 +513,10 @@ def test_read_only_folder(cache: Path, monkeypatch, capsys):
 
     lock = KernelStore.lock
 
-    def refuse(self: KernelStore, digest: str):
+    def refuse(self: KernelStore, digest: str, *waits):
         if self.root == cache:
             raise PermissionError("Read-only file system")
-        return lock(self, digest)
+        return lock(self, digest, *waits)
 
     monkeypatch.setattr(KernelStore, "lock", refuse)
     _use(monkeypatch, FLEXATTN_DEBUG="1")

@@ -17,8 +17,8 @@ def test_defaults(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     home = Path("/home/someone/.cache/flexattn")
     assert read_settings({}) == Settings(
-        cache_dir=home, cache_size=2**30, compile_processes=4, debug=False, progress=True, print_source=False,
-        dump_dir=None, without=frozenset(),
+        cache_dir=home, shared_cache_dir=None, cache_size=2**30, compile_processes=4, debug=False, progress=True,
+        print_source=False, dump_dir=None, without=frozenset(),
     )  # fmt: skip
 
 

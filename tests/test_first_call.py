@@ -83,3 +83,23 @@ def test_backward_kernels_are_compiled_during_the_forward(tmp_path: Path) -> Non
     # A second process finds all kernels and starts none.
     text = run(ON_A_GPU.format(tests=str(Path(__file__).parent), processes=1), FLEXATTN_CACHE_DIR=str(tmp_path / "1"))
     assert text == "0 0\n"
+
+
+@pytest.mark.slow
+def test_ranks_that_start_at_once_compile_each_kernel_once(tmp_path: Path) -> None:
+    """Also in their compile processes, which start only for what no other rank compiles."""
+    pytest.importorskip("triton")
+    script = ON_A_GPU.format(tests=str(Path(__file__).parent), processes=2)
+    alone, ranks = (
+        [
+            subprocess.Popen(
+                [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True,
+                env={**os.environ, "FLEXATTN_CACHE_DIR": str(tmp_path / str(n))},
+            )
+            for _ in range(n)
+        ]
+        for n in (1, 4)
+    )  # fmt: skip
+    (expected,), found = ([tuple(map(int, p.communicate()[0].split())) for p in some] for some in (alone, ranks))
+    assert sum(compiles for _, compiles in found) == expected[1]
+    assert sum(started for started, _ in found) <= expected[1]

@@ -157,7 +157,9 @@ from flexattn.machine.kernel_store import KernelStore
 store = KernelStore(Path(sys.argv[1]))
 
 def is_free():
-    with open(store.root / "locks" / "ab") as file:
+    if not (store.root / "locks" / "abc").exists():
+        return True
+    with open(store.root / "locks" / "abc") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -21,8 +21,8 @@ ORDER = (
     "errors", "options", "merge", "reference", "mods", "layout", "process", "torch_state", "machine", "graph", "trace",
     "block_mask", "call",
     "kv_cache", "compile", "runtime", "mask_build", "engines", "torch_compile", "tuning", "printing", "explanation",
-    "profiling", "heat_maps", "debugging", "weight_statistics", "counters", "api", "varlen", "verification", "sdpa",
-    "integrations", "distributed", "__init__", "command_line", "__main__",
+    "profiling", "heat_maps", "debugging", "weight_statistics", "counters", "api", "precompiling", "varlen",
+    "verification", "sdpa", "integrations", "distributed", "__init__", "command_line", "__main__",
 )  # fmt: skip
 # These modules import Dynamo, which takes a second, Triton and jinja2.
 LAZY = {
@@ -117,12 +117,11 @@ def test_modules_import_each_other_without_cycles() -> None:
 def test_public_names() -> None:
     assert flexattn.__all__ == [
         "AuxOutput", "AuxRequest", "BlockMask", "Counters", "DebugTable", "Explanation", "FlexAttentionError",
-        "FlexKernelOptions", "PagedKVCache", "Profile", "Statistics", "Tuning", "Verification", "and_masks",
-        "counters", "create_block_mask", "create_mask", "debug", "distributed", "dropout_mask", "explain",
-        "flex_attention",
-        "install_as_torch_flex", "layout", "merge_attention", "mods", "noop_mask", "or_masks", "profile",
-        "reference", "register_operator", "sdpa", "show", "statistics", "tiles_redone", "tune", "varlen_attn",
-        "varlen_attn_out", "verify",
+        "FlexKernelOptions", "PagedKVCache", "Precompiled", "Profile", "Statistics", "Tuning", "Verification",
+        "and_masks", "counters", "create_block_mask", "create_mask", "debug", "distributed", "dropout_mask", "explain",
+        "flex_attention", "install_as_torch_flex", "layout", "merge_attention", "mods", "noop_mask", "or_masks",
+        "precompile", "profile", "reference", "register_operator", "sdpa", "show", "statistics", "tiles_redone", "tune",
+        "varlen_attn", "varlen_attn_out", "verify",
     ]  # fmt: skip
     assert all(hasattr(flexattn, name) for name in flexattn.__all__)
     assert dir(flexattn) == sorted([*flexattn.__all__, "__version__"])

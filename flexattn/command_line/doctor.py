@@ -20,11 +20,12 @@ import torch
 import flexattn
 from flexattn import reference
 from flexattn.api import flex_attention
-from flexattn.command_line.kernel_cache import kept
+from flexattn.command_line.kernel_cache import kept, shared_line
 from flexattn.machine import triton_versions
 from flexattn.machine.target import target_of
 from flexattn.mask_build.create import create_block_mask
 from flexattn.mods import alibi, causal
+from flexattn.process.config import settings
 from flexattn.process.frozen_class import frozen
 
 NAME = "doctor"
@@ -99,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     """Print what was found. Return 1 if an engine of this machine does not work, or if no kernels can be kept."""
     cache, keeps = kept()
-    for name, text in (*versions(), *hardware(), ("cache", cache), *variables()):
+    for name, text in (*versions(), *hardware(), ("cache", cache), *shared(), *variables()):
         print(f"{name:<12}{text}")
     print("engines")
     findings = [examine(check) for check in CHECKS]
@@ -135,6 +136,12 @@ def hardware() -> list[tuple[str, str]]:
         *(("gpu", text) for text in gpus or [_no_gpu()]),
         ("C compiler", compiler or "none: Triton needs one to launch kernels"),
     ]
+
+
+def shared() -> list[tuple[str, str]]:
+    """Return the shared cache directory, if there is one."""
+    folder = settings().shared_cache_dir
+    return [] if folder is None else [("shared", shared_line(folder))]
 
 
 def variables() -> list[tuple[str, str]]:

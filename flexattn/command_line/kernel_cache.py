@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 
 from flexattn.machine.cache_size import items, remove_kernels, report
-from flexattn.machine.kernel_store import KernelStore, open_store
+from flexattn.machine.kernel_store import KernelStore, open_store, shared_store
 from flexattn.process.config import settings
 
 NAME = "cache"
@@ -39,10 +39,24 @@ def kept() -> tuple[str, bool]:
         store = open_store(folder)
     if store is not None and os.access(store.root, os.W_OK):
         return report(store, settings().cache_size), True
+    if store is not None:
+        kernels = sum(item.is_kernel for item in items(store))
+        return f"{store.root}: {kernels:,} kernels, read-only: new ones are kept only as long as their process", False
     if caught:
         return str(caught[-1].message), False
     fix = "Set FLEXATTN_CACHE_DIR to a folder that you own and may write."
     return f"{folder}: no kernels can be kept, so each process compiles them again: {_obstacle(folder)}. {fix}", False
+
+
+def shared_line(folder: Path) -> str:
+    """Return one line about the shared directory."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shared_store.cache_clear()
+        store = shared_store(folder)
+    if store is None:
+        return str(caught[-1].message) if caught else f"{folder}: not there, or not readable"
+    return f"{store.root}: {sum(item.is_kernel for item in items(store)):,} kernels (FLEXATTN_SHARED_CACHE_DIR)"
 
 
 def _obstacle(folder: Path | None) -> str:
@@ -61,6 +75,8 @@ def show_size(chosen: argparse.Namespace) -> int:
     """Print one line about the kernel cache directory."""
     text, works = kept()
     print(text)
+    if (shared := settings().shared_cache_dir) is not None:
+        print(shared_line(shared))
     return int(not works)
 
 

@@ -27,6 +27,7 @@ class Settings:
     """Settings of this process, from environment variables."""
 
     cache_dir: Path | None  # FLEXATTN_CACHE_DIR: generated kernels; None if the user has no home directory
+    shared_cache_dir: Path | None  # FLEXATTN_SHARED_CACHE_DIR: kernels that are only read; None: no such directory
     cache_size: int | None  # FLEXATTN_CACHE_SIZE: maximum bytes of the cache; None: no limit
     compile_processes: int  # FLEXATTN_COMPILE_PROCESSES: most processes that compile kernels ahead; 0: none
     debug: bool  # FLEXATTN_DEBUG: log each stage of a first call on stderr
@@ -45,9 +46,11 @@ def settings() -> Settings:
 def read_settings(environment: Mapping[str, str]) -> Settings:
     """Parse `environment`. Raise an ArgumentError that names an invalid variable."""
     dump = environment.get("FLEXATTN_DUMP", "")
+    shared = environment.get("FLEXATTN_SHARED_CACHE_DIR")
     is_switch = dump.lower() in _TRUE | _FALSE
     return Settings(
         cache_dir=_cache_dir(environment),
+        shared_cache_dir=_folder("FLEXATTN_SHARED_CACHE_DIR", shared) if shared else None,
         cache_size=_size(environment, "FLEXATTN_CACHE_SIZE", CACHE_SIZE),
         compile_processes=_count(environment, "FLEXATTN_COMPILE_PROCESSES", COMPILE_PROCESSES),
         debug=_switch(environment, "FLEXATTN_DEBUG", False),

@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import torch
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.errors import ArgumentError, CompileError, message
 from flexattn.machine import cache_size, triton_versions
-from flexattn.machine.kernel_store import KernelStore, existing_store, open_store, temporary_store
+from flexattn.machine.kernel_store import KernelStore, existing_store, open_store, shared_store, temporary_store
 from flexattn.machine.target import Target, target_of
 from flexattn.machine.triton_versions import FlatLaunch
 from flexattn.process.config import settings
@@ -270,9 +271,9 @@ def expect_kernels() -> None:
     """Start the processes that compile kernels if no kernel is on disk yet, before it is known which are needed.
 
     Starting them takes 0.3 s, about as long as the imports and the planning before the first compile. Only the first
-    call in a process looks at the disk.
+    call in a process looks at the disk. Of several processes that begin at once, only one starts them.
     """
-    if compile_workers.processes() and not any(store.has_entries() for store in itertools.islice(_stores(), 1)):
+    if compile_workers.processes() and any(store.begin() for store in itertools.islice(_stores(), 1)):
         compile_workers.warm_up()
 
 
@@ -281,10 +282,23 @@ def _build_driver_ahead(target: Target) -> None:
     compile_workers.submit(_DRIVER, functools.partial(_build_stub, None, target))
 
 
+def is_on_disk(source: KernelSource, target: Target) -> bool:
+    """Whether a kernel is in the cache directory, or in the shared one."""
+    key = digest(source, target)
+    return any(store.find(key) is not None for store in itertools.islice(_stores(), 1)) or _find_shared(key) is not None
+
+
 def _is_built(key: str) -> bool:
     with _lock:
         known = any(found == key for found, _ in _kernels)
-    return known or any(store.find(key) is not None for store in itertools.islice(_stores(), 1))
+    if known or any(store.find(key) is not None for store in itertools.islice(_stores(), 1)):
+        return True
+    return _find_shared(key) is not None
+
+
+def _find_shared(key: str) -> Path | None:
+    store = shared_store(settings().shared_cache_dir)
+    return None if store is None else store.find(key)
 
 
 def _stub_of(key: str) -> str:
@@ -304,7 +318,7 @@ def _kernel(source: KernelSource, target: Target, key: str, loader: Loader) -> K
     kind = _InterpretedKernel if target.backend == "interpreter" else functools.partial(_GpuKernel, loader=loader)
     for _ in range(_ATTEMPTS):
         try:
-            with _compiling.step(functools.partial(_what_is_compiled, source, target)):
+            with _compiling.step(functools.partial(_what_is_compiled, source, target, key)):
                 folder = compile_workers.take(key) or _find_or_compile(source, target, key)
             kernel = kind(source, target, key, folder)
             text = kernel.path.read_text()
@@ -316,7 +330,9 @@ def _kernel(source: KernelSource, target: Target, key: str, loader: Loader) -> K
     raise CompileError(message(f"kernel {source.name}", "its files deleted repeatedly", "them to be kept", fix))
 
 
-def _what_is_compiled(source: KernelSource, target: Target) -> str:
+def _what_is_compiled(source: KernelSource, target: Target, key: str) -> str:
+    if key in _waiting:
+        return f"waiting for another process that compiles {source.name} for {target} (FLEXATTN_PROGRESS=0 hides this)"
     store = open_store(settings().cache_dir)
     kept = "kept until this process ends" if store is None else f"kept in {store.root} for later processes"
     here = torch.cuda.is_initialized() and target == target_of(torch.device("cuda", current_device()))
@@ -326,8 +342,8 @@ def _what_is_compiled(source: KernelSource, target: Target) -> str:
 
 def registers_on_disk(source: KernelSource, target: Target) -> int | None:
     """Return the registers of one thread of a kernel that is compiled already; None if it is not, or not for CUDA."""
-    store = existing_store(settings().cache_dir)
-    folder = None if store is None else store.find(digest(source, target))
+    store, key = existing_store(settings().cache_dir), digest(source, target)
+    folder = (None if store is None else store.find(key)) or _find_shared(key)
     if folder is None or not (cubin := folder / f"{source.name}.cubin").exists():
         return None
     try:
@@ -370,6 +386,7 @@ _lock = Lock()
 _interpreting = Lock()  # Triton's interpreter patches Triton's modules while a kernel runs
 _kernels: OrderedDict[tuple[str, Loader], Kernel] = OrderedDict()
 _compiling = Waiting("build")
+_waiting: set[str] = set()  # the keys of kernels that other processes compile
 _counts = {"compiles": 0, "disk_hits": 0, "memory_hits": 0}
 
 
@@ -390,15 +407,18 @@ def _find_or_compile(source: KernelSource, target: Target, key: str, compile_wit
     for store in _stores():
         if (folder := store.find(key)) is not None:
             return _found(source, folder)
+        if failure is None and (folder := _find_shared(key)) is not None:
+            return _found(source, folder)
         try:
-            with store.lock(key):
+            with store.lock(key, functools.partial(_waiting.add, key)):
+                _waiting.discard(key)
                 if (folder := store.find(key)) is not None:  # another process was faster
                     return _found(source, folder)
                 folder = _compile(source, target, key, store, compile_with)
             cache_size.added(store, settings().cache_size)
             return folder
         except OSError as error:
-            _tell_unwritable(store.root, str(error))
+            _tell_unwritable(store.root, error.strerror or str(error))
             failure = error
     raise CompileError(
         f"kernel {source.name}: no folder to build in is writable ({failure}). Set FLEXATTN_CACHE_DIR."
@@ -480,9 +500,12 @@ def _triton_folder() -> Path:
     """Return the folder for Triton's C launcher stubs, which other processes reuse."""
     for store in _stores():
         try:
-            return store.folder(cache_size.STUBS)
+            folder = store.folder(cache_size.STUBS)
+            if os.access(folder, os.W_OK):
+                return folder
+            _tell_unwritable(store.root, "read-only")
         except OSError as error:
-            _tell_unwritable(store.root, str(error))
+            _tell_unwritable(store.root, error.strerror or str(error))
     raise CompileError("No folder is writable. Set FLEXATTN_CACHE_DIR.")
 
 

@@ -18,8 +18,9 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
@@ -32,7 +33,7 @@ from flexattn.process.forks import Lock, in_child
 from flexattn.runtime.compiler import Job, StubJob, run_job
 
 _IDLE = 10.0  # seconds without work after which a worker ends
-_LAST = 1.0  # seconds that the end of this process waits for a thread
+_LAST = 1.0  # seconds that the end of this process waits for its threads
 _ROOT = Path(__file__).parents[1]
 # The package is a bare module here: its __init__ would import torch.
 _START = (
@@ -142,8 +143,19 @@ class _Pool:
         return future.result()
 
     def _serve(self, warm: bool) -> None:
-        """Do tasks in one worker until there are none for some time. `warm`: start it before the first."""
+        """Do tasks in one worker until there are none for some time. `warm`: start it before the first.
+
+        Otherwise it starts when a task has a job, and not if another process has compiled the kernel meanwhile.
+        """
         worker: _Worker | None = None
+
+        def work(job: Job | StubJob) -> dict[str, bytes]:
+            nonlocal worker
+            if worker is None or not worker.is_alive():
+                self._close(worker)
+                worker = self._start()
+            return worker.run(job)
+
         try:
             if warm:
                 with contextlib.suppress(OSError):  # the first task tries again
@@ -154,10 +166,7 @@ class _Pool:
                     continue
                 result = None
                 try:
-                    if worker is None or not worker.is_alive():
-                        self._close(worker)
-                        worker = self._start()
-                    result = task(worker.run)
+                    result = task(work)
                 except Exception as error:  # the caller compiles the kernel itself, and reports what is wrong with it
                     debug("compile", f"kernel {key[:12]} was not compiled ahead: {error}")
                 future.set_result(result)
@@ -200,8 +209,9 @@ class _Pool:
         threads = list(self.threads)
         for worker in list(self.workers):
             worker.kill()
+        until = time.monotonic() + _LAST
         for thread in threads:
-            thread.join(_LAST)
+            thread.join(max(0.0, until - time.monotonic()))
 
     def abandon(self) -> None:
         """Forget the parent's workers in a forked child."""
@@ -210,6 +220,7 @@ class _Pool:
 
 
 _counts = {"started": 0}
+_most: int | None = None  # set by `at_most`
 _pool: _Pool | None = None
 _abandoned: list[_Pool] = []  # of the parent; kept, so that their pipes are not closed twice
 _starting = Lock()
@@ -222,11 +233,27 @@ def started() -> int:
 
 def processes() -> int:
     """Return how many compile processes may run. 0: kernels are compiled in this process, one after the other."""
-    wanted = settings().compile_processes
+    wanted = settings().compile_processes if _most is None else _most
     if not wanted or getattr(sys, "frozen", False) or not Path(sys.executable or "").name.startswith("python"):
         return 0  # the executable of an application that embeds Python would run that application
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(0, min(wanted, cores - 1))
+    return max(0, min(wanted, cores() - 1))
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def at_most(wanted: int) -> Iterator[None]:
+    """Let so many processes run in the block, instead of FLEXATTN_COMPILE_PROCESSES. Then they end."""
+    global _most
+    before, _most = _most, wanted
+    try:
+        yield
+    finally:
+        _most = before
+        end_workers()
 
 
 def submit(key: str, task: Task) -> None:

@@ -53,8 +53,9 @@ def load(wanted: KernelPlan) -> LoadedKernel:
 def load_ahead(plans: Sequence[KernelPlan], here: KernelPlan) -> None:
     """Start compiling in other processes what `load` will build for these plans. `here` is compiled by this process."""
     if compile_workers.processes():
-        build_ahead([_first_source(plan) for plan in plans], here.target, [_first_source(here)])
+        build_ahead([first_source(plan) for plan in plans], here.target, [first_source(here)])
 
 
-def _first_source(wanted: KernelPlan) -> KernelSource:
+def first_source(wanted: KernelPlan) -> KernelSource:
+    """Return the source of the tile that `load` tries first."""
     return render(next(iter(smaller_tiles(fit(wanted)))))
