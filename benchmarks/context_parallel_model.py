@@ -69,15 +69,17 @@ def mask_for(work: str, length: int) -> BlockMask:
     return create_block_mask(mod, None, None, length, length, device="cpu", BLOCK_SIZE=BLOCK)
 
 
-def shares_of(mask: BlockMask, ranks: int) -> Shares:
+def shares_of(mask: BlockMask, ranks: int, chunks_per_rank: int | None = None) -> Shares:
     """Return what create_cp_plan gives to the ranks, without a process group."""
     length = mask.seq_lengths[0]
-    owned = balance(row_costs(mask), ranks)
+    owned = balance(row_costs(mask), ranks, chunks_per_rank)
     every = sorted(span for spans in owned for span in spans)
     keys = {}
     for i in range(0, len(every), 256):  # key_blocks needs memory for chunks x blocks
         few = every[i : i + 256]
-        keys |= {span: in_tokens(blocks, BLOCK, length) for span, blocks in zip(few, key_blocks(mask, few))}
+        keys |= {
+            span: in_tokens(blocks, BLOCK, length) for span, blocks in zip(few, key_blocks(mask, few), strict=True)
+        }
     tokens = [in_tokens(spans, BLOCK, length) for spans in owned]
     costs, queries = costs_by_source(mask, owned)
     rows, parts = torch.zeros(ranks, ranks, dtype=torch.float64), torch.zeros(ranks, ranks, dtype=torch.float64)
@@ -93,7 +95,7 @@ def shares_of(mask: BlockMask, ranks: int) -> Shares:
 
 
 def costs_by_source(mask: BlockMask, owned: Sequence[Sequence[Span]]) -> tuple[Tensor, Tensor]:
-    """Return, [rank, source], the cost of the blocks of a rank's rows and a source's columns, and these rows' tokens."""
+    """Return, [rank, source], the cost of blocks in a rank's rows and a source's columns, and the tokens of such rows."""
     blocks = -(-mask.seq_lengths[0] // BLOCK)
     owner = torch.zeros(blocks, dtype=torch.int64)
     for rank, spans in enumerate(owned):
@@ -199,9 +201,12 @@ def rates(results: Path) -> dict[tuple[str, str], float]:
     return {(r["work"], r["direction"]): r["alone"] / 1e3 / total[r["work"]] for r in record["results"]}
 
 
-def predict(work: str, length: int, ranks: int, rate: dict[tuple[str, str], float], machine: Machine) -> list[str]:
+def predict(
+    work: str, length: int, ranks: int, rate: dict[tuple[str, str], float], machine: Machine,
+    chunks_per_rank: int | None = None,
+) -> list[str]:  # fmt: skip
     """Return a row: bytes that the busiest rank receives in a forward, and efficiencies forward / backward."""
-    shares = shares_of(mask_for(work, length), ranks)
+    shares = shares_of(mask_for(work, length), ranks, chunks_per_rank)
     total = float(shares.costs.sum())
     gathered = float(shares.rows.sum(1).max()) * KV_ROW
     cells, best = [], ("", 0.0)
@@ -224,6 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", default="8,64,512")
     parser.add_argument("--lengths", default="262144,1048576,8388608")
     parser.add_argument("--works", default=",".join(WORKS))
+    parser.add_argument("--chunks-per-rank", type=int, help="as in create_cp_plan")
     for name, default in vars(Machine()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     options = parser.parse_args(arguments)
@@ -232,7 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
                 validate(options.results, machine)), end="\n\n")  # fmt: skip
     rate = rates(options.results)
     rows = [
-        predict(work, int(length), int(ranks), rate, machine)
+        predict(work, int(length), int(ranks), rate, machine, options.chunks_per_rank)
         for ranks in options.ranks.split(",")
         for length in options.lengths.split(",")
         for work in options.works.split(",")

@@ -202,7 +202,8 @@ names = sorted(flexattn._ON_FIRST_USE)
 loaded = [name for name in names if name in vars(flexattn) or flexattn._ON_FIRST_USE[name] in sys.modules]
 from flexattn import explain, tune
 import flexattn.explanation, flexattn.profiling, flexattn.varlen, flexattn.merge
-print(loaded, [n for n in names if not callable(getattr(flexattn, n))] == ["distributed", "layout", "reference", "sdpa"])
+modules = ["distributed", "layout", "reference", "sdpa"]
+print(loaded, [n for n in names if not callable(getattr(flexattn, n))] == modules)
 print(flexattn.reference.attention.__module__, flexattn.explain is explain, hasattr(flexattn, "explanations"))
 """)
     assert found == "[] True\nflexattn.reference True False"
