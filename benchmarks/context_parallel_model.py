@@ -95,7 +95,7 @@ def shares_of(mask: BlockMask, ranks: int, chunks_per_rank: int | None = None) -
 
 
 def costs_by_source(mask: BlockMask, owned: Sequence[Sequence[Span]]) -> tuple[Tensor, Tensor]:
-    """Return, [rank, source], the cost of blocks in a rank's rows and a source's columns, and the tokens of such rows."""
+    """Return, [rank, source], the cost of blocks in a rank's rows and a source's columns, and tokens of these rows."""
     blocks = -(-mask.seq_lengths[0] // BLOCK)
     owner = torch.zeros(blocks, dtype=torch.int64)
     for rank, spans in enumerate(owned):

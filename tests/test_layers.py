@@ -118,8 +118,8 @@ def test_public_names() -> None:
     assert flexattn.__all__ == [
         "AuxOutput", "AuxRequest", "BlockMask", "Counters", "DebugTable", "Explanation", "FlexAttentionError",
         "FlexKernelOptions", "PagedKVCache", "Profile", "Statistics", "Tuning", "Verification", "and_masks",
-        "counters", "create_block_mask", "create_mask", "debug", "dropout_mask", "explain", "flex_attention",
-        "install_as_torch_flex", "layout", "merge_attention", "mods", "noop_mask", "or_masks", "profile",
+        "counters", "create_block_mask", "create_mask", "debug", "distributed", "dropout_mask", "explain",
+        "flex_attention", "install_as_torch_flex", "layout", "merge_attention", "mods", "noop_mask", "or_masks", "profile",
         "reference", "register_operator", "sdpa", "show", "statistics", "tiles_redone", "tune", "varlen_attn",
         "varlen_attn_out", "verify",
     ]  # fmt: skip
