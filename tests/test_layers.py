@@ -119,9 +119,9 @@ def test_public_names() -> None:
         "AuxOutput", "AuxRequest", "BlockMask", "Counters", "DebugTable", "Explanation", "FlexAttentionError",
         "FlexKernelOptions", "PagedKVCache", "Profile", "Statistics", "Tuning", "Verification", "and_masks",
         "counters", "create_block_mask", "create_mask", "debug", "distributed", "dropout_mask", "explain",
-        "flex_attention", "install_as_torch_flex", "layout", "merge_attention", "mods", "noop_mask", "or_masks", "profile",
-        "reference", "register_operator", "sdpa", "show", "statistics", "tiles_redone", "tune", "varlen_attn",
-        "varlen_attn_out", "verify",
+        "flex_attention", "install_as_torch_flex", "layout", "merge_attention", "mods", "noop_mask", "or_masks",
+        "profile", "reference", "register_operator", "sdpa", "show", "statistics", "tiles_redone", "tune",
+        "varlen_attn", "varlen_attn_out", "verify",
     ]  # fmt: skip
     assert all(hasattr(flexattn, name) for name in flexattn.__all__)
     assert dir(flexattn) == sorted([*flexattn.__all__, "__version__"])
