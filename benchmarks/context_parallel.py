@@ -34,12 +34,12 @@ WINDOW = 4096
 DOCUMENTS = 24
 
 
-def mask_of(name: str, length: int, device: torch.device) -> Callable[..., Any]:
+def mask_of(name: str, length: int, device: torch.device, documents: int = DOCUMENTS) -> Callable[..., Any]:
     if name == "causal":
         return mods.causal
     if name == "sliding":
         return mods.sliding_window(WINDOW)
-    lengths = torch.tensor(document_lengths(length, DOCUMENTS, seed=0), device=device)
+    lengths = torch.tensor(document_lengths(length, documents, seed=0), device=device)
     return mods.document_causal(torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths).int())
 
 

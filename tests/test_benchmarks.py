@@ -16,7 +16,21 @@ import torch
 from torch import Tensor
 
 import flexattn
-from benchmarks import attention, calls, decode, first, masks, numerics, overhead, picture, sdpa, tables, tune, varlen
+from benchmarks import (
+    attention,
+    calls,
+    context_parallel_model,
+    decode,
+    first,
+    masks,
+    numerics,
+    overhead,
+    picture,
+    sdpa,
+    tables,
+    tune,
+    varlen,
+)
 from benchmarks.harness import Config, Result, geometric_mean, measure, table, write_json
 from benchmarks.peers import PEERS, Attend
 from benchmarks.works import CPU_WORKS, WORKS, Mods, Work, count_pairs, document_lengths, forward_flops
@@ -520,3 +534,29 @@ def test_the_picture_of_the_readme(tmp_path: Path) -> None:
     assert all(x > 0 for x in found["flexattn"]) and found["sdpa_cudnn"][-1] == 0.0  # SDPA knows no documents
     assert picture.main([str(results), "--out", str(tmp_path / "picture.png")]) == 0
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+# context_parallel_model
+
+
+def test_model_of_context_parallel_counts_what_ranks_compute_and_receive() -> None:
+    window, ranks = 4096, 4
+    shares = context_parallel_model.shares_of(context_parallel_model.mask_for("sliding", 262_144), ranks)
+    assert torch.equal(shares.rows, torch.diag(torch.full((ranks - 1,), window, dtype=torch.float64), -1))
+    assert int(shares.local.sum()) == 262_144 and torch.all(shares.costs.sum(1) > 0)
+    causal = context_parallel_model.shares_of(context_parallel_model.mask_for("causal", 4096), ranks)
+    blocks = 32
+    assert int(causal.costs.sum()) == 4 * blocks * (blocks - 1) // 2 + 5 * blocks
+    assert causal.rows.sum(1).tolist() == [3072, 2560, 2048, 1536], "all keys before the last chunk, less its own"
+    assert torch.equal(causal.chunks, torch.tensor([2.0, 2.0, 2.0, 1.0], dtype=torch.float64))
+
+
+def test_model_of_context_parallel_is_close_to_the_measurements(capsys: pytest.CaptureFixture[str]) -> None:
+    machine = context_parallel_model.Machine()
+    errors = [
+        int(row[-1].split()[0]) for row in context_parallel_model.validate(context_parallel_model.RESULTS, machine)
+    ]
+    assert len(errors) == 18 and max(map(abs, errors)) <= 17 and sorted(map(abs, errors))[9] <= 5
+    assert context_parallel_model.main(["--ranks", "2,16", "--lengths", "262144", "--works", "sliding"]) == 0
+    two, sixteen = capsys.readouterr().out.splitlines()[-2:]
+    assert two.endswith("gather") and " -  " in sixteen, "16 ranks cannot share 8 key heads"

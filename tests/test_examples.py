@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +19,8 @@ from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "examples").glob("[01]*.py"))
-MODELS = ("11_paged_generation", "12_jagged_training")  # with a small model
+MODELS = ("11_paged_generation", "12_jagged_training", "15_context_parallel")  # with a small model
+OF_PROCESSES = "15_context_parallel"  # they import the script
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 MOST_BYTES = 300_000
 OF_MACHINES = ("/root", "/home/", "/tmp", "ipykernel_", " at 0x", "\x1b[")  # texts that no output may contain
@@ -33,7 +37,7 @@ tool = load(ROOT / "tools" / "notebooks.py")
 
 
 def test_the_ladder_is_whole():
-    assert [p.name[:2] for p in SCRIPTS] == [f"{n:02}" for n in range(1, 15)]
+    assert [p.name[:2] for p in SCRIPTS] == [f"{n:02}" for n in range(1, 16)]
     assert [p.stem for p in NOTEBOOKS] == [
         "debugging_a_mod", "inside_the_compiler", "masks", "packed_documents", "paged_decoding", "quickstart",
         "score_mods",
@@ -41,8 +45,19 @@ def test_the_ladder_is_whole():
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_script(path):
+def test_script_is_short(path):
     assert len(path.read_text().splitlines()) < (110 if path.stem in MODELS else 60)
+
+
+@pytest.mark.slow
+def test_script_that_starts_processes():
+    (path,) = (path for path in SCRIPTS if path.stem == OF_PROCESSES)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, path], env=environment, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("path", [p for p in SCRIPTS if p.stem != OF_PROCESSES], ids=lambda path: path.stem)
+def test_script(path):
     module = load(path)
     torch.manual_seed(0)
     module.main()

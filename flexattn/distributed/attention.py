@@ -50,8 +50,8 @@ def _flex_attention(
 ) -> Any:
     """Compute attention of tensors that are sharded over ranks. Each rank of the plan's mesh calls it.
 
-    Mods see b, h, q_idx and kv_idx of the whole tensors. Gradients of tensors that mods capture are those of this
-    rank's queries, as gradients of other parameters are: sum them over the ranks, as DDP and FSDP2 do.
+    Mods see b, h, q_idx and kv_idx of the whole tensors. Gradients of tensors that mods capture, and of the sink, are
+    partial, as gradients of other parameters are: sum them over the ranks. DDP and FSDP2 average them.
 
     Args:
         query: this rank's tokens, [B, Hq, local, D]; or a DTensor [B, Hq, S, D].
