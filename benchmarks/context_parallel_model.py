@@ -23,11 +23,12 @@ from torch import Tensor
 from benchmarks.context_parallel import DOCUMENTS, WORKS, mask_of
 from benchmarks.harness import table
 from flexattn import BlockMask, create_block_mask
-from flexattn.distributed.chunks import Span, balance, common, in_tokens, length_of, union
-from flexattn.distributed.needs import FULL, PARTIAL, key_blocks, row_costs
+from flexattn.distributed.chunks import PER_RANK, Span, common, length_of, union
+from flexattn.distributed.needs import FULL, PARTIAL, row_costs
+from flexattn.distributed.plan import BLOCK, fastest_chunks
 
 RESULTS = Path(__file__).parent / "results" / "2026-11-26-h200x2-context-parallel.json"
-BLOCK, MEASURED_LENGTH = 128, 262_144
+MEASURED_LENGTH = 262_144
 HEADS, KV_HEADS, D, ITEM = 32, 8, 128, 2  # as measured, in bfloat16
 KV_ROW, Q_ROW = KV_HEADS * 2 * D * ITEM, HEADS * D * ITEM  # bytes of a token
 SCHEMES, DIRECTIONS = ("gather", "ring", "heads"), ("forward", "backward")
@@ -72,15 +73,12 @@ def mask_for(work: str, length: int) -> BlockMask:
 def shares_of(mask: BlockMask, ranks: int, chunks_per_rank: int | None = None) -> Shares:
     """Return what create_cp_plan gives to the ranks, without a process group."""
     length = mask.seq_lengths[0]
-    owned = balance(row_costs(mask), ranks, chunks_per_rank)
-    every = sorted(span for spans in owned for span in spans)
-    keys = {}
-    for i in range(0, len(every), 256):  # key_blocks needs memory for chunks x blocks
-        few = every[i : i + 256]
-        keys |= {
-            span: in_tokens(blocks, BLOCK, length) for span, blocks in zip(few, key_blocks(mask, few), strict=True)
-        }
-    tokens = [in_tokens(spans, BLOCK, length) for spans in owned]
+    candidates = PER_RANK if chunks_per_rank is None else (chunks_per_rank,)
+    chunks_of, _ = fastest_chunks(mask, row_costs(mask), ranks, candidates, length)
+    tokens = [[chunk.tokens for chunk in own] for own in chunks_of]
+    owned = [[(start // BLOCK, -(-stop // BLOCK)) for start, stop in spans] for spans in tokens]
+    blocks_of = [span for spans in owned for span in spans]
+    keys = dict(zip(blocks_of, [list(chunk.keys) for own in chunks_of for chunk in own], strict=True))
     costs, queries = costs_by_source(mask, owned)
     rows, parts = torch.zeros(ranks, ranks, dtype=torch.float64), torch.zeros(ranks, ranks, dtype=torch.float64)
     needs = [union(keys[span] for span in spans) for spans in owned]

@@ -20,7 +20,9 @@ from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 import flexattn
 from flexattn import AuxRequest, create_block_mask, distributed, mods
 from flexattn.distributed import gathered
-from flexattn.distributed.chunks import balance, common, cut, deal, joined, places, union
+from flexattn.distributed import plan as plan_module
+from flexattn.distributed.chunks import PER_RANK, common, cut, deal, joined, places, shares, union
+from flexattn.distributed.needs import row_costs
 from flexattn.errors import ArgumentError, MutationError, UnsupportedError
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
@@ -195,7 +197,7 @@ def test_sinks() -> None:
 def test_all_ready_masks_are_here() -> None:
     """`shifted` is of parts of sequences, and noop_mask is no mask."""
     scores = {"alibi", "distance_decay", "head_gate", "relative_bias", "softcap", "t5_bias", "temperature"}
-    modules = {"combine", "kinds", "natten", "at_heads"}
+    modules = {"arguments", "combine", "kinds", "natten", "at_heads"}
     names = {name for name in dir(mods) if not name.startswith("_")} - scores - modules
     assert names - set(MASKS) == {"shifted", "noop_mask", "xor_masks", "and_masks", "or_masks", "not_mask"}
 
@@ -229,23 +231,39 @@ def test_dropout_does_not_depend_on_the_ranks() -> None:
 # Chunks.
 
 
+def plan_of(mask_mod: Any, length: int, ranks: int) -> Any:
+    """Return the chunks of a plan, and the cost of each rank, without a process group."""
+    mask = create_block_mask(mask_mod, None, None, length, length, device="cpu")
+    return plan_module.fastest_chunks(mask, row_costs(mask), ranks, PER_RANK, length)
+
+
 def test_zig_zag_is_a_special_case() -> None:
-    rows = [i + 1 for i in range(32)]
-    assert deal(rows[:8], 4) == [[0, 7], [1, 6], [2, 5], [3, 4]]
-    assert balance(rows, 4) == [[(0, 4), (28, 32)], [(4, 8), (24, 28)], [(8, 12), (20, 24)], [(12, 20)]]
+    assert deal([i + 1 for i in range(8)], 4) == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    chunks, costs = plan_of(mods.causal, 65_536, 4)
+    eighth = 8192
+    assert [[c.tokens for c in own] for own in chunks] == [
+        [(0, eighth), (7 * eighth, 8 * eighth)],
+        [(eighth, 2 * eighth), (6 * eighth, 7 * eighth)],
+        [(2 * eighth, 3 * eighth), (5 * eighth, 6 * eighth)],
+        [(3 * eighth, 5 * eighth)],
+    ]
+    assert max(costs) == min(costs)
 
 
-def test_balanced_rows_stay_with_their_neighbors() -> None:
-    assert balance([5] * 16, 4) == [[(0, 4)], [(4, 8)], [(8, 12)], [(12, 16)]]
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_windows_stay_with_their_neighbors(ranks: int) -> None:
+    chunks, _ = plan_of(mods.sliding_window(4096), 65_536, ranks)
+    assert [len(own) for own in chunks] == [1] * ranks
+    assert [c.keys[0][0] for (c,) in chunks[1:]] == [c.tokens[0] - 4096 for (c,) in chunks[1:]]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_every_token_has_one_rank(ranks: int) -> None:
     rows = torch.randint(1, 50, (37,), generator=torch.Generator().manual_seed(ranks)).tolist()
-    shares = balance(rows, ranks)
-    assert sorted(i for spans in shares for start, stop in spans for i in range(start, stop)) == list(range(37))
-    costs = [sum(sum(rows[start:stop]) for start, stop in spans) for spans in shares]
-    assert max(costs) <= 1.3 * sum(rows) / ranks
+    for per_rank in PER_RANK:
+        for way in shares(rows, ranks, per_rank):
+            tokens = sorted(i for spans in way for start, stop in spans for i in range(start, stop))
+            assert tokens == list(range(37)) and len(way) == ranks
 
 
 def test_spans() -> None:
@@ -293,7 +311,7 @@ def documents_stay(rank: int, ranks: int) -> None:
     assert sorted(plan.permutation.tolist()) == list(range(2048))
     tokens = torch.arange(2048)
     assert torch.equal(plan.shard(tokens, 0), plan.positions)
-    assert "receives no keys" in repr(plan)
+    assert "receives keys: none" in repr(plan)
 
 
 def test_documents_of_one_rank_are_not_sent() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from flexattn.errors import ArgumentError, DtypeError, UnsupportedError, message
 from flexattn.mods.at_heads import at_heads
 from flexattn.torch_state.uncompiled import uncompiled
 
+_MOST_GATHERED = 2**32  # bytes of keys and values that a rank keeps for its backward; beyond, they are sent again
 SCHEMES: dict[Scheme, Callable[..., tuple[Tensor, AuxOutput]]] = {
     "gather": attend_gathered,
     "ring": attend_ring,
@@ -33,7 +35,8 @@ SCHEMES: dict[Scheme, Callable[..., tuple[Tensor, AuxOutput]]] = {
 }
 
 
-def _flex_attention(
+@partial(uncompiled, reason="a call of flexattn.distributed.flex_attention is one graph break. Remove fullgraph=True")
+def flex_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -92,13 +95,6 @@ def _flex_attention(
     return out if return_aux is None else (out, found)
 
 
-flex_attention = uncompiled(
-    _flex_attention,
-    "a call of flexattn.distributed.flex_attention is one graph break. Remove fullgraph=True",
-)
-flex_attention.__name__ = flex_attention.__qualname__ = "flex_attention"
-
-
 def _share_seed(dropout: Dropout | None, mesh: DeviceMesh) -> None:
     """Give all ranks of a mesh the seed of its first rank."""
     if dropout is None:
@@ -128,7 +124,9 @@ def scheme_of(plan: ContextPlan, query: Tensor, key: Tensor, value: Tensor, sink
     if plan.scheme is not None:
         return plan.scheme
     gathered, by_heads = traffic(plan, query, key, value)
-    return "heads" if refusal is None and by_heads < gathered else "gather"
+    if refusal is None and by_heads < gathered:
+        return "heads"
+    return "ring" if gathered * key.element_size() > _MOST_GATHERED else "gather"
 
 
 def _refusal_of_heads(plan: ContextPlan, query: Tensor, key: Tensor) -> str | None:
@@ -142,7 +140,7 @@ def traffic(plan: ContextPlan, query: Tensor, key: Tensor, value: Tensor) -> tup
     """Return the elements that the busiest rank receives in a forward, if keys are gathered and by heads."""
     B, Hq, _, D = query.shape
     of_keys = key.size(1) * (D + value.size(3))
-    gathered = max(sum(plan.received(rank)) for rank in range(plan.ranks)) * of_keys
+    gathered = plan.most_received * of_keys
     share = plan.length * (plan.ranks - 1) // plan.ranks**2
     return B * gathered, B * share * (of_keys + Hq * (D + value.size(3)))
 

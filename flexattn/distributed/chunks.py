@@ -6,8 +6,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 
 Span = tuple[int, int]  # half-open: the first element, and one past the last
-MOST_CHUNKS = 16  # for each rank
-_BALANCED = 1.01  # longest over mean: below, more chunks are not worth their calls
+PER_RANK = (1, 2, 4, 8, 16)  # chunks that a rank may have
 
 
 def cut(blocks: int, parts: int) -> list[Span]:
@@ -32,33 +31,19 @@ def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
     return [sorted(chunks) for chunks in found]
 
 
-def balance(rows: Sequence[int], ranks: int, per_rank: int | None = None) -> list[list[Span]]:
-    """Return the chunks of each rank, ascending, for rows of blocks with these costs.
+def shares(rows: Sequence[int], ranks: int, per_rank: int) -> list[list[list[Span]]]:
+    """Return ways to give each rank `per_rank` chunks, joined where they touch, for rows of blocks with these costs.
 
-    Without `per_rank`, a rank has as few chunks as balance the ranks within 1 %, at most MOST_CHUNKS.
+    In the first, all tokens of a rank are neighbors. It needs fewest keys of other ranks.
     """
     sums = [0]
     for cost in rows:
         sums.append(sums[-1] + cost)
-    best: tuple[float, list[list[Span]]] | None = None
-    for each in _candidates(per_rank):
-        spans = cut(len(rows), ranks * each)
-        costs = [sums[stop] - sums[start] for start, stop in spans]
-        owned = [list(range(rank * each, (rank + 1) * each)) for rank in range(ranks)]
-        for dealt in (owned, deal(costs, ranks)):  # neighbors, if they are balanced: they need fewest keys
-            longest = max(sum(costs[i] for i in chunks) for chunks in dealt)
-            uneven = longest * ranks / max(1, sums[-1])
-            found = [joined(spans[i] for i in chunks) for chunks in dealt]
-            if best is None or uneven < best[0] - 1e-9:
-                best = uneven, found
-            if uneven <= _BALANCED:
-                return found
-    assert best is not None
-    return best[1]
-
-
-def _candidates(per_rank: int | None) -> list[int]:
-    return [per_rank] if per_rank is not None else [n for n in (1, 2, 4, 8, 16) if n <= MOST_CHUNKS]
+    spans = cut(len(rows), ranks * per_rank)
+    costs = [sums[stop] - sums[start] for start, stop in spans]
+    owned = [list(range(rank * per_rank, (rank + 1) * per_rank)) for rank in range(ranks)]
+    ways = [owned] if per_rank == 1 else [deal(costs, ranks)]
+    return [[joined(spans[i] for i in chunks) for chunks in dealt] for dealt in ways]
 
 
 def joined(spans: Iterable[Span], gap: int = 0) -> list[Span]:

@@ -23,12 +23,14 @@ class _Assembled(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        found = [gradient.new_zeros(shape) for shape in ctx.shapes]
+        # Several ranks may have used a row: their gradients are summed in float32.
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        found = [gradient.new_zeros(shape, dtype=wide) for shape in ctx.shapes]
         at = 0
         for i, start, stop in ctx.pieces:
             found[i][start:stop] += gradient[at : at + stop - start]
             at += stop - start
-        return None, *found
+        return None, *(x.to(gradient.dtype) for x in found)
 
 
 def assemble(pieces: Sequence[Piece], *sources: Tensor) -> Tensor:

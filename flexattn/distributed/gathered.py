@@ -56,7 +56,7 @@ def gather_rows(plan: ContextPlan, key: Tensor, value: Tensor, needs: list[Span]
     received = plan.received(me)
     own = _packed(key, value)
     arrived = own[:0]
-    if any(any(plan.received(rank)) for rank in range(plan.ranks)):
+    if plan.most_received:
         outgoing = assemble([(0, *span) for span in sent], own)
         arrived = all_to_all(outgoing, counts, received, plan.device_mesh.get_group())
     pieces: list[tuple[int, Piece]] = []  # with the first token

@@ -26,33 +26,44 @@ def row_costs(mask: BlockMask) -> list[int]:
     return count.view(-1, rows).sum(0).tolist()
 
 
+_AT_ONCE = 256  # chunks, which bounds memory
+
+
 def key_blocks(mask: BlockMask, chunks: Sequence[Span]) -> list[list[Span]]:
     """Return the blocks of keys that each chunk of rows of blocks needs. Chunks are ascending and disjoint."""
     rows, columns = (-(-n // size) for n, size in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True))
-    steps = torch.zeros(len(chunks) + 1, columns + 1, dtype=torch.int64)
-    chunk_of_row = torch.full((rows,), len(chunks))
-    for i, (start, stop) in enumerate(chunks):
-        chunk_of_row[start:stop] = i
-    for runs in (mask.kv_runs.partial, mask.kv_runs.full):
-        owner = chunk_of_row[runs.owners().cpu() % rows]
-        ends = runs.runs.cpu().long()
-        for column, sign in ((ends[:, 0], 1), (ends[:, 1], -1)):
-            steps.index_put_((owner, column), torch.full_like(column, sign), accumulate=True)
-    return [_spans(live) for live in steps[:-1, :].cumsum(1) > 0]
+    lists = [(runs.owners().cpu() % rows, runs.runs.cpu().long()) for runs in (mask.kv_runs.partial, mask.kv_runs.full)]
+    found: list[list[Span]] = []
+    for first in range(0, len(chunks), _AT_ONCE):
+        some = chunks[first : first + _AT_ONCE]
+        chunk_of_row = torch.full((rows,), len(some))
+        for i, (start, stop) in enumerate(some):
+            chunk_of_row[start:stop] = i
+        steps = torch.zeros(len(some) + 1, columns + 1, dtype=torch.int32)
+        for owner, ends in lists:
+            chunk = chunk_of_row[owner]
+            for column, sign in ((ends[:, 0], 1), (ends[:, 1], -1)):
+                signs = torch.full_like(column, sign, dtype=torch.int32)
+                steps.index_put_((chunk, column), signs, accumulate=True)
+        found += [_spans(live) for live in steps[:-1].cumsum(1) > 0]
+    return found
 
 
-def query_blocks(mask: BlockMask, rows: Span, columns: Span) -> Span:
-    """Return from the first to the last row of blocks in `rows` that needs a block of `columns`."""
+def query_blocks(mask: BlockMask, rows: Span, spans: Sequence[Span]) -> list[Span]:
+    """Return from the first to the last row of blocks in `rows` that needs one of the blocks, for each span of them."""
     count = -(-mask.seq_lengths[0] // mask.BLOCK_SIZE[0])
-    first, last = rows[1], rows[0]
+    owners, ends = [], []
     for runs in (mask.kv_runs.partial, mask.kv_runs.full):
-        owner, ends = runs.owners() % count, runs.runs
-        found = owner[
-            (owner >= rows[0]) & (owner < rows[1]) & (ends[:, 0] < columns[1]) & (ends[:, 1] > columns[0])
-        ].tolist()
-        if found:
-            first, last = min(first, min(found)), max(last, max(found) + 1)
-    return (first, last) if first < last else (rows[0], rows[0])
+        owner = runs.owners() % count
+        inside = (owner >= rows[0]) & (owner < rows[1])
+        owners.append(owner[inside].cpu())
+        ends.append(runs.runs[inside].cpu())
+    owner, run = torch.cat(owners), torch.cat(ends)
+    found = []
+    for start, stop in spans:
+        needing = owner[(run[:, 0] < stop) & (run[:, 1] > start)]
+        found.append((int(needing.min()), int(needing.max()) + 1) if len(needing) else (rows[0], rows[0]))
+    return found
 
 
 def _spans(live: Tensor) -> list[Span]:

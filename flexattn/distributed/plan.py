@@ -12,7 +12,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexattn.block_mask import BlockMask
-from flexattn.distributed.chunks import MOST_CHUNKS, Span, balance, common, in_tokens, length_of, union
+from flexattn.distributed.chunks import PER_RANK, Span, common, in_tokens, length_of, shares, union
 from flexattn.distributed.needs import FULL, key_blocks, row_costs
 from flexattn.errors import ArgumentError, DtypeError, message
 from flexattn.mask_build.create import create_block_mask
@@ -52,7 +52,7 @@ class ContextPlan:
     scheme: Scheme | None  # None: chosen for each call
     device: torch.device
     masks: dict[object, BlockMask] = field(default_factory=dict)  # of parts
-    steps: dict[str, Any] = field(default_factory=dict)  # of this rank, by scheme
+    known: dict[object, Any] = field(default_factory=dict)  # computed once
 
     @property
     def rank(self) -> int:
@@ -72,11 +72,20 @@ class ContextPlan:
 
     def received(self, rank: int) -> list[int]:
         """Return how many keys a rank receives from each rank. Blocks that no row of it needs are not sent."""
-        needs = self.needs_of(rank)
-        return [
-            0 if other == rank else length_of(common(needs, sorted(self.tokens_of(other))))
-            for other in range(self.ranks)
-        ]
+        found = self.known.get(("received", rank))
+        if found is None:
+            needs = self.needs_of(rank)
+            found = self.known["received", rank] = [
+                0 if other == rank else length_of(common(needs, self.tokens_of(other))) for other in range(self.ranks)
+            ]
+        return found
+
+    @property
+    def most_received(self) -> int:
+        """The keys that the rank receives that receives most."""
+        if "most" not in self.known:
+            self.known["most"] = max(sum(self.received(rank)) for rank in range(self.ranks))
+        return self.known["most"]
 
     @property
     def positions(self) -> Tensor:
@@ -134,9 +143,9 @@ class ContextPlan:
         total = max(1, max(self.costs))
         for rank in range(self.ranks):
             tokens = ", ".join(f"[{start:,}, {stop:,})" for start, stop in self.tokens_of(rank)) or "no tokens"
-            sources = ", ".join(f"{n:,} from {other}" for other, n in enumerate(self.received(rank)) if n)
+            sources = ", ".join(f"{n:,} of rank {other}" for other, n in enumerate(self.received(rank)) if n)
             share = f"{100 * self.costs[rank] / total:.0f} % of the longest"
-            lines.append(f"    rank {rank}: {tokens}; {share}; receives {sources or 'no'} keys")
+            lines.append(f"    rank {rank}: {tokens}; {share}; receives keys: {sources or 'none'}")
         return "\n".join(lines)
 
 
@@ -165,8 +174,8 @@ def create_cp_plan(
         scheme: "gather" sends keys and values to the ranks that need them, all before the first product. "ring" sends
             those of one rank at a time, while products run, and keeps none for the backward. "heads" sends queries,
             keys and values so that each rank has all tokens of some heads (Ulysses). None: chosen for each call.
-        chunks_per_rank: into how many chunks of neighboring tokens a rank's share may fall. None: as few as balance the
-            ranks within 1 %, at most 16. With a causal mask that is 2: the first and the last, and so on (zig-zag).
+        chunks_per_rank: into how many chunks of neighboring tokens a rank's share falls. None: as many as are estimated
+            to take least time, with what is sent. With a causal mask that is 2: the first and the last (zig-zag).
         device: of the tensors; by default that of the mesh.
 
     Raises:
@@ -191,25 +200,68 @@ def create_cp_plan(
         fix = "Leave it out to let each call choose."
         raise ArgumentError(message("scheme", repr(scheme), f"one of {', '.join(get_args(Scheme))}, or None", fix))
     if chunks_per_rank is not None and (
-        not isinstance(chunks_per_rank, int) or not 1 <= chunks_per_rank <= MOST_CHUNKS
+        not isinstance(chunks_per_rank, int) or not 1 <= chunks_per_rank <= PER_RANK[-1]
     ):
-        raise ArgumentError(message("chunks_per_rank", chunks_per_rank, f"1 to {MOST_CHUNKS}", "Leave it out."))
+        raise ArgumentError(message("chunks_per_rank", chunks_per_rank, f"1 to {PER_RANK[-1]}", "Leave it out."))
     where = torch.device(device) if device is not None else _device_of(device_mesh)
     blocks, ranks = -(-Q_LEN // BLOCK), device_mesh.size()
     mask = None
     if mask_mod is not None:
         mask = create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=where, BLOCK_SIZE=BLOCK)
     costs = [FULL * blocks] * blocks if mask is None else row_costs(mask)
-    shares = balance(costs, ranks, chunks_per_rank)
-    every = sorted(span for spans in shares for span in spans)
-    of_chunks = [[(0, blocks)]] * len(every) if mask is None else key_blocks(mask, every)
-    needed = dict(zip(every, of_chunks, strict=True))
-    chunks = tuple(
-        tuple(Chunk(in_tokens([span], BLOCK, Q_LEN)[0], tuple(in_tokens(needed[span], BLOCK, Q_LEN))) for span in spans)
-        for spans in shares
+    chunks, of_ranks = fastest_chunks(
+        mask, costs, ranks, PER_RANK if chunks_per_rank is None else (chunks_per_rank,), Q_LEN
     )
-    of_ranks = tuple(sum(sum(costs[start:stop]) for start, stop in spans) for spans in shares)
     return ContextPlan(mask, B, H, Q_LEN, device_mesh, chunks, of_ranks, scheme, where)
+
+
+# In the unit of row_costs, for one head: receiving the keys of a block takes as long as 4 full blocks with groups of
+# four query heads (300 GB/s, 600 TFLOP/s). A chunk costs a few launches, and half of the time in which one of 132
+# multiprocessors computes the longest row of one of 32 heads. Only the order of magnitude matters.
+_RECEIVED, _CHUNK, _TAIL = 16, 180, 2
+_MOST_CANDIDATES = 2048  # chunks of all ranks, of ways to shard that are compared
+
+
+def fastest_chunks(
+    mask: BlockMask | None, costs: Sequence[int], ranks: int, candidates: Sequence[int], length: int
+) -> tuple[tuple[tuple[Chunk, ...], ...], tuple[int, ...]]:
+    """Return the chunks of each rank, and its cost, for the number of chunks per rank that takes least time."""
+    best: tuple[float, tuple[tuple[Chunk, ...], ...], tuple[int, ...]] | None = None
+    heads = 1 if mask is None else mask.B * mask.H
+    for per_rank in candidates:
+        if best is not None and ranks * per_rank > _MOST_CANDIDATES:
+            break
+        for spans in shares(costs, ranks, per_rank):
+            chunks = _chunks(mask, spans, length)
+            of_ranks = tuple(sum(sum(costs[start:stop]) for start, stop in own) for own in spans)
+            received = max(
+                length_of(union(c.keys for c in own))
+                - length_of(common(union(c.keys for c in own), [c.tokens for c in own]))
+                for own in chunks
+            )
+            ends = max(sum(_CHUNK + _TAIL * max(costs[start:stop]) for start, stop in own) for own in spans)
+            time = max(of_ranks) + _RECEIVED * heads * received / BLOCK + ends
+            if best is None or time < best[0]:
+                best = time, chunks, of_ranks
+    assert best is not None
+    return best[1:]
+
+
+def _received(own: Sequence[Chunk]) -> int:
+    """Return how many keys a rank with these chunks receives."""
+    needs = union(chunk.keys for chunk in own)
+    return length_of(needs) - length_of(common(needs, [chunk.tokens for chunk in own]))
+
+
+def _chunks(mask: BlockMask | None, spans: Sequence[Sequence[Span]], length: int) -> tuple[tuple[Chunk, ...], ...]:
+    """Return the chunks of rows of blocks, with the keys that they need."""
+    every = sorted(span for own in spans for span in own)
+    of_chunks = [[(0, -(-length // BLOCK))]] * len(every) if mask is None else key_blocks(mask, every)
+    needed = dict(zip(every, of_chunks, strict=True))
+    return tuple(
+        tuple(Chunk(in_tokens([span], BLOCK, length)[0], tuple(in_tokens(needed[span], BLOCK, length))) for span in own)
+        for own in spans
+    )
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

@@ -24,7 +24,7 @@ from flexattn.call.problem import Problem
 from flexattn.distributed.chunks import Span, common, in_tokens, length_of, places
 from flexattn.distributed.needs import query_blocks
 from flexattn.distributed.parts import Options, mask_of_part, moved
-from flexattn.distributed.plan import BLOCK, ContextPlan
+from flexattn.distributed.plan import BLOCK, Chunk, ContextPlan
 from flexattn.engines.autograd import Engine, run_engine, with_captures
 from flexattn.engines.choice import engine_of
 from flexattn.process.frozen_class import frozen
@@ -58,6 +58,7 @@ def steps_of(plan: ContextPlan) -> list[Step]:
     """Return the steps of this rank. In the first one it computes its own keys."""
     me, ranks = plan.rank, plan.ranks
     tokens = [plan.tokens_of(rank) for rank in range(ranks)]
+    queries = [_queries(plan, chunk, tokens) for chunk in plan.chunks[me]]
     found = []
     for turn in range(ranks):
         source, target = (me - turn) % ranks, (me + turn) % ranks
@@ -71,22 +72,21 @@ def steps_of(plan: ContextPlan) -> list[Step]:
             for j, span in enumerate(keys):
                 (rows,) = places([span], received)
                 is_first = turn == j == 0
-                parts.append(
-                    Part(i, chunk.tokens if is_first else _queries(plan, chunk.tokens, span), span, rows, is_first)
-                )
+                parts.append(Part(i, chunk.tokens if is_first else queries[i][span], span, rows, is_first))
         if turn == 0 and not plan.chunks[me]:
             parts.append(Part(0, NO_KEYS, NO_KEYS, NO_KEYS, True))
         found.append(Step(source, target, tuple(received), tuple(sent), tuple(parts)))
     return found
 
 
-def _queries(plan: ContextPlan, tokens: Span, keys: Span) -> Span:
-    """Return from the first to the last of a chunk's queries that need some of the keys."""
+def _queries(plan: ContextPlan, chunk: Chunk, tokens: Sequence[Sequence[Span]]) -> dict[Span, Span]:
+    """Return from the first to the last of a chunk's queries that need some of the keys, for those of each rank."""
+    spans = [span for own in tokens for span in common(chunk.keys, own)]
     if plan.mask is None:
-        return tokens
-    rows, columns = ((start // BLOCK, -(-stop // BLOCK)) for start, stop in (tokens, keys))
-    ((start, stop),) = in_tokens([query_blocks(plan.mask, rows, columns)], BLOCK, plan.length)
-    return max(start, tokens[0]), min(stop, tokens[1])
+        return dict.fromkeys(spans, chunk.tokens)
+    rows, *columns = ((start // BLOCK, -(-stop // BLOCK)) for start, stop in (chunk.tokens, *spans))
+    found = in_tokens(query_blocks(plan.mask, rows, columns), BLOCK, plan.length)
+    return {span: (start, min(stop, chunk.tokens[1])) for span, (start, stop) in zip(spans, found, strict=True)}
 
 
 def attend_ring(
@@ -172,9 +172,9 @@ class _Ring(Function):
 
 
 def _known_steps(plan: ContextPlan) -> list[Step]:
-    found = plan.steps.get("ring")
+    found = plan.known.get("steps")
     if found is None:
-        found = plan.steps["ring"] = steps_of(plan)
+        found = plan.known["steps"] = steps_of(plan)
     return found
 
 
