@@ -50,7 +50,7 @@ def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
     query, key, value, layout, packed = _tensors(call)
     options = validate_options(call.kernel_options)
     scale = check_scale(call.scale, query.shape[3])
-    score = _score(call.score_mod, query)  # Python -> BoundMod
+    score = score_of(call.score_mod, query)  # Python -> BoundMod
     captures = () if score is None else score.captures
     sink = check_sink(call.sink, query)
     differentiable = (query, key, value, *captures) if sink is None else (query, key, value, *captures, sink)
@@ -161,7 +161,7 @@ def _cast(x: object, dtype: torch.dtype) -> object:
     return x.to(dtype) if isinstance(x, Tensor) and x.dtype in DTYPES and x.dtype != torch.float64 else x
 
 
-def _score(score_mod: Mod | None, query: Tensor) -> BoundMod | None:
+def score_of(score_mod: Mod | None, query: Tensor) -> BoundMod | None:
     """Trace score_mod for scores of this query. Return None if it returns its score unchanged."""
     if score_mod is None:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -11,12 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.attention import flex_attention as upstream
 
 from flexattn.api import AuxOutput, AuxRequest
 from flexattn.api import flex_attention as attend
-from flexattn.block_mask import BlockMask
-from flexattn.call.dropout import Dropout, check_dropout
+from flexattn.block_mask import BlockMask, from_torch
+from flexattn.call.dropout import check_dropout
+from flexattn.call.pose import autocast
+from flexattn.distributed.agreement import check_agreement
 from flexattn.distributed.chunks import length_of
 from flexattn.distributed.gathered import attend_gathered
 from flexattn.distributed.heads import attend_by_heads
@@ -82,12 +86,12 @@ def flex_attention(
     if plan is not None and block_mask is not None:
         fix = "Leave it out: the plan contains the mask."
         raise ArgumentError(message("block_mask", "a mask and a plan", "one of them", fix))
-    dropout = check_dropout(dropout_p, query.device)
-    options = Options(score_mod, scale, enable_gqa, kernel_options, sink, aux, dropout)
+    if not isinstance(query, Tensor):
+        raise DtypeError(message("query", f"a {type(query).__name__}", "a tensor", "Pass [B, Hq, local, D]."))
+    options = Options(score_mod, scale, enable_gqa, kernel_options, sink, aux, check_dropout(dropout_p, query.device))
     if isinstance(query, DTensor) or isinstance(key, DTensor) or isinstance(value, DTensor):
         out, found = _of_dtensors(query, key, value, options, block_mask, plan)
     elif plan is not None:
-        _share_seed(dropout, plan.device_mesh)
         out, found = _of_local(plan, query, key, value, options)
     else:
         fix = "Make one with create_cp_plan, or call flexattn.flex_attention."
@@ -95,16 +99,18 @@ def flex_attention(
     return out if return_aux is None else (out, found)
 
 
-def _share_seed(dropout: Dropout | None, mesh: DeviceMesh) -> None:
-    """Give all ranks of a mesh the seed of its first rank."""
-    if dropout is None:
-        return
+def _with_shared_seed(options: Options, mesh: DeviceMesh) -> Options:
+    """Return options whose dropout has the seed of the mesh's first rank."""
+    if options.dropout is None:
+        return options
+    seed = options.dropout.seed.clone()
     for dim in range(mesh.ndim):
-        dist.broadcast(dropout.seed, group=mesh.get_group(dim), group_src=0)
+        dist.broadcast(seed, group=mesh.get_group(dim), group_src=0)
+    return replace(options, dropout=replace(options.dropout, seed=seed))
 
 
 def _of_local(
-    plan: ContextPlan, query: Tensor, key: Tensor, value: Tensor, options: Options
+    plan: ContextPlan, query: Any, key: Any, value: Any, options: Options, has_seed: bool = False
 ) -> tuple[Tensor, AuxOutput]:
     local = length_of(plan.tokens_of(plan.rank))
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -112,10 +118,17 @@ def _of_local(
             found = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             fix = "Pass plan.shard(x, 2) of the whole tensor, or project tokens that plan.shard returned."
             raise ArgumentError(message(name, found, f"[B, H, {local}, D], the tokens of rank {plan.rank}", fix))
-    return SCHEMES[scheme_of(plan, query, key, value, options.sink)](plan, query, key, value, options)
+        if x.dtype != query.dtype:
+            raise DtypeError(message(name, str(x.dtype), f"the dtype of query, {query.dtype}", f"Cast {name}."))
+    q, k, v = (x for x in autocast(query, key, value) if isinstance(x, Tensor))
+    scheme = scheme_of(plan, q, k, v)
+    check_agreement(plan)
+    if not has_seed:
+        options = _with_shared_seed(options, plan.device_mesh)
+    return SCHEMES[scheme](plan, q, k, v, options)
 
 
-def scheme_of(plan: ContextPlan, query: Tensor, key: Tensor, value: Tensor, sink: object = None) -> Scheme:
+def scheme_of(plan: ContextPlan, query: Tensor, key: Tensor, value: Tensor) -> Scheme:
     """Return the scheme of a call: the one that the plan names, else the one that sends least."""
     refusal = _refusal_of_heads(plan, query, key)
     if plan.scheme == "heads" and refusal is not None:
@@ -158,20 +171,15 @@ def _of_dtensors(
             found = f"placements {x.placements} on {x.device_mesh}"
             fix = "Call redistribute on it."
             raise ArgumentError(message(name, found, f"those of query, {query.placements} on {query.device_mesh}", fix))
-    _share_seed(options.dropout, query.device_mesh)
+    _check_placements(query, key, plan)
+    options = _with_shared_seed(options, query.device_mesh)
     b, h = (_offset(query, dim) for dim in (0, 1))
     local = [x.to_local() for x in (query, key, value)]
     B, H = local[0].shape[:2]
     score_mod = options.score_mod
-    if score_mod is not None and (b or h):
+    if score_mod is not None and query.shape[:2] != (B, H):
         score_mod = at_heads(score_mod, b, h)
-    sink = options.sink
-    if isinstance(sink, DTensor):
-        sink = sink.to_local()
-    elif isinstance(sink, Tensor) and sink.dim() and sink.size(-1) != H:
-        sink = sink.narrow(-1, h, H)
-        if sink.dim() == 2:
-            sink = sink.narrow(0, b, B)
+    sink = _local_sink(options.sink, query, (b, h), (B, H))
     dropout = options.dropout_at(bh_offset=b * query.shape[1] + h, heads=query.shape[1]) or None
     options = replace(options, score_mod=score_mod, sink=sink, dropout=dropout)
     if plan is not None:
@@ -180,14 +188,9 @@ def _of_dtensors(
             found = "a mask by batch or head, and tensors sharded over batches or heads"
             fix = "Make the plan with a mask_mod of this rank's batches and heads."
             raise UnsupportedError(message("plan", found, "one mask for all batches and heads", fix))
-        out, found = _of_local(plan, local[0], local[1], local[2], options)
+        out, found = _of_local(plan, local[0], local[1], local[2], options, has_seed=True)
     else:
-        if any(isinstance(p, Shard) and p.dim >= 2 for p in query.placements):
-            fix = "Make a plan with create_cp_plan, and shard tokens with plan.shard."
-            raise ArgumentError(
-                message("query", f"placements {query.placements}", "Shard(0), Shard(1) or Replicate", fix)
-            )
-        mask = block_mask
+        mask = from_torch(block_mask) if type(block_mask) is upstream.BlockMask else block_mask
         if mask is not None and (mask.B > 1 or mask.H > 1):
             mask = mask[slice(b, b + B) if mask.B > 1 else slice(None), slice(h, h + H) if mask.H > 1 else slice(None)]
         out, found = attend(
@@ -206,6 +209,39 @@ def _of_dtensors(
         )  # fmt: skip
 
     return placed(out), AuxOutput(placed(found.lse), placed(found.max_scores))
+
+
+def _check_placements(query: DTensor, key: DTensor, plan: ContextPlan | None) -> None:
+    """Raise an error on all ranks alike, from the whole tensors."""
+    dims = {0, 1} if plan is None else {0, 1, 2}
+    for place in query.placements:
+        if not (isinstance(place, Replicate) or (type(place) is Shard and place.dim in dims)):
+            found, expected = f"placements {query.placements}", "Replicate, Shard(0) or Shard(1)"
+            fix = "Call redistribute on it; to shard tokens, make a plan with create_cp_plan."
+            raise ArgumentError(message("query", found, expected + (" or Shard(2)" if plan else ""), fix))
+    sizes = query.device_mesh.shape
+    parts = math.prod(n for n, p in zip(sizes, query.placements, strict=True) if isinstance(p, Shard) and p.dim == 1)
+    for name, x in (("query", query), ("key", key)):
+        if x.shape[1] % parts:
+            found = f"{x.shape[1]} heads on {parts} ranks"
+            fix = "Shard fewer heads, or replicate them."
+            raise ArgumentError(message(name, found, "the same number of heads on each rank", fix))
+
+
+def _local_sink(sink: Any, query: DTensor, first: tuple[int, int], sizes: tuple[int, int]) -> Any:
+    """Return the part of a sink, [Hq] or [B, Hq], for the local batches and heads."""
+    if isinstance(sink, DTensor):
+        pairs = zip(query.placements, sink.placements, strict=True)
+        # Each rank has its share of the gradient of what all of them read.
+        gradients = [Partial() if isinstance(q, Shard) and isinstance(s, Replicate) else s for q, s in pairs]
+        sink = sink.to_local(grad_placements=gradients)
+    if not isinstance(sink, Tensor) or not sink.dim():
+        return sink
+    for dim, start, size in ((-1, first[1], sizes[1]), *(((0, first[0], sizes[0]),) if sink.dim() == 2 else ())):
+        whole = query.shape[1] if dim == -1 else query.shape[0]
+        if sink.size(dim) == whole != size:
+            sink = sink.narrow(dim, start, size)
+    return sink
 
 
 def _offset(x: DTensor, dim: int) -> int:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from flexattn.api import AuxOutput
 from flexattn.distributed.chunks import Span, common, length_of, places
-from flexattn.distributed.exchange import Piece, all_to_all, assemble, dependent_on
+from flexattn.distributed.exchange import Piece, all_to_all, assemble, dependent_on, packed
 from flexattn.distributed.parts import Options, chunk_over_keys, joined_rows
 from flexattn.distributed.plan import ContextPlan
 
@@ -39,11 +38,6 @@ def attend_gathered(
     return dependent_on(rows, out), aux
 
 
-def _packed(key: Tensor, value: Tensor) -> Tensor:
-    """Return keys and values as rows, [local, B, Hkv, D + Dv], so that one message has both."""
-    return torch.cat([key, value], -1).permute(2, 0, 1, 3).contiguous()
-
-
 def gather_rows(plan: ContextPlan, key: Tensor, value: Tensor, needs: list[Span]) -> Tensor:
     """Return the packed rows of needed tokens, in their order, from the keys and values that each rank has."""
     me, tokens = plan.rank, [plan.tokens_of(rank) for rank in range(plan.ranks)]
@@ -54,7 +48,7 @@ def gather_rows(plan: ContextPlan, key: Tensor, value: Tensor, needs: list[Span]
         sent += wanted
         counts.append(length_of(wanted))
     received = plan.received(me)
-    own = _packed(key, value)
+    own = packed(key, value)
     arrived = own[:0]
     if plan.most_received:
         outgoing = assemble([(0, *span) for span in sent], own)

@@ -29,9 +29,9 @@ def attend_by_heads(
     per_rank = query.size(1) // plan.ranks
     first = plan.rank * per_rank
     q = _by_heads(plan, query)
-    kv = _by_heads(plan, torch.cat([key, value], -1))
+    kv = _by_heads(plan, torch.cat([key, value], -1))  # one message has both
     score_mod: Callable[..., Any] | None = options.score_mod
-    if score_mod is not None and first:
+    if score_mod is not None:
         score_mod = at_heads(score_mod, 0, first)
     mask = plan.mask if plan.mask is None or plan.mask.H == 1 else _mask_of_heads(plan, plan.mask, first, per_rank)
     sink = options.sink
@@ -73,7 +73,9 @@ def _by_tokens(plan: ContextPlan, x: Tensor) -> Tensor:
     rows = assemble([(0, *span) for span in spans], x.permute(2, 0, 1, 3).contiguous())
     local = lengths[plan.rank]
     found = all_to_all(rows, lengths, [local] * plan.ranks, _group(plan))
-    return found.view(plan.ranks, local, B, per_rank, D).permute(2, 0, 3, 1, 4).reshape(B, -1, local, D)
+    return (
+        found.view(plan.ranks, local, B, per_rank, D).permute(2, 0, 3, 1, 4).reshape(B, plan.ranks * per_rank, local, D)
+    )
 
 
 def _lengths(plan: ContextPlan) -> list[int]:

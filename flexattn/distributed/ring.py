@@ -19,14 +19,18 @@ from torch.autograd import Function
 
 from flexattn.api import AuxOutput
 from flexattn.call.call import Call
-from flexattn.call.pose import pose
+from flexattn.call.pose import complete, pose, score_of
 from flexattn.call.problem import Problem
 from flexattn.distributed.chunks import Span, common, in_tokens, length_of, places
+from flexattn.distributed.exchange import packed
 from flexattn.distributed.needs import query_blocks
-from flexattn.distributed.parts import Options, mask_of_part, moved
+from flexattn.distributed.parts import Options, mask_of_part
 from flexattn.distributed.plan import BLOCK, Chunk, ContextPlan
 from flexattn.engines.autograd import Engine, run_engine, with_captures
 from flexattn.engines.choice import engine_of
+from flexattn.engines.mask_state import NOTHING
+from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.offsets import at_offsets
 from flexattn.process.frozen_class import frozen
 
 NO_KEYS = (0, 0)
@@ -94,30 +98,28 @@ def attend_ring(
 ) -> tuple[Tensor, AuxOutput]:
     """Return attention of this rank's queries [B, Hq, local, D]. `key` and `value` are its own keys."""
     sink = options.sink if isinstance(options.sink, Tensor) else None
-    captures = ()
-    if options.score_mod is not None:
-        score = pose(Call(query[:, :, :1], key[:, :, :1], value[:, :, :1], options.score_mod, None, options.scale,
-                          options.enable_gqa, options.kernel_options)).score  # fmt: skip
-        captures = () if score is None else score.captures
-    out, lse, largest = _Ring.apply(plan, options, query, key, value, sink, *captures)
+    score = None if options.score_mod is None else score_of(options.score_mod, query)
+    captures = () if score is None else score.captures
+    out, lse, largest = _Ring.apply(plan, options, score, query, key, value, sink, *captures)
     return out, AuxOutput(lse if options.aux.lse else None, largest if options.aux.max_scores else None)
 
 
 class _Ring(Function):
     @staticmethod
     def forward(
-        ctx: Any, plan: ContextPlan, options: Options, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None,
-        *captures: Tensor,
+        ctx: Any, plan: ContextPlan, options: Options, score: BoundMod | None, query: Tensor, key: Tensor,
+        value: Tensor, sink: Tensor | None, *captures: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-        steps, own = _known_steps(plan), _packed(key, value)
+        steps, own = _known_steps(plan), packed(key, value)
         merged = [_Merged(i, steps) for i in range(len(plan.chunks[plan.rank]))] or [_Merged(0, steps)]
         for step, rows in _arriving(plan, steps, own):
             for part in step.parts:
-                engine, problem = _problem(plan, options, part, query, rows, key.size(-1), sink, captures)
+                engine, problem = _problem(plan, options, part, query, rows, key.size(-1), sink, score, False)
                 merged[part.chunk].add(part, *run_engine("forward", problem, engine.forward, problem))
         finished = [m.finish() for m in merged]
         out, lse = (torch.cat([x[i] for x in finished], 2) if len(finished) > 1 else finished[0][i] for i in range(2))
         ctx.plan, ctx.options, ctx.steps, ctx.D = plan, options, steps, key.size(-1)
+        ctx.score = with_captures(score, [NOTHING] * len(captures))  # save_for_backward keeps them
         ctx.save_for_backward(query, key, value, out, lse, sink, *captures)
         ctx.set_materialize_grads(False)
         shown = lse.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
@@ -131,19 +133,21 @@ class _Ring(Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         query, key, value, out, lse, sink, *captures = ctx.saved_tensors
-        plan, options = ctx.plan, ctx.options
+        plan, options, needs_captures = ctx.plan, ctx.options, ctx.needs_input_grad[7:]
+        leaves = [c.detach().requires_grad_(need) for c, need in zip(captures, needs_captures, strict=True)]
+        score = with_captures(ctx.score, leaves)
         if d_out is None:
             d_out = torch.zeros_like(out)
         d_query = torch.zeros(query.shape, dtype=_sum_dtype(query), device=query.device)
-        own = _packed(key, value)
+        own = packed(key, value)
         d_own = torch.zeros(own.shape, dtype=_sum_dtype(own), device=own.device)
         d_sink = None if sink is None else torch.zeros_like(sink, dtype=_sum_dtype(sink))
-        d_captures: list[Tensor | None] = [None] * len(captures)
+        d_captures: list[Tensor | None] = [None] * len(leaves)
         returns = _Returns(plan, ctx.steps, d_own)
         for step, rows in _arriving(plan, ctx.steps, own):
             d_rows = torch.zeros(rows.shape, dtype=d_own.dtype, device=rows.device)
             for part in step.parts:
-                engine, problem = _problem(plan, options, part, query, rows, ctx.D, sink, captures)
+                engine, problem = _problem(plan, options, part, query, rows, ctx.D, sink, score, True)
                 span = slice(*_rows_of(plan, part))
                 inputs = out[:, :, span], lse[:, :, span].contiguous(), d_out[:, :, span]
                 of_lse = None if d_lse is None else d_lse[:, :, span]
@@ -155,20 +159,35 @@ class _Ring(Function):
                 at = slice(*part.rows)
                 d_rows[at, ..., : ctx.D] += dk.permute(2, 0, 1, 3)
                 d_rows[at, ..., ctx.D :] += dv.permute(2, 0, 1, 3)
-                for i, gradient in enumerate(of_score):
-                    if gradient is not None:
-                        before = d_captures[i]
-                        d_captures[i] = gradient if before is None else before + gradient
+                for i, gradient in enumerate(_of_leaves(leaves, problem.score, of_score)):
+                    before = d_captures[i]
+                    d_captures[i] = gradient if before is None else before if gradient is None else before + gradient
                 if d_sink is not None and of_sink is not None:
                     d_sink += of_sink.reshape(d_sink.shape)  # engines see [B or 1, Hq]
             returns.add(step, d_rows)
         returns.finish()
         d_key, d_value = (x.permute(1, 2, 0, 3) for x in (d_own[..., : ctx.D], d_own[..., ctx.D :]))
         return (
-            None, None, d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype),
+            None, None, None, d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype),
             None if d_sink is None or sink is None else d_sink.to(sink.dtype),
-            *[g if need else None for g, need in zip(d_captures, ctx.needs_input_grad[6:], strict=True)],
+            *[g if need else None for g, need in zip(d_captures, needs_captures, strict=True)],
         )  # fmt: skip
+
+
+def _of_leaves(
+    leaves: Sequence[Tensor], score: BoundMod | None, gradients: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
+    """Return the gradients of leaves, from those of the captures that engines read, which are computed from them."""
+    wanted = [x for x in leaves if x.requires_grad]
+    if score is None or not wanted:
+        return [None] * len(leaves)
+    pairs = zip(score.captures, gradients, strict=False)
+    known = [(c, g) for c, g in pairs if g is not None and c.requires_grad]
+    if not known:
+        return [None] * len(leaves)
+    roots, values = zip(*known, strict=True)
+    found = iter(torch.autograd.grad(roots, wanted, values, allow_unused=True))
+    return [next(found) if x.requires_grad else None for x in leaves]
 
 
 def _known_steps(plan: ContextPlan) -> list[Step]:
@@ -190,32 +209,29 @@ def _rows_of(plan: ContextPlan, part: Part) -> Span:
     return start, stop
 
 
-def _packed(key: Tensor, value: Tensor) -> Tensor:
-    """Return keys and values as rows, [local, B, Hkv, D + Dv], so that one message has both."""
-    return torch.cat([key, value], -1).permute(2, 0, 1, 3).contiguous()
-
-
 def _problem(
     plan: ContextPlan, options: Options, part: Part, query: Tensor, rows: Tensor, D: int, sink: Tensor | None,
-    captures: Sequence[Tensor],
+    score: BoundMod | None, learns: bool,
 ) -> tuple[Engine, Problem]:  # fmt: skip
-    """Return the problem of a part, and its engine. Its tensors require gradients, which are computed by hand."""
+    """Return the problem of a part, and its engine. If it learns, gradients of its tensors are computed by hand.
+
+    `score` is the score_mod as it was when the forward was called.
+    """
     start, stop = _rows_of(plan, part)
-    q = query[:, :, start:stop].detach().requires_grad_()
+    q = query[:, :, start:stop].detach().requires_grad_(learns)
     kv = rows[part.rows[0] : part.rows[1]].permute(1, 2, 0, 3)
-    k, v = (x.detach().requires_grad_() for x in (kv[..., :D], kv[..., D:]))
-    score_mod = options.score_mod
-    if score_mod is not None:
-        score_mod = moved(score_mod, part.queries[0], part.keys[0])
-    given = options.sink if sink is None else sink
-    mask = mask_of_part(plan, part.queries, part.keys)
+    k, v = (x.detach().requires_grad_(learns) for x in (kv[..., :D], kv[..., D:]))
+    given = options.sink if sink is None else sink.detach().requires_grad_(learns)
     call = Call(
-        q, k, v, score_mod, mask, options.scale, options.enable_gqa, options.kernel_options,
-        given if part.is_first else None, options.dropout_at(part.queries[0], part.keys[0]), options.aux.max_scores,
+        q, k, v, None, mask_of_part(plan, part.queries, part.keys), options.scale, options.enable_gqa,
+        options.kernel_options, given if part.is_first else None,
+        options.dropout_at(part.queries[0], part.keys[0]), options.aux.max_scores,
     )  # fmt: skip
-    with torch.enable_grad():
+    with torch.set_grad_enabled(learns):
         problem = pose(call)
-        problem = problem.with_fields(score=with_captures(problem.score, captures))
+        if score is not None:
+            moved = at_offsets(score, part.queries[0], part.keys[0])
+            problem = complete(problem.with_fields(score=moved), learns)
     return engine_of(problem), problem
 
 
@@ -248,6 +264,8 @@ class _Merged:
         rows.copy_(total)
 
     def finish(self) -> tuple[Tensor, Tensor]:
+        if self.later == (0, 0):
+            return self.out, self.lse
         start, stop = (token - self.start for token in self.later)
         if start == 0 and stop == self.out.size(2) and stop:
             return self.wide.to(self.out.dtype), self.lse

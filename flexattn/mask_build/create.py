@@ -97,7 +97,8 @@ def create_block_mask(
     the same unchanged tensors, its lists come from a cache (see `flexattn.mask_build.cache`).
 
     The result of attention does not depend on BLOCK_SIZE. On a Hopper GPU, float16 and bfloat16 calls read blocks of
-    128: with another BLOCK_SIZE, the mask is built twice. PyTorch's fields always describe blocks of BLOCK_SIZE.
+    128: with another BLOCK_SIZE, the mask is built twice. PyTorch's fields always describe blocks of BLOCK_SIZE. Slices
+    and moved copies have the blocks of BLOCK_SIZE only.
 
     >>> mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 512, 512, device="cpu")
     >>> mask.counts()  # full, partial, empty
