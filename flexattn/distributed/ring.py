@@ -141,7 +141,6 @@ class _Ring(Function):
         d_query = torch.zeros(query.shape, dtype=_sum_dtype(query), device=query.device)
         own = packed(key, value)
         d_own = torch.zeros(own.shape, dtype=_sum_dtype(own), device=own.device)
-        d_sink = None if sink is None else torch.zeros_like(sink, dtype=_sum_dtype(sink))
         d_captures: list[Tensor | None] = [None] * len(leaves)
         returns = _Returns(plan, ctx.steps, d_own)
         for step, rows in _arriving(plan, ctx.steps, own):
@@ -151,8 +150,8 @@ class _Ring(Function):
                 span = slice(*_rows_of(plan, part))
                 inputs = out[:, :, span], lse[:, :, span].contiguous(), d_out[:, :, span]
                 of_lse = None if d_lse is None else d_lse[:, :, span]
-                needs = True, True, True, problem.sink is not None
-                dq, dk, dv, of_score, of_sink = run_engine(
+                needs = True, True, True, False
+                dq, dk, dv, of_score, _ = run_engine(
                     "backward", problem, engine.backward, problem, *inputs, of_lse, needs
                 )
                 d_query[:, :, span] += dq
@@ -162,14 +161,12 @@ class _Ring(Function):
                 for i, gradient in enumerate(_of_leaves(leaves, problem.score, of_score)):
                     before = d_captures[i]
                     d_captures[i] = gradient if before is None else before if gradient is None else before + gradient
-                if d_sink is not None and of_sink is not None:
-                    d_sink += of_sink.reshape(d_sink.shape)  # engines see [B or 1, Hq]
             returns.add(step, d_rows)
         returns.finish()
         d_key, d_value = (x.permute(1, 2, 0, 3) for x in (d_own[..., : ctx.D], d_own[..., ctx.D :]))
         return (
             None, None, None, d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype),
-            None if d_sink is None or sink is None else d_sink.to(sink.dtype),
+            None if sink is None else _of_sink(sink, out, lse, d_out, d_lse),
             *[g if need else None for g, need in zip(d_captures, needs_captures, strict=True)],
         )  # fmt: skip
 
@@ -188,6 +185,15 @@ def _of_leaves(
     roots, values = zip(*known, strict=True)
     found = iter(torch.autograd.grad(roots, wanted, values, allow_unused=True))
     return [next(found) if x.requires_grad else None for x in leaves]
+
+
+def _of_sink(sink: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Tensor:
+    """Return the gradient of a sink, [Hq] or [B, Hq], from the results of whole rows."""
+    wide = lse.dtype
+    weight = torch.where(lse == -torch.inf, 0.0, torch.exp(sink.to(wide)[..., None] - lse))  # [B, Hq, rows]
+    change = -(out.to(wide) * d_out.to(wide)).sum(-1)
+    change = change if d_lse is None else change + d_lse.to(wide)
+    return (weight * change).sum(-1).sum_to_size(sink.shape).to(sink.dtype)
 
 
 def _known_steps(plan: ContextPlan) -> list[Step]:
