@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import ArgumentError, message
-from flexattn.mods.kinds import named
+from flexattn.mods.kinds import is_score_mod, named
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +107,8 @@ class TiledGrid:
         def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
             return mod(b, h, self.row_major(q_idx), self.row_major(kv_idx))
 
-        required = [p for p in inspect.signature(mod).parameters.values() if p.default is p.empty]
         name = f"{getattr(mod, '__name__', 'mod')}_in_tiles"
-        return named(score, name) if len(required) == 5 else named(mask, name)
+        return named(score, name) if is_score_mod(mod) else named(mask, name)
 
 
 def _at_most(n: Any, most: int) -> Any:

@@ -306,9 +306,9 @@ def test_windows_stay_with_their_neighbors(ranks: int) -> None:
 def test_every_token_has_one_rank(ranks: int) -> None:
     rows = torch.randint(1, 50, (37,), generator=torch.Generator().manual_seed(ranks)).tolist()
     for per_rank in PER_RANK:
-        for way in shares(rows, ranks, per_rank):
-            tokens = sorted(i for spans in way for start, stop in spans for i in range(start, stop))
-            assert tokens == list(range(37)) and len(way) == ranks
+        dealt = shares(rows, ranks, per_rank)
+        tokens = sorted(i for spans in dealt for start, stop in spans for i in range(start, stop))
+        assert tokens == list(range(37)) and len(dealt) == ranks
 
 
 def test_spans() -> None:

@@ -31,19 +31,18 @@ def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
     return [sorted(chunks) for chunks in found]
 
 
-def shares(rows: Sequence[int], ranks: int, per_rank: int) -> list[list[list[Span]]]:
-    """Return ways to give each rank `per_rank` chunks, joined where they touch, for rows of blocks with these costs.
+def shares(rows: Sequence[int], ranks: int, per_rank: int) -> list[list[Span]]:
+    """Return `per_rank` chunks for each rank, joined where they touch, for rows of blocks with these costs.
 
-    In the first, all tokens of a rank are neighbors. It needs fewest keys of other ranks.
+    With one chunk each, ranks follow each other in the sequence: neighbors need fewest keys of other ranks.
     """
     sums = [0]
     for cost in rows:
         sums.append(sums[-1] + cost)
     spans = cut(len(rows), ranks * per_rank)
     costs = [sums[stop] - sums[start] for start, stop in spans]
-    owned = [list(range(rank * per_rank, (rank + 1) * per_rank)) for rank in range(ranks)]
-    ways = [owned] if per_rank == 1 else [deal(costs, ranks)]
-    return [[joined(spans[i] for i in chunks) for chunks in dealt] for dealt in ways]
+    dealt = [[rank] for rank in range(ranks)] if per_rank == 1 else deal(costs, ranks)
+    return [joined(spans[i] for i in chunks) for chunks in dealt]
 
 
 def joined(spans: Iterable[Span], gap: int = 0) -> list[Span]:

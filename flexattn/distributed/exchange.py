@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 
+Piece = tuple[int, int, int]  # a source, its first row, and one past the last
+
 
 def packed(key: Tensor, value: Tensor) -> Tensor:
     """Return keys and values as rows, [local, B, Hkv, D + Dv], so that one message has both."""
     return torch.cat([key, value], -1).permute(2, 0, 1, 3).contiguous()
-
-
-Piece = tuple[int, int, int]  # a source, its first row, and one past the last
 
 
 class _Assembled(Function):

@@ -9,6 +9,7 @@ from flexattn.distributed.chunks import Span, common, length_of, places
 from flexattn.distributed.exchange import Piece, all_to_all, assemble, dependent_on, packed
 from flexattn.distributed.parts import Options, chunk_over_keys, joined_rows
 from flexattn.distributed.plan import ContextPlan
+from flexattn.process.frozen_class import frozen
 
 
 def attend_gathered(
@@ -38,29 +39,44 @@ def attend_gathered(
     return dependent_on(rows, out), aux
 
 
+@frozen
+class Transfer:
+    """What a rank sends and receives, and how the rows that it needs are assembled from those and its own."""
+
+    sent: tuple[Piece, ...]  # of its own rows, for rank 0, then for rank 1 and so on
+    counts: tuple[int, ...]  # rows for each rank
+    pieces: tuple[Piece, ...]  # source 0: rows that arrived, source 1: its own
+
+
 def gather_rows(plan: ContextPlan, key: Tensor, value: Tensor, needs: list[Span]) -> Tensor:
     """Return the packed rows of needed tokens, in their order, from the keys and values that each rank has."""
-    me, tokens = plan.rank, [plan.tokens_of(rank) for rank in range(plan.ranks)]
-    sent: list[Span] = []
-    counts = []
-    for other in range(plan.ranks):
-        wanted = [] if other == me else places(common(plan.needs_of(other), tokens[me]), tokens[me])
-        sent += wanted
-        counts.append(length_of(wanted))
-    received = plan.received(me)
+    transfer = plan.known.get("transfer")
+    if transfer is None:
+        transfer = plan.known["transfer"] = _transfer(plan, needs)
     own = packed(key, value)
     arrived = own[:0]
     if plan.most_received:
-        outgoing = assemble([(0, *span) for span in sent], own)
-        arrived = all_to_all(outgoing, counts, received, plan.device_mesh.get_group())
-    pieces: list[tuple[int, Piece]] = []  # with the first token
-    for other in range(plan.ranks):
-        at = sum(received[:other])
-        for start, stop in common(needs, tokens[other]):
-            if other == me:
-                ((first, last),) = places([(start, stop)], tokens[me])
-                pieces.append((start, (1, first, last)))
-            else:
-                pieces.append((start, (0, at, at + stop - start)))
-                at += stop - start
-    return assemble([piece for _, piece in sorted(pieces)], arrived, own)
+        received = plan.received(plan.rank)
+        outgoing = assemble(transfer.sent, own)
+        arrived = all_to_all(outgoing, transfer.counts, received, plan.device_mesh.get_group())
+    return assemble(transfer.pieces, arrived, own)
+
+
+def _transfer(plan: ContextPlan, needs: list[Span]) -> Transfer:
+    me, tokens = plan.rank, [plan.tokens_of(rank) for rank in range(plan.ranks)]
+    others = [rank for rank in range(plan.ranks) if rank != me]
+    sent = {rank: places(common(plan.needs_of(rank), tokens[me]), tokens[me]) for rank in others}
+    mine = common(needs, tokens[me])
+    found: list[tuple[int, Piece]] = [  # with the first token
+        (start, (1, *rows)) for (start, _), rows in zip(mine, places(mine, tokens[me]), strict=True)
+    ]
+    at = 0
+    for rank in others:
+        for start, stop in common(needs, tokens[rank]):
+            found.append((start, (0, at, at + stop - start)))
+            at += stop - start
+    return Transfer(
+        tuple([(0, *span) for spans in sent.values() for span in spans]),
+        tuple([length_of(sent.get(rank, ())) for rank in range(plan.ranks)]),
+        tuple([piece for _, piece in sorted(found)]),
+    )

@@ -231,18 +231,14 @@ def fastest_chunks(
     for per_rank in candidates:
         if best is not None and ranks * per_rank > _MOST_CANDIDATES:
             break
-        for spans in shares(costs, ranks, per_rank):
-            chunks = _chunks(mask, spans, length)
-            of_ranks = tuple(sum(sum(costs[start:stop]) for start, stop in own) for own in spans)
-            received = max(
-                length_of(union(c.keys for c in own))
-                - length_of(common(union(c.keys for c in own), [c.tokens for c in own]))
-                for own in chunks
-            )
-            ends = max(sum(_CHUNK + _TAIL * max(costs[start:stop]) for start, stop in own) for own in spans)
-            time = max(of_ranks) + _RECEIVED * heads * received / BLOCK + ends
-            if best is None or time < best[0]:
-                best = time, chunks, of_ranks
+        spans = shares(costs, ranks, per_rank)
+        chunks = _chunks(mask, spans, length)
+        of_ranks = tuple(sum(sum(costs[start:stop]) for start, stop in own) for own in spans)
+        received = max(map(_received, chunks))
+        ends = max(sum(_CHUNK + _TAIL * max(costs[start:stop]) for start, stop in own) for own in spans)
+        time = max(of_ranks) + _RECEIVED * heads * received / BLOCK + ends
+        if best is None or time < best[0]:
+            best = time, chunks, of_ranks
     assert best is not None
     return best[1:]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +25,7 @@ from flexattn.mask_build.boxes import BlockClasses, classify_all, classify_by_bo
 from flexattn.mask_build.hopper_blocks import HOPPER_BLOCKS, needs_hopper_blocks
 from flexattn.mask_build.kernels import plan_mask
 from flexattn.mask_build.on_gpu import build_lists, fits
+from flexattn.mods.kinds import is_score_mod
 from flexattn.process.events import debug, fallback, is_logging
 from flexattn.runtime.build import current_stream, expect_kernels
 from flexattn.torch_state.modes import undisturbed
@@ -41,15 +41,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _is_score_mod(mod: Callable[..., Any]) -> bool:
-    """Return whether `mod` is a score_mod: it has five required arguments."""
-    parameters = inspect.signature(mod).parameters.values()
-    required = [
-        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    return len(required) == 5
-
-
 def _outside_transforms(make: Callable[P, R]) -> Callable[P, R]:
     """Hide mask building from torch.func's transforms: a mask has no gradient, and is the same for all entries."""
 
@@ -58,7 +49,7 @@ def _outside_transforms(make: Callable[P, R]) -> Callable[P, R]:
         if not is_transforming():
             return make(*args, **kwargs)
         mod: Any = args[0] if args else kwargs.get("mask_mod", kwargs.get("mod_fn"))
-        reached = trace(mod, "score" if _is_score_mod(mod) else "mask").reached
+        reached = trace(mod, "score" if is_score_mod(mod) else "mask").reached
         batched = next((t for t in reached if is_batched(t)), None)
         if batched is not None:
             found = f"a captured tensor of shape {tuple(batched.shape)} that differs between the entries of torch.vmap"
@@ -183,7 +174,7 @@ def create_mask(
     [[[[1, 0], [1, 1]]]]
     """
     _check_sizes(B, H, Q_LEN, KV_LEN)
-    is_score = _is_score_mod(mod_fn)
+    is_score = is_score_mod(mod_fn)
     bound = trace(mod_fn, "score" if is_score else "mask")
     sizes = (B or 1, H or 1, Q_LEN, KV_LEN)
     chosen = _device(bound, device)

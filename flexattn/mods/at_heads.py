@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from flexattn.mods.kinds import named
+from flexattn.mods.kinds import is_score_mod, named
 
 
 def at_heads(mod: Callable[..., Any], b_offset: int, h_offset: int) -> Callable[..., Any]:
@@ -27,5 +26,4 @@ def at_heads(mod: Callable[..., Any], b_offset: int, h_offset: int) -> Callable[
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return mod(b + b_offset, h + h_offset, q_idx, kv_idx)
 
-    required = [p for p in inspect.signature(mod).parameters.values() if p.default is p.empty]
-    return named(score, name) if len(required) == 5 else named(mask, name)
+    return named(score, name) if is_score_mod(mod) else named(mask, name)

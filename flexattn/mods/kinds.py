@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -17,3 +18,10 @@ def named(mod: Mod, name: str) -> Mod:
     """Give a closure a descriptive name, which graphs, masks and kernels show."""
     mod.__name__ = mod.__qualname__ = name
     return mod
+
+
+def is_score_mod(mod: Callable[..., Any]) -> bool:
+    """Return whether a mod is a score_mod: it has five required positional arguments."""
+    parameters = inspect.signature(mod).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return len([p for p in parameters if p.default is p.empty and p.kind in kinds]) == 5

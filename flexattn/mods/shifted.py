@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from flexattn.mods.kinds import MaskMod, named
+from flexattn.mods.kinds import MaskMod, is_score_mod, named
 
 
 def shifted(mod: Callable[..., Any], q_offset: int | Tensor = 0, kv_offset: int | Tensor = 0) -> Callable[..., Any]:
@@ -29,8 +28,7 @@ def shifted(mod: Callable[..., Any], q_offset: int | Tensor = 0, kv_offset: int 
     def score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return mod(score, b, h, _moved(q_idx, q_offset, b), _moved(kv_idx, kv_offset, b))
 
-    required = [p for p in inspect.signature(mod).parameters.values() if p.default is p.empty]
-    return named(score, _name(mod)) if len(required) == 5 else shifted_mask(mod, q_offset, kv_offset)
+    return named(score, _name(mod)) if is_score_mod(mod) else shifted_mask(mod, q_offset, kv_offset)
 
 
 def shifted_mask(mod: Callable[..., Any], q_offset: int | Tensor = 0, kv_offset: int | Tensor = 0) -> MaskMod:
