@@ -6,10 +6,6 @@ from functools import lru_cache
 
 from flexattn.process.frozen_class import frozen
 
-# Widths (of q and k, of v) that Hopper's kernels support. TMA pads narrower heads with zeros.
-WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256), (576, 512))
-
-
 @frozen
 class HeadDimPart:
     """A slice of a head dim for one matrix product: `width` is a power of two, `used` of its columns exist."""
@@ -20,9 +16,9 @@ class HeadDimPart:
     used: int
 
 
-def widths_of(D: int, Dv: int) -> tuple[int, int]:
-    """Return the smallest of WIDTHS that fit these head dims; (0, 0) if none does."""
-    return next((widths for widths in WIDTHS if widths[0] >= D and widths[1] >= Dv), (0, 0))
+def smallest_widths(known: tuple[tuple[int, int], ...], D: int, Dv: int) -> tuple[int, int]:
+    """Return the first of the known widths that fit these head dims; (0, 0) if none does."""
+    return next((widths for widths in known if widths[0] >= D and widths[1] >= Dv), (0, 0))
 
 
 def pieces_of(D: int) -> int:

@@ -41,6 +41,7 @@ from flexattn.process.frozen_class import frozen
 # Forward tiles by widths. BLOCK_M is HOPPER_ROWS per consumer.
 TILES: dict[tuple[int, int], Tile] = {
     (64, 64): Tile(128, 128, 4, 3),
+    (96, 128): Tile(128, 128, 4, 2),
     (128, 128): Tile(128, 128, 4, 2),
     (192, 128): Tile(128, 128, 4, 2),
     (256, 256): Tile(128, 64, 4, 2),
@@ -50,7 +51,11 @@ TILES: dict[tuple[int, int], Tile] = {
 PLAIN_TILES: dict[tuple[int, int], Tile] = {(64, 64): Tile(192, 128, 4, 2)}
 FEWEST_QUERIES = 2048
 # Where empty halves of mask blocks are skipped. A consumer skips at most num_stages - 2 tiles in turn.
-HALF_TILES: dict[tuple[int, int], Tile] = {(64, 64): Tile(128, 64, 4, 8), (128, 128): Tile(128, 64, 4, 4)}
+HALF_TILES: dict[tuple[int, int], Tile] = {
+    (64, 64): Tile(128, 64, 4, 8),
+    (96, 128): Tile(128, 64, 4, 4),
+    (128, 128): Tile(128, 64, 4, 4),
+}
 # Attention of few queries with latent keys, without warp specialization.
 LATENT_TILES: dict[tuple[int, int], Tile] = {(576, 512): Tile(64, 64, 8, 2)}
 # Per thread. The consumers share what the other roles leave of an SM's 65,536 registers.
@@ -70,6 +75,7 @@ FORWARD_REGISTERS = {2: RoleRegisters(CONSUMER_REGISTERS, PRODUCER_REGISTERS), 3
 # Backward: tiles, and registers of its roles. With fewer registers ptxas serializes the wgmma instructions.
 BACKWARD_TILES: dict[tuple[int, int], Tile] = {
     (64, 64): Tile(64, 128, 4, 3),
+    (96, 96): Tile(64, 128, 4, 3),
     (128, 128): Tile(64, 128, 4, 2),
 }
 WIDE_TILES: dict[tuple[int, int], Tile] = {(192, 128): Tile(64, 64, 4, 2), (256, 256): Tile(64, 64, 4, 2)}
@@ -92,7 +98,11 @@ class HopperForm:
     tiles: dict[tuple[int, int], Tile]
     refusals: tuple[RejectionRule, ...]
     half_tiles: dict[tuple[int, int], Tile] = field(default_factory=dict)  # that skip empty halves of mask blocks
-    others_are_portable: bool = False  # with other widths than those of `tiles`, the portable kernel is the best form
+    others_are_portable: bool = False  # with head dims that do not fit, the portable kernel is the best form
+
+    def fits(self, plan: KernelPlan) -> bool:
+        """Whether it has a tile for the head dims of a plan."""
+        return plan.with_fields(spec=self.spec).widths in self.tiles
 
 
 def _refusal_of_mods(plan: KernelPlan, problem: Problem) -> str | None:
@@ -166,7 +176,7 @@ def hopper_form(plan: KernelPlan, problem: Problem, tensors: Tensors) -> KernelP
 def fused_backward(plan: KernelPlan, problem: Problem, tensors: Tensors) -> KernelPlan | str:
     """Return the plan of one kernel for dq, dk and dv, or the reason why there is none. `plan` is DKDV's."""
     narrow = _FUSED_STRIPES if stripe_of(problem) else _FUSED
-    return _in_form(_FUSED_WIDE if plan.widths in WIDE_TILES else narrow, plan, problem, tensors)
+    return _in_form(narrow if narrow.fits(plan) else _FUSED_WIDE, plan, problem, tensors)
 
 
 def _in_form(form: HopperForm, plan: KernelPlan, problem: Problem, tensors: Tensors) -> KernelPlan | str:
@@ -206,17 +216,19 @@ def _refusal(plan: KernelPlan, problem: Problem, tensors: Tensors) -> str | None
 
 def _with_tile(form: HopperForm, plan: KernelPlan, problem: Problem) -> KernelPlan | str:
     """Return the plan in a form, or why it has no tile there."""
-    spec, tile = form.spec, form.tiles.get(plan.widths)
+    spec = form.spec
+    known = {feature.name for feature in spec.features}
+    unknown = [name for name in plan.features if name not in known]
+    plan = plan.with_fields(spec=spec, tma=True)
+    tile = form.tiles.get(plan.widths)
     if tile is None:
         return f"no tile for D {plan.D}, Dv {plan.Dv}"
     if plan.blocks and (plan.blocks[0] % tile.BLOCK_M or plan.blocks[1] % tile.BLOCK_N):
         return f"blocks of {plan.blocks[0]} x {plan.blocks[1]} are not multiples of {tile.BLOCK_M} x {tile.BLOCK_N}"
-    known = {feature.name for feature in spec.features}
-    if unknown := [name for name in plan.features if name not in known]:
+    if unknown:
         return f"it does not support {', '.join(unknown)}"
     plan = _with_bits(form, plan, problem)
-    fixed = spec is HOPPER_FORWARD and fixes_reference(plan, problem)
-    plan = plan.with_fields(spec=spec, tma=True, fixed_reference=fixed)
+    plan = plan.with_fields(fixed_reference=spec is HOPPER_FORWARD and fixes_reference(plan, problem))
     return plan.with_fields(tile=_tile_of(form, plan, problem))
 
 

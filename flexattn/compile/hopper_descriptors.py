@@ -33,18 +33,7 @@ def dq_descriptors(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
 
 
 def key_descriptors(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
-    """Return the descriptors of hopper_backward and hopper_dkdv."""
-    tiles = (_tile(plan, f"{name}_desc", name, rows, width) for name, rows, width in _of_keys(plan))
-    return (*tiles, *_of_rows(plan))
-
-
-def stripe_descriptors(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
-    """Return the descriptors of hopper_backward_stripes, which also writes dq, 64 columns at a time."""
-    return (*key_descriptors(plan), _tile(plan, "dq_rows_desc", "dq", plan.tile.BLOCK_M, 64))
-
-
-def wide_descriptors(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
-    """Return the descriptors of hopper_backward_wide, in parts of at most 128 columns."""
+    """Return the descriptors of kernels whose programs own keys."""
     tiles = (
         _tile(plan, f"{name}_desc_{p.index}", name, rows, p.width)
         for name, rows, width in _of_keys(plan)
@@ -53,9 +42,14 @@ def wide_descriptors(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
     return (*tiles, *_of_rows(plan))
 
 
+def stripe_descriptors(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
+    """Return the descriptors of hopper_backward_stripes, which also writes dq, 64 columns at a time."""
+    return (*key_descriptors(plan), _tile(plan, "dq_rows_desc", "dq", plan.tile.BLOCK_M, 64))
+
+
 def columns(width: int) -> tuple[HeadDimPart, ...]:
-    """Split a width into parts of at most 128 columns."""
-    return tuple(HeadDimPart(i, 128 * i, n, n) for i in range(-(-width // 128)) if (n := min(128, width - 128 * i)))
+    """Split a width into powers of two of at most 128 columns."""
+    return split_head_dim(width) if width != 256 else (HeadDimPart(0, 0, 128, 128), HeadDimPart(1, 128, 128, 128))
 
 
 def _of_keys(plan: KernelPlan) -> tuple[tuple[str, int, int], ...]:

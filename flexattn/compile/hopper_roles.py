@@ -187,21 +187,26 @@ def _hopper_backward_names(plan: KernelPlan) -> _Own:
 
 def _of_keys(plan: KernelPlan) -> _Own:
     """Return the variables that both kernels for dq, dk and dv have."""
+    q_parts, v_parts = map(columns, plan.widths)
+    owned = zip(("q", "k", "v", "do"), (q_parts, q_parts, v_parts, v_parts), strict=True)
+    tiles = (f"{x}_bufs_{p.index}" for x, parts in owned for p in parts)
     return _Own(
         [("Q_STAGES", plan.rings.queries), *(_dq_constants(plan) if plan.adds_dq else [])],
-        ("q_bufs", "k_bufs", "v_bufs", "do_bufs", *_ROWS, *(_OF_DQ if plan.adds_dq else ())),
+        (*tiles, *_ROWS, *(_OF_DQ if plan.adds_dq else ())),
         {
+            "parts": q_parts, "v_parts": v_parts,
             "dtype": TRITON_DTYPE[plan.dtype], "packing": _PACKING[plan.dtype], "unpacking": _UNPACKING[plan.dtype],
             # With a derivative there is enough work to hide dk's wait for its own dS (tanh: 4 % faster, D 128).
             "delayed": not plan.scales_gradient or plan.widths[0] == 64,
-            "keeps_keys": plan.widths == (64, 64),
+            "keeps_keys": plan.keeps_keys, "ahead": plan.scores_ahead,
             **_KEY_ROLES[plan.spec.name],
         },
     )  # fmt: skip
 
 
 def _dq_constants(plan: KernelPlan) -> list[tuple[str, object]]:
-    return [("DQ_BUFFERS", plan.rings.dq), ("DQ_PIECES", pieces_of(plan.D))]
+    # Pieces of 32 columns, and groups of 64 columns.
+    return [("DQ_BUFFERS", plan.rings.dq), ("DQ_PIECES", pieces_of(plan.D)), ("DQ_COLUMNS", -(-plan.widths[0] // 64))]
 
 
 _ROWS = ("shift_bufs", "delta_bufs", "kv_full", "q_full", "q_empty", "do_full", "do_empty")
@@ -209,14 +214,11 @@ _OF_DQ = ("ds_bufs", "dq_bufs", "ds_full", "ds_empty")
 
 
 def _hopper_wide_names(plan: KernelPlan) -> _Own:
-    own, (q_parts, v_parts) = _of_keys(plan), map(columns, plan.widths)
-    tiles = (f"{x}_bufs_{p.index}" for x, parts in zip("qkv", (q_parts, q_parts, v_parts), strict=True) for p in parts)
-    gradients = (f"do_bufs_{p.index}" for p in v_parts)
+    own = _of_keys(plan)
     return replace(
         own,
         constants=[*own.constants, ("DS_STAGES", plan.rings.ds)],
-        buffers=(*tiles, *gradients, *_ROWS, *_OF_DQ, "p_bufs", "p_full", "p_empty", "finished"),
-        names=own.names | {"parts": q_parts, "v_parts": v_parts},
+        buffers=(*own.buffers, "p_bufs", "p_full", "p_empty", "finished"),
     )
 
 

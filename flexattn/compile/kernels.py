@@ -20,7 +20,6 @@ from flexattn.compile.hopper_descriptors import (
     key_descriptors,
     latent_descriptors,
     stripe_descriptors,
-    wide_descriptors,
 )
 from flexattn.compile.kernel_plan import Feature, KernelPlan, KernelSpec, Operand
 from flexattn.compile.operands import (
@@ -344,6 +343,7 @@ HOPPER_FORWARD = KernelSpec(
     ),
     shared_bytes=hopper_forward_bytes,
     gluon=True,
+    widths=((64, 64), (96, 128), (128, 128), (192, 128), (256, 256)),
     persistent=True,
     row_ends=True,
 )  # fmt: skip
@@ -359,6 +359,7 @@ HOPPER_LATENT = KernelSpec(
     shared_bytes=hopper_latent_bytes,
     splits_keys=True,
     gluon=True,
+    widths=((576, 512),),
 )  # fmt: skip
 HOPPER_DQ = KernelSpec(
     "hopper_dq",
@@ -372,6 +373,7 @@ HOPPER_DQ = KernelSpec(
     shared_bytes=hopper_dq_bytes,
     gradients=("dq",),
     gluon=True,
+    widths=((64, 64), (128, 128)),
 )  # fmt: skip
 
 _KEY_SCALARS = Scalars((
@@ -389,6 +391,7 @@ HOPPER_DKDV = KernelSpec(
     owns_keys=True,
     gradients=("dk", "dv"),
     gluon=True,
+    widths=((64, 64), (96, 96), (128, 128)),
     persistent=True,
 )  # fmt: skip
 HOPPER_BACKWARD = replace(
@@ -406,7 +409,8 @@ HOPPER_BACKWARD_STRIPES = replace(
 HOPPER_BACKWARD_WIDE = replace(
     HOPPER_BACKWARD,
     name="hopper_backward_wide",
-    operands=(Descriptors(wide_descriptors), *(o for o in HOPPER_BACKWARD.operands[3:] if o not in (BITS, HALVES))),
+    operands=(Descriptors(key_descriptors), *(o for o in HOPPER_BACKWARD.operands[3:] if o not in (BITS, HALVES))),
+    widths=((192, 128), (256, 256)),
     persistent=False,
 )
 # The last step after HOPPER_BACKWARD: its float32 sums of dq -> dq.
