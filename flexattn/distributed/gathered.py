@@ -8,7 +8,7 @@ from flexattn.api import AuxOutput
 from flexattn.distributed.chunks import Span, common, length_of, places
 from flexattn.distributed.exchange import Piece, all_to_all, assemble, dependent_on, packed
 from flexattn.distributed.parts import Options, chunk_over_keys, joined_rows
-from flexattn.distributed.plan import ContextPlan
+from flexattn.distributed.plan import ContextPlan, kept
 from flexattn.process.frozen_class import frozen
 
 
@@ -50,9 +50,7 @@ class Transfer:
 
 def gather_rows(plan: ContextPlan, key: Tensor, value: Tensor, needs: list[Span]) -> Tensor:
     """Return the packed rows of needed tokens, in their order, from the keys and values that each rank has."""
-    transfer = plan.known.get("transfer")
-    if transfer is None:
-        transfer = plan.known["transfer"] = _transfer(plan, needs)
+    transfer = kept(plan, "transfer", lambda: _transfer(plan, needs))
     own = packed(key, value)
     arrived = own[:0]
     if plan.most_received:

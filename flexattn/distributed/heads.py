@@ -16,7 +16,7 @@ from flexattn.block_mask import BlockMask
 from flexattn.distributed.chunks import Span, length_of, places
 from flexattn.distributed.exchange import all_to_all, assemble
 from flexattn.distributed.parts import Options
-from flexattn.distributed.plan import BLOCK, ContextPlan
+from flexattn.distributed.plan import BLOCK, ContextPlan, kept
 from flexattn.mask_build.create import create_block_mask
 from flexattn.mods.at_heads import at_heads
 from flexattn.trace.trace import trace
@@ -33,7 +33,10 @@ def attend_by_heads(
     score_mod: Callable[..., Any] | None = options.score_mod
     if score_mod is not None:
         score_mod = at_heads(score_mod, 0, first)
-    mask = plan.mask if plan.mask is None or plan.mask.H == 1 else _mask_of_heads(plan, plan.mask, first, per_rank)
+    mask = plan.mask
+    if mask is not None and mask.H > 1:
+        whole = mask
+        mask = kept(plan, "mask of heads", lambda: _mask_of_heads(plan, whole, first, per_rank))
     sink = options.sink
     if isinstance(sink, Tensor):
         sink = sink.narrow(-1, first, per_rank)
@@ -47,13 +50,9 @@ def attend_by_heads(
 
 
 def _mask_of_heads(plan: ContextPlan, whole: BlockMask, first: int, count: int) -> BlockMask:
-    found = plan.masks.get("heads")
-    if found is None:
-        whole.check_captures(trace(whole.mask_mod, "mask"))
-        mod = at_heads(whole.mask_mod, 0, first)
-        found = create_block_mask(mod, plan.B, count, plan.length, plan.length, device=plan.device, BLOCK_SIZE=BLOCK)
-        plan.masks["heads"] = found
-    return found
+    whole.check_captures(trace(whole.mask_mod, "mask"))
+    mod = at_heads(whole.mask_mod, 0, first)
+    return create_block_mask(mod, plan.B, count, plan.length, plan.length, device=plan.device, BLOCK_SIZE=BLOCK)
 
 
 def _by_heads(plan: ContextPlan, x: Tensor) -> Tensor:

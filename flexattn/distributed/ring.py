@@ -25,7 +25,7 @@ from flexattn.distributed.chunks import Span, common, in_tokens, length_of, plac
 from flexattn.distributed.exchange import packed
 from flexattn.distributed.needs import query_blocks
 from flexattn.distributed.parts import Options, mask_of_part
-from flexattn.distributed.plan import BLOCK, Chunk, ContextPlan
+from flexattn.distributed.plan import BLOCK, Chunk, ContextPlan, kept
 from flexattn.engines.autograd import Engine, run_engine, with_captures
 from flexattn.engines.choice import engine_of
 from flexattn.engines.mask_state import NOTHING
@@ -110,7 +110,7 @@ class _Ring(Function):
         ctx: Any, plan: ContextPlan, options: Options, score: BoundMod | None, query: Tensor, key: Tensor,
         value: Tensor, sink: Tensor | None, *captures: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-        steps, own = _known_steps(plan), packed(key, value)
+        steps, own = kept(plan, "steps", lambda: steps_of(plan)), packed(key, value)
         merged = [_Merged(i, steps) for i in range(len(plan.chunks[plan.rank]))] or [_Merged(0, steps)]
         for step, rows in _arriving(plan, steps, own):
             for part in step.parts:
@@ -194,13 +194,6 @@ def _of_sink(sink: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tenso
     change = -(out.to(wide) * d_out.to(wide)).sum(-1)
     change = change if d_lse is None else change + d_lse.to(wide)
     return (weight * change).sum(-1).sum_to_size(sink.shape).to(sink.dtype)
-
-
-def _known_steps(plan: ContextPlan) -> list[Step]:
-    found = plan.known.get("steps")
-    if found is None:
-        found = plan.known["steps"] = steps_of(plan)
-    return found
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
