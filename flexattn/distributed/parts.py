@@ -12,7 +12,7 @@ from flexattn.api import AuxOutput, AuxRequest, flex_attention
 from flexattn.block_mask import BlockMask
 from flexattn.call.dropout import Dropout
 from flexattn.distributed.chunks import Span
-from flexattn.distributed.plan import BLOCK, ContextPlan, kept
+from flexattn.distributed.plan import BLOCK, Chunk, ContextPlan, kept
 from flexattn.mask_build.create import create_block_mask
 from flexattn.merge import merge_attention
 from flexattn.mods.shifted import shifted
@@ -86,14 +86,13 @@ def part(
 
 
 def chunk_over_keys(
-    plan: ContextPlan, queries: Span, spans: Sequence[Span], query: Tensor,
-    take: Callable[[Span], tuple[Tensor, Tensor]], options: Options,
-) -> Results:  # fmt: skip
-    """Return attention of a chunk over several spans of keys, merged by logsumexp."""
-    spans = spans or ((0, 0),)
-    aux = options.aux if len(spans) == 1 else AuxRequest(lse=True, max_scores=options.aux.max_scores)
+    plan: ContextPlan, chunk: Chunk, query: Tensor, keys: Sequence[tuple[Tensor, Tensor]], options: Options
+) -> Results:
+    """Return attention of a chunk over its spans of keys, merged by logsumexp. `keys` has keys and values of each."""
+    aux = options.aux if len(keys) == 1 else AuxRequest(lse=True, max_scores=options.aux.max_scores)
     found = [
-        part(plan, queries, keys, query, *take(keys), options, aux, with_sink=i == 0) for i, keys in enumerate(spans)
+        part(plan, chunk.tokens, span, query, k, v, options, aux, with_sink=i == 0)
+        for i, (span, (k, v)) in enumerate(zip(chunk.keys, keys, strict=True))
     ]
     if len(found) == 1:
         return found[0]
