@@ -367,10 +367,49 @@ def documents_stay(rank: int, ranks: int) -> None:
     tokens = torch.arange(2048)
     assert torch.equal(plan.shard(tokens, 0), plan.positions)
     assert "receives keys: none" in repr(plan)
+    messages = recorded()
+    q, k, v = (plan.shard(x, 2).requires_grad_() for x in inputs(2048, torch.float32))
+    assert distributed.attention.scheme_of(plan, q, k, v) == "gather"
+    flex_attention(q, k, v, enable_gqa=True, plan=plan).sum().backward()
+    assert not messages
 
 
 def test_documents_of_one_rank_are_not_sent() -> None:
     on_ranks(2, documents_stay)
+
+
+def learned_twice(rank: int, ranks: int) -> None:
+    """Second derivatives, the same bits each time in bfloat16, and gradients of value alone."""
+    whole = [x.requires_grad_() for x in inputs()]
+    mask = create_block_mask(mods.causal, None, None, S, S, device="cpu")
+    out = one_process(*whole, None, mask, enable_gqa=True)
+    d_out = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(4))
+    first = torch.autograd.grad(out, whole, d_out, create_graph=True)
+    second = torch.autograd.grad(sum(x.square().sum() for x in first), whole)
+    plan = create_cp_plan(mods.causal, None, None, S, S, mesh_of(ranks), scheme="gather", chunks_per_rank=2)
+    local = [plan.shard(x.detach(), 2).requires_grad_() for x in whole]
+    ours = torch.autograd.grad(
+        flex_attention(*local, enable_gqa=True, plan=plan), local, plan.shard(d_out, 2), create_graph=True
+    )
+    for x, y in zip(torch.autograd.grad(sum(x.square().sum() for x in ours), local), second, strict=True):
+        close(x, plan.shard(y, 2), "second derivative")
+    half = [x.detach().bfloat16().requires_grad_() for x in local]
+    found = [
+        torch.autograd.grad(flex_attention(*half, enable_gqa=True, plan=plan), half, plan.shard(d_out, 2).bfloat16())
+        for _ in range(2)
+    ]
+    for x, y, z in zip(*found, ours, strict=True):
+        assert x.dtype == torch.bfloat16 and torch.equal(x, y)
+        torch.testing.assert_close(x.double(), z.detach(), rtol=0.03, atol=0.03)
+    q, k, v = (x.detach() for x in local)
+    of_value = torch.autograd.grad(
+        flex_attention(q, k, v.requires_grad_(), enable_gqa=True, plan=plan), v, plan.shard(d_out, 2)
+    )
+    close(of_value[0], ours[2], "value alone")
+
+
+def test_gathered_gradients() -> None:
+    on_ranks(2, learned_twice)
 
 
 # DTensors.
@@ -469,8 +508,8 @@ class Stack(nn.Module):
     def forward(self, x: Tensor, plan: Any) -> Tensor:
         from torch.utils.checkpoint import checkpoint
 
-        for block in self.blocks:
-            x = checkpoint(block, x, plan, use_reentrant=False) if self.again else block(x, plan)
+        for i, block in enumerate(self.blocks):
+            x = checkpoint(block, x, plan, use_reentrant=i > 0) if self.again else block(x, plan)
         return x
 
 

@@ -7,6 +7,7 @@ from itertools import islice
 from torch import Tensor
 
 from flexattn.api import AuxOutput
+from flexattn.distributed.chunks import length_of
 from flexattn.distributed.exchange import keys_of_spans, with_backward_of
 from flexattn.distributed.parts import Options, chunk_over_keys, joined_rows
 from flexattn.distributed.plan import ContextPlan
@@ -18,7 +19,8 @@ def attend_gathered(
 ) -> tuple[Tensor, AuxOutput]:
     """Return attention of this rank's queries [B, Hq, local, D]. `key` and `value` are its own keys."""
     calls, pairs = calls_of(plan), keys_of_spans(plan, key, value)
-    queries, remaining = query.split([stop - start for start, stop in (c.tokens for c in calls)], 2), iter(pairs)
+    lengths, remaining = [length_of([call.tokens]) for call in calls], iter(pairs)
+    queries = query.split(lengths, 2) if len(calls) > 1 else [query]  # the backward of a split copies
     found = [
         chunk_over_keys(plan, call, q, list(islice(remaining, len(call.keys))), options)
         for call, q in zip(calls, queries, strict=True)
