@@ -54,7 +54,8 @@ class Shares:
     queries: Tensor  # of rows of blocks with a block of a source's keys
     calls: Tensor  # [rank], of the gather scheme: a chunk and neighboring keys
     local: Tensor  # [rank], tokens
-    needed: Tensor  # [rank], keys
+    gathered: Tensor  # [rank], keys in spans that need keys of other ranks
+    added: Tensor  # [rank], gradients of keys beyond one for each needed key
     chunks: Tensor  # [rank]
 
     @property
@@ -86,10 +87,17 @@ def shares_of(mask: BlockMask, ranks: int, chunks_per_rank: int | None = None) -
         for source in costs[rank].nonzero().flatten().tolist():
             rows[rank, source] = 0 if rank == source else length_of(common(needs[rank], tokens[source]))
             parts[rank, source] = sum(len(common(keys[span], tokens[source])) for span in spans)
-    local, needed = (torch.tensor([length_of(x) for x in lists], dtype=torch.float64) for lists in (tokens, needs))
+    spans_of = [[span for chunk in own for span in chunk.keys] for own in chunks_of]
+    shared = [
+        union([span] for span in spans if common([span], own) != [span])
+        for spans, own in zip(spans_of, tokens, strict=True)
+    ]
+    local, needed, spanned, gathered = (
+        torch.tensor([length_of(x) for x in lists], dtype=torch.float64) for lists in (tokens, needs, spans_of, shared)
+    )
     chunks = torch.tensor([len(spans) for spans in owned], dtype=torch.float64)
     calls = torch.tensor([sum(len(keys[span]) for span in spans) for spans in owned], dtype=torch.float64)
-    return Shares(costs, rows, parts, queries, calls, local, needed, chunks)
+    return Shares(costs, rows, parts, queries, calls, local, gathered, spanned - needed, chunks)
 
 
 def costs_by_source(mask: BlockMask, owned: Sequence[Sequence[Span]]) -> tuple[Tensor, Tensor]:
@@ -120,13 +128,14 @@ def predicted(shares: Shares, scheme: str, direction: str, rate: float, machine:
     if scheme == "ring":
         return ring_time(shares, direction, rate, machine)
     if scheme == "gather":
-        own, needed = KV_ROW * shares.local, KV_ROW * shares.needed
         received, sent = KV_ROW * shares.rows.sum(1), KV_ROW * shares.rows.sum(0)
-        several = (shares.chunks > 1).double()
+        several = shares.chunks > 1
+        copied = 2 * several * Q_ROW * shares.local  # out, or the gradient of query
         if direction == "forward":
-            copied = 4 * own + 2 * sent + 2 * needed + 2 * several * Q_ROW * shares.local
-        else:
-            copied = 6 * own + 4 * sent + 4 * received + (7 + 6 * several) * needed
+            copied += 2 * sent + 2 * KV_ROW * shares.gathered
+        else:  # A row with two gradients takes 11 passes, in float32, and one with a single gradient 2.
+            copied += 2 * received + 9 * (sent + KV_ROW * shares.added)
+            copied += 2 * (several | (sent > 0)) * KV_ROW * shares.local
         compute = torch.maximum(rate * shares.costs.sum(1), machine.part * shares.calls)
         return float((compute + wire_time(KV_ROW * shares.rows, machine) + copied / machine.memory).max())
     if KV_HEADS % shares.ranks:

@@ -19,9 +19,9 @@ from torch.multiprocessing.spawn import spawn
 
 import flexattn
 from flexattn import AuxRequest, create_block_mask, distributed, mods
-from flexattn.distributed import gathered
 from flexattn.distributed import plan as plan_module
 from flexattn.distributed.chunks import PER_RANK, common, cut, deal, joined, places, shares, union
+from flexattn.distributed.exchange import keys_of_spans
 from flexattn.distributed.needs import row_costs
 from flexattn.errors import ArgumentError, DtypeError, MutationError, UnsupportedError
 
@@ -322,24 +322,34 @@ def test_spans() -> None:
 # What is sent.
 
 
+def recorded() -> list[tuple[list[int], list[int]]]:
+    """Return a list to which each all_to_all_single adds the rows that it sends to each rank, and receives."""
+    found: list[tuple[list[int], list[int]]] = []
+    original: Any = dist.all_to_all_single
+
+    def record(output: Tensor, input: Tensor, received: list[int], sent: list[int], **rest: Any) -> Any:
+        assert (len(output), len(input)) == (sum(received), sum(sent))
+        found.append((sent, received))
+        return original(output, input, received, sent, **rest)
+
+    dist.all_to_all_single = record
+    return found
+
+
 def counted(rank: int, ranks: int) -> None:
-    from flexattn.distributed import create_cp_plan, flex_attention
-
-    sent: list[list[int]] = []
-    original = gathered.all_to_all
-
-    def recorded(x: Tensor, counts: Any, *rest: Any) -> Tensor:
-        sent.append(list(counts))
-        return original(x, counts, *rest)
-
-    gathered.all_to_all = recorded  # type: ignore[assignment]
+    """One message forward and one backward, with the rows of one block. The first rank copies no keys."""
+    messages = recorded()
     plan = create_cp_plan(mods.sliding_window(100), None, None, 2048, 2048, mesh_of(ranks), scheme="gather")
-    q, k, v = (plan.shard(x, 2) for x in inputs(2048, torch.float32))
-    flex_attention(q, k, v, enable_gqa=True, plan=plan)
-    (counts,) = sent
-    assert [i for i, n in enumerate(counts) if n] == ([rank + 1] if rank + 1 < ranks else [])
-    assert sum(counts) <= 128, "one block holds the window"
-    assert plan.received(rank) == [128 if other == rank - 1 else 0 for other in range(ranks)]
+    q, k, v = (plan.shard(x, 2).requires_grad_() for x in inputs(2048, torch.float32))
+    flex_attention(q, k, v, enable_gqa=True, plan=plan).sum().backward()
+    (sent, received), back = messages
+    assert sent == [128 if other == rank + 1 else 0 for other in range(ranks)], "one block holds the window"
+    assert received == plan.received(rank) == [128 if other == rank - 1 else 0 for other in range(ranks)]
+    assert back == (received, sent)
+    ((keys, values),) = keys_of_spans(plan, k, v)
+    is_view = [x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() for x, y in ((keys, k), (values, v))]
+    assert is_view == [rank == 0] * 2
+    assert keys.size(2) == k.size(2) + (128 if rank else 0)
 
 
 @pytest.mark.slow
@@ -357,10 +367,49 @@ def documents_stay(rank: int, ranks: int) -> None:
     tokens = torch.arange(2048)
     assert torch.equal(plan.shard(tokens, 0), plan.positions)
     assert "receives keys: none" in repr(plan)
+    messages = recorded()
+    q, k, v = (plan.shard(x, 2).requires_grad_() for x in inputs(2048, torch.float32))
+    assert distributed.attention.scheme_of(plan, q, k, v) == "gather"
+    flex_attention(q, k, v, enable_gqa=True, plan=plan).sum().backward()
+    assert not messages
 
 
 def test_documents_of_one_rank_are_not_sent() -> None:
     on_ranks(2, documents_stay)
+
+
+def learned_twice(rank: int, ranks: int) -> None:
+    """Second derivatives, the same bits each time in bfloat16, and gradients of value alone."""
+    whole = [x.requires_grad_() for x in inputs()]
+    mask = create_block_mask(mods.causal, None, None, S, S, device="cpu")
+    out = one_process(*whole, None, mask, enable_gqa=True)
+    d_out = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(4))
+    first = torch.autograd.grad(out, whole, d_out, create_graph=True)
+    second = torch.autograd.grad(sum(x.square().sum() for x in first), whole)
+    plan = create_cp_plan(mods.causal, None, None, S, S, mesh_of(ranks), scheme="gather", chunks_per_rank=2)
+    local = [plan.shard(x.detach(), 2).requires_grad_() for x in whole]
+    ours = torch.autograd.grad(
+        flex_attention(*local, enable_gqa=True, plan=plan), local, plan.shard(d_out, 2), create_graph=True
+    )
+    for x, y in zip(torch.autograd.grad(sum(x.square().sum() for x in ours), local), second, strict=True):
+        close(x, plan.shard(y, 2), "second derivative")
+    half = [x.detach().bfloat16().requires_grad_() for x in local]
+    found = [
+        torch.autograd.grad(flex_attention(*half, enable_gqa=True, plan=plan), half, plan.shard(d_out, 2).bfloat16())
+        for _ in range(2)
+    ]
+    for x, y, z in zip(*found, ours, strict=True):
+        assert x.dtype == torch.bfloat16 and torch.equal(x, y)
+        torch.testing.assert_close(x.double(), z.detach(), rtol=0.03, atol=0.03)
+    q, k, v = (x.detach() for x in local)
+    of_value = torch.autograd.grad(
+        flex_attention(q, k, v.requires_grad_(), enable_gqa=True, plan=plan), v, plan.shard(d_out, 2)
+    )
+    close(of_value[0], ours[2], "value alone")
+
+
+def test_gathered_gradients() -> None:
+    on_ranks(2, learned_twice)
 
 
 # DTensors.
@@ -459,8 +508,8 @@ class Stack(nn.Module):
     def forward(self, x: Tensor, plan: Any) -> Tensor:
         from torch.utils.checkpoint import checkpoint
 
-        for block in self.blocks:
-            x = checkpoint(block, x, plan, use_reentrant=False) if self.again else block(x, plan)
+        for i, block in enumerate(self.blocks):
+            x = checkpoint(block, x, plan, use_reentrant=i > 0) if self.again else block(x, plan)
         return x
 
 

@@ -7,7 +7,7 @@ import hashlib
 import torch
 import torch.distributed as dist
 
-from flexattn.distributed.plan import ContextPlan
+from flexattn.distributed.plan import ContextPlan, kept
 from flexattn.errors import ArgumentError, message
 
 
@@ -17,8 +17,10 @@ def check_agreement(plan: ContextPlan) -> None:
     Otherwise ranks would wait for rows that no one sends. It is also the first communication of the group: a first
     `batch_isend_irecv` in which only some ranks take part is undefined.
     """
-    if "agreed" in plan.known:
-        return
+    kept(plan, "agreed", lambda: _agreed(plan))
+
+
+def _agreed(plan: ContextPlan) -> bool:
     text = repr((plan.length, plan.scheme, plan.chunks))
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
     own = torch.tensor([digest], device=plan.device)
@@ -31,4 +33,4 @@ def check_agreement(plan: ContextPlan) -> None:
         raise ArgumentError(
             message("plan", f"different plans on ranks 0 and {first}", "the same plan on all ranks", fix)
         )
-    plan.known["agreed"] = True
+    return True

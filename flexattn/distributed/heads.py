@@ -5,18 +5,18 @@ Source: Jacobs et al., DeepSpeed Ulysses (2023).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 
 from flexattn.api import AuxOutput, flex_attention
 from flexattn.block_mask import BlockMask
-from flexattn.distributed.chunks import Span, length_of, places
-from flexattn.distributed.exchange import all_to_all, assemble
+from flexattn.distributed.chunks import Span, length_of
 from flexattn.distributed.parts import Options
-from flexattn.distributed.plan import BLOCK, ContextPlan
+from flexattn.distributed.plan import BLOCK, ContextPlan, kept
 from flexattn.mask_build.create import create_block_mask
 from flexattn.mods.at_heads import at_heads
 from flexattn.trace.trace import trace
@@ -33,7 +33,10 @@ def attend_by_heads(
     score_mod: Callable[..., Any] | None = options.score_mod
     if score_mod is not None:
         score_mod = at_heads(score_mod, 0, first)
-    mask = plan.mask if plan.mask is None or plan.mask.H == 1 else _mask_of_heads(plan, plan.mask, first, per_rank)
+    mask = plan.mask
+    if mask is not None and mask.H > 1:
+        whole = mask
+        mask = kept(plan, "mask of heads", lambda: _mask_of_heads(plan, whole, first, per_rank))
     sink = options.sink
     if isinstance(sink, Tensor):
         sink = sink.narrow(-1, first, per_rank)
@@ -47,13 +50,9 @@ def attend_by_heads(
 
 
 def _mask_of_heads(plan: ContextPlan, whole: BlockMask, first: int, count: int) -> BlockMask:
-    found = plan.masks.get("heads")
-    if found is None:
-        whole.check_captures(trace(whole.mask_mod, "mask"))
-        mod = at_heads(whole.mask_mod, 0, first)
-        found = create_block_mask(mod, plan.B, count, plan.length, plan.length, device=plan.device, BLOCK_SIZE=BLOCK)
-        plan.masks["heads"] = found
-    return found
+    whole.check_captures(trace(whole.mask_mod, "mask"))
+    mod = at_heads(whole.mask_mod, 0, first)
+    return create_block_mask(mod, plan.B, count, plan.length, plan.length, device=plan.device, BLOCK_SIZE=BLOCK)
 
 
 def _by_heads(plan: ContextPlan, x: Tensor) -> Tensor:
@@ -61,18 +60,19 @@ def _by_heads(plan: ContextPlan, x: Tensor) -> Tensor:
     B, H, local, D = x.shape
     ranks, lengths = plan.ranks, _lengths(plan)
     rows = x.view(B, ranks, H // ranks, local, D).permute(1, 3, 0, 2, 4)  # [ranks, local, B, H / ranks, D]
-    found = all_to_all(rows.reshape(ranks * local, B, H // ranks, D), [local] * ranks, lengths, _group(plan))
-    return assemble([(0, *span) for span in _in_order(plan)], found).permute(1, 2, 0, 3)
+    found = _all_to_all(plan, rows.reshape(ranks * local, B, H // ranks, D), [local] * ranks, lengths)
+    spans = _by_rank(plan)
+    return _reordered(found, spans, sorted(spans)).permute(1, 2, 0, 3)
 
 
 def _by_tokens(plan: ContextPlan, x: Tensor) -> Tensor:
     """Inverse of `_by_heads`."""
     B, per_rank, _, D = x.shape
     lengths = _lengths(plan)
-    spans = [span for rank in range(plan.ranks) for span in plan.tokens_of(rank)]
-    rows = assemble([(0, *span) for span in spans], x.permute(2, 0, 1, 3).contiguous())
+    spans = _by_rank(plan)
+    rows = _reordered(x.permute(2, 0, 1, 3), sorted(spans), spans)
     local = lengths[plan.rank]
-    found = all_to_all(rows, lengths, [local] * plan.ranks, _group(plan))
+    found = _all_to_all(plan, rows, lengths, [local] * plan.ranks)
     return (
         found.view(plan.ranks, local, B, per_rank, D).permute(2, 0, 3, 1, 4).reshape(B, plan.ranks * per_rank, local, D)
     )
@@ -82,11 +82,17 @@ def _lengths(plan: ContextPlan) -> list[int]:
     return [length_of(plan.tokens_of(rank)) for rank in range(plan.ranks)]
 
 
-def _in_order(plan: ContextPlan) -> list[Span]:
-    """Return where the tokens of the sequence are among the rows of rank 0, then rank 1 and so on."""
-    every = [span for rank in range(plan.ranks) for span in plan.tokens_of(rank)]
-    return places(sorted(every), every)
+def _by_rank(plan: ContextPlan) -> list[Span]:
+    return [span for rank in range(plan.ranks) for span in plan.tokens_of(rank)]
 
 
-def _group(plan: ContextPlan) -> Any:
-    return plan.device_mesh.get_group()
+def _reordered(rows: Tensor, spans: Sequence[Span], wanted: Sequence[Span]) -> Tensor:
+    """Return the rows of spans in another order of the spans."""
+    parts = dict(zip(spans, rows.split([stop - start for start, stop in spans]), strict=True))
+    return torch.cat([parts[span] for span in wanted])
+
+
+def _all_to_all(plan: ContextPlan, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Send the first `sent[0]` rows to rank 0, the next ones to rank 1 and so on. Return what all ranks sent here."""
+    group = plan.device_mesh.get_group()
+    return wait_tensor(all_to_all_single_autograd(rows.contiguous(), list(received), list(sent), group))

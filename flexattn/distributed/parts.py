@@ -12,7 +12,7 @@ from flexattn.api import AuxOutput, AuxRequest, flex_attention
 from flexattn.block_mask import BlockMask
 from flexattn.call.dropout import Dropout
 from flexattn.distributed.chunks import Span
-from flexattn.distributed.plan import BLOCK, ContextPlan
+from flexattn.distributed.plan import BLOCK, Chunk, ContextPlan, kept
 from flexattn.mask_build.create import create_block_mask
 from flexattn.merge import merge_attention
 from flexattn.mods.shifted import shifted
@@ -50,17 +50,18 @@ Results = tuple[Tensor, Tensor | None, Tensor | None]  # out, lse, row maxima
 
 def mask_of_part(plan: ContextPlan, queries: Span, keys: Span) -> BlockMask | None:
     """Return the mask of some queries and keys of the plan, which keeps it."""
-    if plan.mask is None:
+    whole = plan.mask
+    if whole is None:
         return None
-    found = plan.masks.get((queries, keys))
-    if found is None:
-        # What its mask_mod reads may have changed since the plan was made. Later calls check the part's own mask.
-        plan.mask.check_captures(trace(plan.mask.mask_mod, "mask"))
-        sizes = queries[1] - queries[0], keys[1] - keys[0]
-        mod = moved(plan.mask.mask_mod, queries[0], keys[0])
-        found = create_block_mask(mod, plan.B, plan.H, *sizes, device=plan.device, BLOCK_SIZE=BLOCK)
-        plan.masks[queries, keys] = found
-    return found
+    return kept(plan, (queries, keys), lambda: _mask(plan, whole, queries, keys))
+
+
+def _mask(plan: ContextPlan, whole: BlockMask, queries: Span, keys: Span) -> BlockMask:
+    # What its mask_mod reads may have changed since the plan was made. Later calls check the part's own mask.
+    whole.check_captures(trace(whole.mask_mod, "mask"))
+    sizes = queries[1] - queries[0], keys[1] - keys[0]
+    mod = moved(whole.mask_mod, queries[0], keys[0])
+    return create_block_mask(mod, plan.B, plan.H, *sizes, device=plan.device, BLOCK_SIZE=BLOCK)
 
 
 def moved(mod: Mod, q_offset: int, kv_offset: int) -> Mod:
@@ -85,14 +86,13 @@ def part(
 
 
 def chunk_over_keys(
-    plan: ContextPlan, queries: Span, spans: Sequence[Span], query: Tensor,
-    take: Callable[[Span], tuple[Tensor, Tensor]], options: Options,
-) -> Results:  # fmt: skip
-    """Return attention of a chunk over several spans of keys, merged by logsumexp."""
-    spans = spans or ((0, 0),)
-    aux = options.aux if len(spans) == 1 else AuxRequest(lse=True, max_scores=options.aux.max_scores)
+    plan: ContextPlan, chunk: Chunk, query: Tensor, keys: Sequence[tuple[Tensor, Tensor]], options: Options
+) -> Results:
+    """Return attention of a chunk over its spans of keys, merged by logsumexp. `keys` has keys and values of each."""
+    aux = options.aux if len(keys) == 1 else AuxRequest(lse=True, max_scores=options.aux.max_scores)
     found = [
-        part(plan, queries, keys, query, *take(keys), options, aux, with_sink=i == 0) for i, keys in enumerate(spans)
+        part(plan, chunk.tokens, span, query, k, v, options, aux, with_sink=i == 0)
+        for i, (span, (k, v)) in enumerate(zip(chunk.keys, keys, strict=True))
     ]
     if len(found) == 1:
         return found[0]

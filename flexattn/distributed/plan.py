@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ _all_gather = (
     getattr(_collectives, "all_gather_single", None) or _collectives.all_gather_tensor
 )  # renamed in torch 2.13
 Scheme = Literal["gather", "ring", "heads"]
+T = TypeVar("T")
 BLOCK = 128  # tokens: chunks begin at multiples of it
 
 
@@ -51,8 +52,7 @@ class ContextPlan:
     costs: tuple[int, ...]  # of each rank: about 4 for each block of 128 x 128, of the mask's own batches and heads
     scheme: Scheme | None  # None: chosen for each call
     device: torch.device
-    masks: dict[object, BlockMask] = field(default_factory=dict)  # of parts
-    known: dict[object, Any] = field(default_factory=dict)  # computed once
+    _kept: dict[object, Any] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -72,20 +72,19 @@ class ContextPlan:
 
     def received(self, rank: int) -> list[int]:
         """Return how many keys a rank receives from each rank. Blocks that no row of it needs are not sent."""
-        found = self.known.get(("received", rank))
-        if found is None:
+
+        def compute() -> list[int]:
             needs = self.needs_of(rank)
-            found = self.known["received", rank] = [
+            return [
                 0 if other == rank else length_of(common(needs, self.tokens_of(other))) for other in range(self.ranks)
             ]
-        return found
+
+        return kept(self, ("received", rank), compute)
 
     @property
     def most_received(self) -> int:
         """The keys that the rank receives that receives most."""
-        if "most" not in self.known:
-            self.known["most"] = max(sum(self.received(rank)) for rank in range(self.ranks))
-        return self.known["most"]
+        return kept(self, "most received", lambda: max(sum(self.received(rank)) for rank in range(self.ranks)))
 
     @property
     def positions(self) -> Tensor:
@@ -147,6 +146,13 @@ class ContextPlan:
             share = f"{100 * self.costs[rank] / total:.0f} % of the longest"
             lines.append(f"    rank {rank}: {tokens}; {share}; receives keys: {sources or 'none'}")
         return "\n".join(lines)
+
+
+def kept(plan: ContextPlan, name: object, compute: Callable[[], T]) -> T:
+    """Return what the plan keeps under a name. The first call computes it."""
+    if name not in plan._kept:
+        plan._kept[name] = compute()
+    return plan._kept[name]
 
 
 def create_cp_plan(

@@ -22,10 +22,9 @@ from flexattn.call.call import Call
 from flexattn.call.pose import complete, pose, score_of
 from flexattn.call.problem import Problem
 from flexattn.distributed.chunks import Span, common, in_tokens, length_of, places
-from flexattn.distributed.exchange import packed
 from flexattn.distributed.needs import query_blocks
 from flexattn.distributed.parts import Options, mask_of_part
-from flexattn.distributed.plan import BLOCK, Chunk, ContextPlan
+from flexattn.distributed.plan import BLOCK, Chunk, ContextPlan, kept
 from flexattn.engines.autograd import Engine, run_engine, with_captures
 from flexattn.engines.choice import engine_of
 from flexattn.engines.mask_state import NOTHING
@@ -110,7 +109,7 @@ class _Ring(Function):
         ctx: Any, plan: ContextPlan, options: Options, score: BoundMod | None, query: Tensor, key: Tensor,
         value: Tensor, sink: Tensor | None, *captures: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-        steps, own = _known_steps(plan), packed(key, value)
+        steps, own = kept(plan, "steps", lambda: steps_of(plan)), _packed(key, value)
         merged = [_Merged(i, steps) for i in range(len(plan.chunks[plan.rank]))] or [_Merged(0, steps)]
         for step, rows in _arriving(plan, steps, own):
             for part in step.parts:
@@ -139,7 +138,7 @@ class _Ring(Function):
         if d_out is None:
             d_out = torch.zeros_like(out)
         d_query = torch.zeros(query.shape, dtype=_sum_dtype(query), device=query.device)
-        own = packed(key, value)
+        own = _packed(key, value)
         d_own = torch.zeros(own.shape, dtype=_sum_dtype(own), device=own.device)
         d_captures: list[Tensor | None] = [None] * len(leaves)
         returns = _Returns(plan, ctx.steps, d_own)
@@ -196,15 +195,13 @@ def _of_sink(sink: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tenso
     return (weight * change).sum(-1).sum_to_size(sink.shape).to(sink.dtype)
 
 
-def _known_steps(plan: ContextPlan) -> list[Step]:
-    found = plan.known.get("steps")
-    if found is None:
-        found = plan.known["steps"] = steps_of(plan)
-    return found
-
-
 def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _packed(key: Tensor, value: Tensor) -> Tensor:
+    """Return keys and values as rows, [local, B, Hkv, D + Dv], so that one message has both."""
+    return torch.cat([key, value], -1).permute(2, 0, 1, 3).contiguous()
 
 
 def _rows_of(plan: ContextPlan, part: Part) -> Span:
