@@ -189,6 +189,27 @@ def test_ranks_without_tokens(length: int) -> None:
     on_ranks(4, equal_to_one_process, ("none", "causal", "sliding_window"), SCHEMES, length, True)
 
 
+def loss_of_lse(rank: int, ranks: int) -> None:
+    """Without a gradient of the output, ranks without keys take part in the backward too."""
+    mesh, length = mesh_of(ranks), 130
+    whole = [x.requires_grad_() for x in inputs(length)[:2]]
+    value = inputs(length)[2]
+    given: dict[str, Any] = {"enable_gqa": True, "return_aux": AuxRequest(lse=True)}
+    _, found = one_process(*whole, value, **given)
+    expected = torch.autograd.grad(found.lse.sum(), whole)
+    for scheme in SCHEMES:
+        plan = create_cp_plan(None, B, HQ, length, length, mesh, scheme=scheme)
+        local = [plan.shard(x.detach(), 2).requires_grad_() for x in whole]
+        _, aux = flex_attention(*local, plan.shard(value, 2), plan=plan, **given)
+        gradients = torch.autograd.grad(aux.lse.sum(), local)
+        for x, y in zip(gradients, expected, strict=True):
+            close(x, plan.shard(y, 2), f"{scheme}, rank {rank}")
+
+
+def test_a_loss_of_the_logsumexp_alone() -> None:
+    on_ranks(4, loss_of_lse)
+
+
 @pytest.mark.slow
 def test_sinks() -> None:
     on_ranks(2, equal_to_one_process, ("causal", "late", "document"), SCHEMES, S, True)
@@ -284,6 +305,8 @@ def plan_of(mask_mod: Any, length: int, ranks: int) -> Any:
 
 def test_zig_zag_is_a_special_case() -> None:
     assert deal([i + 1 for i in range(8)], 4) == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    # The longest first: 10 + 7 + 6 and 9 + 8 + 1. Swapping 10 and 8 leaves a difference of 1.
+    assert deal([10, 9, 8, 7, 6, 1], 2) == [[2, 3, 4], [0, 1, 5]]
     chunks, costs = plan_of(mods.causal, 65_536, 4)
     eighth = 8192
     assert [[c.tokens for c in own] for own in chunks] == [

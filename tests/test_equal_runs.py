@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexattn import mods
-from flexattn.graph.equal_runs import EqualRuns, captures_compared, with_runs
+from flexattn.graph.equal_runs import EqualRuns, captures_compared, usable, with_runs
 from flexattn.trace.trace import trace
 
 IDS = torch.tensor([0, 0, 0, 1, 1, 4, 4, 4, 4, 7])
@@ -57,6 +57,27 @@ def test_runs_say_the_same(name: str, by_key: bool) -> None:
         f"{bound.graph.captures[0].name}_{x}" for x in ("starts", "ends")
     ]
     assert with_runs(bound, (), by_key) is bound
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize(("q_offset", "kv_offset"), [(3, 2), (0, 4), (5, 0), (2, -1), (-2, 1), (0, 0)])
+def test_moved_indices(q_offset: int, kv_offset: int, by_key: bool) -> None:
+    """A part of a sequence has the runs of the whole. A negative index counts from the end, so it has none."""
+    bound = trace(mods.shifted(mods.document_causal(IDS), q_offset, kv_offset), "mask")
+    assert captures_compared(bound.graph) == (0,)
+    found = usable((runs_of(bound.captures[0]),), bound, (1, 1, 5, 5))
+    assert len(found) == (min(q_offset, kv_offset) >= 0)
+    zero, places = torch.zeros((), dtype=torch.int32), torch.arange(5, dtype=torch.int32)
+    inputs = (zero, zero, places[:, None], places[None])
+    assert torch.equal(with_runs(bound, found, by_key)(*inputs), bound(*inputs))
+
+
+def test_offsets_of_batches_have_no_runs() -> None:
+    """Their values are not known, and may be negative."""
+    bound = trace(mods.shifted(mods.document_causal(IDS), torch.tensor([1, 2]).int()), "mask")
+    (position,) = captures_compared(bound.graph)
+    runs = EqualRuns(position, runs_of(bound.captures[position]).places)
+    assert usable((runs,), bound, (2, 1, 5, 5)) == ()
 
 
 @given(st.lists(st.integers(-5, 5), min_size=1, max_size=40).map(sorted), st.booleans())

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -94,7 +97,48 @@ def compare(rank: int, device: torch.device, dtype: torch.dtype, name: str, p: f
     ],
 )
 def test_two_gpus_equal_one(dtype: torch.dtype, name: str, p: float) -> None:
+    spawn(started, (free_port(), dtype, name, p), 2)
+
+
+TIMEOUT = 10  # seconds
+
+
+def one_is_missing(rank: int, port: int, how: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.cuda.set_device(rank)
+    device, timeout = torch.device("cuda", rank), timedelta(seconds=TIMEOUT)
+    dist.init_process_group("nccl", rank=rank, world_size=2, device_id=device, timeout=timeout)
+    mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("cp",))
+    plan = create_cp_plan(mods.causal, None, None, S, S, mesh, scheme="gather")
+    q, k, v = (torch.randn(1, h, plan.positions.numel(), D, device=device).bfloat16() for h in (HQ, HKV, HKV))
+    flex_attention(q, k, v, enable_gqa=True, plan=plan)
+    torch.cuda.synchronize()
+    if rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(6 * TIMEOUT)
+        return
+    flex_attention(q, k, v, enable_gqa=True, plan=plan)
+    torch.cuda.synchronize()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("how", ["killed", "late"])
+def test_a_missing_rank_ends_the_others(how: str) -> None:
+    """NCCL ends a process whose collective exceeds the timeout of its group. Nothing of ours waits longer."""
+    started: Any = spawn(one_is_missing, (free_port(), how), 2, join=False)
+    waits, other = started.processes
+    while waits.is_alive() and (how == "late" or other.is_alive()):
+        time.sleep(0.1)
+        assert not (how == "late" and not other.is_alive()), "it waited as long as the other rank slept"
+    began = time.monotonic()
+    waits.join(4 * TIMEOUT)
+    print(f"{how}: ended {time.monotonic() - began:.0f} s later with exit code {waits.exitcode}")
+    other.kill()
+    assert waits.exitcode not in (None, 0)
+
+
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    spawn(started, (port, dtype, name, p), 2)
+        return int(free.getsockname()[1])

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from flexattn.process.frozen_class import frozen
 
+
 @frozen
 class HeadDimPart:
     """A slice of a head dim for one matrix product: `width` is a power of two, `used` of its columns exist."""

@@ -289,9 +289,9 @@ class KernelPlan:
     def scores_ahead(self) -> bool:
         """Whether hopper_backward computes the scores of the next tile while dS of this one is computed.
 
-        Time relative to the order without, D 64: full 0.90 to 0.96, causal 0.92 to 0.98, grouped heads 0.92, documents 1.00.
-        With a score_mod it spills: softcap 1.08, ALiBi 1.01. With bits it takes 1.00, or 1.05 if the words are loaded ahead
-        too, at D 96 1.05, and at 128 the registers do not suffice.
+        Time relative to the order without, D 64: full 0.90 to 0.96, causal 0.92 to 0.98, grouped heads 0.92, documents
+        1.00. With a score_mod it spills: softcap 1.08, ALiBi 1.01. With bits it takes 1.00, or 1.05 if the words are
+        loaded ahead too, at D 96 1.05, and at 128 the registers do not suffice.
         """
         return self.adds_dq and self.widths == (64, 64) and self.score is None and "bits" not in self.features
 

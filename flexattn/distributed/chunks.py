@@ -17,8 +17,9 @@ def cut(blocks: int, parts: int) -> list[Span]:
 def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
     """Deal chunks to ranks, the same number to each, so that their sums of costs are close. Return chunks by rank.
 
-    The most expensive chunk goes to the rank that has least (Graham's longest processing time first). For a causal mask
-    and two chunks per rank, rank r gets chunks r and 2 * ranks - 1 - r.
+    The most expensive chunk goes to the rank that has least (Graham's longest processing time first). Then the ranks
+    that have most and least swap chunks. For a causal mask and two chunks per rank, rank r gets chunks r and
+    2 * ranks - 1 - r.
     """
     each = len(costs) // ranks
     found: list[list[int]] = [[] for _ in range(ranks)]
@@ -28,7 +29,25 @@ def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
         found[rank].append(chunk)
         if len(found[rank]) < each:
             heapq.heappush(queue, (total + costs[chunk], rank))
+    for _ in range(ranks):
+        if not _swap(costs, found):
+            break
     return [sorted(chunks) for chunks in found]
+
+
+def _swap(costs: Sequence[int], dealt: list[list[int]]) -> bool:
+    """Swap two chunks of the ranks that have most and least, if that makes them more equal by 0.1 % of the most."""
+    totals = [sum(costs[chunk] for chunk in chunks) for chunks in dealt]
+    most, least = (find(range(len(dealt)), key=totals.__getitem__) for find in (max, min))
+    gap = totals[most] - totals[least]
+    pairs = [(x, y) for x in dealt[most] for y in dealt[least] if costs[x] > costs[y]]
+    if not pairs:
+        return False
+    x, y = min(pairs, key=lambda pair: abs(gap - 2 * (costs[pair[0]] - costs[pair[1]])))
+    if gap - abs(gap - 2 * (costs[x] - costs[y])) < totals[most] / 1000:
+        return False
+    dealt[most][dealt[most].index(x)], dealt[least][dealt[least].index(y)] = y, x
+    return True
 
 
 def shares(rows: Sequence[int], ranks: int, per_rank: int) -> list[list[Span]]:

@@ -26,4 +26,7 @@ def attend_gathered(
         for call, q in zip(calls, queries, strict=True)
     ]
     out, aux = joined_rows(found, options)
+    # Other ranks wait for the gradients of their keys, also if no row here attends to a key.
+    if aux.lse is not None:
+        aux = aux._replace(lse=with_backward_of(pairs[0][0], aux.lse))
     return with_backward_of(pairs[0][0], out), aux

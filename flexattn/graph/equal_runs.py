@@ -1,7 +1,8 @@
 """equal_runs: replace x[q_idx] == x[kv_idx] in a mask by bounds of runs, if the captured tensor x is sorted.
 
 Equal elements of x are then adjacent, and the comparison asks whether kv_idx is in the run of q_idx. This takes two
-comparisons with bounds of the row, instead of a load per column. Document masks are of this kind.
+comparisons with bounds of the row, instead of a load per column. Document masks are of this kind. The indices may be
+moved, as in a part of a sequence: x[q_idx + 256] == x[kv_idx + 128].
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from flexattn.graph.builder import Builder, Expr, rewrite
 from flexattn.graph.dependence import PAIR_INDICES
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Capture, Input, Load, Node
+from flexattn.graph.ranges import index_ranges
 from flexattn.process.frozen_class import frozen
 
 
@@ -38,7 +40,26 @@ class EqualRuns:
 
 def captures_compared(graph: ModGraph) -> tuple[int, ...]:
     """Return the positions of the captured integer tensors x for which the graph compares x[q_idx] == x[kv_idx]."""
-    return tuple(sorted({found[0] for node in graph.nodes if (found := _compared(graph, node))}))
+    return tuple(sorted({capture for capture, *_ in _comparisons(graph)}))
+
+
+def usable(
+    runs: tuple[EqualRuns, ...], bound: BoundMod, extents: tuple[int, int, int, int]
+) -> tuple[EqualRuns, ...]:  # fmt: skip
+    """Return the runs of tensors whose compared indices are never negative, given the extents of b, h, q_idx, kv_idx.
+
+    A negative index counts from the end of the tensor. Places in runs do not.
+    """
+    if not runs:
+        return runs
+    ranges = index_ranges(bound.graph, bound.numbers, extents)
+    moved = {
+        capture
+        for capture, _, *indices in _comparisons(bound.graph)
+        for between in (ranges[i] for i in indices)
+        if between is None or between[0] < 0
+    }
+    return tuple([r for r in runs if r.capture not in moved])
 
 
 def with_runs(bound: BoundMod, runs: tuple[EqualRuns, ...], by_key: bool) -> BoundMod:
@@ -72,8 +93,15 @@ def graph_with_runs(graph: ModGraph, captures: tuple[int, ...], by_key: bool) ->
     return rewrite(graph, in_run, captures=(*graph.captures, *added), keep_unused=True)
 
 
+def _comparisons(graph: ModGraph) -> list[tuple[int, tuple[int, ...], int, int]]:
+    return [found for node in graph.nodes if (found := _compared(graph, node))]
+
+
 def _compared(graph: ModGraph, node: Node) -> tuple[int, tuple[int, ...], int, int] | None:
-    """Match `x[..., q_idx] == x[..., kv_idx]`: return (capture, leading indices, node of q_idx, node of kv_idx)."""
+    """Match `x[..., q_idx] == x[..., kv_idx]`: return (capture, leading indices, query's index, key's index).
+
+    Both indices may have something added that depends on neither q_idx nor kv_idx.
+    """
     if node.op != "eq":
         return None
     x, y = (graph.nodes[a] for a in node.args)
@@ -82,11 +110,22 @@ def _compared(graph: ModGraph, node: Node) -> tuple[int, tuple[int, ...], int, i
     if x.capture != y.capture or x.args[:-1] != y.args[:-1] or not x.args:
         return None
     capture = x.capture
-    last = ((n.args[-1], graph.nodes[n.args[-1]]) for n in (x, y))
-    names = {node.name: n for n, node in last if isinstance(node, Input)}
+    names = {_moved_input(graph, n.args[-1]): n.args[-1] for n in (x, y)}
     integers = not graph.captures[capture].dtype.is_floating_point and graph.captures[capture].dtype != torch.bool
     if set(names) != {"q_idx", "kv_idx"} or not integers:
         return None
     if any(graph.dependence[a] & PAIR_INDICES for a in x.args[:-1]):
         return None
     return capture, x.args[:-1], names["q_idx"], names["kv_idx"]
+
+
+def _moved_input(graph: ModGraph, i: int) -> str:
+    """Return the name of the input that a node is, or is the sum of and something that depends on no pair; else ""."""
+    node = graph.nodes[i]
+    if isinstance(node, Input):
+        return node.name
+    if node.op != "add":
+        return ""
+    by_pair = [a for a in node.args if graph.dependence[a] & PAIR_INDICES]
+    found = graph.nodes[by_pair[0]] if len(by_pair) == 1 else None
+    return found.name if isinstance(found, Input) else ""

@@ -17,6 +17,7 @@ from flexattn.call.unknown_arguments import unknown_arguments
 from flexattn.errors import ArgumentError, DeviceError, UnsupportedError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.boxes import DTYPES
+from flexattn.graph.equal_runs import usable
 from flexattn.graph.interval_bounds import EMPTY, FULL, PARTIAL
 from flexattn.graph.ranges import INDEX_LIMIT
 from flexattn.machine.target import target_of
@@ -150,7 +151,7 @@ def _built(
     )
     mask._bits, mask._no_bits = built.bits, built.no_bits
     mask = mask._expand(B or 1, H or 1, is_exact=True)
-    mask._remember(bound, built.runs)
+    mask._remember(bound, usable(built.runs, bound, sizes))
     mask.build_counts = built.counts
     if is_logging():
         debug("mask", f"{built.counts}\n{mask!r}")
