@@ -16,6 +16,7 @@ from flexattn.trace.trace import trace
 IDS = torch.tensor([0, 0, 0, 1, 1, 4, 4, 4, 4, 7])
 PER_BATCH = torch.stack((IDS, IDS // 2))
 FLOATS, FLAGS = IDS.float(), IDS > 3
+OFFSETS = torch.tensor([1, -2])
 
 FOUND: dict[str, Any] = {
     "documents": mods.document_causal(IDS),
@@ -30,6 +31,7 @@ NOT_FOUND: dict[str, Any] = {
     "another row": lambda b, h, q, k: PER_BATCH[b, q] == PER_BATCH[0, k],
     "rows by place": lambda b, h, q, k: PER_BATCH[q % 2, q] == PER_BATCH[q % 2, k],
     "another comparison": lambda b, h, q, k: IDS[q] >= IDS[k],
+    "moved by a tensor": lambda b, h, q, k: IDS[q + OFFSETS[b]] == IDS[k],
     "one place alone": lambda b, h, q, k: IDS[q] == IDS[q],
 }
 
@@ -70,14 +72,6 @@ def test_moved_indices(q_offset: int, kv_offset: int, by_key: bool) -> None:
     zero, places = torch.zeros((), dtype=torch.int32), torch.arange(5, dtype=torch.int32)
     inputs = (zero, zero, places[:, None], places[None])
     assert torch.equal(with_runs(bound, found, by_key)(*inputs), bound(*inputs))
-
-
-def test_offsets_of_batches_have_no_runs() -> None:
-    """Their values are not known, and may be negative."""
-    bound = trace(mods.shifted(mods.document_causal(IDS), torch.tensor([1, 2]).int()), "mask")
-    (position,) = captures_compared(bound.graph)
-    runs = EqualRuns(position, runs_of(bound.captures[position]).places)
-    assert usable((runs,), bound, (2, 1, 5, 5)) == ()
 
 
 @given(st.lists(st.integers(-5, 5), min_size=1, max_size=40).map(sorted), st.booleans())
