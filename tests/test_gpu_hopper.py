@@ -113,7 +113,7 @@ def test_shapes(sizes: Sizes, mask: str | None) -> None:
 
 
 @pytest.mark.usefixtures("backward")
-@pytest.mark.parametrize("dims", [(96, 96), (40, 72), (72, 40), (16, 128), (32, 32)])
+@pytest.mark.parametrize("dims", [(96, 96), (80, 96), (40, 72), (72, 40), (16, 128), (32, 32)])
 @pytest.mark.parametrize("mask", [None, "causal"])
 def test_head_dims(dims: tuple[int, int], mask: str | None) -> None:
     check(make_call(BF16, Sizes(2, 4, 2, 300, 290, *dims), "softcap", mask), loose=True)

@@ -40,6 +40,8 @@ CASES: dict[str, tuple[Sizes, str | None, str | None]] = {  # sizes, score_mod a
     "softcap": (WIDE, "softcap", "sliding"),
     "distances": (NARROW, "of_index", "causal"),
     "other head dims": (Sizes(1, 2, 1, 129, 150, 40, 72), "softcap", "causal"),
+    "D 96": (Sizes(1, 2, 1, 150, 140, 96, 96), None, "causal"),
+    "D 80 and 72": (Sizes(1, 2, 1, 129, 150, 80, 72), "softcap", None),
     "D 192": (Sizes(1, 2, 1, 150, 140, 192, 128), None, "causal"),
     "D 256": (Sizes(1, 1, 1, 150, 140, 256, 256), "softcap", "causal"),
 }
@@ -64,7 +66,7 @@ def test_equals_the_reference(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "documents", "softcap"])
+@pytest.mark.parametrize("name", ["plain", "documents", "softcap", "D 96"])
 def test_two_kernels_of_the_backward(name: str) -> None:
     sizes, score, mask = CASES[name]
     with deterministic():
@@ -72,7 +74,7 @@ def test_two_kernels_of_the_backward(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "causal", "by batch and head"])
+@pytest.mark.parametrize("name", ["plain", "causal", "by batch and head", "D 96"])
 def test_stripes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     choose_stripes(monkeypatch)
     sizes, score, mask = CASES[name]

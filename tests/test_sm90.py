@@ -130,7 +130,8 @@ GLUON = {
     ("softcap causal 128", "hopper_backward"): 460, ("alibi causal 128", "hopper_backward"): 250,
     ("document 128", "hopper_backward"): 420, ("document runs 128", "hopper_backward"): 210,
     ("causal 256", "hopper_backward_wide"): 100, ("ends 256", "hopper_backward_wide"): 130,
-    ("ends 128", "hopper_backward"): 200,
+    ("ends 128", "hopper_backward"): 200, ("ends 64", "hopper_backward"): 96,
+    ("causal 64", "hopper_backward"): 16, ("causal 96", "hopper_backward"): 56,  # between tiles of keys
     ("alibi causal 128", "hopper_dkdv"): 120, ("document runs 128", "hopper_dkdv"): 110,
 }  # fmt: skip
 ON_HOPPER = [w for w in (*WORKS, "document runs 128") if w not in ("relative 64", "document 128")]
@@ -147,11 +148,12 @@ QUICK_GLUON = [
     ("softcap causal 64", "hopper_dq"), ("softcap causal 64", "hopper_dkdv"),
 ]  # fmt: skip
 PAIRS = [(w, k) for w in PAIRED for k in ("hopper_dq", "hopper_dkdv")]
+PARTS = [("causal 96", "hopper_forward"), ("causal 96", "hopper_backward")]
 ENDS = [("ends 128", "hopper_backward"), ("ends 64", "hopper_backward"), ("ends 256", "hopper_backward_wide")]
 
 
 @pytest.mark.parametrize(
-    ("work", "kernel"), slow_unless(QUICK_GLUON.__contains__, [*FORWARDS, *BACKWARDS, *PAIRS, *ENDS])
+    ("work", "kernel"), slow_unless(QUICK_GLUON.__contains__, [*FORWARDS, *BACKWARDS, *PARTS, *PAIRS, *ENDS])
 )
 def test_gluon(work: str, kernel: str) -> None:
     made = sources(work, "HOPPER", deterministic=(work, kernel) in PAIRS)
