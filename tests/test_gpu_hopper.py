@@ -284,16 +284,20 @@ def test_keys_and_queries_that_no_block_reaches(pair: bool) -> None:
         assert (x[:, :, :384] == 0).all() and (x[:, :, 512:] == 0).all() and x[:, :, 384:512].any()
 
 
-@pytest.mark.parametrize("ascending", [True, False])
-def test_documents_by_their_runs(ascending: bool) -> None:
-    """If ids are sorted, the mask reads bounds of documents, not the id of each key. Otherwise it is as written."""
+@pytest.mark.parametrize(("ascending", "offset"), [(True, 0), (False, 0), (True, 200)])
+def test_documents_by_their_runs(ascending: bool, offset: int) -> None:
+    """If ids are sorted, the mask reads bounds of documents, not the id of each key. Otherwise it is as written.
+
+    A part of a sequence at an offset reads them too.
+    """
     q, k, v = (x.requires_grad_() for x in big(2, 4, 2, 1000, 128))
     cuts = torch.tensor([[0, 130, 131, 500, 999], [0, 1, 2, 640, 650]], device="cuda")
-    ids = (torch.arange(1000, device="cuda")[None, :, None] >= cuts[:, None, :]).sum(-1, dtype=torch.int32)
+    ids = (torch.arange(1000 + offset, device="cuda")[None, :, None] >= cuts[:, None, :]).sum(-1, dtype=torch.int32)
     ids = ids if ascending else ids % 4
     same = lambda b, h, q_idx, kv_idx: (ids[b, q_idx] == ids[b, kv_idx]) & (q_idx >= kv_idx)  # noqa: E731
-    mask = create_block_mask(same, 2, None, 1000, 1000, device="cuda")
+    mask = create_block_mask(mods.shifted(same, offset, offset), 2, None, 1000, 1000, device="cuda")
     assert len(mask.equal_runs()) == ascending
+    ids = ids[:, offset:]
     dense = (ids[:, :, None] == ids[:, None, :]).tril()[:, None]
     for backend in ("HOPPER", "TRITON"):
         out = flex_attention(q, k, v, None, mask, enable_gqa=True, kernel_options={"BACKEND": backend})
