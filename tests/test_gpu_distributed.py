@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 import socket
 import time
 from datetime import timedelta
@@ -101,12 +100,12 @@ def test_two_gpus_equal_one(dtype: torch.dtype, name: str, p: float) -> None:
     spawn(started, (free_port(), dtype, name, p), 2)
 
 
-TIMEOUT, LIMIT = 10, 100  # seconds
+TIMEOUT, LIMIT = 10, 120  # seconds
 
 
-def one_is_missing(rank: int, port: int, how: str) -> None:
+def other_is_late(rank: int, port: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump of a process with a GPU takes a minute
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump of a process with a GPU takes long
     torch.cuda.set_device(rank)
     device, timeout = torch.device("cuda", rank), timedelta(seconds=TIMEOUT)
     dist.init_process_group("nccl", rank=rank, world_size=2, device_id=device, timeout=timeout)
@@ -116,8 +115,6 @@ def one_is_missing(rank: int, port: int, how: str) -> None:
     flex_attention(q, k, v, enable_gqa=True, plan=plan)
     torch.cuda.synchronize()
     if rank == 1:
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(LIMIT)
         return
     flex_attention(q, k, v, enable_gqa=True, plan=plan)
@@ -125,19 +122,15 @@ def one_is_missing(rank: int, port: int, how: str) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("how", ["killed", "late"])
-def test_a_missing_rank_ends_the_others(how: str) -> None:
-    """NCCL ends a process whose collective exceeds the timeout of its group. Nothing of ours waits longer."""
-    started: Any = spawn(one_is_missing, (free_port(), how), 2, join=False)
-    waits, other = started.processes
-    while waits.is_alive() and (how == "late" or other.is_alive()):
+def test_a_late_rank_ends_the_other() -> None:
+    """NCCL ends a process whose collective exceeds its timeout, here within 50 s more. Nothing of ours waits."""
+    started: Any = spawn(other_is_late, (free_port(),), 2, join=False)
+    waits, late = started.processes
+    while waits.is_alive() and late.is_alive():
         time.sleep(0.1)
-        assert not (how == "late" and not other.is_alive()), "it waited as long as the other rank slept"
-    began = time.monotonic()
-    waits.join(LIMIT)
-    print(f"{how}: ended {time.monotonic() - began:.0f} s later with exit code {waits.exitcode}")
-    other.kill()
-    assert waits.exitcode not in (None, 0)
+    assert late.is_alive(), "it waited as long as the other rank slept"
+    assert waits.exitcode != 0
+    late.kill()
 
 
 def free_port() -> int:
