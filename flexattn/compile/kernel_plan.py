@@ -291,9 +291,11 @@ class KernelPlan:
 
         Time relative to the order without, D 64: full 0.90 to 0.96, causal 0.92 to 0.98, grouped heads 0.92, documents
         1.00. With a score_mod it spills: softcap 1.08, ALiBi 1.01. With bits it takes 1.00, or 1.05 if the words are
-        loaded ahead too, at D 96 1.05, and at 128 the registers do not suffice.
+        loaded ahead too, at D 96 1.05, and at 128 the registers do not suffice. With stripes it spills 220 bytes, and
+        was not measured.
         """
-        return self.adds_dq and self.widths == (64, 64) and self.score is None and "bits" not in self.features
+        plain = self.score is None and "bits" not in self.features and not self.spec.owns_dq
+        return self.adds_dq and self.widths == (64, 64) and plain
 
     @property
     def scales_gradient(self) -> bool:

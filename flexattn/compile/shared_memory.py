@@ -365,7 +365,7 @@ def hopper_keys_bytes(plan: KernelPlan) -> int:
     rows = (ring.queries + ring.gradients) * t.BLOCK_M * 4
     tiles = t.BLOCK_N * (D + Dv) + t.BLOCK_M * (D * ring.queries + Dv * ring.gradients)
     for_dq = (ring.ds * size + ring.dq) * 128 * t.BLOCK_M
-    return tiles * size + rows + (for_dq if plan.adds_dq else 0) + 1280
+    return tiles * size + rows + (for_dq if plan.adds_dq else 0) + 1536
 
 
 def dq_rows_bytes(plan: KernelPlan) -> int:
