@@ -197,6 +197,8 @@ def test_latent_keys() -> None:
         assert 0.95 * shared_bytes(made.plans[0]) <= found.shared_bytes <= shared_bytes(made.plans[0])
     apart = explain(q, k, k[..., :512].clone(), enable_gqa=True, target="sm_90")
     assert apart.plans[0].spec.name == "forward_split" and "first 512 of 576 columns" in str(apart)
+    other = explain(q[..., :64], k[..., :64], k[..., :64], enable_gqa=True, target="sm_90")
+    assert other.plans[0].spec.name == "forward_split" and "first 512" not in str(other), "it is the best form"
 
 
 @pytest.mark.parametrize(("M", "page"), slow_unless(lambda x: x == (1, 0), [(1, 0), (16, 0), (1, 16), (16, 128)]))

@@ -98,7 +98,7 @@ class HopperForm:
     tiles: dict[tuple[int, int], Tile]
     refusals: tuple[RejectionRule, ...]
     half_tiles: dict[tuple[int, int], Tile] = field(default_factory=dict)  # that skip empty halves of mask blocks
-    others_are_portable: bool = False  # with head dims that do not fit, the portable kernel is the best form
+    only: tuple[int, int] | None = None  # the only head dims for which the portable kernel is not the best form
 
     def fits(self, plan: KernelPlan) -> bool:
         """Whether it has a tile for the head dims of a plan."""
@@ -143,7 +143,7 @@ def _refusal_of_tables(plan: KernelPlan, problem: Problem) -> str | None:
 
 
 def _refusal_of_latent(plan: KernelPlan, problem: Problem) -> str | None:
-    if (plan.D, plan.Dv) != (576, 512) or "values_in_keys" not in plan.features:
+    if "values_in_keys" not in plan.features:
         return "value is not the first 512 of 576 columns of key"
     has_mods = plan.score is not None or plan.mask is not None or plan.blocks is not None
     return "its kernel supports no score_mod and no mask" if has_mods else None
@@ -155,9 +155,7 @@ FORMS: dict[KernelSpec, HopperForm] = {
     # CAPTURES, SIZES and BATCH_CAPTURES are listed only so that their reason is reported: they run only if captured
     # tensors require gradients, which this form rejects.
     **dict.fromkeys((DQ, CAPTURES, SIZES, BATCH_CAPTURES), _DQ),
-    FORWARD_SPLIT: HopperForm(
-        HOPPER_LATENT, LATENT_TILES, (_refusal_of_scale, _refusal_of_latent), others_are_portable=True
-    ),
+    FORWARD_SPLIT: HopperForm(HOPPER_LATENT, LATENT_TILES, (_refusal_of_scale, _refusal_of_latent), only=(576, 512)),
     DKDV: HopperForm(HOPPER_DKDV, BACKWARD_TILES, (_refusal_of_tables,), BACKWARD_TILES),
 }
 _FUSED = HopperForm(HOPPER_BACKWARD, BACKWARD_TILES, (_refusal_of_captures, _refusal_of_order), BACKWARD_TILES)
