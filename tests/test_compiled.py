@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -241,6 +242,16 @@ def test_mask_with_a_number(numbers):
         return create_block_mask(lambda b, h, i, j: (i - j).abs() <= n, None, None, T, T, BLOCK_SIZE=32, device="cpu")
 
     assert compilations(masked, [((*x, window(n)), x) for n in numbers for x in [qkv(n)]]) == [1, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [mods.sliding_window(np.int64(5)), mods.shifted(mods.causal, np.int32(3)), mods.band(np.int64(2), np.int8(1))],
+)
+def test_ready_masks_of_numpy_numbers(mod):
+    """Dynamo makes tensors of numpy's numbers. Factories take them as ints."""
+    mask, x = create_block_mask(mod, None, None, T, T, BLOCK_SIZE=32, device="cpu"), qkv(0)
+    assert compilations(masked, [((*x, mask), x)]) == [1]
 
 
 @pytest.mark.parametrize(

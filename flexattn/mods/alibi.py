@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexattn.mods.arguments import check_int, check_tensor
+from flexattn.mods.arguments import check_tensor, checked_int
 from flexattn.mods.kinds import ScoreMod, named
 
 
@@ -26,7 +26,7 @@ def alibi(slopes: int | Tensor) -> ScoreMod:
         return named(mod, "alibi")
 
     heads = slopes
-    check_int("slopes", heads, 1, "Pass the number of query heads, or a tensor of slopes.")
+    heads = checked_int("slopes", heads, 1, "Pass the number of query heads, or a tensor of slopes.")
 
     def standard(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + torch.exp2(-8.0 * (h + 1) / heads) * (kv_idx - q_idx)

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from numbers import Integral
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from flexattn.errors import ArgumentError, DtypeError, message
 
+Number = TypeVar("Number")
 
-def check_int(argument: str, value: object, least: int, fix: str) -> None:
-    """Check a whole number. The value of a 0-d tensor is not read."""
+
+def checked_int(argument: str, value: Number, least: int, fix: str) -> Number:
+    """Return a whole number, that of numpy as an int: torch.compile would make a tensor of it. Raise if it is none.
+
+    The value of a 0-d tensor is not read.
+    """
     if isinstance(value, Tensor) and value.dim() == 0 and not value.is_floating_point():
-        return
+        return value
     expected = f"an int from {least} on"
     if isinstance(value, bool) or not isinstance(value, (int, Integral, torch.SymInt)):
         found = repr(value) if isinstance(value, (bool, float, str)) else described(value)
         raise DtypeError(message(argument, found, expected, fix))
     if value < least:  # type: ignore[operator]
         raise ArgumentError(message(argument, value, expected, fix))
+    return value if isinstance(value, (int, torch.SymInt)) else int(value)  # type: ignore[return-value]
 
 
 def check_tensor(argument: str, value: object, shape: str, fix: str, *, integers: bool = False) -> None:

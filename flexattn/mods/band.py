@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flexattn.mods.arguments import check_int
+from flexattn.mods.arguments import checked_int
 from flexattn.mods.combine import noop_mask
 from flexattn.mods.kinds import MaskMod, named
 
@@ -19,8 +19,8 @@ def band(left: int, right: int) -> MaskMod:
     >>> band(1, 0)(i, i, i[:, None], i).int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
     """
-    check_int("left", left, -1, "-1 means all keys before the query.")
-    check_int("right", right, -1, "-1 means all keys after the query.")
+    left = checked_int("left", left, -1, "-1 means all keys before the query.")
+    right = checked_int("right", right, -1, "-1 means all keys after the query.")
 
     def before(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return q_idx - kv_idx <= left

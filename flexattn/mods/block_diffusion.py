@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flexattn.mods.arguments import check_int
+from flexattn.mods.arguments import checked_int
 from flexattn.mods.kinds import MaskMod, named
 
 
@@ -19,8 +19,8 @@ def block_diffusion(length: int, block: int) -> MaskMod:
     >>> block_diffusion(2, 1)(i, i, i[:, None], i).int().tolist()
     [[1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     """
-    check_int("length", length, 1, "It is the length of one of the two copies.")
-    check_int("block", block, 1, "It is the number of tokens of a block.")
+    length = checked_int("length", length, 1, "It is the length of one of the two copies.")
+    block = checked_int("block", block, 1, "It is the number of tokens of a block.")
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         q_clean, kv_clean = q_idx >= length, kv_idx >= length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flexattn.mods.arguments import check_int
+from flexattn.mods.arguments import checked_int
 from flexattn.mods.kinds import MaskMod, named
 
 
@@ -16,8 +16,8 @@ def dilated(window: int, dilation: int) -> MaskMod:
     >>> dilated(2, 2)(i, i, i[:, None], i).int().tolist()
     [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [1, 0, 1, 0, 0], [0, 1, 0, 1, 0], [0, 0, 1, 0, 1]]
     """
-    check_int("window", window, 1, "It counts keys, with the query's own.")
-    check_int("dilation", dilation, 1, "1 is a window without gaps.")
+    window = checked_int("window", window, 1, "It counts keys, with the query's own.")
+    dilation = checked_int("dilation", dilation, 1, "1 is a window without gaps.")
     reach = window * dilation
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flexattn.mods.arguments import check_int, check_tensor
+from flexattn.mods.arguments import check_tensor, checked_int
 from flexattn.mods.kinds import MaskMod, named
 
 
@@ -25,7 +25,7 @@ def global_tokens(tokens: int | Tensor) -> MaskMod:
 
         return named(marked, "global_tokens")
 
-    check_int("tokens", tokens, 0, "It is the number of the first tokens.")
+    tokens = checked_int("tokens", tokens, 0, "It is the number of the first tokens.")
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx < tokens) | (kv_idx < tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flexattn.mods.arguments import check_int, check_tensor
+from flexattn.mods.arguments import check_tensor, checked_int
 from flexattn.mods.kinds import MaskMod, named
 
 
@@ -24,7 +24,7 @@ def prefix_lm(prefix: int | Tensor) -> MaskMod:
 
         return named(ragged, "prefix_lm")
 
-    check_int("prefix", prefix, 0, "0 is causal.")
+    prefix = checked_int("prefix", prefix, 0, "0 is causal.")
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (kv_idx < prefix) | (q_idx >= kv_idx)

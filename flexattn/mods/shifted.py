@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from flexattn.mods.kinds import MaskMod, is_score_mod, named
@@ -25,6 +26,8 @@ def shifted(mod: Callable[..., Any], q_offset: int | Tensor = 0, kv_offset: int 
     (0, 4, 4)
     """
 
+    q_offset, kv_offset = _offset(q_offset), _offset(kv_offset)
+
     def score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return mod(score, b, h, _moved(q_idx, q_offset, b), _moved(kv_idx, kv_offset, b))
 
@@ -34,6 +37,8 @@ def shifted(mod: Callable[..., Any], q_offset: int | Tensor = 0, kv_offset: int 
 def shifted_mask(mod: Callable[..., Any], q_offset: int | Tensor = 0, kv_offset: int | Tensor = 0) -> MaskMod:
     """Return `shifted` of a mask_mod. Unlike `shifted`, torch.compile can trace it."""
 
+    q_offset, kv_offset = _offset(q_offset), _offset(kv_offset)
+
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return mod(b, h, _moved(q_idx, q_offset, b), _moved(kv_idx, kv_offset, b))
 
@@ -42,6 +47,11 @@ def shifted_mask(mod: Callable[..., Any], q_offset: int | Tensor = 0, kv_offset:
 
 def _name(mod: Callable[..., Any]) -> str:
     return f"shifted_{getattr(mod, '__name__', 'mod')}"
+
+
+def _offset(by: int | Tensor) -> int | Tensor:
+    """Return an offset, that of numpy as an int: torch.compile would make a tensor of it."""
+    return int(by) if isinstance(by, np.integer) else by
 
 
 def _moved(index: Tensor, by: int | Tensor, b: Tensor) -> Tensor:

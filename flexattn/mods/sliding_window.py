@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flexattn.mods.arguments import check_int
+from flexattn.mods.arguments import checked_int
 from flexattn.mods.kinds import MaskMod, named
 
 
@@ -16,7 +16,7 @@ def sliding_window(window: int, causal: bool = True) -> MaskMod:
     >>> sliding_window(2)(i, i, i[:, None], i).int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
     """
-    check_int("window", window, 1, "For all keys write mods.band(-1, 0), or leave the mask out.")
+    window = checked_int("window", window, 1, "For all keys write mods.band(-1, 0), or leave the mask out.")
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx >= kv_idx) & (q_idx - kv_idx < window)

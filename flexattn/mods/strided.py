@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flexattn.mods.arguments import check_int
+from flexattn.mods.arguments import checked_int
 from flexattn.mods.kinds import MaskMod, named
 
 
@@ -16,7 +16,7 @@ def strided(stride: int) -> MaskMod:
     >>> strided(2)(i, i, i[:, None], i).int().tolist()
     [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 1, 1, 1, 0], [1, 0, 1, 1, 1]]
     """
-    check_int("stride", stride, 1, "1 attends to every key before the query.")
+    stride = checked_int("stride", stride, 1, "1 attends to every key before the query.")
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         distance = q_idx - kv_idx

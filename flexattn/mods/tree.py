@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import ArgumentError, message
-from flexattn.mods.arguments import check_int, check_tensor
+from flexattn.mods.arguments import check_tensor, checked_int
 from flexattn.mods.kinds import MaskMod, named
 
 
@@ -22,7 +22,7 @@ def tree(parents: Tensor, prefix: int = 0) -> MaskMod:
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     """
     check_tensor("parents", parents, "[nodes]", "Give the parent of each node, -1 for a root.", integers=True)
-    check_int("prefix", prefix, 0, "It is the number of keys before those of the nodes.")
+    prefix = checked_int("prefix", prefix, 0, "It is the number of keys before those of the nodes.")
     ancestors = ancestor_bits(parents)
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
