@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.multiprocessing.spawn import spawn
@@ -624,6 +625,8 @@ def wrong_calls(rank: int, ranks: int) -> None:
     partial = [DTensor.from_local(torch.randn(1, 2, 64, 8), mesh, (Partial(),)) for _ in range(3)]
     with pytest.raises(ArgumentError, match="query: found placements"):
         flex_attention(*partial)
+    with pytest.raises(UnsupportedError, match="plan: found forward mode"), forward_ad.dual_level():
+        flex_attention(*(plan.shard(x, 2) for x in (q, k, v)), enable_gqa=True, plan=plan)
     ids = IDS.clone()
     stale = create_cp_plan(mods.document(ids), None, None, S, S, mesh)
     ids[5] = 9

@@ -29,6 +29,7 @@ from flexattn.distributed.plan import ContextPlan, Scheme
 from flexattn.distributed.ring import attend_ring
 from flexattn.errors import ArgumentError, DtypeError, UnsupportedError, message
 from flexattn.mods.at_heads import at_heads
+from flexattn.torch_state.transforms import is_transforming
 from flexattn.torch_state.uncompiled import uncompiled
 
 _MOST_GATHERED = 2**32  # bytes of keys and values that a rank keeps for its backward; beyond, they are sent again
@@ -120,6 +121,9 @@ def _of_local(
             raise ArgumentError(message(name, found, f"[B, H, {local}, D], the tokens of rank {plan.rank}", fix))
         if x.dtype != query.dtype:
             raise DtypeError(message(name, str(x.dtype), f"the dtype of query, {query.dtype}", f"Cast {name}."))
+    if is_transforming():
+        fix = "Compute gradients by backward or torch.autograd.grad."
+        raise UnsupportedError(message("plan", "forward mode, or a transform of torch.func", "neither", fix))
     q, k, v = (x for x in autocast(query, key, value) if isinstance(x, Tensor))
     scheme = scheme_of(plan, q, k, v)
     check_agreement(plan)
