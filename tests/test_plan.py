@@ -10,6 +10,7 @@ import torch
 from expecttest import TestCase
 
 from flexattn import create_block_mask, explain, mods
+from flexattn.compile import hopper
 from flexattn.compile.head_dims import split_head_dim
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.kernels import DELTA, DKDV, DQ, FORWARD, FORWARD_SPLIT
@@ -95,6 +96,13 @@ def test_plans_step_down_until_they_fit(kilobytes: int, dtype: torch.dtype):
             larger = [p for p in smaller_tiles(wanted) if shared_bytes(p) > target.shared_memory]
             assert plan == wanted or larger, "nothing is given up without need"
             assert plan.tile.partial_m <= plan.tile.BLOCK_M
+
+
+def test_hopper_kernels_have_a_tile_for_each_of_their_widths():
+    fused = (hopper._FUSED, hopper._FUSED_STRIPES, hopper._FUSED_WIDE)
+    for form in (*hopper.FORMS.values(), *fused):
+        assert tuple(form.tiles) == form.spec.widths
+        assert set(form.half_tiles) <= set(form.spec.widths)
 
 
 def test_smaller_tiles_only_become_smaller():

@@ -98,7 +98,9 @@ class HopperForm:
     tiles: dict[tuple[int, int], Tile]
     refusals: tuple[RejectionRule, ...]
     half_tiles: dict[tuple[int, int], Tile] = field(default_factory=dict)  # that skip empty halves of mask blocks
-    only: tuple[int, int] | None = None  # the only head dims for which the portable kernel is not the best form
+    others_are_portable: bool = (
+        False  # for other head dims than the keys of `tiles`, the portable kernel is the best form
+    )
 
     def fits(self, plan: KernelPlan) -> bool:
         """Whether it has a tile for the head dims of a plan."""
@@ -155,7 +157,9 @@ FORMS: dict[KernelSpec, HopperForm] = {
     # CAPTURES, SIZES and BATCH_CAPTURES are listed only so that their reason is reported: they run only if captured
     # tensors require gradients, which this form rejects.
     **dict.fromkeys((DQ, CAPTURES, SIZES, BATCH_CAPTURES), _DQ),
-    FORWARD_SPLIT: HopperForm(HOPPER_LATENT, LATENT_TILES, (_refusal_of_scale, _refusal_of_latent), only=(576, 512)),
+    FORWARD_SPLIT: HopperForm(
+        HOPPER_LATENT, LATENT_TILES, (_refusal_of_scale, _refusal_of_latent), others_are_portable=True
+    ),
     DKDV: HopperForm(HOPPER_DKDV, BACKWARD_TILES, (_refusal_of_tables,), BACKWARD_TILES),
 }
 _FUSED = HopperForm(HOPPER_BACKWARD, BACKWARD_TILES, (_refusal_of_captures, _refusal_of_order), BACKWARD_TILES)

@@ -175,7 +175,7 @@ def plan_best_form(
         assert isinstance(fused, KernelPlan), fused
         return fused, None
     plan = plan_kernel(spec, problem, target, tensors, arrays)
-    if spec not in FORMS or (FORMS[spec].only and (plan.D, plan.Dv) != FORMS[spec].only):
+    if spec not in FORMS or (FORMS[spec].others_are_portable and (plan.D, plan.Dv) not in FORMS[spec].tiles):
         return plan, None
     form = hopper_form(plan, problem, tensors)
     if isinstance(form, KernelPlan):

@@ -141,6 +141,8 @@ def _start(group: Any, message: Tensor, sent: Sequence[int], arriving: Tensor, r
 
 
 def _copy(copies: Sequence[Copy], sources: Pair, targets: Pair) -> None:
+    if not copies:
+        return
     for x, y in zip(sources, targets, strict=True):
         if _is_aligned(x) and _is_aligned(y):
             # As elements of 16 bytes: PyTorch copies strided rows one element at a time.

@@ -43,23 +43,29 @@ def captures_compared(graph: ModGraph) -> tuple[int, ...]:
     return tuple(sorted({capture for capture, *_ in _comparisons(graph)}))
 
 
-def usable(
-    runs: tuple[EqualRuns, ...], bound: BoundMod, extents: tuple[int, int, int, int]
-) -> tuple[EqualRuns, ...]:  # fmt: skip
+def usable(runs: tuple[EqualRuns, ...], bound: BoundMod, extents: tuple[int, int, int, int]) -> tuple[EqualRuns, ...]:
     """Return the runs of tensors whose compared indices are never negative, given the extents of b, h, q_idx, kv_idx.
 
     A negative index counts from the end of the tensor. Places in runs do not.
     """
     if not runs:
         return runs
-    ranges = index_ranges(bound.graph, bound.numbers, extents)
-    moved = {
+    negative = _maybe_negative(bound.graph, bound.numbers, extents)
+    return tuple([r for r in runs if r.capture not in negative])
+
+
+@lru_cache(512)
+def _maybe_negative(
+    graph: ModGraph, numbers: tuple[int | float, ...], extents: tuple[int, int, int, int]
+) -> frozenset[int]:
+    """Return the captures of which a compared index may be negative."""
+    ranges = index_ranges(graph, numbers, extents)
+    return frozenset(
         capture
-        for capture, _, *indices in _comparisons(bound.graph)
+        for capture, _, *indices in _comparisons(graph)
         for between in (ranges[i] for i in indices)
         if between is None or between[0] < 0
-    }
-    return tuple([r for r in runs if r.capture not in moved])
+    )
 
 
 def with_runs(bound: BoundMod, runs: tuple[EqualRuns, ...], by_key: bool) -> BoundMod:

@@ -25,8 +25,7 @@ def alibi(slopes: int | Tensor) -> ScoreMod:
 
         return named(mod, "alibi")
 
-    heads = slopes
-    heads = checked_int("slopes", heads, 1, "Pass the number of query heads, or a tensor of slopes.")
+    heads = checked_int("slopes", slopes, 1, "Pass the number of query heads, or a tensor of slopes.")
 
     def standard(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + torch.exp2(-8.0 * (h + 1) / heads) * (kv_idx - q_idx)
