@@ -2,8 +2,8 @@
 
 `python -m benchmarks.context_parallel --ranks 2 --json results.json`
 
-Each rank first computes the whole sequence alone. Times are device times of a rank from a barrier on, after a pause
-of the GPU in which the host launches the kernels: in a training step, it runs ahead too. A run takes as long as its
+Each rank first computes the whole sequence alone. Times are device times of a rank from a barrier of the GPUs on, after
+a pause in which the host launches the kernels: in a training step, it runs ahead too. A run takes as long as its
 slowest rank. The efficiency is the time of one GPU over the number of ranks times the time of the run.
 """
 
@@ -51,12 +51,13 @@ def pairs_of(mask_mod: Callable[..., Any], length: int, device: torch.device) ->
 
 def timed(run: Callable[[], object], rounds: int, mesh: Any) -> list[float]:
     """Return milliseconds of each round."""
-    found = []
+    found, started = [], torch.zeros(1, device="cuda")
     for turn in range(rounds + 2):
         dist.barrier(mesh.get_group())
         torch.cuda.synchronize()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(PAUSE)
+        dist.all_reduce(started, group=mesh.get_group())  # pauses differ by 0.2 ms, because clocks do
         begin.record()
         run()
         end.record()

@@ -297,8 +297,8 @@ def test_documents_by_their_runs(ascending: bool, offset: int) -> None:
     same = lambda b, h, q_idx, kv_idx: (ids[b, q_idx] == ids[b, kv_idx]) & (q_idx >= kv_idx)  # noqa: E731
     mask = create_block_mask(mods.shifted(same, offset, offset), 2, None, 1000, 1000, device="cuda")
     assert len(mask.equal_runs()) == ascending
-    ids = ids[:, offset:]
-    dense = (ids[:, :, None] == ids[:, None, :]).tril()[:, None]
+    own = ids[:, offset:]
+    dense = (own[:, :, None] == own[:, None, :]).tril()[:, None]
     for backend in ("HOPPER", "TRITON"):
         out = flex_attention(q, k, v, None, mask, enable_gqa=True, kernel_options={"BACKEND": backend})
         grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
