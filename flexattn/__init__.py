@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from flexattn.process.collector import paused
 
 with paused():
+    from flexattn import layout as layout
     from flexattn import mods as mods
     from flexattn.api import AuxOutput as AuxOutput
     from flexattn.api import AuxRequest as AuxRequest
@@ -32,7 +33,6 @@ with paused():
 
 if TYPE_CHECKING:
     from flexattn import distributed as distributed
-    from flexattn import layout as layout
     from flexattn import reference as reference
     from flexattn import sdpa as sdpa
     from flexattn.debugging import DebugTable as DebugTable
@@ -103,7 +103,7 @@ __all__ = [
 ]
 
 # Names that no call of flex_attention needs. The module of each is imported when the name is first used. No module of
-# this package is called like one of them, except `layout`, `reference` and `sdpa`, which are modules.
+# this package is called like one of them, except `distributed`, `reference` and `sdpa`, which are modules.
 _ON_FIRST_USE = {
     "DebugTable": "flexattn.debugging",
     "Explanation": "flexattn.explanation",
@@ -117,7 +117,6 @@ _ON_FIRST_USE = {
     "distributed": "flexattn.distributed",
     "explain": "flexattn.explanation",
     "install_as_torch_flex": "flexattn.integrations.torch_flex",
-    "layout": "flexattn.layout",
     "merge_attention": "flexattn.merge",
     "precompile": "flexattn.precompiling",
     "profile": "flexattn.profiling",

@@ -16,6 +16,7 @@ from flexattn.call.call import Call, Mod
 from flexattn.call.layout import KVLayout, LayoutArguments
 from flexattn.call.pose import pose
 from flexattn.call.problem import Problem
+from flexattn.call.tiles import reads_tiles
 from flexattn.call.unknown_arguments import unknown_arguments
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.kernel_source import KernelSource
@@ -67,7 +68,7 @@ class Explanation:
     batch_invariant: bool = False  # kernel_options["BATCH_INVARIANT"]
     bits: str | None = None  # of the partial blocks, or why there are none; only for Hopper GPUs
     call: str | None = None  # the shapes and dtype of a call
-    blocks_note: str | None = None  # which blocks of the mask are read, if they are not those of its BLOCK_SIZE
+    blocks_note: str | None = None  # which blocks of the mask are read, and the order of tokens, if not its own
 
     def __str__(self) -> str:
         """Return a summary: facts, the mask and a line for each kernel."""
@@ -372,14 +373,28 @@ def _reading_blocks(call: Call) -> Call:
     """Return the call with the mask in the blocks that it reads, as flex_attention passes it on."""
     if not isinstance(call.block_mask, BlockMask) or not isinstance(call.query, Tensor) or call.layout is not None:
         return call
-    return replace(call, block_mask=blocks_read(call.block_mask, call.query, call.kernel_options))
+    mask = blocks_read(call.block_mask, call.query, call.kernel_options)
+    if mask._in_tiles is not None and reads_tiles(
+        mask, call.query, call.key, call.value, call.score_mod, call.dropout_p, call.kernel_options
+    ):
+        mask = mask._in_tiles[1]
+    return replace(call, block_mask=mask)
 
 
 def _blocks_note(given: Any, read: Any) -> str | None:
-    """Return which blocks of a mask are read, if they are not those of its BLOCK_SIZE."""
-    if not isinstance(given, BlockMask) or given.BLOCK_SIZE == read.BLOCK_SIZE:
+    """Return which blocks of a mask are read, and in which order of tokens, if these are not those of the mask."""
+    if not isinstance(given, BlockMask) or given is read:
         return None
-    return f"Hopper kernels read blocks of {read.BLOCK_SIZE} instead of the mask's BLOCK_SIZE, {given.BLOCK_SIZE}."
+    notes = []
+    if given.BLOCK_SIZE != read.BLOCK_SIZE:
+        notes.append(
+            f"Hopper kernels read blocks of {read.BLOCK_SIZE} instead of the mask's BLOCK_SIZE, {given.BLOCK_SIZE}."
+        )
+    for mask in (given, given._for_hopper):
+        if mask is not None and mask._in_tiles is not None and mask._in_tiles[1] is read:
+            shape, tile = (" x ".join(map(str, sizes)) for sizes in (mask._in_tiles[0].shape, mask._in_tiles[0].tile))
+            notes.append(f"The tokens of a {shape} grid are copied into tiles of {tile}, and the results back.")
+    return " ".join(notes) or None
 
 
 def _shapes(call: Call) -> str:

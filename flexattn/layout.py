@@ -83,15 +83,41 @@ class TiledGrid:
         """Return the row-major position of each token in this order, int64 [tokens]."""
         return self.row_major(torch.arange(self.tokens, device=device))
 
+    @property
+    def has_whole_tiles(self) -> bool:
+        """Whether all tiles have the same shape."""
+        return all(n % tile == 0 for n, tile in zip(self.shape, self.tile, strict=True))
+
     def permute(self, x: Tensor, dim: int = -2) -> Tensor:
         """Return a tensor with tokens along `dim` in row-major order in this order."""
         self._check_tokens(x, dim)
-        return x.index_select(dim, self.order(x.device))
+        if not self.has_whole_tiles:
+            return x.index_select(dim, self.order(x.device))
+        dim = dim % x.dim()
+        return self.tiles_of_row_major(x, dim).flatten(dim, dim + 2 * len(self.shape) - 1)
 
     def restore(self, x: Tensor, dim: int = -2) -> Tensor:
         """Return a tensor with tokens along `dim` in this order in row-major order."""
         self._check_tokens(x, dim)
-        return x.index_select(dim, self.order(x.device).argsort())
+        if not self.has_whole_tiles:
+            return x.index_select(dim, self.order(x.device).argsort())
+        dim, n = dim % x.dim(), len(self.shape)
+        pairs = [axis for i in range(n) for axis in (dim + i, dim + n + i)]
+        return _moved(self.tiles_in_order(x, dim), dim, pairs).flatten(dim, dim + 2 * n - 1)
+
+    def tiles_of_row_major(self, x: Tensor, dim: int) -> Tensor:
+        """Return a view of a tensor in row-major order: instead of `dim`, the dims of tiles, then those within a tile.
+
+        All tiles must have the same shape, and `dim` is not negative.
+        """
+        n = len(self.shape)
+        sizes = [size for whole, tile in zip(self.shape, self.tile, strict=True) for size in (whole // tile, tile)]
+        return _moved(x.unflatten(dim, sizes), dim, [*range(dim, dim + 2 * n, 2), *range(dim + 1, dim + 2 * n, 2)])
+
+    def tiles_in_order(self, x: Tensor, dim: int) -> Tensor:
+        """Return the same view of a tensor in this order."""
+        counts = [whole // tile for whole, tile in zip(self.shape, self.tile, strict=True)]
+        return x.unflatten(dim, (*counts, *self.tile))
 
     def _check_tokens(self, x: Tensor, dim: int) -> None:
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.tokens:
@@ -109,6 +135,11 @@ class TiledGrid:
 
         name = f"{getattr(mod, '__name__', 'mod')}_in_tiles"
         return named(score, name) if is_score_mod(mod) else named(mask, name)
+
+
+def _moved(x: Tensor, dim: int, axes: list[int]) -> Tensor:
+    """Return a view with these axes from `dim` on."""
+    return x.permute(*range(dim), *axes, *range(dim + len(axes), x.dim()))
 
 
 def _at_most(n: Any, most: int) -> Any:

@@ -26,8 +26,9 @@ def reference_bits(mask: BlockMask) -> MaskBits:
     partial, full = dense_blocks(mask)
     by_query, by_key = _of_direction(dense, partial), _of_direction(dense.mT, partial.mT)
     needs = by_query.halves[:-1] & 3
-    sparse = is_sparse(int((needs % 2 + needs // 2).sum()), len(needs) // 2, int(full.sum()))
-    return MaskBits(by_query, by_key, lengths, sparse)
+    quarters, blocks, count = int((needs % 2 + needs // 2).sum()), len(needs) // 2, int(full.sum())
+    sparse = is_sparse(quarters, blocks, count)
+    return MaskBits(by_query, by_key, lengths, sparse, 4 * count + (quarters if sparse else 4 * blocks))
 
 
 def _of_direction(dense: Tensor, partial: Tensor) -> PairBits:
@@ -51,7 +52,9 @@ def _of_direction(dense: Tensor, partial: Tensor) -> PairBits:
 def assert_same_bits(bits: MaskBits, mask: BlockMask) -> None:
     """Check the bits of a mask. Heads that share their blocks may share their words."""
     partial, _ = dense_blocks(mask)
-    for found, expected, blocks in zip(bits[:2], reference_bits(mask)[:2], (partial, partial.mT), strict=True):
+    reference = reference_bits(mask)
+    assert bits.computed == reference.computed
+    for found, expected, blocks in zip(bits[:2], reference[:2], (partial, partial.mT), strict=True):
         counts = blocks.sum(-1).flatten().tolist()
         assert found.first.dtype == torch.int32
         assert len(found.first) == len(counts)

@@ -12,9 +12,11 @@ from mask_bits import RESULTS, assert_as_accurate, assert_same_bits, gradients_o
 from torch import Tensor
 
 from flexattn import AuxRequest, BlockMask, create_block_mask, explain, flex_attention, mods
+from flexattn.call import tiles as call_tiles
 from flexattn.errors import MutationError
 from flexattn.layout import TiledGrid
 from flexattn.mask_build import cache as mask_cache
+from flexattn.mask_build import tiles as build_tiles
 from flexattn.process.config import settings
 
 is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -202,6 +204,53 @@ def test_with_alibi(dtype: torch.dtype) -> None:
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
     assert_as_accurate(found, expected, oracle_of(inputs, score_mod, mask.mask_mod))
+
+
+def row_major(mask: BlockMask) -> BlockMask:
+    plain = copy.copy(mask)
+    plain._in_tiles = None
+    return plain
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("mod", "sizes"),
+    [
+        (mods.natten_2d(64, 64, 13), (1, 4, 4, 4096, 64)),
+        (mods.natten_2d(64, 40, 13), (2, 4, 2, 2560, 128)),
+        (mods.natten_3d(16, 16, 16, 5), (2, 2, 2, 4096, 40)),
+        (lambda b, h, q, kv: ((q // 48 - kv // 48).abs() <= 9) & (q % 48 >= kv % 48), (1, 2, 2, 3072, 96)),
+    ],
+)
+def test_grids_in_the_order_of_tiles(
+    mod: Mod, sizes: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_tiles, "_LEAST_SAVED", -(2**30))
+    monkeypatch.setattr(call_tiles, "_LEAST_BLOCKS", 0)
+    B, Hq, Hkv, N, D = sizes
+    mask = create_block_mask(mod, None, None, N, N, device="cuda")
+    assert mask._in_tiles is not None
+    assert_same_bits(mask._in_tiles[1].bits, mask._in_tiles[1])
+    inputs = tensors(B, Hq, Hkv, N, N, D, dtype)
+    note = explain(*inputs, block_mask=mask, enable_gqa=True).blocks_note
+    assert note is not None and "are copied into tiles" in note
+    found, expected = run(inputs, mask), run(inputs, row_major(mask))
+    for x, y, exact in zip(found, expected, oracle_of(inputs, None, mask.mask_mod), strict=True):
+        assert (x.double() - exact).norm() <= 1.02 * (y.double() - exact).norm()  # rows are summed in another order
+    compiled: Any = torch.compile(flex_attention, fullgraph=True)
+    out = compiled(*inputs, block_mask=mask, enable_gqa=True)
+    assert torch.equal(out, found[0])
+
+
+def test_when_grids_are_computed_in_the_order_of_tiles() -> None:
+    """If it saves enough blocks, and the call is not small."""
+    window = create_block_mask(mods.natten_2d(128, 128, 13), None, None, 16384, 16384, device="cuda")
+    small = create_block_mask(mods.natten_2d(128, 128, 7), None, None, 16384, 16384, device="cuda")
+    assert window._in_tiles is not None and window._in_tiles[0] == TiledGrid((128, 128), (16, 8))
+    assert small._in_tiles is None
+    x = torch.zeros(1, 16, 16384, 64, device="cuda", dtype=torch.bfloat16)
+    assert explain(x, x, x, block_mask=window).blocks_note is not None
+    assert explain(*(3 * (x[:, :4],)), block_mask=window).blocks_note is None
 
 
 def test_bits_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,8 +30,8 @@ LAZY = {
 } | {f"flexattn.torch_compile.higher_order.{name}" for name in ("REVISION", "HOP")}  # fmt: skip
 # The packages and modules that `import flexattn` loads. All are part of each call, except `mods` and `counters`.
 LOADED = {
-    "api", "block_mask", "call", "compile", "counters", "engines", "errors", "graph", "machine", "mask_build", "mods",
-    "options", "process", "runtime", "torch_compile", "torch_state", "trace",
+    "api", "block_mask", "call", "compile", "counters", "engines", "errors", "graph", "layout", "machine", "mask_build",
+    "mods", "options", "process", "runtime", "torch_compile", "torch_state", "trace",
 }  # fmt: skip
 LEAVES = ("mods", "reference")
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "manager", "misc"}
@@ -150,7 +150,7 @@ def test_type_checkers_see_the_names_that_are_loaded_on_first_use() -> None:
     seen = {a.name: f"{s.module}" for s in block.body if isinstance(s, ast.ImportFrom) for a in s.names}
     assert seen == {
         **flexattn._ON_FIRST_USE,
-        **dict.fromkeys(("distributed", "layout", "reference", "sdpa"), "flexattn"),
+        **dict.fromkeys(("distributed", "reference", "sdpa"), "flexattn"),
     }
     assert set(seen) <= set(flexattn.__all__)
 
@@ -158,7 +158,7 @@ def test_type_checkers_see_the_names_that_are_loaded_on_first_use() -> None:
 def test_no_module_hides_a_name_that_is_loaded_on_first_use() -> None:
     """Importing the module flexattn.x sets the attribute x of the package."""
     modules = {m.parts[0].removesuffix(".py") for m in MODULES}
-    assert modules & set(flexattn._ON_FIRST_USE) == {"distributed", "layout", "reference", "sdpa"}
+    assert modules & set(flexattn._ON_FIRST_USE) == {"distributed", "reference", "sdpa"}
 
 
 def _of_a_fresh_process(script: str) -> str:
@@ -203,7 +203,7 @@ loaded = [name for name in names if name in vars(flexattn) or flexattn._ON_FIRST
 from flexattn import explain, tune
 import flexattn.explanation, flexattn.profiling, flexattn.varlen, flexattn.merge
 modules = [n for n in names if not callable(getattr(flexattn, n))]
-print(loaded, modules == ["distributed", "layout", "reference", "sdpa"])
+print(loaded, modules == ["distributed", "reference", "sdpa"])
 print(flexattn.reference.attention.__module__, flexattn.explain is explain, hasattr(flexattn, "explanations"))
 """)
     assert found == "[] True\nflexattn.reference True False"

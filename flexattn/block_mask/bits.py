@@ -43,6 +43,7 @@ class MaskBits(NamedTuple):
     by_key: PairBits
     lengths: tuple[int, int]  # of queries and keys. Pairs past them have no bit.
     skips_halves: bool  # whether kernels skip halves of blocks, because enough of them are empty
+    computed: int | None = None  # the quarters of blocks that kernels compute, of all batches and heads; None: unknown
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -28,6 +28,7 @@ from flexattn.errors import ArgumentError, IndexRangeError, MaskError, Unsupport
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import EqualRuns
 from flexattn.graph.frozen import FrozenMod, compact, freeze, thawed
+from flexattn.layout import TiledGrid
 from flexattn.mods.combine import noop_mask
 from flexattn.torch_state.modes import undisturbed
 from flexattn.torch_state.uncompiled import uncompiled
@@ -75,6 +76,7 @@ class BlockMask(upstream.BlockMask):
     _no_bits: str = NO_BITS  # why it has none
     _prepared: Prepared | None = None
     _for_hopper: BlockMask | None = None  # the same mask in the blocks that Hopper kernels read
+    _in_tiles: tuple[TiledGrid, BlockMask] | None = None  # a faster order of tokens, and the mask in it
     _state: Any = None  # what repeated calls need of it: a MaskState (engines/mask_state.py)
 
     @uncompiled
@@ -301,7 +303,7 @@ class BlockMask(upstream.BlockMask):
         self._forget_derived()
 
     def _forget_derived(self) -> None:
-        self._prepared = self._state = self._bits = self._for_hopper = None
+        self._prepared = self._state = self._bits = self._for_hopper = self._in_tiles = None
         self._no_bits = NO_BITS
 
     @property

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from flexattn.call.memory_order import in_large_elements
 from flexattn.distributed.plan import ContextPlan, kept
 from flexattn.distributed.transfer import Copy, Sum, Transfer, transfer_of
 from flexattn.process.frozen_class import frozen
@@ -144,17 +145,9 @@ def _copy(copies: Sequence[Copy], sources: Pair, targets: Pair) -> None:
     if not copies:
         return
     for x, y in zip(sources, targets, strict=True):
-        if _is_aligned(x) and _is_aligned(y):
-            # As elements of 16 bytes: PyTorch copies strided rows one element at a time.
-            x, y = x.view(torch.complex128), y.view(torch.complex128)
+        x, y = in_large_elements(x, y)
         for row, at, count in copies:
             y[:, :, at : at + count] = x[:, :, row : row + count]
-
-
-def _is_aligned(x: Tensor) -> bool:
-    """Return whether all rows are whole multiples of 16 bytes, at such addresses."""
-    numbers = x.size(-1), x.storage_offset(), *x.stride()[:-1]
-    return x.stride(-1) == 1 and all(n * x.element_size() % 16 == 0 for n in numbers) and x.data_ptr() % 16 == 0
 
 
 def _parts(part: Sum, spans: Sequence[Tensor | None]) -> list[Tensor]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from flexattn.call.memory_order import dense_strides
 from flexattn.call.problem import Gradients, Needs, Problem
 from flexattn.call.sinks import sink_gradient, weight_of_keys
 from flexattn.compile.arguments import Tensors
@@ -427,18 +427,3 @@ def _like_strides(tensor: Tensor, width: int) -> Tensor:
     """Return an empty [B, H, rows, width] with the dim order of `tensor` in memory, the last dim innermost."""
     shape = (*tensor.shape[:3], width)
     return torch.empty_strided(shape, dense_strides(shape, tensor.stride()), dtype=tensor.dtype, device=tensor.device)
-
-
-@lru_cache(4096)
-def dense_strides(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a dense tensor whose first three dims are in the order of other strides."""
-    strides, step = [0, 0, 0, 1], shape[3]
-    for d in reversed(order_in_memory(like)):
-        strides[d] = step
-        step *= max(1, shape[d])
-    return tuple(strides)
-
-
-def order_in_memory(strides: Sequence[int]) -> list[int]:
-    """Return the first three dims from the outermost to the innermost in memory."""
-    return [0, 1, 2] if 0 in strides[:3] else sorted(range(3), key=lambda d: -strides[d])

@@ -26,6 +26,7 @@ from flexattn.mask_build.boxes import BlockClasses, classify_all, classify_by_bo
 from flexattn.mask_build.hopper_blocks import HOPPER_BLOCKS, needs_hopper_blocks
 from flexattn.mask_build.kernels import plan_mask
 from flexattn.mask_build.on_gpu import build_lists, fits
+from flexattn.mask_build.tiles import pays, tiles_of
 from flexattn.mods.kinds import is_score_mod
 from flexattn.process.events import debug, fallback, is_logging
 from flexattn.runtime.build import current_stream, expect_kernels
@@ -115,12 +116,21 @@ def create_block_mask(
     def in_blocks(size: tuple[int, int]) -> BlockMask:
         return _built(mask_mod, bound, (B, H, Q_LEN, KV_LEN), chosen, size, separate_full_blocks)
 
+    def with_tiles(mask: BlockMask) -> BlockMask:
+        grid = tiles_of(mask, bound)
+        if grid is not None:
+            mod = grid.mod(mask_mod)
+            other = _built(mod, trace(mod, "mask"), (B, H, Q_LEN, KV_LEN), chosen, HOPPER_BLOCKS, separate_full_blocks)
+            if pays(mask, other):
+                mask._in_tiles = grid, other.prepare()
+        return mask.prepare()
+
     mask = in_blocks(block_size)
     if compute_dq_write_order:
         mask._set_dq_write_order(dq_kv_order)
     if needs_hopper_blocks(chosen, block_size):
-        mask._for_hopper = in_blocks(HOPPER_BLOCKS).prepare()
-    return mask.prepare()
+        mask._for_hopper = with_tiles(in_blocks(HOPPER_BLOCKS))
+    return with_tiles(mask)
 
 
 def in_hopper_blocks(mask: BlockMask) -> BlockMask:

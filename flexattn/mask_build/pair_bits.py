@@ -71,7 +71,8 @@ def bits_of_memory(firsts: Sequence[Tensor], words: Tensor, halves: Tensor, leng
         PairBits(firsts[i], words[i], parts[i][: 2 * blocks + 1], parts[2 + i][: rows[i]]) for i in (0, 1)
     )
     quarters, full = live.tolist()
-    return MaskBits(by_query, by_key, lengths, is_sparse(quarters, blocks, full))
+    skips = is_sparse(quarters, blocks, full)
+    return MaskBits(by_query, by_key, lengths, skips, 4 * full + (quarters if skips else 4 * blocks))
 
 
 def is_sparse(quarters: int, partial: int, full: int) -> bool:

@@ -25,6 +25,7 @@ from torch import Tensor
 from flexattn.block_mask.prepared import Origin
 from flexattn.call.dropout import Dropout
 from flexattn.call.layout import check_layout, check_positions
+from flexattn.call.memory_order import dense_strides, order_in_memory
 from flexattn.call.pose import at_rows, complete, in_layout
 from flexattn.call.problem import Problem
 from flexattn.call.sinks import constant_sink
@@ -256,7 +257,7 @@ def _in_sequences(problem: Problem, form: SequenceForm, tensors: Sequence[Tensor
 
 def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     """Return the tensor with its dims in the order of `like` in memory, as the fake kernels promise."""
-    expected = triton.dense_strides(tensor.shape, like.stride())
+    expected = dense_strides(tensor.shape, like.stride())
     if tensor.stride() == expected or tensor.numel() == 0:
         return tensor
     return tensor.new_empty_strided(tensor.shape, expected).copy_(tensor)
@@ -267,7 +268,7 @@ def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
 
 def _fake_like(tensor: Tensor, width: int) -> Tensor:
     """Return [B, H, rows, width] with the dims of `tensor` in memory order, the last dim innermost."""
-    order, shape = triton.order_in_memory(tensor.stride()), tensor.shape
+    order, shape = order_in_memory(tensor.stride()), tensor.shape
     empty = tensor.new_empty([*(shape[d] for d in order), width])
     return empty.permute([*(order.index(d) for d in range(3)), 3])
 
