@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Never
@@ -26,16 +25,14 @@ from flexattn.engines import triton
 from flexattn.engines.choice import engine_of, form_for, gpu_engine_of
 from flexattn.errors import ArgumentError, DtypeError, message, mod_in_messages
 from flexattn.graph.differentiate import differentiate
-from flexattn.graph.equal_runs import captures_compared
 from flexattn.graph.facts import ModFacts, analyze
 from flexattn.graph.interval_bounds import bound as bounds_of
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.machine.target import NAMES, Target, named, target_of
-from flexattn.mask_build.create import create_block_mask, in_hopper_blocks
-from flexattn.mask_build.hopper_blocks import HOPPER_BLOCKS
+from flexattn.mask_build.create import create_block_mask
 from flexattn.mask_build.kernels import plan_mask
 from flexattn.mask_build.launch_plan import sources
-from flexattn.mask_build.pair_bits import NO_PARTIAL, impossible, unwanted
+from flexattn.mask_build.on_target import as_on_target
 from flexattn.printing.html_page import html_page
 from flexattn.printing.kernel_lines import cut, engine_line, kernel_lines
 from flexattn.process.frozen_class import frozen
@@ -218,19 +215,7 @@ def _bits(problem: Problem, target: Target) -> str | None:
         return None
     if blocks.bits is not None:
         return f"bits of {blocks.bits.blocks:,} partial blocks take {blocks.bits.nbytes:,} bytes"
-    reason = blocks.no_bits
-    if blocks.is_built and blocks.device.type != "cuda":
-        reason = _no_bits_on(blocks, target) or f"the mask was built on {blocks.device}. Built on that GPU, it has bits"
-    return f"no bits of partial blocks: {reason}"
-
-
-def _no_bits_on(blocks: BlockMask, target: Target) -> str:
-    """Return why a mask has no bits if it is built on a GPU; "" if it has."""
-    bound, partial = trace(blocks.mask_mod, "mask"), blocks.counts()[1]
-    if partial == 0:
-        return NO_PARTIAL
-    reason = unwanted(bound.graph, blocks.BLOCK_SIZE, captures_compared(bound.graph), target)
-    return reason or impossible(bound, partial)
+    return f"no bits of partial blocks: {blocks.no_bits}"
 
 
 def _rule(title: str) -> str:
@@ -324,9 +309,9 @@ def explain(
 
 def explain_call(call: Call, target: str | None) -> Explanation:
     """Explain a call, for a GPU architecture if one is named, else for its own device."""
-    given = call
-    if target is not None:
-        call = _on_gpu(call, target_named(target))
+    if target is not None and isinstance(call.block_mask, BlockMask):
+        call = replace(call, block_mask=as_on_target(call.block_mask, target_named(target))[0])
+    on_target = call.block_mask
     call = _reading_blocks(call)
     problem = pose(call, seeded=False, on_gpu=target is not None)
     score, mask = problem.score, problem.mask
@@ -355,18 +340,8 @@ def explain_call(call: Call, target: str | None) -> Explanation:
         mask_sources=mask_sources(problem.block_mask, plans[0][0].target) if plans else (),
         batch_invariant=problem.batch_invariant,
         bits=_bits(problem, plans[0][0].target) if plans else None,
-        blocks_note=_blocks_note(given.block_mask, call.block_mask),
+        blocks_note=_blocks_note(on_target, call.block_mask),
     )
-
-
-def _on_gpu(call: Call, target: Target) -> Call:
-    """Return the call with its mask as create_block_mask builds it on a GPU."""
-    mask = call.block_mask
-    if not isinstance(mask, BlockMask) or not (mask.is_built and target.is_hopper) or mask.BLOCK_SIZE == HOPPER_BLOCKS:
-        return call
-    mask = copy.copy(mask)
-    mask._for_hopper = in_hopper_blocks(mask)
-    return replace(call, block_mask=mask)
 
 
 def _reading_blocks(call: Call) -> Call:
@@ -446,8 +421,8 @@ def mask_sources(blocks: BlockMask | None, target: Target) -> tuple[KernelSource
     evaluates = blocks.build_counts is not None and blocks.build_counts.blocks > 0
     if plan is None:
         return ()
-    has_bits = blocks.bits is not None or not _no_bits_on(blocks, target)
-    return sources(plan, bound, (blocks.B, blocks.H, *blocks.seq_lengths), blocks.BLOCK_SIZE, evaluates, has_bits)
+    sizes = (blocks.B, blocks.H, *blocks.seq_lengths)
+    return sources(plan, bound, sizes, blocks.BLOCK_SIZE, evaluates, blocks.bits is not None)
 
 
 def target_named(name: str) -> Target:

@@ -6,6 +6,7 @@ import inspect
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from flexattn.errors import ArgumentError, message
 from flexattn.explanation import explain_call, mask_sources, target_named
 from flexattn.machine.kernel_store import open_store
 from flexattn.machine.target import Target
+from flexattn.mask_build.on_target import as_on_target
 from flexattn.process.config import settings
 from flexattn.process.frozen_class import frozen
 from flexattn.runtime import compile_workers
@@ -120,15 +122,17 @@ def _processes(wanted: int | None) -> int:
 
 def _sources(arguments: Mapping[str, Any], name: str, target: Target) -> Iterator[KernelSource]:
     """Yield the kernels of a call, and those that build its mask."""
-    call = _call_of(arguments)
+    call, masks = _call_of(arguments), ()
+    if isinstance(call.block_mask, BlockMask):
+        masks = as_on_target(call.block_mask, target)
+        call = replace(call, block_mask=masks[0])
     explained = explain_call(call, name)
     for plan in explained.plans:
         if plan.spec is DELTA and not _has_backward(call):  # it begins the backward
             break
         yield first_source(plan)
-    for mask in (call.block_mask, explained.block_mask):  # Hopper kernels may read other blocks than those of the mask
-        if isinstance(mask, BlockMask):
-            yield from mask_sources(mask, target)
+    for mask in masks:
+        yield from mask_sources(mask, target)
 
 
 def _has_backward(call: Call) -> bool:

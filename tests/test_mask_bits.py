@@ -40,6 +40,7 @@ from flexattn.graph.equal_runs import captures_compared
 from flexattn.graph.pair_cost import pair_cost
 from flexattn.machine.target import Target
 from flexattn.mask_build import launch_plan, on_gpu
+from flexattn.mask_build.bits_by_pairs import evaluated_bits
 from flexattn.mask_build.kernels import plan_mask
 from flexattn.mask_build.pair_bits import MOST_BYTES, bits_of_memory, bytes_of, impossible, size_of_halves, unwanted
 from flexattn.process.config import settings
@@ -202,10 +203,33 @@ def test_the_kernel_that_evaluates_pairs(name: str, monkeypatch: pytest.MonkeyPa
     assert_same_bits(bits_of_memory(firsts, words, halves, lengths), mask)
 
 
-def masked(D: int, score_mod: Mod | None = None, mod: Mod = NEIGHBORS, bits: bool = True, **options: Any) -> Any:
+def assert_equal_bits(found: MaskBits, expected: MaskBits) -> None:
+    assert (found.lengths, found.skips_halves, found.computed) == expected[2:]
+    for x, y in zip(found.tensors, expected.tensors, strict=True):
+        assert x.dtype == y.dtype
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("mod", "B", "H", "lengths"),
+    [
+        (NEIGHBORS, None, None, (512, 512)),
+        (lambda b, h, q, kv: (q * 31 + kv * 17) % 7 < 3, None, None, (300, 717)),
+        (lambda b, h, q, kv: (q * (h + 2) + kv * (b + 3)) % 5 < 2, 2, 3, (200, 130)),
+        (lambda b, h, q, kv: (q // 64 + kv // 64 * h) % 3 == 1, None, 2, (512, 384)),  # some blocks are full
+        (lambda b, h, q, kv: (DOCUMENTS[q] == DOCUMENTS[kv]) & ((q * kv) % 3 == 0), None, None, (500, 400)),
+        (mods.natten_2d(32, 64, 13), None, None, (2048, 2048)),  # more blocks than are evaluated at a time
+    ],
+)
+def test_bits_in_torch_operations(mod: Mod, B: int | None, H: int | None, lengths: tuple[int, int]) -> None:
+    mask = create_block_mask(mod, B, H, *lengths, device="cpu")
+    assert_equal_bits(evaluated_bits(mask, trace(mod, "mask")), reference_bits(mask))
+
+
+def masked(D: int, score_mod: Mod | None = None, mod: Mod = NEIGHBORS, **options: Any) -> Any:
     x = torch.zeros(1, 2, 512, D, dtype=torch.bfloat16, requires_grad=True)
     mask = create_block_mask(mod, None, None, 512, 512, device="cpu")
-    return explain(x, x, x, score_mod, with_bits(mask) if bits else mask, target="sm_90", kernel_options=options)
+    return explain(x, x, x, score_mod, mask, target="sm_90", kernel_options=options)
 
 
 READERS = {"hopper_forward", "hopper_backward", "hopper_backward_stripes", "hopper_dkdv"}
@@ -222,7 +246,7 @@ def test_which_kernels_read_bits(D: int) -> None:
         if "bits" in plan.features:
             assert "mask_mod" not in source.text
             assert "bits_ptr" in source.text
-    assert not any("bits" in p.features for p in masked(D, bits=False).plans)
+    assert not any("bits" in p.features for p in masked(D, mod=mods.causal).plans)
     assert not any("bits" in p.features for p in masked(D, BACKEND="TRITON").plans)
     assert not any("bits" in p.features for p in masked(D, BATCH_INVARIANT=True).plans)
 
@@ -245,14 +269,13 @@ def explained_bits(mod: Mod, block: int = 128, change: Callable[[BlockMask], Any
     made = explain(x, x, x, None, mask, target="sm_90")
     assert made.bits is not None
     assert made.bits in str(made)
-    assert ("mask_pair_bits" in str(made)) == ("bits of 10" in made.bits or "has bits" in made.bits)
+    assert ("mask_pair_bits" in str(made)) == ("bits of 10" in made.bits)
     return made.bits
 
 
 def test_explain_says_which_bits_a_mask_has_or_why_it_has_none() -> None:
     size = 2 * 11 * BLOCK_BYTES + 2 * (2 * 10 + 1) * 4 + 2 * 2 * 4 * 4  # words, halves, and two numbers of each row
-    assert explained_bits(NEIGHBORS, change=with_bits) == f"bits of 10 partial blocks take {size:,} bytes"
-    assert "the mask was built on cpu. Built on that GPU, it has bits" in explained_bits(NEIGHBORS)
+    assert explained_bits(NEIGHBORS) == f"bits of 10 partial blocks take {size:,} bytes"
     assert explained_bits(NEIGHBORS, block=64) == explained_bits(NEIGHBORS)
     assert "mask_mod takes about 0 instructions per pair, fewer than 8" in explained_bits(mods.causal)
     assert "no block is partial" in explained_bits(

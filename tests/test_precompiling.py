@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import flexattn
-from flexattn import AuxRequest, create_block_mask, flex_attention, mods, precompile
+from flexattn import AuxRequest, create_block_mask, explain, flex_attention, mods, precompile
 from flexattn.errors import ArgumentError
 from flexattn.machine.target import Target
 from flexattn.process import config
-from flexattn.runtime.build import clear_memory, stats
+from flexattn.runtime.build import build, clear_memory, stats
+from flexattn.runtime.load import first_source
 
 pytest.importorskip("triton")
 
@@ -116,6 +117,21 @@ def test_masks_of_other_blocks_are_built_twice_on_a_hopper_gpu() -> None:
     with _compiling_nothing():
         for block_size in ((64, 64), (128, 128)):
             recipe_of(plan, (), (1, 1, 512, 512), block_size, True, target)
+
+
+@pytest.mark.slow
+def test_kernels_that_read_bits_and_those_of_both_orders_of_a_grid() -> None:
+    tokens = 64 * 128
+    mask = create_block_mask(mods.natten_2d(64, 128, 13), None, None, tokens, tokens, device="cpu")
+    q = torch.empty(2, 16, tokens, 64, dtype=torch.bfloat16, device="meta")
+    done = precompile({"query": q, "key": q, "value": q, "block_mask": mask})
+    assert [name for name in done.compiled if name.startswith("mask_pair_bits")] == [
+        "mask_pair_bits_natten_2d_13x13", "mask_pair_bits_natten_2d_13x13_in_tiles"
+    ]  # fmt: skip
+    assert "hopper_forward" in done.compiled  # which reads bits, so no mask_mod is in its name
+    with _compiling_nothing():
+        explained = explain(*(torch.empty_like(q, device="cpu") for _ in range(3)), block_mask=mask, target="sm_90")
+        build(first_source(explained.plans[0]), Target("cuda", 90, 32))
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,23 @@ def test_explain_says_so() -> None:
     assert explain(*tensors(), mods.alibi(2), mask).blocks_note is None
 
 
+@pytest.mark.parametrize("block", [128, 64])
+def test_explain_for_a_hopper_gpu(block: int) -> None:
+    mask = create_block_mask(mods.natten_2d(64, 128, 13), None, None, 8192, 8192, device="cpu", BLOCK_SIZE=block)
+    x = torch.zeros(2, 16, 8192, 64, dtype=torch.bfloat16).requires_grad_()
+    found = explain(x, x, x, block_mask=mask, target="sm_90")
+    assert found.blocks_note is not None
+    assert "The tokens of a 64 x 128 grid are copied into tiles of 16 x 8, and the results back." in found.blocks_note
+    assert found.bits is not None
+    assert found.bits.startswith("bits of ")
+    assert all(
+        "bits" in plan.features for plan in found.plans if plan.spec.name in ("hopper_forward", "hopper_backward")
+    )
+    assert (mask.bits, mask._in_tiles) == (None, None)
+    few = explain(*(x[:1] for _ in range(3)), block_mask=mask, target="sm_90")
+    assert "tiles" not in (few.blocks_note or "")
+
+
 @pytest.mark.usefixtures("small_calls")
 def test_it_is_never_stale() -> None:
     reach = torch.tensor(3)

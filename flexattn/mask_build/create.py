@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Never, ParamSpec, TypeVar
 
 import numpy as np
@@ -113,35 +113,36 @@ def create_block_mask(
     bound = trace(mask_mod, "mask")
     chosen = _device(bound, device)
 
-    def in_blocks(size: tuple[int, int]) -> BlockMask:
-        return _built(mask_mod, bound, (B, H, Q_LEN, KV_LEN), chosen, size, separate_full_blocks)
+    def in_blocks(size: tuple[int, int], mask_mod: Callable[..., Any] = mask_mod, bound: BoundMod = bound) -> BlockMask:
+        return built_mask(mask_mod, bound, (B, H, Q_LEN, KV_LEN), chosen, size, separate_full_blocks)
 
-    def with_tiles(mask: BlockMask) -> BlockMask:
-        grid = tiles_of(mask, bound)
-        if grid is not None:
-            mod = grid.mod(mask_mod)
-            other = _built(mod, trace(mod, "mask"), (B, H, Q_LEN, KV_LEN), chosen, HOPPER_BLOCKS, separate_full_blocks)
-            if pays(mask, other):
-                mask._in_tiles = grid, other.prepare()
-        return mask.prepare()
+    in_hopper_blocks = partial(in_blocks, HOPPER_BLOCKS)
 
     mask = in_blocks(block_size)
     if compute_dq_write_order:
         mask._set_dq_write_order(dq_kv_order)
     if needs_hopper_blocks(chosen, block_size):
-        mask._for_hopper = with_tiles(in_blocks(HOPPER_BLOCKS))
-    return with_tiles(mask)
+        mask._for_hopper = with_tiles(in_blocks(HOPPER_BLOCKS), bound, in_hopper_blocks)
+    return with_tiles(mask, bound, in_hopper_blocks)
 
 
-def in_hopper_blocks(mask: BlockMask) -> BlockMask:
-    """Return a mask that was built from its mask_mod in the blocks that Hopper kernels read."""
-    bound = trace(mask.mask_mod, "mask")
-    mask.check_captures(bound)
-    shape = (mask.B, mask.H, *mask.seq_lengths)
-    return _built(mask.mask_mod, bound, shape, mask.device, HOPPER_BLOCKS, mask._separate)
+def with_tiles(
+    mask: BlockMask, bound: BoundMod, build: Callable[[Callable[..., Any], BoundMod], BlockMask]
+) -> BlockMask:
+    """Give a mask the same mask in an order of tiles, if calls are faster with it, and return the mask, prepared.
+
+    `bound` is its mask_mod now. `build` builds a mask of its shape in the blocks that Hopper kernels read.
+    """
+    grid = tiles_of(mask, bound)
+    if grid is not None:
+        mod = grid.mod(mask.mask_mod)
+        other = build(mod, trace(mod, "mask"))
+        if pays(mask, other):
+            mask._in_tiles = grid, other.prepare()
+    return mask.prepare()
 
 
-def _built(
+def built_mask(
     mask_mod: Callable[..., Any], bound: BoundMod, shape: tuple[int | None, int | None, int, int],
     device: torch.device, block_size: tuple[int, int], separate: bool,
 ) -> BlockMask:  # fmt: skip

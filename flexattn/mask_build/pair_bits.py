@@ -72,12 +72,17 @@ def bits_of_memory(firsts: Sequence[Tensor], words: Tensor, halves: Tensor, leng
     )
     quarters, full = live.tolist()
     skips = is_sparse(quarters, blocks, full)
-    return MaskBits(by_query, by_key, lengths, skips, 4 * full + (quarters if skips else 4 * blocks))
+    return MaskBits(by_query, by_key, lengths, skips, computed_quarters(quarters, blocks, full, skips))
 
 
 def is_sparse(quarters: int, partial: int, full: int) -> bool:
     """Return whether so few quarters of partial blocks are not empty that kernels skip empty halves."""
     return quarters + 4 * full <= _MOST_QUARTERS * 4 * (partial + full)
+
+
+def computed_quarters(quarters: int, partial: int, full: int, skips_halves: bool) -> int:
+    """Return how many quarters of blocks kernels compute, of which `quarters` of the partial ones are not empty."""
+    return 4 * full + (quarters if skips_halves else 4 * partial)
 
 
 def bytes_of(blocks: int) -> int:
