@@ -19,17 +19,16 @@ def evaluated_bits(mask: BlockMask, bound: BoundMod) -> MaskBits:
     """Return the bits of a mask in blocks of 128 x 128. `bound` is its mask_mod, on its device."""
     partial, full = dense_blocks(mask)
     places = partial.nonzero()  # [blocks, 4]: b, h, row and column of each partial block
-    pairs = torch.cat([_pairs(bound, some, mask.seq_lengths) for some in places.split(_BLOCKS)])
-    by_key = partial.mT.nonzero()
-    number = torch.zeros_like(partial, dtype=torch.int64)
+    parts = [_bits(_pairs(bound, some, mask.seq_lengths)) for some in places.split(_BLOCKS)]
+    words, words_by_key, needs = map(torch.cat, zip(*parts, strict=True))
+    number = torch.zeros_like(partial, dtype=torch.int64)  # of each partial block
     number[partial] = torch.arange(len(places), device=places.device)
-    of_keys = pairs[number.mT[partial.mT]].mT
-    quarters = int(pairs.unflatten(2, (2, HALF)).unflatten(1, (2, HALF)).any(4).any(2).sum())
-    blocks, whole = len(places), int(full.sum())
+    by_key = number.mT[partial.mT]
+    quarters, blocks, whole = int(needs.sum()), len(places), int(full.sum())
     skips = is_sparse(quarters, blocks, whole)
     return MaskBits(
-        _of_direction(pairs, places, partial), _of_direction(of_keys, by_key, partial.mT), mask.seq_lengths, skips,
-        computed_quarters(quarters, blocks, whole, skips),
+        _of_direction(words, needs, partial), _of_direction(words_by_key[by_key], needs.mT[by_key], partial.mT),
+        mask.seq_lengths, skips, computed_quarters(quarters, blocks, whole, skips),
     )  # fmt: skip
 
 
@@ -44,19 +43,28 @@ def _pairs(bound: BoundMod, places: Tensor, lengths: tuple[int, int]) -> Tensor:
         return (bound(b, h, q_idx, kv_idx) & inside).expand(len(places), BITS_BLOCK, BITS_BLOCK)
 
 
-def _of_direction(pairs: Tensor, places: Tensor, partial: Tensor) -> PairBits:
-    """Return the bits of blocks whose rows are queries, or keys. `places` are those of the blocks in `partial`."""
-    device = pairs.device
-    words = (pairs.unflatten(-1, (_GROUPS, ROW_WORDS)).int() << torch.arange(_GROUPS, device=device)[:, None]).sum(-2)
+def _bits(pairs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the words of blocks by query and by key, int16 [blocks, BLOCK_WORDS], and which quarters have a pair."""
+    halves = pairs.unflatten(2, (2, HALF)).any(3)
+    return _words(pairs), _words(pairs.mT), halves.unflatten(1, (2, HALF)).any(2)  # [blocks, half of rows, of columns]
+
+
+def _words(pairs: Tensor) -> Tensor:
+    values = 2.0 ** torch.arange(_GROUPS, device=pairs.device)  # sums are below 2**16, so they are exact
+    groups = pairs.unflatten(-1, (_GROUPS, ROW_WORDS)).mT.to(torch.float32)
+    return (groups @ values).to(torch.int32).to(torch.int16).flatten(1)
+
+
+def _of_direction(words: Tensor, needs: Tensor, partial: Tensor) -> PairBits:
+    """Return the bits of the blocks in `partial`, whose rows are queries or keys."""
+    device, columns = words.device, partial.nonzero()[:, 3:]
     unused = torch.zeros(BLOCK_WORDS, dtype=torch.int16, device=device)
     counts = partial.sum(-1).flatten()  # of rows of blocks
     first = counts.cumsum(0) - counts
-    needs = pairs.unflatten(2, (2, HALF)).unflatten(1, (2, HALF)).any(4).any(2)  # [blocks, half of rows, of columns]
-    starts = 2 * places[:, 3:] + torch.arange(2, device=device)
+    starts = 2 * columns + torch.arange(2, device=device)
     halves = (4 * starts + needs[:, 0] + 2 * needs[:, 1]).flatten()
     rows = torch.arange(len(counts), device=device).repeat_interleave(counts)
     needed = torch.zeros_like(counts).index_add_(0, rows, needs.any(1).sum(1))
     return PairBits(
-        first.int(), torch.cat((words.to(torch.int16).flatten(), unused)),
-        torch.cat((halves, halves.new_zeros(1))).int(), needed.int(),
-    )  # fmt: skip
+        first.int(), torch.cat((words.flatten(), unused)), torch.cat((halves, halves.new_zeros(1))).int(), needed.int()
+    )
