@@ -69,7 +69,6 @@ from flexattn.call.call import Call, Mod
 from flexattn.call.jagged import from_jagged, to_jagged
 from flexattn.call.layout import KVLayout, LayoutArguments
 from flexattn.call.pose import pose
-from flexattn.call.tiles import attend_in_tiles, reads_tiles
 from flexattn.call.unknown_arguments import unknown_arguments
 from flexattn.call.varlen.arguments import batch_of_rows, rows_of_batch
 from flexattn.engines import triton
@@ -293,20 +292,10 @@ def flex_attention(
         )  # fmt: skip
     elif getattr(block_mask, "_for_hopper", None) is not None and isinstance(query, Tensor):
         block_mask = blocks_read(block_mask, query, kernel_options)  # type: ignore[arg-type]
-    if (
-        getattr(block_mask, "_in_tiles", None) is not None
-        and layout is None
-        and reads_tiles(block_mask, query, key, value, score_mod, dropout_p, kernel_options)  # type: ignore[arg-type]
-    ):
-        out, lse, max_scores = attend_in_tiles(
-            compute, request.lse, block_mask, query, key, value, scale, enable_gqa, kernel_options, sink, dropout_p,  # type: ignore[arg-type]
-            request.max_scores, layout,
-        )  # fmt: skip
-    else:
-        out, lse, max_scores = compute(
-            query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, dropout_p,
-            request.max_scores, layout,
-        )  # fmt: skip
+    out, lse, max_scores = compute(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, dropout_p,
+        request.max_scores, layout,
+    )  # fmt: skip
     if return_aux is not None:
         return out, AuxOutput(lse if request.lse else None, max_scores if request.max_scores else None)
     return (out, lse) if return_lse else out

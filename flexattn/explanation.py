@@ -9,13 +9,12 @@ from typing import Any, Never
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
-from flexattn.block_mask import BlockMask
+from flexattn.block_mask import BlockMask, InTiles
 from flexattn.call.blocks_read import blocks_read
 from flexattn.call.call import Call, Mod
 from flexattn.call.layout import KVLayout, LayoutArguments
 from flexattn.call.pose import pose
 from flexattn.call.problem import Problem
-from flexattn.call.tiles import reads_tiles
 from flexattn.call.unknown_arguments import unknown_arguments
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.kernel_source import KernelSource
@@ -23,6 +22,7 @@ from flexattn.compile.plan import tile_origin
 from flexattn.compile.render import render
 from flexattn.engines import triton
 from flexattn.engines.choice import engine_of, form_for, gpu_engine_of
+from flexattn.engines.tiles import as_in_tiles, read_in_tiles
 from flexattn.errors import ArgumentError, DtypeError, message, mod_in_messages
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.facts import ModFacts, analyze
@@ -304,14 +304,17 @@ def explain(
         query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, dropout_p,
         layout=None if layout.is_empty else layout,
     )  # fmt: skip
+    if target is not None and isinstance(block_mask, BlockMask):
+        call = replace(call, block_mask=as_on_target(block_mask, target_named(target))[0])
     return explain_call(call, target)
 
 
 def explain_call(call: Call, target: str | None) -> Explanation:
-    """Explain a call, for a GPU architecture if one is named, else for its own device."""
-    if target is not None and isinstance(call.block_mask, BlockMask):
-        call = replace(call, block_mask=as_on_target(call.block_mask, target_named(target))[0])
-    on_target = call.block_mask
+    """Explain a call, for a GPU architecture if one is named, else for its own device.
+
+    Its mask is as it is built there (`as_on_target`).
+    """
+    given = call.block_mask
     call = _reading_blocks(call)
     problem = pose(call, seeded=False, on_gpu=target is not None)
     score, mask = problem.score, problem.mask
@@ -319,6 +322,9 @@ def explain_call(call: Call, target: str | None) -> Explanation:
         problem = replace(problem, score_grad=differentiate(score.graph, ()))
     engine = gpu_engine_of(problem) if target else engine_of(problem)
     problem = form_for(engine, problem)
+    tiles = read_in_tiles(problem) if engine is triton else None
+    if tiles is not None:
+        problem = as_in_tiles(problem, tiles)
     plans = (
         triton.plans(problem, target_named(target) if target else target_of(problem.query.device))
         if engine is triton
@@ -340,7 +346,7 @@ def explain_call(call: Call, target: str | None) -> Explanation:
         mask_sources=mask_sources(problem.block_mask, plans[0][0].target) if plans else (),
         batch_invariant=problem.batch_invariant,
         bits=_bits(problem, plans[0][0].target) if plans else None,
-        blocks_note=_blocks_note(on_target, call.block_mask),
+        blocks_note=_blocks_note(given, call.block_mask, tiles),
     )
 
 
@@ -348,27 +354,19 @@ def _reading_blocks(call: Call) -> Call:
     """Return the call with the mask in the blocks that it reads, as flex_attention passes it on."""
     if not isinstance(call.block_mask, BlockMask) or not isinstance(call.query, Tensor) or call.layout is not None:
         return call
-    mask = blocks_read(call.block_mask, call.query, call.kernel_options)
-    if mask._in_tiles is not None and reads_tiles(
-        mask, call.query, call.key, call.value, call.score_mod, call.dropout_p, call.kernel_options
-    ):
-        mask = mask._in_tiles[1]
-    return replace(call, block_mask=mask)
+    return replace(call, block_mask=blocks_read(call.block_mask, call.query, call.kernel_options))
 
 
-def _blocks_note(given: Any, read: Any) -> str | None:
+def _blocks_note(given: Any, read: Any, tiles: InTiles | None) -> str | None:
     """Return which blocks of a mask are read, and in which order of tokens, if these are not those of the mask."""
-    if not isinstance(given, BlockMask) or given is read:
-        return None
     notes = []
-    if given.BLOCK_SIZE != read.BLOCK_SIZE:
+    if isinstance(given, BlockMask) and given.BLOCK_SIZE != read.BLOCK_SIZE:
         notes.append(
             f"Hopper kernels read blocks of {read.BLOCK_SIZE} instead of the mask's BLOCK_SIZE, {given.BLOCK_SIZE}."
         )
-    for mask in (given, given._for_hopper):
-        if mask is not None and mask._in_tiles is not None and mask._in_tiles[1] is read:
-            shape, tile = (" x ".join(map(str, sizes)) for sizes in (mask._in_tiles[0].shape, mask._in_tiles[0].tile))
-            notes.append(f"The tokens of a {shape} grid are copied into tiles of {tile}, and the results back.")
+    if tiles is not None:
+        shape, tile = (" x ".join(map(str, sizes)) for sizes in (tiles.grid.shape, tiles.grid.tile))
+        notes.append(f"The tokens of a {shape} grid are copied into tiles of {tile}, and the results back.")
     return " ".join(notes) or None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import time
@@ -123,16 +124,26 @@ def _processes(wanted: int | None) -> int:
 def _sources(arguments: Mapping[str, Any], name: str, target: Target) -> Iterator[KernelSource]:
     """Yield the kernels of a call, and those that build its mask."""
     call, masks = _call_of(arguments), ()
+    orders = [call]
     if isinstance(call.block_mask, BlockMask):
         masks = as_on_target(call.block_mask, target)
-        call = replace(call, block_mask=masks[0])
-    explained = explain_call(call, name)
-    for plan in explained.plans:
-        if plan.spec is DELTA and not _has_backward(call):  # it begins the backward
-            break
-        yield first_source(plan)
+        orders = [replace(call, block_mask=mask) for mask in (masks[0], _in_row_major_order(masks[0]))]
+    for each in orders:
+        for plan in explain_call(each, name).plans:
+            if plan.spec is DELTA and not _has_backward(call):  # it begins the backward
+                break
+            yield first_source(plan)
     for mask in masks:
         yield from mask_sources(mask, target)
+
+
+def _in_row_major_order(mask: BlockMask) -> BlockMask:
+    """Return a mask without its order of tiles. Small calls and compiled ones read this."""
+    found = copy.copy(mask)
+    found._in_tiles = None
+    if found._for_hopper is not None:
+        found._for_hopper = _in_row_major_order(found._for_hopper)
+    return found
 
 
 def _has_backward(call: Call) -> bool:

@@ -12,7 +12,7 @@ from mask_bits import RESULTS, assert_as_accurate, assert_same_bits, gradients_o
 from torch import Tensor
 
 from flexattn import AuxRequest, BlockMask, create_block_mask, explain, flex_attention, mods
-from flexattn.call import tiles as call_tiles
+from flexattn.engines import tiles as call_tiles
 from flexattn.errors import MutationError
 from flexattn.layout import TiledGrid
 from flexattn.mask_build import cache as mask_cache
@@ -237,9 +237,6 @@ def test_grids_in_the_order_of_tiles(
     found, expected = run(inputs, mask), run(inputs, row_major(mask))
     for x, y, exact in zip(found, expected, oracle_of(inputs, None, mask.mask_mod), strict=True):
         assert (x.double() - exact).norm() <= 1.02 * (y.double() - exact).norm()  # rows are summed in another order
-    compiled: Any = torch.compile(flex_attention, fullgraph=True)
-    out = compiled(*inputs, block_mask=mask, enable_gqa=True)
-    assert torch.equal(out, found[0])
 
 
 def test_when_grids_are_computed_in_the_order_of_tiles() -> None:
@@ -248,9 +245,9 @@ def test_when_grids_are_computed_in_the_order_of_tiles() -> None:
     small = create_block_mask(mods.natten_2d(128, 128, 7), None, None, 16384, 16384, device="cuda")
     assert window._in_tiles is not None and window._in_tiles[0] == TiledGrid((128, 128), (16, 8))
     assert small._in_tiles is None
-    x = torch.zeros(1, 16, 16384, 64, device="cuda", dtype=torch.bfloat16)
+    x = torch.zeros(4, 16, 16384, 64, device="cuda", dtype=torch.bfloat16)
     assert explain(x, x, x, block_mask=window).blocks_note is not None
-    assert explain(*(3 * (x[:, :4],)), block_mask=window).blocks_note is None
+    assert explain(*(3 * (x[:1],)), block_mask=window).blocks_note is None
 
 
 def test_bits_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,22 @@ import pytest
 import torch
 from mask_bits import reference_bits
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+import flexattn
 from flexattn import AuxRequest, BlockMask, create_block_mask, explain, flex_attention, mods
-from flexattn.call import tiles
-from flexattn.call.tiles import reads_tiles
-from flexattn.errors import MutationError
+from flexattn.block_mask import InTiles
+from flexattn.call.call import Call
+from flexattn.call.layout import LayoutArguments
+from flexattn.call.pose import pose
+from flexattn.call.problem import Problem
+from flexattn.engines import cpu, tiles
+from flexattn.engines.tiles import backward_in_tiles, forward_in_tiles, read_in_tiles
+from flexattn.errors import IndexRangeError, MutationError
 from flexattn.graph.narrow import specialized
 from flexattn.graph.token_grid import token_grid
 from flexattn.layout import TiledGrid
+from flexattn.mask_build.create import with_tiles
 from flexattn.mask_build.tiles import pays, tiles_of
 from flexattn.process.config import settings
 from flexattn.trace.trace import trace
@@ -71,8 +79,16 @@ def made(grid: TiledGrid = GRID, mod: Mod = WINDOW, H: int | None = None) -> Blo
     """Return a mask with an order of tiles, as a Hopper GPU builds it."""
     S = grid.tokens
     mask = create_block_mask(mod, None, H, S, S, device="cpu")
-    mask._in_tiles = grid, create_block_mask(grid.mod(mod), None, H, S, S, device="cpu")
+    other = grid.mod(mod)
+    in_tiles = create_block_mask(other, None, H, S, S, device="cpu")
+    mask._in_tiles = InTiles(grid, in_tiles, trace(other, "mask"))
     return mask
+
+
+def plain(mask: BlockMask) -> BlockMask:
+    found = copy.copy(mask)
+    found._in_tiles = None
+    return found
 
 
 def tensors(B: int = 1, Hq: int = 2, Hkv: int = 2, D: int = 16, S: int = S) -> tuple[Tensor, ...]:
@@ -82,8 +98,29 @@ def tensors(B: int = 1, Hq: int = 2, Hkv: int = 2, D: int = 16, S: int = S) -> t
 
 
 @pytest.fixture
-def small_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let the CPU engine compute in the order of tiles, as the Triton engine does. Return which passes do."""
+    passes: list[str] = []
+    forward, backward = cpu.forward, cpu.backward
+
+    def in_tiles(problem: Problem) -> Any:
+        found = read_in_tiles(problem)
+        if found is None:
+            return forward(problem)
+        passes.append("forward")
+        return forward_in_tiles(problem, found, forward)
+
+    def backward_too(problem: Problem, *arguments: Any) -> Any:
+        found = read_in_tiles(problem)
+        if found is None:
+            return backward(problem, *arguments)
+        passes.append("backward")
+        return backward_in_tiles(problem, found, backward, *arguments)
+
     monkeypatch.setattr(tiles, "_LEAST_BLOCKS", 0)
+    monkeypatch.setattr(cpu, "forward", in_tiles)
+    monkeypatch.setattr(cpu, "backward", backward_too)
+    return passes
 
 
 def results(inputs: tuple[Tensor, ...], mask: BlockMask, **options: Any) -> list[Tensor]:
@@ -99,18 +136,22 @@ def by_head(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return (((q // WIDTH - kv // WIDTH).abs() <= h + 1) & ((q % WIDTH - kv % WIDTH).abs() <= 4)) & (kv >= 0)
 
 
-@pytest.mark.usefixtures("small_calls")
-@pytest.mark.parametrize("case", ["plain", "grouped", "by head", "transposed", "odd width", "volume", "expanded"])
-def test_results_are_those_of_the_mask(case: str) -> None:
+@pytest.mark.parametrize(
+    "case", ["plain", "grouped", "by head", "transposed", "packed", "odd width", "volume", "expanded"]
+)
+def test_results_are_those_of_the_mask(case: str, computed: list[str]) -> None:
     grid, mod, H = GRID, WINDOW, None
     inputs, options = tensors(), {}
     match case:
         case "grouped":
-            inputs, options = tensors(B=2, Hq=4), {"enable_gqa": True, "sink": torch.linspace(-1, 1, 4)}
+            sink = torch.linspace(-1, 1, 4).requires_grad_()
+            inputs, options = tensors(B=2, Hq=4), {"enable_gqa": True, "sink": sink}
         case "by head":
             mod, H = by_head, 2
         case "transposed":
             inputs = tuple(x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs)
+        case "packed":
+            inputs = tuple(torch.randn(1, S, 2, 48).bfloat16().transpose(1, 2).requires_grad_().split(16, 3))
         case "odd width":
             inputs = tensors(D=12)  # rows of 24 bytes
         case "volume":
@@ -120,52 +161,42 @@ def test_results_are_those_of_the_mask(case: str) -> None:
             inputs = tensors(B=2)
             inputs = inputs[0], *(x[:1].detach().requires_grad_() for x in inputs[1:])
     mask = made(grid, mod, H)
-    plain = copy.copy(mask)
-    plain._in_tiles = None
-    found, expected = results(inputs, mask, **options), results(inputs, plain, **options)
+    found, expected = results(inputs, mask, **options), results(inputs, plain(mask), **options)
+    assert computed == ["forward", "backward"]
     for x, y in zip(found, expected, strict=True):
         assert x.stride() == y.stride()
         torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2)
-    x, y = (flex_attention(*inputs, None, m, **options).float() for m in (mask, plain))
-    assert (x - y).norm() <= 2.0**-8 * y.norm()
+        assert (x.float() - y.float()).norm() <= 2.0**-7 * y.float().norm()
 
 
-@pytest.mark.usefixtures("small_calls")
-def test_which_calls_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    mask, (q, k, v) = made(), tensors()
+def problem_of(mask: BlockMask, inputs: tuple[Tensor, ...], score_mod: Any = None, **options: Any) -> Problem:
+    return pose(Call(*inputs, score_mod, mask, **options))
 
-    def reads(q: Any = q, k: Any = k, v: Any = v, score_mod: Any = None, p: float = 0.0, options: Any = None) -> bool:
-        return reads_tiles(mask, q, k, v, score_mod, p, options)
+
+def test_which_calls_are_computed_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "_LEAST_BLOCKS", 0)
+    mask, inputs = made(), tensors()
+
+    def reads(mask: BlockMask = mask, inputs: tuple[Tensor, ...] = inputs, *args: Any, **options: Any) -> bool:
+        return read_in_tiles(problem_of(mask, inputs, *args, **options)) is not None
 
     assert reads()
-    assert not reads(q.float())
-    assert not reads(k=k[:, :, :-1])
-    assert not reads(score_mod=mods.alibi(2))
-    assert not reads(p=0.5)
-    assert not reads(options={"BLOCK_M": 64})
-    assert not reads(options={"BATCH_INVARIANT": True})
-    assert not reads(v=torch.zeros(1, 2, S, 192).bfloat16())
-    assert not torch.func.vmap(lambda x: torch.tensor(reads(x)))(q[None])
-    with torch.autocast("cpu", torch.bfloat16):
-        assert reads(q.float())
+    assert not reads(plain(mask))
+    assert not reads(mask, tuple(x.float() for x in inputs))
+    assert not reads(mask, inputs, mods.alibi(2))
+    assert not reads(dropout_p=0.5)
+    assert not reads(kernel_options={"BLOCK_M": 64})
+    assert not reads(kernel_options={"BATCH_INVARIANT": True})
+    assert not reads(mask, (*inputs[:2], torch.zeros(1, 2, S, 192).bfloat16()))
+    assert not reads(layout=LayoutArguments(torch.tensor([S], dtype=torch.int32)))
     monkeypatch.setattr(tiles, "_LEAST_BLOCKS", 13)
     assert not reads()  # 2 heads of 6 blocks
-    assert reads(*tensors(B=2))
-
-
-@pytest.mark.usefixtures("small_calls")
-def test_explain_says_so() -> None:
-    mask, note = made(), "The tokens of a 32 x 24 grid are copied into tiles of 16 x 8, and the results back."
-    found = explain(*tensors(), block_mask=mask)
-    assert found.blocks_note == note
-    assert note in str(found)
-    assert found.block_mask is not None and mask._in_tiles is not None
-    assert found.block_mask is mask._in_tiles[1]
-    assert explain(*tensors(), mods.alibi(2), mask).blocks_note is None
+    assert reads(mask, tensors(B=2))
 
 
 @pytest.mark.parametrize("block", [128, 64])
-def test_explain_for_a_hopper_gpu(block: int) -> None:
+def test_explain_for_a_hopper_gpu(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "_LEAST_BLOCKS", 2048)
     mask = create_block_mask(mods.natten_2d(64, 128, 13), None, None, 8192, 8192, device="cpu", BLOCK_SIZE=block)
     x = torch.zeros(2, 16, 8192, 64, dtype=torch.bfloat16).requires_grad_()
     found = explain(x, x, x, block_mask=mask, target="sm_90")
@@ -173,15 +204,16 @@ def test_explain_for_a_hopper_gpu(block: int) -> None:
     assert "The tokens of a 64 x 128 grid are copied into tiles of 16 x 8, and the results back." in found.blocks_note
     assert found.bits is not None
     assert found.bits.startswith("bits of ")
-    assert all(
-        "bits" in plan.features for plan in found.plans if plan.spec.name in ("hopper_forward", "hopper_backward")
-    )
+    assert found.block_mask is not None
+    assert "in_tiles" in str(found.block_mask.mask_mod)
+    readers = [plan.spec.name for plan in found.plans if "bits" in plan.features]
+    assert readers == ["hopper_forward", "hopper_backward"]
     assert (mask.bits, mask._in_tiles) == (None, None)
     few = explain(*(x[:1] for _ in range(3)), block_mask=mask, target="sm_90")
     assert "tiles" not in (few.blocks_note or "")
 
 
-@pytest.mark.usefixtures("small_calls")
+@pytest.mark.usefixtures("computed")
 def test_it_is_never_stale() -> None:
     reach = torch.tensor(3)
 
@@ -189,51 +221,45 @@ def test_it_is_never_stale() -> None:
         return ((q // WIDTH - kv // WIDTH).abs() <= reach) & ((q % WIDTH - kv % WIDTH).abs() <= reach)
 
     mask, inputs = made(mod=window), tensors()
-    flex_attention(*inputs, None, mask)
-    for changed in (mask[:, :, :2], mask.to("meta"), pickle.loads(pickle.dumps(mask))):
+    expected = flex_attention(*inputs, None, mask)
+    copied = copy.deepcopy(mask)
+    for changed in (mask[:, :, :2], mask.to("meta"), pickle.loads(pickle.dumps(mask)), copied):
         assert changed._in_tiles is None
     edited = copy.copy(mask)
     edited.mask_mod = WINDOW
     assert edited._in_tiles is None
-    copied = copy.deepcopy(mask)
-    assert torch.equal(flex_attention(*inputs, None, copied), flex_attention(*inputs, None, mask))
+    torch.testing.assert_close(flex_attention(*inputs, None, copied), expected, atol=2e-2, rtol=2e-2)
     reach.add_(1)
     with pytest.raises(MutationError):
         flex_attention(*inputs, None, mask)
 
 
-@pytest.mark.usefixtures("small_calls")
-def test_compiled_calls_read_them() -> None:
-    inputs, graphs = tensors(), []
-
-    def count(graph: Any, example: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda q, k, v, mask: flex_attention(q, k, v, block_mask=mask), fullgraph=True, backend=count
-    )
-    for mask in (made(), made()):
-        found, expected = compiled(*inputs, mask), flex_attention(*inputs, None, mask)
-        assert torch.equal(found, expected)
-        for x, y in zip(
-            torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(expected.sum(), inputs), strict=True
-        ):
-            assert torch.equal(x, y)
-    assert len(graphs) == 1
-
-
-@pytest.mark.usefixtures("small_calls")
-def test_second_derivatives() -> None:
+@pytest.mark.usefixtures("computed")
+def test_a_forward_and_its_backward_may_differ_in_order() -> None:
+    """A checkpoint computes the forward again, here in row-major order."""
     mask, inputs = made(), tensors()
-    plain = copy.copy(mask)
-    plain._in_tiles = None
+    expected = torch.autograd.grad(flex_attention(*inputs, None, plain(mask)).float().square().sum(), inputs)
+    is_first = True
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        nonlocal is_first
+        chosen, is_first = (mask if is_first else plain(mask)), False
+        return flex_attention(q * 1, k * 1, v * 1, None, chosen)
+
+    out = checkpoint(attend, *inputs, use_reentrant=False)
+    found = torch.autograd.grad(out.float().square().sum(), inputs)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.usefixtures("computed")
+def test_gradients_of_some_tensors_and_of_gradients() -> None:
+    mask, (q, k, v) = made(), tensors()
     found = []
-    for m in (mask, plain):
-        out = flex_attention(*inputs, None, m)
-        (first,) = torch.autograd.grad(out.float().square().sum(), inputs[0], create_graph=True)
-        found.append(torch.autograd.grad(first.float().square().sum(), inputs))
+    for m in (mask, plain(mask)):
+        out = flex_attention(q, k.detach(), v, None, m)
+        (first,) = torch.autograd.grad(out.float().square().sum(), q, create_graph=True)
+        found.append((first, *torch.autograd.grad(first.float().square().sum(), (q, v))))
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, atol=5e-2, rtol=5e-2)
 
@@ -275,3 +301,24 @@ def test_when_copies_pay(saved: int, expected: bool) -> None:
     assert not pays(before, after)
     before._bits, after._bits = before.bits._replace(computed=200), after.bits._replace(computed=200 - saved)
     assert pays(before, after) == expected
+
+
+def test_masks_by_batch_and_head_have_as_many_quarters_in_each() -> None:
+    mask = with_bits(WINDOW, S)
+    assert mask.bits is not None
+    expanded = mask._expand(3, 2, is_exact=True).bits
+    assert expanded is not None
+    assert mask.bits.computed is not None
+    assert expanded.computed == 6 * mask.bits.computed
+    assert len(expanded.by_query.first) == 6 * len(mask.bits.by_query.first)
+
+
+def test_a_mask_whose_order_of_tiles_cannot_be_built_has_none() -> None:
+    mask, bound = with_bits(WINDOW, S), trace(WINDOW, "mask")
+
+    def build(mod: Mod, bound: Any) -> BlockMask:
+        raise IndexRangeError("mask_mod: captured tensor 'table' has no index 78")
+
+    before = sum(flexattn.counters().fallbacks.values())
+    assert with_tiles(mask, bound, build)._in_tiles is None
+    assert sum(flexattn.counters().fallbacks.values()) == before + 1

@@ -2,6 +2,7 @@
 
 from flexattn.block_mask.from_torch import from_torch as from_torch
 from flexattn.block_mask.mask import BlockMask as BlockMask
+from flexattn.block_mask.mask import InTiles as InTiles
 from flexattn.block_mask.record import BuildCounts as BuildCounts
 from flexattn.block_mask.record import BuiltMask as BuiltMask
 from flexattn.block_mask.record import Seen as Seen

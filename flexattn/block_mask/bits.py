@@ -68,3 +68,8 @@ class MaskBits(NamedTuple):
         """Return the bits for some (b, h) pairs of `count`, int64 [n]."""
         by_query, by_key = (bits.take(heads, count) for bits in (self.by_query, self.by_key))
         return MaskBits(by_query, by_key, self.lengths, self.skips_halves)
+
+    def repeated(self, heads: Tensor, count: int) -> MaskBits:
+        """Return the bits for (b, h) pairs that repeat all `count` ones equally often."""
+        computed = None if self.computed is None else self.computed * len(heads) // count
+        return self.take(heads, count)._replace(computed=computed)

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -38,6 +38,14 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Lists = tuple[Tensor, Tensor]
 
 NO_BITS = "its blocks were given, cut, moved or edited"
+
+
+class InTiles(NamedTuple):
+    """A mask of tokens in the order of tiles of a grid, and its mask_mod."""
+
+    grid: TiledGrid
+    mask: BlockMask
+    bound: BoundMod
 
 
 class BlockMask(upstream.BlockMask):
@@ -76,7 +84,7 @@ class BlockMask(upstream.BlockMask):
     _no_bits: str = NO_BITS  # why it has none
     _prepared: Prepared | None = None
     _for_hopper: BlockMask | None = None  # the same mask in the blocks that Hopper kernels read
-    _in_tiles: tuple[TiledGrid, BlockMask] | None = None  # a faster order of tokens, and the mask in it
+    _in_tiles: InTiles | None = None  # the same mask in an order of tokens in which calls are faster
     _state: Any = None  # what repeated calls need of it: a MaskState (engines/mask_state.py)
 
     @uncompiled
@@ -626,7 +634,7 @@ class BlockMask(upstream.BlockMask):
         times = len(heads) // (self.B * self.H) if is_exact else None
         kept.kv_runs = self.kv_runs.take(heads, times)
         kept.q_runs = None if self.q_runs is None else self.q_runs.take(heads, times)
-        kept._bits = None if self._bits is None else self._bits.take(heads, self.B * self.H)
+        kept._bits = None if self._bits is None else self._bits.repeated(heads, self.B * self.H)
         kept._no_bits = self._no_bits
         return kept._inherit(self)
 
@@ -915,7 +923,7 @@ class BlockMask(upstream.BlockMask):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update(
-            copy.deepcopy(self.__dict__ | {"_record": None, "_prepared": None, "_state": None}, memo)
+            copy.deepcopy(self.__dict__ | dict.fromkeys(("_record", "_prepared", "_state", "_in_tiles")), memo)
         )
         copied._record = None if self._record is None else self._record.deepcopied(memo)
         return copied if self._prepared is None else copied.prepare()

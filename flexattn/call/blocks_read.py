@@ -18,12 +18,7 @@ def blocks_read(mask: BlockMask, query: Tensor, kernel_options: Mapping[str, obj
     other = mask._for_hopper
     if other is None or other.seq_lengths != mask.seq_lengths:
         return mask
-    return other if reads_hopper_blocks(query, kernel_options) else mask
-
-
-def reads_hopper_blocks(query: Tensor, kernel_options: Mapping[str, object] | None) -> bool:
-    """Return whether Hopper kernels compute a call of a mask that has their blocks."""
     kind, dtype = query.device.type, query.dtype
     if dtype == torch.float32 and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-    return dtype in _HALF and not selects_portable_kernels(kernel_options)
+    return mask if dtype not in _HALF or selects_portable_kernels(kernel_options) else other

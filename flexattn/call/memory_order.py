@@ -38,8 +38,9 @@ def in_large_elements(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _has_whole_units(x: Tensor) -> bool:
     """Return whether all rows are whole multiples of 16 bytes, at such addresses."""
-    starts_one = x.data_ptr() % 16 == 0 and x.storage_offset() * x.itemsize % 16 == 0
-    return starts_one and _are_whole_units(x.shape[-1], x.stride(), x.itemsize)
+    if x.is_neg() or x.data_ptr() % 16 or x.storage_offset() * x.itemsize % 16:
+        return False
+    return _are_whole_units(x.shape[-1], x.stride(), x.itemsize)
 
 
 @lru_cache(4096)

@@ -27,6 +27,7 @@ from flexattn.compile.schedule import (
     plan_best_form,
     prepared_arrays,
 )
+from flexattn.engines.tiles import backward_in_tiles, forward_in_tiles, read_in_tiles
 from flexattn.machine.target import Target
 from flexattn.options import option
 from flexattn.process.events import fallback
@@ -213,6 +214,9 @@ def forward(problem: Problem, run: Run | None = None) -> tuple[Tensor, Tensor, T
     problem = _with_rows(problem)
     if run is not None:
         return _forward(problem, run)[0]
+    tiles = read_in_tiles(problem)
+    if tiles is not None:
+        return forward_in_tiles(problem, tiles, forward)
     key = known_key(FORWARD, problem, {"q": problem.query, "k": problem.key, "v": problem.value}, (), ())
     known = _forwards.get(key)
     if known is not None:
@@ -227,7 +231,7 @@ def forward(problem: Problem, run: Run | None = None) -> tuple[Tensor, Tensor, T
 
 def known_forward(problem: Problem) -> KnownForward | None:
     """Return the cached forward, or None if there is none or if a tensor must be copied first."""
-    if _with_rows(problem) is not problem:
+    if _with_rows(problem) is not problem or read_in_tiles(problem) is not None:
         return None
     return _forwards.get(
         known_key(FORWARD, problem, {"q": problem.query, "k": problem.key, "v": problem.value}, (), ())
@@ -270,6 +274,9 @@ def backward(
     out = _rows(out, False)  # that of scaled_dot_product_attention has the strides of query
     if run is not None:
         return _backward(problem, out, lse, d_out, d_lse, needs, run)[0]
+    tiles = read_in_tiles(problem)
+    if tiles is not None:
+        return backward_in_tiles(problem, tiles, backward, out, lse, d_out, d_lse, needs)
     key = _backward_key(problem, out, d_out, d_lse is not None, needs)
     known = _backwards.get(key)
     if known is not None:
@@ -288,7 +295,7 @@ def known_backward(problem: Problem, out: Tensor, d_out: Tensor, has_d_lse: bool
     """Return the cached backward, or None if there is none or if a tensor must be copied first."""
     if _with_rows(problem) is not problem or _rows(d_out, problem.batch_invariant) is not d_out:
         return None
-    if _rows(out, False) is not out:
+    if _rows(out, False) is not out or read_in_tiles(problem) is not None:
         return None
     return _backwards.get(_backward_key(problem, out, d_out, has_d_lse, needs))
 

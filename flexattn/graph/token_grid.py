@@ -23,7 +23,7 @@ def token_grid(graph: ModGraph, tokens: int) -> tuple[int, ...] | None:
         return None
     quotients, remainders = of_queries
     strides = sorted(quotients)
-    if not 1 <= len(strides) < _MOST_DIMS or strides[0] not in remainders:
+    if tokens < 1 or not 1 <= len(strides) < _MOST_DIMS or strides[0] not in remainders:
         return None
     sizes = [tokens, *reversed(strides), 1]
     if any(small < 1 or large % small or large == small for large, small in pairwise(sizes)):

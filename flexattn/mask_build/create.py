@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexattn.block_mask import BlockMask, BuildCounts, BuiltMask, RunLists, Runs, run_lists
+from flexattn.block_mask import BlockMask, BuildCounts, BuiltMask, InTiles, RunLists, Runs, run_lists
 from flexattn.call.unknown_arguments import unknown_arguments
-from flexattn.errors import ArgumentError, DeviceError, UnsupportedError, message
+from flexattn.errors import ArgumentError, DeviceError, FlexAttentionError, UnsupportedError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.boxes import DTYPES
 from flexattn.graph.equal_runs import usable
@@ -136,9 +136,14 @@ def with_tiles(
     grid = tiles_of(mask, bound)
     if grid is not None:
         mod = grid.mod(mask.mask_mod)
-        other = build(mod, trace(mod, "mask"))
+        try:
+            other_bound = trace(mod, "mask")
+            other = build(mod, other_bound)
+        except FlexAttentionError as error:  # the mask itself was built
+            fallback("mask in row-major order only", str(error))
+            return mask.prepare()
         if pays(mask, other):
-            mask._in_tiles = grid, other.prepare()
+            mask._in_tiles = InTiles(grid, other.prepare(), other_bound)
     return mask.prepare()
 
 

@@ -1,0 +1,119 @@
+"""tiles: problems with a mask of a grid, whose tensors are copied into the order of tiles, and their results back.
+
+Nothing outside of an engine's forward or backward sees the order, so each of them may choose it or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.block_mask import InTiles
+from flexattn.block_mask.bits import BITS_BLOCK
+from flexattn.call.memory_order import dense_strides, in_large_elements
+from flexattn.call.pose import place_captures
+from flexattn.call.problem import Gradients, Needs, Problem
+from flexattn.layout import TiledGrid
+from flexattn.options import selects_portable_kernels
+from flexattn.process.frozen_class import frozen
+
+Results = tuple[Tensor, Tensor, Tensor | None]
+
+_HALF = (torch.float16, torch.bfloat16)
+_WIDEST = 128  # head dims of kernels that read bits in the forward and the backward
+# Blocks of 128 queries, in all heads. With fewer, the host needs longer for the copies than the GPU for the call: with
+# 2,048, the kernels and copies of a forward take 0.23 ms, and of a backward 0.41 (H200).
+_LEAST_BLOCKS = 8192
+
+
+def read_in_tiles(problem: Problem) -> InTiles | None:
+    """Return the mask in the order in which a problem is computed, None if that is its own.
+
+    A score_mod and dropout would depend on positions in that order.
+    """
+    blocks = problem.block_mask
+    tiles = None if blocks is None else blocks._in_tiles
+    if blocks is None or tiles is None or problem.score is not None or problem.dropout is not None:
+        return None
+    query, key, value = problem.query, problem.key, problem.value
+    tokens = tiles.grid.tokens
+    allowed = (
+        problem.layout is None
+        and not problem.batch_invariant
+        and query.dtype in _HALF
+        and max(query.size(3), value.size(3)) <= _WIDEST
+        and query.size(2) == key.size(2) == tokens
+        and blocks.seq_lengths == tiles.mask.seq_lengths
+        and query.size(0) * query.size(1) * tokens >= _LEAST_BLOCKS * BITS_BLOCK
+        and not selects_portable_kernels(dict(problem.options))
+    )
+    return tiles if allowed else None
+
+
+def as_in_tiles(problem: Problem, tiles: InTiles) -> Problem:
+    """Return a problem with the mask in the order of tiles, and its tensors as they are."""
+    bound = place_captures(tiles.bound, problem.query.device, "mask_mod")
+    return problem.with_fields(block_mask=tiles.mask, mask=bound, equal_runs=tiles.mask.equal_runs())
+
+
+def forward_in_tiles(problem: Problem, tiles: InTiles, forward: Callable[[Problem], Results]) -> Results:
+    """Return what `forward` returns for a problem."""
+    grid = tiles.grid
+    query, key, value = (_copied(x, grid, True) for x in (problem.query, problem.key, problem.value))
+    out, lse, largest = forward(as_in_tiles(problem, tiles).with_fields(query=query, key=key, value=value))
+    return _copied(out, grid, False), grid.restore(lse, 2), None if largest is None else grid.restore(largest, 2)
+
+
+def backward_in_tiles(
+    problem: Problem, tiles: InTiles, backward: Callable[..., Gradients], out: Tensor, lse: Tensor, d_out: Tensor,
+    d_lse: Tensor | None, needs: Needs,
+) -> Gradients:  # fmt: skip
+    """Return what `backward` returns for a problem."""
+    grid = tiles.grid
+    tensors = problem.query, problem.key, problem.value, out, d_out
+    query, key, value, out, d_out = (_copied(x, grid, True) for x in tensors)
+    inner = as_in_tiles(problem, tiles).with_fields(query=query, key=key, value=value)
+    lse, d_lse = grid.permute(lse, 2), None if d_lse is None else grid.permute(d_lse, 2)
+    *found, captured, of_sink = backward(inner, out, lse, d_out, d_lse, needs)
+    dq, dk, dv = (None if x is None else _copied(x, grid, False) for x in found)
+    return dq, dk, dv, captured, of_sink
+
+
+def _copied(x: Tensor, grid: TiledGrid, to_tiles: bool) -> Tensor:
+    """Return [B, H, tokens, D] in the order of tiles, or in row-major order, with the same order of dims in memory."""
+    form = _form(x.shape, x.stride(), x.itemsize, grid, to_tiles)
+    found = torch.empty_strided(x.shape, form.strides, dtype=x.dtype, device=x.device)
+    source, target = in_large_elements(x, found)
+    views = form.views if source is x else form.large_views
+    target.as_strided(*views[1]).copy_(source.as_strided(*views[0]))
+    return found
+
+
+View = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
+
+
+@frozen
+class _Form:
+    """How tensors of a form are copied: the strides of the copy, and views of both with the dims of tiles."""
+
+    strides: tuple[int, ...]
+    views: tuple[View, View]
+    large_views: tuple[View, View]  # of elements of 16 bytes
+
+
+@lru_cache(1024)
+def _form(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, grid: TiledGrid, to_tiles: bool) -> _Form:
+    of_copy, unit = dense_strides(shape, strides), 16 // itemsize
+    views = grid.tiles_of_row_major, grid.tiles_in_order
+
+    def of(shape: Sequence[int], *strides: Sequence[int]) -> Any:
+        tensors = [torch.empty_strided(shape, s, device="meta") for s in strides]
+        found = [view(x, 2) for view, x in zip(views if to_tiles else views[::-1], tensors, strict=True)]
+        return tuple((tuple(x.shape), x.stride()) for x in found)
+
+    large = ((*(n // unit for n in s[:3]), 1) for s in (strides, of_copy))
+    return _Form(of_copy, of(shape, strides, of_copy), of((*shape[:3], shape[3] // unit), *large))
