@@ -27,7 +27,7 @@ from flexattn.graph.narrow import specialized
 from flexattn.graph.token_grid import token_grid
 from flexattn.layout import TiledGrid
 from flexattn.mask_build.create import with_tiles
-from flexattn.mask_build.tiles import pays, tiles_of
+from flexattn.mask_build.tiles import LEAST_SAVED, saved_quarters, tiles_of
 from flexattn.process.config import settings
 from flexattn.trace.trace import trace
 
@@ -81,7 +81,7 @@ def made(grid: TiledGrid = GRID, mod: Mod = WINDOW, H: int | None = None) -> Blo
     mask = create_block_mask(mod, None, H, S, S, device="cpu")
     other = grid.mod(mod)
     in_tiles = create_block_mask(other, None, H, S, S, device="cpu")
-    mask._in_tiles = InTiles(grid, in_tiles, trace(other, "mask"))
+    mask._in_tiles = InTiles(grid, in_tiles, trace(other, "mask"), 48.0)
     return mask
 
 
@@ -188,6 +188,13 @@ def test_which_calls_are_computed_in_tiles(monkeypatch: pytest.MonkeyPatch) -> N
     assert not reads(kernel_options={"BLOCK_M": 64})
     assert not reads(kernel_options={"BATCH_INVARIANT": True})
     assert not reads(mask, (*inputs[:2], torch.zeros(1, 2, S, 192).bfloat16()))
+    assert mask._in_tiles is not None
+    less = plain(mask)
+    less._in_tiles = mask._in_tiles._replace(saved=24.0)
+    wide = tuple(torch.zeros(1, 2, S, 128).bfloat16() for _ in range(3))
+    assert reads(mask, wide)
+    assert reads(less)
+    assert not reads(less, wide)
     assert not reads(layout=LayoutArguments(torch.tensor([S], dtype=torch.int32)))
     monkeypatch.setattr(tiles, "_LEAST_BLOCKS", 13)
     assert not reads()  # 2 heads of 6 blocks
@@ -291,16 +298,17 @@ def test_which_masks_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
         settings.cache_clear()
 
 
-@pytest.mark.parametrize(("saved", "expected"), [(16 * 6, True), (16 * 6 - 1, False)])
-def test_when_copies_pay(saved: int, expected: bool) -> None:
-    """Six rows of blocks."""
+@pytest.mark.parametrize("saved", [LEAST_SAVED, LEAST_SAVED - 1])
+def test_when_a_mask_is_kept_in_tiles(saved: int) -> None:
     before, after = with_bits(WINDOW, S), with_bits(WINDOW, S)
     assert before.bits is not None
     assert after.bits is not None
     before._bits = before.bits._replace(computed=None)
-    assert not pays(before, after)
-    before._bits, after._bits = before.bits._replace(computed=200), after.bits._replace(computed=200 - saved)
-    assert pays(before, after) == expected
+    assert saved_quarters(before, after) == 0
+    before._bits, after._bits = before.bits._replace(computed=200), after.bits._replace(computed=200 - 6 * saved)
+    assert saved_quarters(before, after) == saved  # six rows of blocks
+    kept = with_tiles(before, trace(WINDOW, "mask"), lambda mod, bound: after)._in_tiles
+    assert (None if kept is None else kept.saved) == (saved if saved >= LEAST_SAVED else None)
 
 
 def test_masks_by_batch_and_head_have_as_many_quarters_in_each() -> None:

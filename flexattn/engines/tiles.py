@@ -26,8 +26,12 @@ Results = tuple[Tensor, Tensor, Tensor | None]
 _HALF = (torch.float16, torch.bfloat16)
 _WIDEST = 128  # head dims of kernels that read bits in the forward and the backward
 # Blocks of 128 queries, in all heads. With fewer, the host needs longer for the copies than the GPU for the call: with
-# 2,048, the kernels and copies of a forward take 0.23 ms, and of a backward 0.41 (H200).
+# 2,048, the kernels and copies of a forward take 0.23 ms, and of a backward 0.5 (H200).
 _LEAST_BLOCKS = 8192
+# Quarters of blocks that each 128 queries must save for each 64 columns of head dim, to pay for the copies. In 13 x 13
+# neighborhoods of 128 x 128 tokens 35 of 52 are saved: forward and backward of 16 heads (D 64, H200) take 155 and 335
+# us instead of 315 and 611, and the copies 80 and 170, which is the time of 17 and 22 quarters.
+_LEAST_SAVED = 24
 
 
 def read_in_tiles(problem: Problem) -> InTiles | None:
@@ -49,6 +53,7 @@ def read_in_tiles(problem: Problem) -> InTiles | None:
         and query.size(2) == key.size(2) == tokens
         and blocks.seq_lengths == tiles.mask.seq_lengths
         and query.size(0) * query.size(1) * tokens >= _LEAST_BLOCKS * BITS_BLOCK
+        and tiles.saved * 64 >= _LEAST_SAVED * max(query.size(3), value.size(3))
         and not selects_portable_kernels(dict(problem.options))
     )
     return tiles if allowed else None

@@ -26,7 +26,7 @@ from flexattn.mask_build.boxes import BlockClasses, classify_all, classify_by_bo
 from flexattn.mask_build.hopper_blocks import HOPPER_BLOCKS, needs_hopper_blocks
 from flexattn.mask_build.kernels import plan_mask
 from flexattn.mask_build.on_gpu import build_lists, fits
-from flexattn.mask_build.tiles import pays, tiles_of
+from flexattn.mask_build.tiles import LEAST_SAVED, saved_quarters, tiles_of
 from flexattn.mods.kinds import is_score_mod
 from flexattn.process.events import debug, fallback, is_logging
 from flexattn.runtime.build import current_stream, expect_kernels
@@ -142,8 +142,9 @@ def with_tiles(
         except FlexAttentionError as error:  # the mask itself was built
             fallback("mask in row-major order only", str(error))
             return mask.prepare()
-        if pays(mask, other):
-            mask._in_tiles = InTiles(grid, other.prepare(), other_bound)
+        saved = saved_quarters(mask, other)
+        if saved >= LEAST_SAVED:
+            mask._in_tiles = InTiles(grid, other.prepare(), other_bound, saved)
     return mask.prepare()
 
 

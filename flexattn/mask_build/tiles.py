@@ -15,10 +15,8 @@ from flexattn.process.config import settings
 # A tile is one block, and each half of its tokens is as square as possible (docs/layout.md). The first one of which a
 # grid consists is taken.
 _TILES = ((16, 8), (8, 16), (32, 4), (4, 32), (8, 4, 4), (4, 8, 4), (4, 4, 8), (2, 8, 8), (8, 8, 2))
-# Quarters of blocks that a row of blocks must save to pay for the copies into tiles and back. In 13 x 13 neighborhoods
-# of 128 x 128 tokens it saves 35 of 52: forward and backward of 16 heads (D 64, H200) take 155 and 335 us instead of
-# 315 and 611, and the copies 64 us each, the time of 13 quarters of each row in the forward, and 7 in the backward.
-_LEAST_SAVED = 16
+
+LEAST_SAVED = 12  # quarters of blocks in each row, so that calls with any head dim may be faster (engines/tiles.py)
 
 
 def tiles_of(mask: BlockMask, bound: BoundMod) -> TiledGrid | None:
@@ -39,9 +37,9 @@ def tiles_of(mask: BlockMask, bound: BoundMod) -> TiledGrid | None:
     return None
 
 
-def pays(mask: BlockMask, in_tiles: BlockMask) -> bool:
-    """Return whether calls are faster if they copy tokens into the order of tiles, and back."""
+def saved_quarters(mask: BlockMask, in_tiles: BlockMask) -> float:
+    """Return how many quarters of blocks kernels compute less in the order of tiles, for each row of blocks."""
     before, after = mask.bits, in_tiles.bits
     if before is None or after is None or before.computed is None or after.computed is None:
-        return False
-    return before.computed - after.computed >= _LEAST_SAVED * len(before.by_query.first)
+        return 0.0
+    return (before.computed - after.computed) / len(before.by_query.first)

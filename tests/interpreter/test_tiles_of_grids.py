@@ -27,7 +27,9 @@ def test_results_are_those_of_the_mask(deterministic: bool, monkeypatch: pytest.
     grid, window = TiledGrid((16, 16), (16, 8)), mods.natten_2d(16, 16, 5)
     mask = create_block_mask(window, None, None, 256, 256, device="cpu")
     other = grid.mod(window)
-    mask._in_tiles = InTiles(grid, create_block_mask(other, None, None, 256, 256, device="cpu"), trace(other, "mask"))
+    mask._in_tiles = InTiles(
+        grid, create_block_mask(other, None, None, 256, 256, device="cpu"), trace(other, "mask"), 48.0
+    )
     plain = copy.copy(mask)
     plain._in_tiles = None
     inputs = [torch.randn(1, heads, 256, 16).half().requires_grad_() for heads in (2, 1, 1)]
