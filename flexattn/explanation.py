@@ -22,7 +22,7 @@ from flexattn.compile.plan import tile_origin
 from flexattn.compile.render import render
 from flexattn.engines import triton
 from flexattn.engines.choice import engine_of, form_for, gpu_engine_of
-from flexattn.engines.tiles import as_in_tiles, read_in_tiles
+from flexattn.engines.tiles import planned_in_tiles, read_in_tiles
 from flexattn.errors import ArgumentError, DtypeError, message, mod_in_messages
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.facts import ModFacts, analyze
@@ -324,7 +324,7 @@ def explain_call(call: Call, target: str | None) -> Explanation:
     problem = form_for(engine, problem)
     tiles = read_in_tiles(problem) if engine is triton else None
     if tiles is not None:
-        problem = as_in_tiles(problem, tiles)
+        problem = planned_in_tiles(problem, tiles)
     plans = (
         triton.plans(problem, target_named(target) if target else target_of(problem.query.device))
         if engine is triton
@@ -419,7 +419,8 @@ def mask_sources(blocks: BlockMask | None, target: Target) -> tuple[KernelSource
     evaluates = blocks.build_counts is not None and blocks.build_counts.blocks > 0
     if plan is None:
         return ()
-    sizes = (blocks.B, blocks.H, *blocks.seq_lengths)
+    B, H = (n if bound.graph.reads(x) else 1 for n, x in ((blocks.B, "b"), (blocks.H, "h")))
+    sizes = (B, H, *blocks.seq_lengths)
     return sources(plan, bound, sizes, blocks.BLOCK_SIZE, evaluates, blocks.bits is not None)
 
 

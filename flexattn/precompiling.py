@@ -6,8 +6,9 @@ import copy
 import inspect
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,8 @@ def precompile(
     start = time.monotonic()
     chosen, folder, most = target_named(target), _folder(), _processes(processes)
     given: list[Any] = [calls] if isinstance(calls, Mapping) else list(calls)
-    sources = dict.fromkeys(source for call in given for source in _sources(call, target, chosen))
+    built = cache(partial(as_on_target, target=chosen))  # a mask of several calls is built once
+    sources = dict.fromkeys(source for call in given for source in _sources(call, target, chosen, built))
     found = [source for source in sources if is_on_disk(source, chosen)]
     missing = sorted(sources.keys() - set(found), key=lambda source: -len(source.text))  # the longest compile first
     with compile_workers.at_most(most - 1):  # and this process, which begins at the other end
@@ -121,13 +123,15 @@ def _processes(wanted: int | None) -> int:
     return wanted
 
 
-def _sources(arguments: Mapping[str, Any], name: str, target: Target) -> Iterator[KernelSource]:
-    """Yield the kernels of a call, and those that build its mask."""
+def _sources(
+    arguments: Mapping[str, Any], name: str, target: Target, built: Callable[[BlockMask], tuple[BlockMask, ...]]
+) -> Iterator[KernelSource]:
+    """Yield the kernels of a call, and those that build its mask. `built` returns a mask as it is built there."""
     call, masks = _call_of(arguments), ()
     orders = [call]
     if isinstance(call.block_mask, BlockMask):
-        masks = as_on_target(call.block_mask, target)
-        orders = [replace(call, block_mask=mask) for mask in (masks[0], _in_row_major_order(masks[0]))]
+        masks = built(call.block_mask)
+        orders = [replace(call, block_mask=mask) for mask in _in_each_order(masks[0])]
     for each in orders:
         for plan in explain_call(each, name).plans:
             if plan.spec is DELTA and not _has_backward(call):  # it begins the backward
@@ -137,13 +141,16 @@ def _sources(arguments: Mapping[str, Any], name: str, target: Target) -> Iterato
         yield from mask_sources(mask, target)
 
 
-def _in_row_major_order(mask: BlockMask) -> BlockMask:
-    """Return a mask without its order of tiles. Small calls and compiled ones read this."""
-    found = copy.copy(mask)
-    found._in_tiles = None
-    if found._for_hopper is not None:
-        found._for_hopper = _in_row_major_order(found._for_hopper)
-    return found
+def _in_each_order(mask: BlockMask) -> list[BlockMask]:
+    """Return a mask, and if it has an order of tiles, one without it: small calls and compiled ones read that."""
+    other = mask._for_hopper
+    if mask._in_tiles is None and (other is None or other._in_tiles is None):
+        return [mask]
+    plain = copy.copy(mask)
+    plain._in_tiles = None
+    if other is not None:
+        plain._for_hopper = _in_each_order(other)[-1]
+    return [mask, plain]
 
 
 def _has_backward(call: Call) -> bool:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import flexattn
 from flexattn import AuxRequest, BlockMask, create_block_mask, explain, flex_attention, mods
 from flexattn.block_mask import InTiles
+from flexattn.block_mask.mask import NO_BITS
 from flexattn.call.call import Call
 from flexattn.call.layout import LayoutArguments
 from flexattn.call.pose import pose
@@ -23,10 +24,12 @@ from flexattn.call.problem import Problem
 from flexattn.engines import cpu, tiles
 from flexattn.engines.tiles import backward_in_tiles, forward_in_tiles, read_in_tiles
 from flexattn.errors import IndexRangeError, MutationError
+from flexattn.explanation import target_named
 from flexattn.graph.narrow import specialized
 from flexattn.graph.token_grid import token_grid
 from flexattn.layout import TiledGrid
 from flexattn.mask_build.create import with_tiles
+from flexattn.mask_build.on_target import as_on_target
 from flexattn.mask_build.tiles import LEAST_SAVED, saved_quarters, tiles_of
 from flexattn.process.config import settings
 from flexattn.trace.trace import trace
@@ -137,7 +140,7 @@ def by_head(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "case", ["plain", "grouped", "by head", "transposed", "packed", "odd width", "volume", "expanded"]
+    "case", ["plain", "grouped", "by head", "transposed", "packed", "odd rows", "volume", "expanded"]
 )
 def test_results_are_those_of_the_mask(case: str, computed: list[str]) -> None:
     grid, mod, H = GRID, WINDOW, None
@@ -152,8 +155,8 @@ def test_results_are_those_of_the_mask(case: str, computed: list[str]) -> None:
             inputs = tuple(x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs)
         case "packed":
             inputs = tuple(torch.randn(1, S, 2, 48).bfloat16().transpose(1, 2).requires_grad_().split(16, 3))
-        case "odd width":
-            inputs = tensors(D=12)  # rows of 24 bytes
+        case "odd rows":
+            inputs = tuple(torch.randn(1, 2, S, 19).bfloat16()[..., 3:].requires_grad_() for _ in range(3))
         case "volume":
             grid, mod = TiledGrid((8, 8, 8), (4, 4, 8)), mods.natten_3d(8, 8, 8, 3)
             inputs = tensors(S=512)
@@ -183,6 +186,7 @@ def test_which_calls_are_computed_in_tiles(monkeypatch: pytest.MonkeyPatch) -> N
     assert reads()
     assert not reads(plain(mask))
     assert not reads(mask, tuple(x.float() for x in inputs))
+    assert not reads(mask, tensors(D=12))  # rows of 24 bytes
     assert not reads(mask, inputs, mods.alibi(2))
     assert not reads(dropout_p=0.5)
     assert not reads(kernel_options={"BLOCK_M": 64})
@@ -218,6 +222,30 @@ def test_explain_for_a_hopper_gpu(block: int, monkeypatch: pytest.MonkeyPatch) -
     assert (mask.bits, mask._in_tiles) == (None, None)
     few = explain(*(x[:1] for _ in range(3)), block_mask=mask, target="sm_90")
     assert "tiles" not in (few.blocks_note or "")
+
+
+def explained(mask: BlockMask, D: int = 64, dtype: torch.dtype = torch.bfloat16, target: str = "sm_90") -> Any:
+    x = torch.zeros(2, 16, mask.seq_lengths[0], D, dtype=dtype)
+    return explain(x, x, x, block_mask=mask, target=target)
+
+
+def test_explain_for_other_kernels_and_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "_LEAST_BLOCKS", 2048)
+    window, S = mods.natten_2d(64, 128, 13), 8192
+    mask = create_block_mask(window, None, None, S, S, device="cpu")
+    for no_hopper_kernels in ({"D": 20}, {"D": 128}, {"dtype": torch.float32}, {"target": "sm_80"}):
+        assert explained(mask, **no_hopper_kernels).blocks_note is None
+    expanded = explained(create_block_mask(window, 2, 16, S, S, device="cpu"))
+    assert expanded.blocks_note is not None
+    assert expanded.bits.partition("take")[0] == explained(mask).bits.partition("take")[0]  # evaluated for one head
+    for other in (pickle.loads(pickle.dumps(mask)), mask[0]):
+        found = explained(other)
+        assert (found.bits, found.blocks_note) == (f"no bits of partial blocks: {NO_BITS}", None)
+    in_tiles = as_on_target(mask, target_named("sm_90"))[0]
+    assert in_tiles._in_tiles is not None
+    assert explained(in_tiles, target="sm_80").blocks_note is None
+    x = torch.zeros(2, 16, S, 69, dtype=torch.bfloat16)[..., :64]  # the copies have aligned rows
+    assert [p.spec.name for p in explain(x, x, x, block_mask=mask, target="sm_90").plans][:1] == ["hopper_forward"]
 
 
 @pytest.mark.usefixtures("computed")

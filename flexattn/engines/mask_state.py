@@ -55,7 +55,8 @@ class MaskState:
             self._parts["mask"] = list(map(self._pointer, PARTS["mask"](problem)))
         kind = (
             blocks.B, blocks.H, blocks.full_overhangs, blocks.is_built, blocks.q_runs is None, blocks.device,
-            blocks.bits is None, blocks.skips_halves, blocks._in_tiles is None,
+            blocks.bits is None, blocks.skips_halves,
+            None if blocks._in_tiles is None else blocks._in_tiles.saved,  # decides where calls are computed in tiles
             None if bound is None else (bound.graph, bound.numbers, *map(memory_form, bound.captures)),
             *[(r.capture, r.places.shape, r.places.stride(), r.places.data_ptr() & 15) for r in equal_runs],
         )  # fmt: skip

@@ -19,14 +19,15 @@ from flexattn.call.pose import place_captures
 from flexattn.call.problem import Gradients, Needs, Problem
 from flexattn.layout import TiledGrid
 from flexattn.options import selects_portable_kernels
+from flexattn.process.config import settings
 from flexattn.process.frozen_class import frozen
 
 Results = tuple[Tensor, Tensor, Tensor | None]
 
 _HALF = (torch.float16, torch.bfloat16)
-_WIDEST = 128  # head dims of kernels that read bits in the forward and the backward
-# Blocks of 128 queries, in all heads. With fewer, the host needs longer for the copies than the GPU for the call: with
-# 2,048, the kernels and copies of a forward take 0.23 ms, and of a backward 0.5 (H200).
+_WIDEST = 128  # head dims of Hopper kernels that read bits in the forward and the backward; rows are units of 16 bytes
+# Blocks of 128 queries, in all heads. With fewer, the host may need longer than the GPU. With 2,048, kernels and copies
+# of a forward take 0.23 ms, and of a backward 0.5 (H200). The host needed 0.27 to 0.47 and 0.85 in a first version.
 _LEAST_BLOCKS = 8192
 # Quarters of blocks that each 128 queries must save for each 64 columns of head dim, to pay for the copies. In 13 x 13
 # neighborhoods of 128 x 128 tokens 35 of 52 are saved: forward and backward of 16 heads (D 64, H200) take 155 and 335
@@ -49,7 +50,8 @@ def read_in_tiles(problem: Problem) -> InTiles | None:
         problem.layout is None
         and not problem.batch_invariant
         and query.dtype in _HALF
-        and max(query.size(3), value.size(3)) <= _WIDEST
+        and all(n <= _WIDEST and n * query.itemsize % 16 == 0 for n in (query.size(3), value.size(3)))
+        and "hopper" not in settings().without
         and query.size(2) == key.size(2) == tokens
         and blocks.seq_lengths == tiles.mask.seq_lengths
         and query.size(0) * query.size(1) * tokens >= _LEAST_BLOCKS * BITS_BLOCK
@@ -59,8 +61,19 @@ def read_in_tiles(problem: Problem) -> InTiles | None:
     return tiles if allowed else None
 
 
-def as_in_tiles(problem: Problem, tiles: InTiles) -> Problem:
-    """Return a problem with the mask in the order of tiles, and its tensors as they are."""
+def planned_in_tiles(problem: Problem, tiles: InTiles) -> Problem:
+    """Return a problem in the order of tiles, with tensors in the form of the copies, but without values."""
+    tensors = problem.query, problem.key, problem.value
+    forms = [_form(x.shape, x.stride(), x.itemsize, tiles.grid, True) for x in tensors]
+    query, key, value = (
+        torch.empty_strided(x.shape, form.strides, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
+        for x, form in zip(tensors, forms, strict=True)
+    )
+    return _masked(problem, tiles).with_fields(query=query, key=key, value=value)
+
+
+def _masked(problem: Problem, tiles: InTiles) -> Problem:
+    """Return a problem with the mask in the order of tiles, but tensors in row-major order."""
     bound = place_captures(tiles.bound, problem.query.device, "mask_mod")
     return problem.with_fields(block_mask=tiles.mask, mask=bound, equal_runs=tiles.mask.equal_runs())
 
@@ -69,7 +82,7 @@ def forward_in_tiles(problem: Problem, tiles: InTiles, forward: Callable[[Proble
     """Return what `forward` returns for a problem."""
     grid = tiles.grid
     query, key, value = (_copied(x, grid, True) for x in (problem.query, problem.key, problem.value))
-    out, lse, largest = forward(as_in_tiles(problem, tiles).with_fields(query=query, key=key, value=value))
+    out, lse, largest = forward(_masked(problem, tiles).with_fields(query=query, key=key, value=value))
     return _copied(out, grid, False), grid.restore(lse, 2), None if largest is None else grid.restore(largest, 2)
 
 
@@ -81,7 +94,7 @@ def backward_in_tiles(
     grid = tiles.grid
     tensors = problem.query, problem.key, problem.value, out, d_out
     query, key, value, out, d_out = (_copied(x, grid, True) for x in tensors)
-    inner = as_in_tiles(problem, tiles).with_fields(query=query, key=key, value=value)
+    inner = _masked(problem, tiles).with_fields(query=query, key=key, value=value)
     lse, d_lse = grid.permute(lse, 2), None if d_lse is None else grid.permute(d_lse, 2)
     *found, captured, of_sink = backward(inner, out, lse, d_out, d_lse, needs)
     dq, dk, dv = (None if x is None else _copied(x, grid, False) for x in found)

@@ -21,9 +21,8 @@ def evaluated_bits(mask: BlockMask, bound: BoundMod) -> MaskBits:
     places = partial.nonzero()  # [blocks, 4]: b, h, row and column of each partial block
     parts = [_bits(_pairs(bound, some, mask.seq_lengths)) for some in places.split(_BLOCKS)]
     words, words_by_key, needs = map(torch.cat, zip(*parts, strict=True))
-    number = torch.zeros_like(partial, dtype=torch.int64)  # of each partial block
-    number[partial] = torch.arange(len(places), device=places.device)
-    by_key = number.mT[partial.mT]
+    b, h, row, column = places.T
+    by_key = (((b * mask.H + h) * partial.size(3) + column) * partial.size(2) + row).argsort()
     quarters, blocks, whole = int(needs.sum()), len(places), int(full.sum())
     skips = is_sparse(quarters, blocks, whole)
     return MaskBits(

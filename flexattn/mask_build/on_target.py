@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flexattn.block_mask import BlockMask
+from flexattn.block_mask.mask import NO_BITS
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import captures_compared
 from flexattn.machine.target import Target
@@ -20,32 +21,39 @@ from flexattn.trace.trace import trace
 def as_on_target(mask: BlockMask, target: Target) -> tuple[BlockMask, ...]:
     """Return a mask as it is built on a GPU: with the blocks and bits that its kernels read, and an order of tiles.
 
-    The masks that are built on the way follow it. It is returned as it is if it was not built from its mask_mod, or if
-    kernels of this target read nothing else.
+    The masks that are built on the way follow it. Slices, moved masks and masks from files have nothing else to read.
     """
-    if not mask.is_built or not target.is_hopper:
+    if not mask.is_built or mask.device.type == "meta" or mask._no_bits == NO_BITS:
         return (mask,)
+    copied = copy.copy(mask)
+    copied._forget_derived()
+    if not target.is_hopper:
+        return (copied,)
     bound = trace(mask.mask_mod, "mask")
     mask.check_captures(bound)
     made: list[BlockMask] = []
 
     def in_blocks(mask_mod: Callable[..., Any], bound: BoundMod) -> BlockMask:
-        shape = (mask.B, mask.H, *mask.seq_lengths)
-        found = built_mask(mask_mod, bound, shape, mask.device, HOPPER_BLOCKS, mask._separate)
-        made.append(_with_bits(found, bound, target))
-        return made[-1]
+        B, H = (n if bound.graph.reads(x) else 1 for n, x in ((mask.B, "b"), (mask.H, "h")))
+        small = built_mask(mask_mod, bound, (B, H, *mask.seq_lengths), mask.device, HOPPER_BLOCKS, mask._separate)
+        runs = small.equal_runs()
+        found = _with_bits(small, bound, target)._expand(mask.B, mask.H, is_exact=True)
+        found._remember(bound, runs)
+        made.append(found)
+        return found
 
-    copied = copy.copy(mask)
-    if mask.BLOCK_SIZE == HOPPER_BLOCKS:
-        copied._prepared = copied._state = None
-        return with_tiles(_with_bits(copied, bound, target), bound, in_blocks), *made
-    copied._for_hopper = with_tiles(in_blocks(mask.mask_mod, bound), bound, in_blocks)
-    return copied, *made
+    own = in_blocks(mask.mask_mod, bound)
+    if mask.BLOCK_SIZE != HOPPER_BLOCKS:
+        copied._no_bits = unwanted(bound.graph, mask.BLOCK_SIZE, (), target)
+        copied._for_hopper = with_tiles(own, bound, in_blocks)
+        return copied, *made
+    copied._bits, copied._no_bits = own.bits, own._no_bits
+    return with_tiles(copied, bound, in_blocks), *made[1:]
 
 
 def _with_bits(mask: BlockMask, bound: BoundMod, target: Target) -> BlockMask:
     """Give a mask its bits, or the reason why it has none."""
-    if mask.bits is not None or mask.device.type == "cuda":
+    if mask.bits is not None:  # it was built by kernels
         return mask
     partial = mask.counts()[1]
     reason = NO_PARTIAL if partial == 0 else ""
