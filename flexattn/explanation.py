@@ -267,8 +267,8 @@ def explain(
         mask_mod: `(b, h, q_idx, kv_idx) -> bool`, only without tensors.
         B, H, Q_LEN, KV_LEN, BLOCK_SIZE: as in create_block_mask, to build the mask of mask_mod on the default device.
             Without Q_LEN and KV_LEN no mask is built.
-        target: a GPU architecture ("sm_90") to show the kernels for, on any machine. For Hopper, the bits of an expensive
-            mask are evaluated, which takes 0.5 s for 1,000 partial blocks on a CPU.
+        target: a GPU architecture ("sm_90") to show the kernels for, on any machine. For Hopper, the bits of an
+            expensive mask are evaluated, which takes 0.5 s for 1,000 partial blocks on a CPU.
 
     Raises what flex_attention and create_block_mask raise before they compute, and ArgumentError for arguments that
     exclude each other. An index out of range in a mod is found when the call runs.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -51,6 +52,9 @@ def started(rank: int, ranks: int, port: int, function: Worker, arguments: tuple
         function(rank, ranks, *arguments)
     finally:
         dist.destroy_process_group()
+    # One of some thousand processes was aborted after its work: "terminate called without an active exception".
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def on_ranks(ranks: int, function: Worker, *arguments: Any) -> None:
