@@ -82,7 +82,7 @@ def test_the_bits_of_a_mask(name: str) -> None:
     assert made.bytes >= bits.nbytes
     # Expanded lists find the same words.
     heads = torch.arange(few.B * few.H).view(few.B, few.H).expand(mask.B, mask.H).flatten()
-    assert_same_bits(bits.take(heads, few.B * few.H), mask)
+    assert_same_bits(bits.repeated(heads, few.B * few.H), mask)
 
 
 @pytest.mark.parametrize("room", [True, False], ids=["one allocation", "runs apart"])
