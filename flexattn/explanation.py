@@ -22,14 +22,14 @@ from flexattn.compile.plan import tile_origin
 from flexattn.compile.render import render
 from flexattn.engines import triton
 from flexattn.engines.choice import engine_of, form_for, gpu_engine_of
-from flexattn.engines.tiles import planned_in_tiles, read_in_tiles
+from flexattn.engines.token_tiles import planned_in_tiles, read_in_tiles
 from flexattn.errors import ArgumentError, DtypeError, message, mod_in_messages
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.facts import ModFacts, analyze
 from flexattn.graph.interval_bounds import bound as bounds_of
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.machine.target import NAMES, Target, named, target_of
-from flexattn.mask_build.create import create_block_mask
+from flexattn.mask_build.create import create_block_mask, sizes_read
 from flexattn.mask_build.kernels import plan_mask
 from flexattn.mask_build.launch_plan import sources
 from flexattn.mask_build.on_target import as_on_target
@@ -420,8 +420,7 @@ def mask_sources(blocks: BlockMask | None, target: Target) -> tuple[KernelSource
     evaluates = blocks.build_counts is not None and blocks.build_counts.blocks > 0
     if plan is None:
         return ()
-    B, H = (n if bound.graph.reads(x) else 1 for n, x in ((blocks.B, "b"), (blocks.H, "h")))
-    sizes = (B, H, *blocks.seq_lengths)
+    sizes = sizes_read(bound, (blocks.B, blocks.H, *blocks.seq_lengths))
     return sources(plan, bound, sizes, blocks.BLOCK_SIZE, evaluates, blocks.bits is not None)
 
 

@@ -52,7 +52,8 @@ def started(rank: int, ranks: int, port: int, function: Worker, arguments: tuple
         function(rank, ranks, *arguments)
     finally:
         dist.destroy_process_group()
-    # One of some thousand processes was aborted after its work: "terminate called without an active exception".
+    # Without the interpreter's end, in which gloo's threads may still free tensors and abort (pytorch/pytorch#179291).
+    # It happened to one of some thousand processes.
     sys.stdout.flush()
     os._exit(0)
 

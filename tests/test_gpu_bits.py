@@ -12,7 +12,7 @@ from mask_bits import RESULTS, assert_as_accurate, assert_same_bits, gradients_o
 from torch import Tensor
 
 from flexattn import AuxRequest, BlockMask, create_block_mask, explain, flex_attention, mods
-from flexattn.engines import tiles as engine_tiles
+from flexattn.engines import token_tiles
 from flexattn.errors import MutationError
 from flexattn.layout import TiledGrid
 from flexattn.mask_build import cache as mask_cache
@@ -226,8 +226,8 @@ def test_grids_in_the_order_of_tiles(
     mod: Mod, sizes: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(create, "LEAST_SAVED", -(2**30))
-    monkeypatch.setattr(engine_tiles, "_LEAST_SAVED", -(2**30))
-    monkeypatch.setattr(engine_tiles, "_LEAST_BLOCKS", 0)
+    monkeypatch.setattr(token_tiles, "_LEAST_SAVED", -(2**30))
+    monkeypatch.setattr(token_tiles, "_LEAST_BLOCKS", 0)
     B, Hq, Hkv, N, D = sizes
     mask = create_block_mask(mod, None, None, N, N, device="cuda")
     assert mask._in_tiles is not None

@@ -12,7 +12,7 @@ import torch
 
 import flexattn
 from flexattn import AuxRequest, create_block_mask, explain, flex_attention, mods, precompile
-from flexattn.engines import tiles
+from flexattn.engines import token_tiles
 from flexattn.errors import ArgumentError
 from flexattn.machine.target import Target
 from flexattn.process import config
@@ -122,7 +122,7 @@ def test_masks_of_other_blocks_are_built_twice_on_a_hopper_gpu() -> None:
 
 @pytest.mark.slow
 def test_kernels_that_read_bits_and_those_of_both_orders_of_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "_LEAST_BLOCKS", 2048)
+    monkeypatch.setattr(token_tiles, "_LEAST_BLOCKS", 2048)
     tokens = 64 * 128
     mask = create_block_mask(mods.natten_2d(64, 128, 13), None, None, tokens, tokens, device="cpu")
     q = torch.empty(2, 16, tokens, 64, dtype=torch.bfloat16, device="meta")
@@ -133,7 +133,7 @@ def test_kernels_that_read_bits_and_those_of_both_orders_of_a_grid(monkeypatch: 
     assert "hopper_forward" in done.compiled  # which reads bits, so no mask_mod is in its name
     with _compiling_nothing():
         for least in (2048, 2049):
-            monkeypatch.setattr(tiles, "_LEAST_BLOCKS", least)
+            monkeypatch.setattr(token_tiles, "_LEAST_BLOCKS", least)
             tensors = (torch.empty_like(q, device="cpu") for _ in range(3))
             plan = explain(*tensors, block_mask=mask, target="sm_90").plans[0]
             build(first_source(plan), Target("cuda", 90, 32))

@@ -21,8 +21,8 @@ from flexattn.call.call import Call
 from flexattn.call.layout import LayoutArguments
 from flexattn.call.pose import pose
 from flexattn.call.problem import Problem
-from flexattn.engines import cpu, tiles
-from flexattn.engines.tiles import backward_in_tiles, forward_in_tiles, read_in_tiles
+from flexattn.engines import cpu, token_tiles
+from flexattn.engines.token_tiles import backward_in_tiles, forward_in_tiles, read_in_tiles
 from flexattn.errors import IndexRangeError, MutationError
 from flexattn.explanation import target_named
 from flexattn.graph.narrow import specialized
@@ -30,7 +30,7 @@ from flexattn.graph.token_grid import token_grid
 from flexattn.layout import TiledGrid
 from flexattn.mask_build.create import with_tiles
 from flexattn.mask_build.on_target import as_on_target
-from flexattn.mask_build.tiles import LEAST_SAVED, saved_quarters, tiles_of
+from flexattn.mask_build.token_tiles import LEAST_SAVED, saved_quarters, tiles_of
 from flexattn.process.config import settings
 from flexattn.trace.trace import trace
 
@@ -120,7 +120,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         passes.append("backward")
         return backward_in_tiles(problem, found, backward, *arguments)
 
-    monkeypatch.setattr(tiles, "_LEAST_BLOCKS", 0)
+    monkeypatch.setattr(token_tiles, "_LEAST_BLOCKS", 0)
     monkeypatch.setattr(cpu, "forward", in_tiles)
     monkeypatch.setattr(cpu, "backward", backward_too)
     return passes
@@ -177,7 +177,7 @@ def problem_of(mask: BlockMask, inputs: tuple[Tensor, ...], score_mod: Any = Non
 
 
 def test_which_calls_are_computed_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "_LEAST_BLOCKS", 0)
+    monkeypatch.setattr(token_tiles, "_LEAST_BLOCKS", 0)
     mask, inputs = made(), tensors()
 
     def reads(mask: BlockMask = mask, inputs: tuple[Tensor, ...] = inputs, *args: Any, **options: Any) -> bool:
@@ -200,14 +200,14 @@ def test_which_calls_are_computed_in_tiles(monkeypatch: pytest.MonkeyPatch) -> N
     assert reads(less)
     assert not reads(less, wide)
     assert not reads(layout=LayoutArguments(torch.tensor([S], dtype=torch.int32)))
-    monkeypatch.setattr(tiles, "_LEAST_BLOCKS", 13)
+    monkeypatch.setattr(token_tiles, "_LEAST_BLOCKS", 13)
     assert not reads()  # 2 heads of 6 blocks
     assert reads(mask, tensors(B=2))
 
 
 @pytest.mark.parametrize("block", [128, 64])
 def test_explain_for_a_hopper_gpu(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "_LEAST_BLOCKS", 2048)
+    monkeypatch.setattr(token_tiles, "_LEAST_BLOCKS", 2048)
     mask = create_block_mask(mods.natten_2d(64, 128, 13), None, None, 8192, 8192, device="cpu", BLOCK_SIZE=block)
     x = torch.zeros(2, 16, 8192, 64, dtype=torch.bfloat16).requires_grad_()
     found = explain(x, x, x, block_mask=mask, target="sm_90")
@@ -230,7 +230,7 @@ def explained(mask: BlockMask, D: int = 64, dtype: torch.dtype = torch.bfloat16,
 
 
 def test_explain_for_other_kernels_and_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "_LEAST_BLOCKS", 2048)
+    monkeypatch.setattr(token_tiles, "_LEAST_BLOCKS", 2048)
     window, S = mods.natten_2d(64, 128, 13), 8192
     mask = create_block_mask(window, None, None, S, S, device="cpu")
     for no_hopper_kernels in ({"D": 20}, {"D": 128}, {"dtype": torch.float32}, {"target": "sm_80"}):

@@ -26,6 +26,12 @@ def order_in_memory(strides: Sequence[int]) -> list[int]:
     return [0, 1, 2] if 0 in strides[:3] else sorted(range(3), key=lambda d: -strides[d])
 
 
+def empty_in_order(tensor: Tensor, width: int) -> Tensor:
+    """Return an empty [B, H, rows, width] with the dim order of `tensor` in memory, the last dim innermost."""
+    shape = (*tensor.shape[:3], width)
+    return torch.empty_strided(shape, dense_strides(shape, tensor.stride()), dtype=tensor.dtype, device=tensor.device)
+
+
 def in_large_elements(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return views of tensors to copy between, with elements of 16 bytes if all rows allow that.
 

@@ -98,9 +98,7 @@ class HopperForm:
     tiles: dict[tuple[int, int], Tile]
     refusals: tuple[RejectionRule, ...]
     half_tiles: dict[tuple[int, int], Tile] = field(default_factory=dict)  # that skip empty halves of mask blocks
-    others_are_portable: bool = (
-        False  # for other head dims than the keys of `tiles`, the portable kernel is the best form
-    )
+    others_are_portable: bool = False  # the portable kernel is the best form for head dims that are no key of `tiles`
 
     def fits(self, plan: KernelPlan) -> bool:
         """Whether it has a tile for the head dims of a plan."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexattn.call.memory_order import dense_strides
+from flexattn.call.memory_order import dense_strides, empty_in_order
 from flexattn.call.problem import Gradients, Needs, Problem
 from flexattn.call.sinks import sink_gradient, weight_of_keys
 from flexattn.compile.arguments import Tensors
@@ -27,7 +27,7 @@ from flexattn.compile.schedule import (
     plan_best_form,
     prepared_arrays,
 )
-from flexattn.engines.tiles import backward_in_tiles, forward_in_tiles, read_in_tiles
+from flexattn.engines.token_tiles import backward_in_tiles, forward_in_tiles, read_in_tiles
 from flexattn.machine.target import Target
 from flexattn.options import option
 from flexattn.process.events import fallback
@@ -241,7 +241,7 @@ def known_forward(problem: Problem) -> KnownForward | None:
 def _forward(problem: Problem, run: Run) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensors]:
     """Return the results, and the arrays that kernels wrote besides them."""
     q, v = problem.query, problem.value
-    out = _like_strides(q, v.size(-1))
+    out = empty_in_order(q, v.size(-1))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     arrays = {"lse_ptr": lse}
     for wanted, outputs in _FORWARD_OUTPUTS:
@@ -312,9 +312,9 @@ def _backward(
     q, k, v = problem.query, problem.key, problem.value
     tensors = {"q": q, "k": k, "v": v, "o": out, "do": d_out}
     if needs[0]:
-        tensors["dq"] = _like_strides(q, q.size(-1))
+        tensors["dq"] = empty_in_order(q, q.size(-1))
     if needs[1] or needs[2]:
-        tensors |= {"dk": _like_strides(k, k.size(-1)), "dv": _like_strides(v, v.size(-1))}
+        tensors |= {"dk": empty_in_order(k, k.size(-1)), "dv": empty_in_order(v, v.size(-1))}
     count = _padded_rows(q)
     delta, shift = (q.new_empty(count, dtype=torch.float32) for _ in range(2))
     arrays = {"delta_ptr": delta, "shift_ptr": shift}
@@ -376,7 +376,7 @@ def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | Non
     """Return the plans that explain shows, each with the reason why it is not a Hopper kernel."""
     problem = _with_rows(problem)
     q, k, v = problem.query, problem.key, problem.value
-    out = _like_strides(q, v.size(-1))
+    out = empty_in_order(q, v.size(-1))
     tensors = {"q": q, "k": k, "v": v, "o": out, "do": out, "dq": q, "dk": k, "dv": v}
     problems = KernelProblems.of(problem)
     kernels = forward_kernels(problem)
@@ -428,9 +428,3 @@ def _with_rows(problem: Problem) -> Problem:
     if rows[0] is q and rows[1] is k and rows[2] is v:
         return problem
     return replace(problem, query=rows[0], key=rows[1], value=rows[2])
-
-
-def _like_strides(tensor: Tensor, width: int) -> Tensor:
-    """Return an empty [B, H, rows, width] with the dim order of `tensor` in memory, the last dim innermost."""
-    shape = (*tensor.shape[:3], width)
-    return torch.empty_strided(shape, dense_strides(shape, tensor.stride()), dtype=tensor.dtype, device=tensor.device)

@@ -26,7 +26,7 @@ from flexattn.mask_build.boxes import BlockClasses, classify_all, classify_by_bo
 from flexattn.mask_build.hopper_blocks import HOPPER_BLOCKS, needs_hopper_blocks
 from flexattn.mask_build.kernels import plan_mask
 from flexattn.mask_build.on_gpu import build_lists, fits
-from flexattn.mask_build.tiles import LEAST_SAVED, saved_quarters, tiles_of
+from flexattn.mask_build.token_tiles import LEAST_SAVED, saved_quarters, tiles_of
 from flexattn.mods.kinds import is_score_mod
 from flexattn.process.events import debug, fallback, is_logging
 from flexattn.runtime.build import current_stream, expect_kernels
@@ -113,16 +113,13 @@ def create_block_mask(
     bound = trace(mask_mod, "mask")
     chosen = _device(bound, device)
 
-    def in_blocks(size: tuple[int, int], mask_mod: Callable[..., Any] = mask_mod, bound: BoundMod = bound) -> BlockMask:
-        return built_mask(mask_mod, bound, (B, H, Q_LEN, KV_LEN), chosen, size, separate_full_blocks)
-
-    in_hopper_blocks = partial(in_blocks, HOPPER_BLOCKS)
-
-    mask = in_blocks(block_size)
+    of_call: dict[str, Any] = {"shape": (B, H, Q_LEN, KV_LEN), "device": chosen, "separate": separate_full_blocks}
+    in_hopper_blocks = partial(built_mask, block_size=HOPPER_BLOCKS, **of_call)
+    mask = built_mask(mask_mod, bound, block_size=block_size, **of_call)
     if compute_dq_write_order:
         mask._set_dq_write_order(dq_kv_order)
     if needs_hopper_blocks(chosen, block_size):
-        mask._for_hopper = with_tiles(in_blocks(HOPPER_BLOCKS), bound, in_hopper_blocks)
+        mask._for_hopper = with_tiles(in_hopper_blocks(mask_mod, bound), bound, in_hopper_blocks)
     return with_tiles(mask, bound, in_hopper_blocks)
 
 
@@ -154,8 +151,7 @@ def built_mask(
 ) -> BlockMask:  # fmt: skip
     """Return the mask of `bound`, which is mask_mod now, from the cache or built."""
     B, H, Q_LEN, KV_LEN = shape
-    # Batches and heads that the mod does not read are classified once.
-    sizes = (B or 1 if bound.graph.reads("b") else 1, H or 1 if bound.graph.reads("h") else 1, Q_LEN, KV_LEN)
+    sizes = sizes_read(bound, shape)
     origin = bound.origin
     key = (origin, sizes, block_size, separate, *_where(device), *map(id, bound.reached))
     built = mask_cache.find(key, bound) if origin else None
@@ -173,6 +169,12 @@ def built_mask(
     if is_logging():
         debug("mask", f"{built.counts}\n{mask!r}")
     return mask
+
+
+def sizes_read(bound: BoundMod, shape: tuple[int | None, int | None, int, int]) -> tuple[int, int, int, int]:
+    """Return what is classified of a mask of this shape: batches and heads that the mod does not read, once."""
+    B, H = (n or 1 if bound.graph.reads(x) else 1 for n, x in zip(shape, ("b", "h"), strict=False))
+    return B, H, *shape[2:]
 
 
 @uncompiled

@@ -12,7 +12,7 @@ from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import captures_compared
 from flexattn.machine.target import Target
 from flexattn.mask_build.bits_by_pairs import evaluated_bits
-from flexattn.mask_build.create import built_mask, with_tiles
+from flexattn.mask_build.create import built_mask, sizes_read, with_tiles
 from flexattn.mask_build.hopper_blocks import HOPPER_BLOCKS
 from flexattn.mask_build.pair_bits import NO_PARTIAL, impossible, unwanted
 from flexattn.trace.trace import trace
@@ -34,8 +34,8 @@ def as_on_target(mask: BlockMask, target: Target) -> tuple[BlockMask, ...]:
     made: list[BlockMask] = []
 
     def in_blocks(mask_mod: Callable[..., Any], bound: BoundMod) -> BlockMask:
-        B, H = (n if bound.graph.reads(x) else 1 for n, x in ((mask.B, "b"), (mask.H, "h")))
-        small = built_mask(mask_mod, bound, (B, H, *mask.seq_lengths), mask.device, HOPPER_BLOCKS, mask._separate)
+        sizes = sizes_read(bound, (mask.B, mask.H, *mask.seq_lengths))
+        small = built_mask(mask_mod, bound, sizes, mask.device, HOPPER_BLOCKS, mask._separate)
         runs = small.equal_runs()
         found = _with_bits(small, bound, target)._expand(mask.B, mask.H, is_exact=True)
         found._remember(bound, runs)

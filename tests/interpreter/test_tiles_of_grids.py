@@ -10,7 +10,7 @@ import torch
 
 from flexattn import AuxRequest, api, create_block_mask, flex_attention, mods
 from flexattn.block_mask import InTiles
-from flexattn.engines import tiles, triton
+from flexattn.engines import token_tiles, triton
 from flexattn.layout import TiledGrid
 from flexattn.trace.trace import trace
 
@@ -19,11 +19,11 @@ pytest.importorskip("triton")
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_results_are_those_of_the_mask(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "_LEAST_BLOCKS", 0)
+    monkeypatch.setattr(token_tiles, "_LEAST_BLOCKS", 0)
     monkeypatch.setattr(api, "engine_of", lambda problem: triton)
     copied = []
-    original = tiles._copied
-    monkeypatch.setattr(tiles, "_copied", lambda x, *order: copied.append(x) or original(x, *order))
+    original = token_tiles._copied
+    monkeypatch.setattr(token_tiles, "_copied", lambda x, *order: copied.append(x) or original(x, *order))
     grid, window = TiledGrid((16, 16), (16, 8)), mods.natten_2d(16, 16, 5)
     mask = create_block_mask(window, None, None, 256, 256, device="cpu")
     other = grid.mod(window)

@@ -1,11 +1,8 @@
-"""tiles: the order of tokens in which a mask of a grid touches fewer blocks, and whether calls are faster in it."""
+"""token_tiles: the order of tokens in which a mask of a grid touches fewer blocks, and how many it saves."""
 
 from __future__ import annotations
 
-import math
-
 from flexattn.block_mask import BlockMask
-from flexattn.block_mask.bits import BITS_BLOCK
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.narrow import specialized
 from flexattn.graph.token_grid import token_grid
@@ -13,11 +10,12 @@ from flexattn.layout import TiledGrid
 from flexattn.machine.triton_versions import has_gluon
 from flexattn.process.config import settings
 
-# A tile is one block, and each half of its tokens is as square as possible (docs/layout.md). The first one of which a
-# grid consists is taken.
+# A tile has the 128 tokens of a block, and each half of them is as square as possible (docs/layout.md). The first one
+# of which a grid consists is taken.
 _TILES = ((16, 8), (8, 16), (32, 4), (4, 32), (8, 4, 4), (4, 8, 4), (4, 4, 8), (2, 8, 8), (8, 8, 2))
 
-LEAST_SAVED = 12  # quarters of blocks in each row, so that calls with any head dim may be faster (engines/tiles.py)
+# Quarters of blocks in each row of blocks. With fewer, no head dim makes calls faster (engines/token_tiles.py).
+LEAST_SAVED = 12
 
 
 def tiles_of(mask: BlockMask, bound: BoundMod) -> TiledGrid | None:
@@ -29,13 +27,8 @@ def tiles_of(mask: BlockMask, bound: BoundMod) -> TiledGrid | None:
     if mask.bits is None or tokens != keys or settings().without & {"hopper", "tiles"} or not has_gluon():
         return None
     shape = token_grid(specialized(bound.wide or bound.graph, bound.numbers), tokens)
-    for tile in _TILES:
-        if shape is not None and len(shape) == len(tile):
-            grid = TiledGrid(shape, tile)
-            assert math.prod(tile) == BITS_BLOCK
-            if grid.has_whole_tiles:
-                return grid
-    return None
+    grids = (TiledGrid(shape, tile) for tile in _TILES if shape is not None and len(tile) == len(shape))
+    return next((grid for grid in grids if grid.has_whole_tiles), None)
 
 
 def saved_quarters(mask: BlockMask, in_tiles: BlockMask) -> float:

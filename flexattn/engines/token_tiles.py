@@ -1,4 +1,4 @@
-"""tiles: problems with a mask of a grid, whose tensors are copied into the order of tiles, and their results back.
+"""token_tiles: problems with a mask of a grid. Tensors are copied into the order of tiles, and results back.
 
 Nothing outside of an engine's forward or backward sees the order, so each of them may choose it or not.
 """
@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexattn.block_mask import InTiles
 from flexattn.block_mask.bits import BITS_BLOCK
-from flexattn.call.memory_order import dense_strides, in_large_elements
+from flexattn.call.memory_order import empty_in_order, in_large_elements
 from flexattn.call.pose import place_captures
 from flexattn.call.problem import Gradients, Needs, Problem
 from flexattn.layout import TiledGrid
 from flexattn.options import selects_portable_kernels
 from flexattn.process.config import settings
-from flexattn.process.frozen_class import frozen
 
 Results = tuple[Tensor, Tensor, Tensor | None]
 
@@ -64,11 +62,7 @@ def read_in_tiles(problem: Problem) -> InTiles | None:
 def planned_in_tiles(problem: Problem, tiles: InTiles) -> Problem:
     """Return a problem in the order of tiles, with tensors in the form of the copies, but without values."""
     tensors = problem.query, problem.key, problem.value
-    forms = [_form(x.shape, x.stride(), x.itemsize, tiles.grid, True) for x in tensors]
-    query, key, value = (
-        torch.empty_strided(x.shape, form.strides, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
-        for x, form in zip(tensors, forms, strict=True)
-    )
+    query, key, value = (empty_in_order(x, x.size(3)).requires_grad_(x.requires_grad) for x in tensors)
     return _masked(problem, tiles).with_fields(query=query, key=key, value=value)
 
 
@@ -103,35 +97,21 @@ def backward_in_tiles(
 
 def _copied(x: Tensor, grid: TiledGrid, to_tiles: bool) -> Tensor:
     """Return [B, H, tokens, D] in the order of tiles, or in row-major order, with the same order of dims in memory."""
-    form = _form(x.shape, x.stride(), x.itemsize, grid, to_tiles)
-    found = torch.empty_strided(x.shape, form.strides, dtype=x.dtype, device=x.device)
+    found = empty_in_order(x, x.size(3))
     source, target = in_large_elements(x, found)
-    views = form.views if source is x else form.large_views
-    target.as_strided(*views[1]).copy_(source.as_strided(*views[0]))
+    sizes, of_source, of_target = _tile_views(source.shape, source.stride(), target.stride(), grid, to_tiles)
+    target.as_strided(sizes, of_target).copy_(source.as_strided(sizes, of_source))
     return found
 
 
-View = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
-
-
-@frozen
-class _Form:
-    """How tensors of a form are copied: the strides of the copy, and views of both with the dims of tiles."""
-
-    strides: tuple[int, ...]
-    views: tuple[View, View]
-    large_views: tuple[View, View]  # of elements of 16 bytes
-
-
 @lru_cache(1024)
-def _form(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, grid: TiledGrid, to_tiles: bool) -> _Form:
-    of_copy, unit = dense_strides(shape, strides), 16 // itemsize
+def _tile_views(
+    shape: Sequence[int], of_source: Sequence[int], of_target: Sequence[int], grid: TiledGrid, to_tiles: bool
+) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    """Return the sizes of views with the dims of tiles, and their strides in the source and the target of a copy."""
     views = grid.tiles_of_row_major, grid.tiles_in_order
-
-    def of(shape: Sequence[int], *strides: Sequence[int]) -> Any:
-        tensors = [torch.empty_strided(shape, s, device="meta") for s in strides]
-        found = [view(x, 2) for view, x in zip(views if to_tiles else views[::-1], tensors, strict=True)]
-        return tuple((tuple(x.shape), x.stride()) for x in found)
-
-    large = ((*(n // unit for n in s[:3]), 1) for s in (strides, of_copy))
-    return _Form(of_copy, of(shape, strides, of_copy), of((*shape[:3], shape[3] // unit), *large))
+    source, target = (
+        view(torch.empty_strided(shape, strides, device="meta"), 2)
+        for view, strides in zip(views if to_tiles else views[::-1], (of_source, of_target), strict=True)
+    )
+    return tuple(source.shape), source.stride(), target.stride()
