@@ -14,7 +14,8 @@ from flexattn.process.config import settings
 # of which a grid consists is taken.
 _TILES = ((16, 8), (8, 16), (32, 4), (4, 32), (8, 4, 4), (4, 8, 4), (4, 4, 8), (2, 8, 8), (8, 8, 2))
 
-# Quarters of blocks in each row of blocks. With fewer, no head dim makes calls faster (engines/token_tiles.py).
+# Quarters of blocks in each row of blocks. With fewer, calls with head dims from 32 on are not faster
+# (engines/token_tiles.py).
 LEAST_SAVED = 12
 
 
