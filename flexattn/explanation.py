@@ -9,7 +9,7 @@ from typing import Any, Never
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
-from flexattn.block_mask import BlockMask, InTiles
+from flexattn.block_mask import BlockMask
 from flexattn.call.blocks_read import blocks_read
 from flexattn.call.call import Call, Mod
 from flexattn.call.layout import KVLayout, LayoutArguments
@@ -22,7 +22,6 @@ from flexattn.compile.plan import tile_origin
 from flexattn.compile.render import render
 from flexattn.engines import triton
 from flexattn.engines.choice import engine_of, form_for, gpu_engine_of
-from flexattn.engines.token_tiles import planned_in_tiles, read_in_tiles
 from flexattn.errors import ArgumentError, DtypeError, message, mod_in_messages
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.facts import ModFacts, analyze
@@ -323,9 +322,6 @@ def explain_call(call: Call, target: str | None) -> Explanation:
         problem = replace(problem, score_grad=differentiate(score.graph, ()))
     engine = gpu_engine_of(problem) if target else engine_of(problem)
     problem = form_for(engine, problem)
-    tiles = read_in_tiles(problem) if engine is triton else None
-    if tiles is not None:
-        problem = planned_in_tiles(problem, tiles)
     plans = (
         triton.plans(problem, target_named(target) if target else target_of(problem.query.device))
         if engine is triton
@@ -347,7 +343,7 @@ def explain_call(call: Call, target: str | None) -> Explanation:
         mask_sources=mask_sources(problem.block_mask, plans[0][0].target) if plans else (),
         batch_invariant=problem.batch_invariant,
         bits=_bits(problem, plans[0][0].target) if plans else None,
-        blocks_note=_blocks_note(given, call.block_mask, tiles),
+        blocks_note=_blocks_note(given, call.block_mask, [plan for plan, _ in plans]),
     )
 
 
@@ -358,16 +354,18 @@ def _reading_blocks(call: Call) -> Call:
     return replace(call, block_mask=blocks_read(call.block_mask, call.query, call.kernel_options))
 
 
-def _blocks_note(given: Any, read: Any, tiles: InTiles | None) -> str | None:
+def _blocks_note(given: Any, read: Any, plans: Sequence[KernelPlan]) -> str | None:
     """Return which blocks of a mask are read, and in which order of tokens, if these are not those of the mask."""
     notes = []
     if isinstance(given, BlockMask) and given.BLOCK_SIZE != read.BLOCK_SIZE:
         notes.append(
             f"Hopper kernels read blocks of {read.BLOCK_SIZE} instead of the mask's BLOCK_SIZE, {given.BLOCK_SIZE}."
         )
-    if tiles is not None:
-        shape, tile = (" x ".join(map(str, sizes)) for sizes in (tiles.grid.shape, tiles.grid.tile))
-        notes.append(f"The tokens of a {shape} grid are copied into tiles of {tile}, and the results back.")
+    tiled = {phase: plan.token_tile for plan in plans if plan.token_tile for phase in (plan.spec.phase,)}
+    if tiled:
+        tile = " x ".join(map(str, next(iter(tiled.values()))))
+        passes = " and ".join({"fwd": "forward", "bwd": "backward"}[phase] for phase in tiled)
+        notes.append(f"The {passes} computes tokens in tiles of {tile} of their grid, with fewer blocks.")
     return " ".join(notes) or None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
 import time
@@ -128,29 +127,15 @@ def _sources(
 ) -> Iterator[KernelSource]:
     """Yield the kernels of a call, and those that build its mask. `built` returns a mask as it is built there."""
     call, masks = _call_of(arguments), ()
-    orders = [call]
     if isinstance(call.block_mask, BlockMask):
         masks = built(call.block_mask)
-        orders = [replace(call, block_mask=mask) for mask in _in_each_order(masks[0])]
-    for each in orders:
-        for plan in explain_call(each, name).plans:
-            if plan.spec is DELTA and not _has_backward(call):  # it begins the backward
-                break
-            yield first_source(plan)
+        call = replace(call, block_mask=masks[0])
+    for plan in explain_call(call, name).plans:
+        if plan.spec is DELTA and not _has_backward(call):  # it begins the backward
+            break
+        yield first_source(plan)
     for mask in masks:
         yield from mask_sources(mask, target)
-
-
-def _in_each_order(mask: BlockMask) -> list[BlockMask]:
-    """Return a mask, and if it has an order of tiles, one without it: small calls and compiled ones read that."""
-    other = mask._for_hopper
-    if mask._in_tiles is None and (other is None or other._in_tiles is None):
-        return [mask]
-    plain = copy.copy(mask)
-    plain._in_tiles = None
-    if other is not None:
-        plain._for_hopper = _in_each_order(other)[-1]
-    return [mask, plain]
 
 
 def _has_backward(call: Call) -> bool:

@@ -41,12 +41,10 @@ NO_BITS = "its blocks were given, cut, moved or edited"
 
 
 class InTiles(NamedTuple):
-    """A mask of tokens in the order of tiles of a grid, and its mask_mod."""
+    """A mask of tokens in the order of tiles of a grid of two dims. Kernels read its lists and bits."""
 
     grid: TiledGrid
     mask: BlockMask
-    bound: BoundMod
-    saved: float  # quarters of blocks that kernels compute less in it, for each 128 queries
 
 
 class BlockMask(upstream.BlockMask):
@@ -85,7 +83,7 @@ class BlockMask(upstream.BlockMask):
     _no_bits: str = NO_BITS  # why it has none
     _prepared: Prepared | None = None
     _for_hopper: BlockMask | None = None  # the same mask in the blocks that Hopper kernels read
-    _in_tiles: InTiles | None = None  # the same mask in an order of tokens in which calls are faster
+    _in_tiles: InTiles | None = None  # the same mask in an order of tokens in which it has fewer blocks
     _state: Any = None  # what repeated calls need of it: a MaskState (engines/mask_state.py)
 
     @uncompiled
@@ -436,6 +434,12 @@ class BlockMask(upstream.BlockMask):
         bits = self.bits
         return bits is not None and bits.skips_halves
 
+    @property
+    def in_tiles(self) -> InTiles | None:
+        """The same mask in an order of tokens in which it has fewer blocks, for kernels that read bits."""
+        tiles = self._in_tiles
+        return tiles if tiles is not None and tiles.mask.seq_lengths == self.seq_lengths else None
+
     def _remember(self, bound: BoundMod, runs: tuple[EqualRuns, ...] = ()) -> None:
         """Record that the blocks were computed from mask_mod with the values of `bound`."""
         self._record = CaptureRecord.of(self._mask_mod, bound, runs)
@@ -456,20 +460,26 @@ class BlockMask(upstream.BlockMask):
         """
         if self._prepared is not None:
             return self
-        lists = pack([self.kv_runs] if self.q_runs is None else [self.kv_runs, self.q_runs])
-        runs, record = self.equal_runs(), self._record
-        bits = self.bits
+        lists, *others = self._packed()
+        runs, record, tiles = self.equal_runs(), self._record, self.in_tiles
         form = MaskForm(
             self.BLOCK_SIZE, self.q_runs is not None, self.B > 1, self.H > 1, self.full_overhangs,
             self._built_from_mod, "" if record is None or record.numbers else record.graph.digest,
-            tuple(r.capture for r in runs), has_bits=bits is not None,
-            skips_halves=self.skips_halves,
+            tuple(r.capture for r in runs), has_bits=self.bits is not None, skips_halves=self.skips_halves,
+            grid=None if tiles is None else (tiles.grid.shape, tiles.grid.tile),
+            tiles_skip_halves=tiles is not None and tiles.mask.skips_halves,
         )  # fmt: skip
         if record is not None:
             Origin(record, record.mod is self._mask_mod).keep(lists)
-        of_bits = () if bits is None else bits.tensors
-        self._prepared = Prepared((lists, *of_bits, *(r.places for r in runs)), form.dumps())
+        if tiles is not None:
+            others += tiles.mask._packed()
+        self._prepared = Prepared((lists, *others, *(r.places for r in runs)), form.dumps())
         return self
+
+    def _packed(self) -> list[Tensor]:
+        """Return the lists as one tensor, and the tensors of the bits."""
+        lists = pack([self.kv_runs] if self.q_runs is None else [self.kv_runs, self.q_runs])
+        return [lists, *(() if self.bits is None else self.bits.tensors)]
 
     # PyTorch's fields, computed on access.
 
@@ -923,9 +933,7 @@ class BlockMask(upstream.BlockMask):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied.__dict__.update(
-            copy.deepcopy(self.__dict__ | dict.fromkeys(("_record", "_prepared", "_state", "_in_tiles")), memo)
-        )
+        copied.__dict__.update(copy.deepcopy(self.__dict__ | dict.fromkeys(("_record", "_prepared", "_state")), memo))
         copied._record = None if self._record is None else self._record.deepcopied(memo)
         return copied if self._prepared is None else copied.prepare()
 

@@ -36,6 +36,9 @@ class MaskForm:
     is_torchs: bool = False  # the lists are those of PyTorch's BlockMask
     has_bits: bool = False  # the tensors of its MaskBits follow the lists
     skips_halves: bool = False  # as in its MaskBits
+    # The shape and the tile of its grid. The lists and the bits of the mask in the order of tiles follow its own bits.
+    grid: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    tiles_skip_halves: bool = False
 
     def dumps(self) -> str:
         return json.dumps(list(asdict(self).values()))
@@ -44,14 +47,19 @@ class MaskForm:
     @lru_cache(256)
     def loads(text: str) -> MaskForm:
         given = dict(zip((f.name for f in fields(MaskForm)), json.loads(text), strict=True))
-        return MaskForm(BLOCK_SIZE=tuple(given.pop("BLOCK_SIZE")), runs=tuple(given.pop("runs")), **given)
+        for name in ("BLOCK_SIZE", "runs"):
+            given[name] = tuple(given[name])
+        if given["grid"] is not None:
+            given["grid"] = tuple(map(tuple, given["grid"]))
+        return MaskForm(**given)
 
 
 @frozen
 class Prepared:
     """The arguments of operators for a mask."""
 
-    # The lists as one tensor (see one_tensor.py), the bits, then the places of equal runs.
+    # The lists as one tensor (see one_tensor.py), the bits, the same of the mask in the order of tiles, then the places
+    # of equal runs.
     tensors: tuple[Tensor, ...]
     text: str  # a MaskForm
 

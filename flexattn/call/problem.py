@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flexattn.block_mask import BlockMask
+from flexattn.block_mask import BlockMask, InTiles
 from flexattn.call.dropout import Dropout
 from flexattn.call.layout import Layout
 from flexattn.graph.bound_mod import BoundMod
@@ -44,6 +44,9 @@ class Problem:
     sink: Tensor | None = None  # [B or 1, Hq or 1] float32 (float64), log of an additional term of each softmax sum
     dropout: Dropout | None = None
     max_scores: bool = False  # whether the forward returns the largest score of each row
+    # Kernels compute the tokens of a grid tile by tile, with the lists of `block_mask.in_tiles`. All tensors are
+    # row-major. Only the Triton engine makes such problems.
+    in_tiles: bool = False
     # Which keys each sequence uses, their pages, and the row of the mask of its first query. The mods read positions.
     layout: Layout | None = None
 
@@ -59,15 +62,22 @@ class Problem:
         return self.key.size(2) if self.layout is None else self.layout.capacity
 
     @property
+    def tiles(self) -> InTiles:
+        """The mask in the order of tiles."""
+        assert self.block_mask is not None and self.block_mask.in_tiles is not None
+        return self.block_mask.in_tiles
+
+    @property
     def has_bits(self) -> bool:
         """Whether kernels may read the bits of partial blocks instead of evaluating `mask`."""
-        blocks = self.block_mask
+        blocks = self.tiles.mask if self.in_tiles else self.block_mask
         return blocks is not None and blocks.bits is not None and self.mask is not None and self.layout is None
 
     @property
     def skips_halves(self) -> bool:
         """Whether kernels that read bits also skip the empty halves of blocks."""
-        return self.has_bits and self.block_mask is not None and self.block_mask.skips_halves
+        blocks = self.tiles.mask if self.in_tiles else self.block_mask
+        return self.has_bits and blocks is not None and blocks.skips_halves
 
     @property
     def is_paged(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from flexattn.block_mask import BlockMask, RunLists
+from flexattn.block_mask import BlockMask, InTiles, RunLists
 from flexattn.block_mask.bits import MaskBits
 from flexattn.call.problem import Problem
 from flexattn.process.frozen_class import frozen
@@ -35,6 +35,10 @@ Part = Literal[
     "q_runs",
     "kv_bits",
     "q_bits",
+    "kv_runs_in_tiles",
+    "q_runs_in_tiles",
+    "kv_bits_in_tiles",
+    "q_bits_in_tiles",
     "score",
     "mask",
     "sink",
@@ -72,6 +76,8 @@ class ListsOfMask(Protocol):
     def q_runs(self) -> RunLists | None: ...
     @property
     def bits(self) -> MaskBits | None: ...
+    @property
+    def in_tiles(self) -> InTiles | None: ...
 
 
 def _q_runs(blocks: ListsOfMask) -> tuple[Tensor, ...]:
@@ -84,12 +90,36 @@ def _bits(blocks: ListsOfMask) -> MaskBits:
     return blocks.bits
 
 
-# The tensors of a BlockMask.
-OF_MASK: dict[Part, Callable[[ListsOfMask], tuple[Tensor, ...]]] = {
+_ReadMask = Callable[[ListsOfMask], tuple[Tensor, ...]]
+
+
+def _in_tiles(read: _ReadMask) -> _ReadMask:
+    """Return a function that reads the same of a mask in the order of tiles."""
+
+    def found(blocks: ListsOfMask) -> tuple[Tensor, ...]:
+        assert blocks.in_tiles is not None
+        return read(blocks.in_tiles.mask)
+
+    return found
+
+
+_LISTS_OF_MASK: dict[Part, _ReadMask] = {
     "kv_runs": lambda blocks: blocks.kv_runs.tensors,
     "q_runs": _q_runs,
     "kv_bits": lambda blocks: _bits(blocks).by_query,
     "q_bits": lambda blocks: _bits(blocks).by_key,
+}
+# The parts of a mask, and the same of it in the order of tiles.
+IN_TILES: dict[Part, Part] = {
+    "kv_runs": "kv_runs_in_tiles",
+    "q_runs": "q_runs_in_tiles",
+    "kv_bits": "kv_bits_in_tiles",
+    "q_bits": "q_bits_in_tiles",
+}
+# The tensors of a BlockMask.
+OF_MASK: dict[Part, _ReadMask] = {
+    **_LISTS_OF_MASK,
+    **{IN_TILES[part]: _in_tiles(read) for part, read in _LISTS_OF_MASK.items()},
 }
 
 
@@ -145,6 +175,7 @@ class DescriptorOf:
 
     name: str
     block: tuple[int, ...]  # shape of a tile
+    is_grid: bool = False  # its rows are a row-major grid of tokens, and have two dims
 
 
 @frozen

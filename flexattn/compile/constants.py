@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -35,6 +36,10 @@ def _all(plan: KernelPlan) -> bool:
 
 def _has_blocks(plan: KernelPlan) -> bool:
     return plan.blocks is not None
+
+
+def _has_token_tiles(plan: KernelPlan) -> bool:
+    return plan.token_tile is not None
 
 
 def _has_loop(plan: KernelPlan) -> bool:
@@ -137,6 +142,8 @@ CONSTANTS = (
     Constant("SPARSE_Q", _has_blocks, lambda plan: _mask_block(plan, 0)),
     Constant("SPARSE_KV", _has_blocks, lambda plan: _mask_block(plan, 1)),
     Constant("TILES", _has_blocks, lambda plan: plan.tiles_per_block),
+    Constant("TILE_TOKENS", _has_token_tiles, lambda plan: math.prod(plan.token_tile or ())),
+    Constant("TILE_COLUMNS", _has_token_tiles, lambda plan: plan.token_tile and plan.token_tile[1]),
     Constant("EXACT", _of_backward, lambda plan: plan.exact),  # shift is lse itself, not lse in the exp2 domain
     Constant("PTX", _has_loop, lambda plan: plan.target.backend == "cuda"),  # inline PTX may be called
     Constant("FMA_PRODUCTS", _has_loop, lambda plan: plan.dtype == torch.float32 and plan.precision == "ieee"),

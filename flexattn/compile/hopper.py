@@ -29,7 +29,7 @@ from flexattn.compile.kernels import (
     HOPPER_LATENT,
     SIZES,
 )
-from flexattn.compile.plan import has_descriptor
+from flexattn.compile.plan import has_descriptor, token_tile
 from flexattn.compile.stripes import stripe_of
 from flexattn.compile.tiles import Tile
 from flexattn.graph.dependence import computed_from, loads_per_pair
@@ -238,7 +238,8 @@ def _with_bits(form: HopperForm, plan: KernelPlan, problem: Problem) -> KernelPl
         return plan
     skips = plan.widths in form.half_tiles and HALVES.wanted(problem, NO_ARRAYS)
     features = (*plan.features, BITS.name, *([HALVES.name] if skips else []))
-    return plan.with_fields(mask=None, features=features)
+    tile = token_tile(problem) if form.spec.token_tiles else None
+    return plan.with_fields(mask=None, features=features, token_tile=tile)
 
 
 def _tile_of(form: HopperForm, plan: KernelPlan, problem: Problem) -> Tile:

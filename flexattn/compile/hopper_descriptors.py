@@ -71,8 +71,10 @@ def _of_rows(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
 
 
 def _tile(plan: KernelPlan, argument: str, tensor: str, rows: int, width: int) -> DescriptorOperand:
-    block = (1, 1, rows, width)
-    return DescriptorOperand(argument, tensor, block, layout=_shared_layout(block, plan.dtype))
+    of_rows = (rows,) if plan.token_tile is None else (rows // plan.token_tile[1], plan.token_tile[1])
+    block = (1, 1, *of_rows, width)
+    layout = _shared_layout(block, plan.dtype)
+    return DescriptorOperand(argument, tensor, block, layout=layout, is_grid=plan.token_tile is not None)
 
 
 def _array(argument: str, array: str, block: tuple[int, ...]) -> DescriptorOperand:

@@ -39,6 +39,8 @@ def hopper_names(plan: KernelPlan) -> dict[str, object]:
         constants.append(("BOTH", 3))  # needs of both warpgroups
     if plan.blocks:
         constants += [("SPARSE_Q", plan.blocks[0]), ("SPARSE_KV", plan.blocks[1]), ("TILES", plan.tiles_per_block)]
+    if plan.token_tile:
+        constants += [("TILE_TOKENS", plan.token_tile[0] * plan.token_tile[1]), ("TILE_COLUMNS", plan.token_tile[1])]
     lists = tuple(a.name for operand in (MaskLists(), BITS, HALVES) for a in operand.arguments(plan))
     gradient = plan.grad if plan.scales_gradient else None
     names: dict[str, object] = {
@@ -46,6 +48,7 @@ def hopper_names(plan: KernelPlan) -> dict[str, object]:
         "owns_dq": plan.spec.owns_dq, "fixed_reference": plan.fixed_reference, "dq_pieces": pieces_of(plan.D),
         "reads_bits": BITS.name in plan.features, "BITS_BLOCK": BITS_BLOCK,
         "skips_halves": HALVES.name in plan.features, "HALF": HALF,
+        "token_tiles": as_gluon(environment().get_template("token_tiles.py.jinja").render()),
         "prelude": as_gluon(environment().get_template("mod_functions.py.jinja").render(scatter_arguments=())),
         "loads_per_pair": any(loads_where_live(mod) for mod in (plan.score, plan.mask, gradient) if mod),
         "bytes": lambda text, parts: " + ".join(f"{text}.block_type.nbytes".replace("%", str(p.index)) for p in parts),

@@ -92,6 +92,7 @@ class KernelSpec:
     splits_keys: bool = False
     persistent: bool = False  # at most one program per SM, which processes several tiles
     owns_dq: bool = False  # programs own stripes of keys, and write dq of the queries whose keys are in one stripe
+    token_tiles: bool = False  # it can compute the tokens of a grid tile by tile (KernelPlan.token_tile)
     row_ends: bool = False  # it computes the bounds of the mask's rows once per tile, and its loops read them
     tile_options: tuple[str, str] | None = None  # kernel_options for BLOCK_M and BLOCK_N
     tiled_as: str = ""  # the kernel whose rows of the tile table it uses; "": its own
@@ -142,6 +143,9 @@ class KernelPlan:
     # block lists: `blocks` is None.
     intervals: bool = False
     page_size: int = 0  # keys in a page, 0 without a block_table
+    # (rows, columns) of a tile of 128 tokens, if tensors hold a grid of tokens in row-major order, and rows and columns
+    # of scores, and of arrays between kernels, are in the order of tiles.
+    token_tile: tuple[int, int] | None = None
     float_index: bool = True  # lengths are below 2**22: index differences are exact in float32
     precision: str = "ieee"  # of float32 products: ieee, tf32 or tf32x3
     exact: bool = False
@@ -361,6 +365,8 @@ class KernelPlan:
         lines += [
             f"    {m.role:<8} {m.graph.name}  {m.graph.location}" for m in (self.score, self.mask) if m is not None
         ]
+        if self.token_tile is not None:
+            lines.append("    tokens   of a row-major grid, in tiles of {} x {}".format(*self.token_tile))
         lines += [f.text for f in self.spec.features if f.name in self.features and f.text]
         if self.batch_invariant:
             lines.append("    order    batch-invariant: keys ascending, nothing fused")

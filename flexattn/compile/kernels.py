@@ -96,6 +96,9 @@ DLSE = Feature(
     operands=(Array("dlse_ptr", "*fp32"),),  # [B, Hq, M]
 )
 
+# Tiles of tokens in a row of the grid.
+TOKEN_TILES = When(lambda plan: plan.token_tile is not None, (Scalars(("tiles_across",)),))
+
 # Of Hopper kernels alone: their plans get it in hopper.py.
 BITS = Feature(
     "bits",
@@ -259,11 +262,13 @@ DELTA = KernelSpec(
     operands=(
         Pointers(("o", "do")), DLSE, _LSE, _DELTA, _SHIFT, Strides(("o", "do")), Scalars(("M", "M_padded", "heads_q")),
         ZEROED, CLAIMED, When(lambda plan: "spans" in plan.features, (Scalars(("N",)),)), SPANS, SPANS_OF_LISTS,
+        TOKEN_TILES,
     ),
     shared_bytes=delta_bytes,
     products=False,
     dims=("v", "v"),
     fills_padding=True,
+    token_tiles=True,
 )  # fmt: skip
 
 
@@ -339,12 +344,13 @@ HOPPER_FORWARD = KernelSpec(
     operands=(
         Descriptors(forward_descriptors), Scalars(("tiles",)), Counter(), RedoneCount(), _LSE, MAX_SCORES, SINK,
         Scalars(("M", "N", "heads", "heads_q", "group_size", "heads_per_group", "batch_shares_keys")), ScoreScale(),
-        MaskLists(), BITS, HALVES, ModArguments(),
+        MaskLists(), BITS, HALVES, TOKEN_TILES, ModArguments(),
     ),
     shared_bytes=hopper_forward_bytes,
     gluon=True,
     widths=((64, 64), (96, 128), (128, 128), (192, 128), (256, 256)),
     persistent=True,
+    token_tiles=True,
     row_ends=True,
 )  # fmt: skip
 HOPPER_LATENT = KernelSpec(
@@ -385,7 +391,7 @@ HOPPER_DKDV = KernelSpec(
     tensors=("q", "k", "v", "do", "dk", "dv"),
     operands=(
         Descriptors(key_descriptors), Scalars(("tiles",)), _CLAIMED, _KEY_SCALARS, ScoreScale(), MaskLists(), BITS,
-        HALVES, ModArguments(),
+        HALVES, TOKEN_TILES, ModArguments(),
     ),
     shared_bytes=hopper_keys_bytes,
     owns_keys=True,
@@ -393,6 +399,7 @@ HOPPER_DKDV = KernelSpec(
     gluon=True,
     widths=((64, 64), (96, 96), (128, 128)),
     persistent=True,
+    token_tiles=True,
 )  # fmt: skip
 HOPPER_BACKWARD = replace(
     HOPPER_DKDV, name="hopper_backward", tensors=(*DKDV.tensors, "dq"), gradients=("dq", "dk", "dv")
@@ -402,16 +409,22 @@ HOPPER_BACKWARD_STRIPES = replace(
     name="hopper_backward_stripes",
     operands=(
         Descriptors(stripe_descriptors), *_SPANS, Scalars(("dq_scale",)),
-        *[o for o in HOPPER_BACKWARD.operands[1:] if o is not HALVES],  # it stores dq with its first tile of keys
+        # It stores dq with its first tile of keys.
+        *[o for o in HOPPER_BACKWARD.operands[1:] if o not in (HALVES, TOKEN_TILES)],
     ),
     owns_dq=True,
+    token_tiles=False,
 )  # fmt: skip
 HOPPER_BACKWARD_WIDE = replace(
     HOPPER_BACKWARD,
     name="hopper_backward_wide",
-    operands=(Descriptors(key_descriptors), *(o for o in HOPPER_BACKWARD.operands[3:] if o not in (BITS, HALVES))),
+    operands=(
+        Descriptors(key_descriptors),
+        *(o for o in HOPPER_BACKWARD.operands[3:] if o not in (BITS, HALVES, TOKEN_TILES)),
+    ),
     widths=((192, 128), (256, 256)),
     persistent=False,
+    token_tiles=False,
 )
 # The last step after HOPPER_BACKWARD: its float32 sums of dq -> dq.
 DQ_ROWS = KernelSpec(
@@ -420,11 +433,12 @@ DQ_ROWS = KernelSpec(
     tensors=("dq",),
     operands=(
         Array("dq_sum_ptr", "*fp32"), Pointers(("dq",)), Strides(("dq",)),
-        Scalars(("M", "M_padded", "heads_q", "dq_scale")), SPANS,
+        Scalars(("M", "M_padded", "heads_q", "dq_scale")), SPANS, TOKEN_TILES,
     ),
     shared_bytes=dq_rows_bytes,
     products=False,
     fixed_tile=Tile(64, 64, 4, 1),
+    token_tiles=True,
 )  # fmt: skip
 
 KERNELS: dict[str, KernelSpec] = {

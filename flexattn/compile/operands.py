@@ -8,6 +8,7 @@ import torch
 
 from flexattn.call.layout import FLOAT8
 from flexattn.compile.arguments import (
+    IN_TILES,
     Argument,
     DescriptorOf,
     FromProblem,
@@ -162,8 +163,9 @@ class ListPointers:
     side: str  # the start of their names
 
     def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
+        part = _part_read(plan, self.part)
         names = (f"{self.side}_{name}_ptr" for name in _LISTS)
-        return tuple(Argument(name, "*i32", FromProblem(self.part, i)) for i, name in enumerate(names))
+        return tuple(Argument(name, "*i32", FromProblem(part, i)) for i, name in enumerate(names))
 
 
 @frozen
@@ -171,7 +173,7 @@ class BitPointers:
     """Pointers to the bits of partial blocks, whose rows are on the axis that programs own."""
 
     def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
-        part: Part = "q_bits" if plan.transposed else "kv_bits"
+        part = _part_read(plan, "q_bits" if plan.transposed else "kv_bits")
         return (
             Argument("bits_first_ptr", "*i32", FromProblem(part, 0)),
             Argument("bits_ptr", "*i16", FromProblem(part, 1), divisible=True),
@@ -183,11 +185,16 @@ class HalfPointers:
     """Pointers to the halves of partial blocks, whose rows are on the axis that programs own."""
 
     def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
-        part: Part = "q_bits" if plan.transposed else "kv_bits"
+        part = _part_read(plan, "q_bits" if plan.transposed else "kv_bits")
         return (
             Argument("halves_ptr", "*i32", FromProblem(part, 2)),
             Argument("half_count_ptr", "*i32", FromProblem(part, 3)),
         )
+
+
+def _part_read(plan: KernelPlan, part: Part) -> Part:
+    """Return the part of a mask that a kernel reads: with tiles of tokens, the same of the mask in their order."""
+    return part if plan.token_tile is None else IN_TILES[part]
 
 
 _LISTS = ("partial", "partial_runs", "full", "full_runs", "order")  # as in RunLists.tensors
@@ -218,11 +225,12 @@ class DescriptorOperand:
     block: tuple[int, ...]
     dtype: torch.dtype | None = None  # None: the plan's dtype
     layout: str = ""  # in shared memory, in Gluon's notation
+    is_grid: bool = False  # a row-major grid of tokens, whose two dims the block has in place of rows
 
     def arguments(self, plan: KernelPlan) -> tuple[Argument, ...]:
         element = TRITON_POINTER[self.dtype or plan.dtype][1:]
         kind = f"tensordesc<{element}{list(self.block)}{',' if self.layout else ''}{self.layout}>"
-        return (Argument(self.argument, kind, DescriptorOf(self.of, self.block)),)
+        return (Argument(self.argument, kind, DescriptorOf(self.of, self.block, self.is_grid)),)
 
 
 def streamed_descriptors(plan: KernelPlan, rows: int, partial: bool = False) -> tuple[DescriptorOperand, ...]:

@@ -48,6 +48,7 @@ def plan_kernel(
         spec, target, problem.query.dtype, D, Dv, _tile(spec, problem, target, D, Dv, aligned, tile), aligned,
         exact=_exact(problem), features=tuple(f.name for f in spec.features if f.wanted(problem, arrays)),
         batch_invariant=_batch_invariant(spec, problem),
+        token_tile=token_tile(problem) if spec.token_tiles and not spec.products else None,
     )  # fmt: skip
     return _with_products(plan, problem, tensors) if spec.products else plan
 
@@ -76,6 +77,14 @@ def _with_products(plan: KernelPlan, problem: Problem, tensors: Tensors) -> Kern
         plan = plan.with_fields(tma=not plan.cuts_blocks and all(has_descriptor(tensors[n]) for n in spec.streams))
     plan = plan.with_fields(full_overhangs=blocks is not None and blocks.full_overhangs, page_size=_page_size(problem))
     return fit(plan)  # descriptor loads need more shared memory
+
+
+def token_tile(problem: Problem) -> tuple[int, int] | None:
+    """Return (rows, columns) of the tiles of tokens that a problem is computed in, None if it is not."""
+    if not problem.in_tiles:
+        return None
+    rows, columns = problem.tiles.grid.tile
+    return rows, columns
 
 
 def _has_intervals(spec: KernelSpec, problem: Problem) -> bool:

@@ -66,6 +66,7 @@ def _names(plan: KernelPlan) -> dict[str, object]:
         "tma": plan.tma,  # through tensor descriptors
         "full_tail": plan.cuts_runs,  # the last tile of a full run may be partial
         "qk_parts": split_head_dim(plan.D), "v_parts": split_head_dim(plan.Dv),  # of the head dims
+        "in_tiles": plan.token_tile is not None,  # tensors hold a row-major grid of tokens, computed tile by tile
         "one_loop": plan.one_loop,  # of forward_split
         "reads_column_pairs": plan.reads_column_pairs,  # two columns of float8 values are loaded as one element
         "accumulators": _accumulators(plan),  # of the inner loop of the forward

@@ -247,6 +247,7 @@ SCALARS: dict[str, tuple[str, Callable[[KernelPlan, Problem], int | float]]] = {
     "M": ("i32", lambda plan, problem: problem.query.size(2)),
     "M_padded": ("i32", lambda plan, problem: padded(problem.query.size(2))),
     "N": ("i32", lambda plan, problem: problem.N),
+    "tiles_across": ("i32", lambda plan, problem: problem.tiles.grid.shape[1] // problem.tiles.grid.tile[1]),
     "dq_pieces": ("i32", lambda plan, problem: pieces_of(problem.query.size(3))),
     "B": ("i32", lambda plan, problem: problem.query.size(0)),
     "heads": ("i32", _heads),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flexattn.call.memory_order import empty_in_order
 from flexattn.call.problem import Problem
 from flexattn.compile.arguments import NO_ARRAYS, Tensors
 from flexattn.compile.capture_sums import has_known_bounds, sums_integers
@@ -197,6 +198,11 @@ def expected_backward(problem: Problem, tensors: Tensors, target: Target) -> tup
     The gradients are assumed to be laid out like their tensors, and d_out like the output.
     """
     tensors = {**tensors, "do": tensors["o"], "dq": tensors["q"], "dk": tensors["k"], "dv": tensors["v"]}
+    return _backward_plans(backward_in_best_order(problem, tensors, target), tensors, target)
+
+
+def _backward_plans(problem: Problem, tensors: Tensors, target: Target) -> tuple[KernelPlan, ...]:
+    """Return the plans of a backward, which reads and writes these tensors."""
     problems = KernelProblems.of(problem)
     kernels = (DELTA, *backward_kernels(problems, tensors, target))
     arrays = dict.fromkeys(prepared_arrays(kernels, target), tensors["q"])
@@ -204,6 +210,40 @@ def expected_backward(problem: Problem, tensors: Tensors, target: Target) -> tup
         plan_best_form(spec, problems.seen_by(spec), target, {name: tensors[name] for name in spec.tensors}, arrays)[0]
         for spec in kernels
     )
+
+
+def forward_in_best_order(problem: Problem, target: Target) -> Problem:
+    """Return the problem in the order of tiles of a grid, if its mask has one and the forward's kernel reads it."""
+    tiled = _in_tiles(problem)
+    if tiled is None or forward_kernels(problem) != (FORWARD,):
+        return problem
+    q, k, v = problem.query, problem.key, problem.value
+    tensors = {"q": q, "k": k, "v": v, "o": empty_in_order(q, v.size(-1))}
+    return problem if plan_best_form(FORWARD, tiled, target, tensors)[0].token_tile is None else tiled
+
+
+def backward_in_best_order(problem: Problem, tensors: Tensors, target: Target) -> Problem:
+    """Return the same for a backward: all of its kernels must read that order."""
+    tiled = _in_tiles(problem)
+    if tiled is None or any(plan.token_tile is None for plan in _backward_plans(tiled, tensors, target)):
+        return problem
+    return tiled
+
+
+def _in_tiles(problem: Problem) -> Problem | None:
+    """Return the problem in the order of tiles, None if its mask has none or positions of pairs are needed.
+
+    In that order, kernels know which pairs attend only from the bits of the mask.
+    """
+    blocks, score = problem.block_mask, problem.score
+    tiles = None if blocks is None else blocks.in_tiles
+    if tiles is None or problem.layout is not None or problem.dropout is not None or problem.batch_invariant:
+        return None
+    if score is not None and (score.graph.reads("q_idx") or score.graph.reads("kv_idx")):
+        return None
+    if not problem.query.size(2) == problem.key.size(2) == tiles.grid.tokens:
+        return None
+    return problem.with_fields(in_tiles=True, equal_runs=())
 
 
 def plan_with_tile(

@@ -27,7 +27,7 @@ _H200 = 132, 50 << 20  # multiprocessors and bytes of L2, for plans that are mad
 def stripe_of(problem: Problem) -> int:
     """Return the number of keys in a stripe, a multiple of the tile; 0 if programs own single tiles."""
     blocks, N = problem.block_mask, problem.N
-    if N == 0 or "stripes" in settings().without:
+    if N == 0 or problem.in_tiles or "stripes" in settings().without:
         return 0
     if blocks is not None and not blocks.is_built:  # lists by hand may differ by direction
         return 0

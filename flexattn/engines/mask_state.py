@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.block_mask import BlockMask, RunLists
+from flexattn.block_mask import BlockMask, InTiles, RunLists
 from flexattn.block_mask.bits import MaskBits
 from flexattn.call.problem import Problem
 from flexattn.compile.arguments import OF_MASK, PARTS, Part
@@ -44,7 +44,7 @@ class MaskState:
         """`problem` is one with this mask. Without `reads` nothing is kept of what the mask_mod reads."""
         bound, equal_runs = problem.mask, problem.equal_runs
         # Kept, because a backward may read the lists of a mask that was edited after the forward.
-        self._lists, self._reads = _Lists(blocks._kv_runs, blocks._q_runs, blocks.bits), reads
+        self._lists, self._reads = _Lists(blocks._kv_runs, blocks._q_runs, blocks.bits, blocks.in_tiles), reads
         tensors = () if reads is None else reads.tensors
         self._versions = [t._version for t in tensors]
         self._addresses = [t.data_ptr() for t in tensors]
@@ -53,10 +53,11 @@ class MaskState:
         self._parts: dict[Part, list[Pointer]] = {"kv_runs": list(map(self._pointer, PARTS["kv_runs"](problem)))}
         if bound is not None:
             self._parts["mask"] = list(map(self._pointer, PARTS["mask"](problem)))
+        tiles = blocks.in_tiles
         kind = (
             blocks.B, blocks.H, blocks.full_overhangs, blocks.is_built, blocks.q_runs is None, blocks.device,
             blocks.bits is None, blocks.skips_halves,
-            None if blocks._in_tiles is None else blocks._in_tiles.saved,  # decides where calls are computed in tiles
+            None if tiles is None else (tiles.grid, tiles.mask.bits is None, tiles.mask.skips_halves),
             None if bound is None else (bound.graph, bound.numbers, *map(memory_form, bound.captures)),
             *[(r.capture, r.places.shape, r.places.stride(), r.places.data_ptr() & 15) for r in equal_runs],
         )  # fmt: skip
@@ -101,6 +102,7 @@ class _Lists(NamedTuple):
     kv_runs: RunLists
     q_runs: RunLists | None
     bits: MaskBits | None
+    in_tiles: InTiles | None
 
 
 class _Kind:

@@ -22,13 +22,14 @@ from flexattn.compile.scalars import padded, splits_of
 from flexattn.compile.scatter import capture_sum_name, scatter_captures
 from flexattn.compile.schedule import (
     KernelProblems,
+    backward_in_best_order,
     backward_kernels,
+    forward_in_best_order,
     forward_kernels,
     plan_best_form,
     prepared_arrays,
 )
-from flexattn.engines.token_tiles import backward_in_tiles, forward_in_tiles, read_in_tiles
-from flexattn.machine.target import Target
+from flexattn.machine.target import Target, target_of
 from flexattn.options import option
 from flexattn.process.events import fallback
 from flexattn.process.frozen_class import frozen
@@ -214,15 +215,12 @@ def forward(problem: Problem, run: Run | None = None) -> tuple[Tensor, Tensor, T
     problem = _with_rows(problem)
     if run is not None:
         return _forward(problem, run)[0]
-    tiles = read_in_tiles(problem)
-    if tiles is not None:
-        return forward_in_tiles(problem, tiles, forward)
     key = known_key(FORWARD, problem, {"q": problem.query, "k": problem.key, "v": problem.value}, (), ())
     known = _forwards.get(key)
     if known is not None:
         return known(problem.query, problem.key, problem.value, known.kernels.pointers(problem))
     recorded = LaunchLog(compile_backward_of=problem)
-    found, arrays = _forward(problem, recorded)
+    found, arrays = _forward(forward_in_best_order(problem, target_of(problem.query.device)), recorded)
     lasts = not recorded.redoes or is_counted(problem.query.device)  # False in a capture before any other call
     if lasts and not option(problem.options, "PROFILE"):
         remember(_forwards, key, KnownForward.of(problem, recorded, found[0], arrays))
@@ -231,7 +229,7 @@ def forward(problem: Problem, run: Run | None = None) -> tuple[Tensor, Tensor, T
 
 def known_forward(problem: Problem) -> KnownForward | None:
     """Return the cached forward, or None if there is none or if a tensor must be copied first."""
-    if _with_rows(problem) is not problem or read_in_tiles(problem) is not None:
+    if _with_rows(problem) is not problem:
         return None
     return _forwards.get(
         known_key(FORWARD, problem, {"q": problem.query, "k": problem.key, "v": problem.value}, (), ())
@@ -273,10 +271,7 @@ def backward(
     problem, d_out = _with_rows(problem), _rows(d_out, problem.batch_invariant)
     out = _rows(out, False)  # that of scaled_dot_product_attention has the strides of query
     if run is not None:
-        return _backward(problem, out, lse, d_out, d_lse, needs, run)[0]
-    tiles = read_in_tiles(problem)
-    if tiles is not None:
-        return backward_in_tiles(problem, tiles, backward, out, lse, d_out, d_lse, needs)
+        return _backward(problem, _of_backward(problem, out, d_out, needs), lse, d_lse, needs, run)[0]
     key = _backward_key(problem, out, d_out, d_lse is not None, needs)
     known = _backwards.get(key)
     if known is not None:
@@ -284,8 +279,9 @@ def backward(
         parts = known.kernels.pointers(problem)
         (dq, dk, dv, captured, _), memory = known(q, k, v, captures, parts, out, lse, d_out, d_lse)
         return dq, dk, dv, captured, _sink_gradient(problem, lse, memory[: known.rows], needs)
-    recorded = LaunchLog()
-    found, arrays = _backward(problem, out, lse, d_out, d_lse, needs, recorded)
+    recorded, tensors = LaunchLog(), _of_backward(problem, out, d_out, needs)
+    in_order = backward_in_best_order(problem, tensors, target_of(problem.query.device))
+    found, arrays = _backward(in_order, tensors, lse, d_lse, needs, recorded)
     if not sums_integers(problem):
         remember(_backwards, key, KnownBackward.of(problem, recorded, arrays, needs))
     return found
@@ -295,7 +291,7 @@ def known_backward(problem: Problem, out: Tensor, d_out: Tensor, has_d_lse: bool
     """Return the cached backward, or None if there is none or if a tensor must be copied first."""
     if _with_rows(problem) is not problem or _rows(d_out, problem.batch_invariant) is not d_out:
         return None
-    if _rows(out, False) is not out or read_in_tiles(problem) is not None:
+    if _rows(out, False) is not out:
         return None
     return _backwards.get(_backward_key(problem, out, d_out, has_d_lse, needs))
 
@@ -305,16 +301,22 @@ def _backward_key(problem: Problem, out: Tensor, d_out: Tensor, has_d_lse: bool,
     return known_key(DELTA, problem, tensors, ("dlse_ptr",) if has_d_lse else (), needs)
 
 
-def _backward(
-    problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs, run: Run
-) -> tuple[Gradients, Iterable[str]]:
-    """Return the gradients, and the names of the arrays of the last kernels."""
+def _of_backward(problem: Problem, out: Tensor, d_out: Tensor, needs: Needs) -> dict[str, Tensor]:
+    """Return the tensors that the kernels of a backward read, and new ones that they write."""
     q, k, v = problem.query, problem.key, problem.value
     tensors = {"q": q, "k": k, "v": v, "o": out, "do": d_out}
     if needs[0]:
         tensors["dq"] = empty_in_order(q, q.size(-1))
     if needs[1] or needs[2]:
         tensors |= {"dk": empty_in_order(k, k.size(-1)), "dv": empty_in_order(v, v.size(-1))}
+    return tensors
+
+
+def _backward(
+    problem: Problem, tensors: Tensors, lse: Tensor, d_lse: Tensor | None, needs: Needs, run: Run
+) -> tuple[Gradients, Iterable[str]]:
+    """Return the gradients, and the names of the arrays of the last kernels. `tensors` are those of `_of_backward`."""
+    q, d_out = problem.query, tensors["do"]
     count = _padded_rows(q)
     delta, shift = (q.new_empty(count, dtype=torch.float32) for _ in range(2))
     arrays = {"delta_ptr": delta, "shift_ptr": shift}
@@ -378,14 +380,17 @@ def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | Non
     q, k, v = problem.query, problem.key, problem.value
     out = empty_in_order(q, v.size(-1))
     tensors = {"q": q, "k": k, "v": v, "o": out, "do": out, "dq": q, "dk": k, "dv": v}
-    problems = KernelProblems.of(problem)
-    kernels = forward_kernels(problem)
+    steps = [(spec, forward_in_best_order(problem, target)) for spec in forward_kernels(problem)]
     if problem.layout is None or not (problem.is_paged or problem.layout.is_quantized):
-        kernels = (*kernels, DELTA, *backward_kernels(problems, tensors, target))
-    arrays = dict.fromkeys(prepared_arrays(kernels, target), out)
+        in_order = backward_in_best_order(problem, tensors, target)
+        kernels = DELTA, *backward_kernels(KernelProblems.of(in_order), tensors, target)
+        steps += [(spec, in_order) for spec in kernels]
+    arrays = dict.fromkeys(prepared_arrays(tuple(spec for spec, _ in steps), target), out)
     return tuple(
-        plan_best_form(spec, problems.seen_by(spec), target, {name: tensors[name] for name in spec.tensors}, arrays)
-        for spec in kernels
+        plan_best_form(
+            spec, KernelProblems.of(seen).seen_by(spec), target, {name: tensors[name] for name in spec.tensors}, arrays
+        )
+        for spec, seen in steps
     )
 
 

@@ -26,7 +26,7 @@ from flexattn.mask_build.boxes import BlockClasses, classify_all, classify_by_bo
 from flexattn.mask_build.hopper_blocks import HOPPER_BLOCKS, needs_hopper_blocks
 from flexattn.mask_build.kernels import plan_mask
 from flexattn.mask_build.on_gpu import build_lists, fits
-from flexattn.mask_build.token_tiles import LEAST_SAVED, saved_quarters, tiles_of
+from flexattn.mask_build.token_tiles import MOST_LEFT, part_left, tiles_of
 from flexattn.mods.kinds import is_score_mod
 from flexattn.process.events import debug, fallback, is_logging
 from flexattn.runtime.build import current_stream, expect_kernels
@@ -126,7 +126,7 @@ def create_block_mask(
 def with_tiles(
     mask: BlockMask, bound: BoundMod, build: Callable[[Callable[..., Any], BoundMod], BlockMask]
 ) -> BlockMask:
-    """Give a mask the same mask in an order of tiles, if calls are faster with it, and return the mask, prepared.
+    """Give a mask the same mask in an order of tiles, if that has fewer blocks, and return the mask, prepared.
 
     `bound` is its mask_mod now. `build` builds a mask of its shape in the blocks that Hopper kernels read.
     """
@@ -134,14 +134,12 @@ def with_tiles(
     if grid is not None:
         mod = grid.mod(mask.mask_mod)
         try:
-            other_bound = trace(mod, "mask")
-            other = build(mod, other_bound)
+            other = build(mod, trace(mod, "mask"))
         except FlexAttentionError as error:  # the mask itself was built
             fallback("mask in row-major order only", str(error))
             return mask.prepare()
-        saved = saved_quarters(mask, other)
-        if saved >= LEAST_SAVED:
-            mask._in_tiles = InTiles(grid, other.prepare(), other_bound, saved)
+        if part_left(mask, other) <= MOST_LEFT:
+            mask._in_tiles = InTiles(grid, other)
     return mask.prepare()
 
 

@@ -1,4 +1,4 @@
-"""token_tiles: the order of tokens in which a mask of a grid touches fewer blocks, and how many it saves."""
+"""token_tiles: the order of tokens in which a mask of a grid has fewer blocks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from flexattn.machine.triton_versions import has_gluon
 from flexattn.process.config import settings
 
 # A tile has the 128 tokens of a block, and each half of them is as square as possible (docs/layout.md). The first one
-# of which a grid consists is taken.
-_TILES = ((16, 8), (8, 16), (32, 4), (4, 32), (8, 4, 4), (4, 8, 4), (4, 4, 8), (2, 8, 8), (8, 8, 2))
+# of which a grid consists is taken. Descriptors of a grid of three dims, by batch and head, would have six.
+_TILES = ((16, 8), (8, 16), (32, 4), (4, 32))
 
-# Quarters of blocks in each row of blocks. With fewer, calls with head dims from 32 on are not faster
-# (engines/token_tiles.py).
-LEAST_SAVED = 12
+# The largest part of what kernels compute in row-major order that they may compute in the order of tiles.
+MOST_LEFT = 0.9
 
 
 def tiles_of(mask: BlockMask, bound: BoundMod) -> TiledGrid | None:
@@ -32,9 +31,9 @@ def tiles_of(mask: BlockMask, bound: BoundMod) -> TiledGrid | None:
     return next((grid for grid in grids if grid.has_whole_tiles), None)
 
 
-def saved_quarters(mask: BlockMask, in_tiles: BlockMask) -> float:
-    """Return how many quarters of blocks kernels compute less in the order of tiles, for each row of blocks."""
+def part_left(mask: BlockMask, in_tiles: BlockMask) -> float:
+    """Return the part of the quarters of blocks computed in row-major order that is computed in the order of tiles."""
     before, after = mask.bits, in_tiles.bits
-    if before is None or after is None or before.computed is None or after.computed is None:
-        return 0.0
-    return (before.computed - after.computed) / len(before.by_query.first)
+    if before is None or after is None or not before.computed or after.computed is None:
+        return 1.0
+    return after.computed / before.computed

@@ -25,7 +25,7 @@ from flexattn.machine.triton_versions import FlatLaunch, launches_are_watched
 from flexattn.process.frozen_class import frozen
 from flexattn.runtime import build
 from flexattn.runtime.build import Kernel
-from flexattn.runtime.launch import Address, DescriptorLayout, FillerSource, Launch, launch_key, launch_of
+from flexattn.runtime.launch import Address, DescriptorLayout, FillerSource, Launch, described, launch_key, launch_of
 
 COUNTER, REDONE = "counter_ptr", "redone_ptr"  # the counter from which programs take tiles, and that of redone tiles
 Pointer = Tensor | int
@@ -81,8 +81,9 @@ class LaunchLog:
         launch = launch_of(spec, problem, tensors, arrays, self.compile_backward_of)
         everything = {**tensors, **arrays}
         launch(problem, everything)
-        named = {s.name for s in launch.sources if isinstance(s, DescriptorOf)}
-        self.launches.append((launch, {name: DescriptorLayout.of(everything[name]) for name in named}))
+        sources = {s.name: s for s in launch.sources if isinstance(s, DescriptorOf)}
+        layouts = {name: described(source, problem, everything) for name, source in sources.items()}
+        self.launches.append((launch, layouts))
 
     @property
     def counts(self) -> bool:

@@ -131,7 +131,7 @@ def launch_key(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Ite
     return (
         spec, q.dtype, q.device, q.shape, k.shape, problem.value.shape, problem.scale,
         math.copysign(1.0, problem.scale),  # because 0.0 == -0.0
-        problem.options, problem.values_in_keys,
+        problem.options, problem.values_in_keys, problem.in_tiles,
         problem.max_scores, tuple(arrays), allows_tf32(), problem.score_grad,
         None if problem.sink is None else (problem.sink.shape, problem.sink.stride()),
         None if problem.dropout is None else (problem.dropout.drop_below, problem.dropout.place),
@@ -144,9 +144,11 @@ def launch_key(spec: KernelSpec, problem: Problem, tensors: Tensors, arrays: Ite
 
 
 def _mask_key(blocks: BlockMask) -> tuple[object, ...]:
+    tiles = blocks.in_tiles
     return (
         blocks.B, blocks.H, blocks.BLOCK_SIZE, blocks.full_overhangs, blocks.is_built, blocks.reach,
         blocks.bits is not None, blocks.skips_halves,
+        None if tiles is None else (tiles.grid, tiles.mask.bits is not None, tiles.mask.skips_halves),
     )  # fmt: skip
 
 
@@ -172,6 +174,7 @@ def prepare(wanted: KernelPlan, problem: Problem, tensors: Tensors) -> Launch:
     """Load a plan's kernel and compute the arguments that are the same for equal keys."""
     loaded = load(wanted)
     plan = loaded.plan
+    assert problem.in_tiles == (plan.token_tile is not None), plan
     tiles = tiles_of(plan, problem)
     programs = min(tiles, processors(problem.query.device)) if plan.spec.persistent else tiles
     arguments: list[Any] = []
@@ -229,8 +232,8 @@ def _filler(argument: Argument, shared: bool) -> Filler:
             return lambda problem, tensors: tensors[name]
         case FromProblem() as source:
             return lambda problem, tensors: source.tensor(problem).detach()
-        case DescriptorOf(name, block):
-            return lambda problem, tensors: DescriptorLayout.of(tensors[name]).descriptor(tensors[name], block)
+        case DescriptorOf(name, block) as source:
+            return lambda problem, tensors: described(source, problem, tensors).descriptor(tensors[name], block)
         case TileCounter():
             return _counter if shared else _no_counter
         case RedoneTiles():
@@ -256,8 +259,13 @@ class DescriptorLayout:
     strides: tuple[int, ...]
 
     @staticmethod
-    def of(tensor: Tensor) -> DescriptorLayout:
-        """A dim of size 1 may have any stride in torch, but TMA requires multiples of 16 bytes."""
+    def of(tensor: Tensor, grid: tuple[int, ...] = ()) -> DescriptorLayout:
+        """`grid`: the dims that its rows have in the descriptor, if they are those of a grid.
+
+        A dim of size 1 may have any stride in torch, but TMA requires multiples of 16 bytes.
+        """
+        if grid:
+            tensor = tensor.unflatten(2, grid)
         step = -(-tensor.size(-1) * tensor.element_size() // 16) * 16 // tensor.element_size()
         strides = [s if n > 1 else step for n, s in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
         return DescriptorLayout(tensor.dtype, tuple(tensor.shape), (*strides, 1))
@@ -268,6 +276,11 @@ class DescriptorLayout:
 
         where = Address(base, self.dtype) if isinstance(base, int) else base
         return TensorDescriptor(where, list(self.shape), list(self.strides), list(tile))
+
+
+def described(source: DescriptorOf, problem: Problem, tensors: Tensors) -> DescriptorLayout:
+    """Return the layout that a descriptor of one of these tensors says."""
+    return DescriptorLayout.of(tensors[source.name], problem.tiles.grid.shape if source.is_grid else ())
 
 
 class Address:

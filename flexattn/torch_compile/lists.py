@@ -7,14 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexattn.block_mask import BlockMask
+from flexattn.block_mask import BlockMask, InTiles
 from flexattn.block_mask.bits import BITS_TENSORS, MaskBits
 from flexattn.block_mask.one_tensor import unpack
 from flexattn.block_mask.prepared import MaskForm, Origin
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import EqualRuns
+from flexattn.layout import TiledGrid
 from flexattn.mods.combine import noop_mask
 
+_TENSORS = 1 + BITS_TENSORS  # of a mask with bits: its lists, then the bits
 _MOST_MASKS = 16  # that are kept for the same lists
 
 
@@ -29,13 +31,18 @@ def mask_of_lists(
     B, Hq = query.shape[0], query.shape[1]
     has_bits = form.has_bits and bound is not None and _was_built_from(lists, form, bound)
     sizes = form, B, Hq, M, N
-    of_bits = tuple(lists[1 : 1 + BITS_TENSORS]) if has_bits else ()
-    key = *sizes, *[t.data_ptr() for t in of_bits]
+    read = lists[: len(lists) - len(form.runs)] if has_bits else lists[:1]
+    key = *sizes, *[t.data_ptr() for t in read[1:]]
     mask = cached.get(key)
     if mask is None:
-        mask = _mask(lists[0], *sizes)
-        if of_bits:
-            mask._bits = MaskBits.from_tensors(of_bits, (M, N), form.skips_halves)
+        mask = _mask(read[0], *sizes)
+        if has_bits:
+            mask._bits = MaskBits.from_tensors(tuple(read[1:_TENSORS]), (M, N), form.skips_halves)
+            if form.grid is not None:
+                in_tiles = _mask(read[_TENSORS], *sizes)
+                of_tiles = tuple(read[_TENSORS + 1 :])
+                in_tiles._bits = MaskBits.from_tensors(of_tiles, (M, N), form.tiles_skip_halves)
+                mask._in_tiles = InTiles(TiledGrid(*form.grid), in_tiles)
         if len(cached) >= _MOST_MASKS:  # Inductor's code copies tensors that are not aligned, so addresses may differ
             cached.clear()
         cached[key] = mask

@@ -16,7 +16,7 @@ from flexattn.block_mask.prepared import Origin
 from flexattn.call.problem import Problem
 from flexattn.call.varlen.block_lists import DIRECTION, reach_of
 from flexattn.call.varlen.packing import Packing
-from flexattn.compile.arguments import PARTS, Part
+from flexattn.compile.arguments import OF_MASK, PARTS, Part
 from flexattn.engines.triton import KnownBackward, KnownForward
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.process.frozen_class import frozen
@@ -187,7 +187,7 @@ def keep(
         kinds[known] = _Lists([t.data_ptr() for t in lists], pointers)
 
 
-_OF_LISTS = frozenset(("kv_runs", "q_runs", "kv_bits", "q_bits", "mask"))
+_OF_LISTS = frozenset((*OF_MASK, "mask"))
 
 
 def _captures(bound: BoundMod | None) -> tuple[Tensor, ...]:
