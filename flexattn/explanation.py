@@ -361,11 +361,12 @@ def _blocks_note(given: Any, read: Any, plans: Sequence[KernelPlan]) -> str | No
         notes.append(
             f"Hopper kernels read blocks of {read.BLOCK_SIZE} instead of the mask's BLOCK_SIZE, {given.BLOCK_SIZE}."
         )
-    tiled = {phase: plan.token_tile for plan in plans if plan.token_tile for phase in (plan.spec.phase,)}
+    tiled = {plan.spec.phase: plan.token_tile for plan in plans if plan.token_tile}
     if tiled:
         tile = " x ".join(map(str, next(iter(tiled.values()))))
         passes = " and ".join({"fwd": "forward", "bwd": "backward"}[phase] for phase in tiled)
-        notes.append(f"The {passes} computes tokens in tiles of {tile} of their grid, with fewer blocks.")
+        verb = "computes" if len(tiled) == 1 else "compute"
+        notes.append(f"The {passes} {verb} tokens in tiles of {tile} of their grid, with fewer blocks.")
     return " ".join(notes) or None
 
 

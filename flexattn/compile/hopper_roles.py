@@ -160,10 +160,7 @@ _FUSED_ROLES: dict[str, object] = {
 _KEY_ROLES: dict[str, dict[str, object]] = {
     "hopper_backward": _FUSED_ROLES,
     "hopper_backward_stripes": _FUSED_ROLES,
-    "hopper_backward_wide": {
-        "roles": ["values", "keys", "queries", "producer"], "worker_warps": [4, 4, 1],
-        "worker_registers": [KEYS_REGISTERS, QUERIES_REGISTERS, PRODUCER_REGISTERS],
-    },
+    "hopper_backward_wide": _FUSED_ROLES | {"roles": ["values", "keys", "queries", "producer", "scheduler"]},
     "hopper_dkdv": {
         "roles": ["keys_0", "keys_1", "producer", "scheduler"], "worker_warps": [4, 1, 1],
         "worker_registers": [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -182,7 +179,7 @@ def _hopper_backward_names(plan: KernelPlan) -> _Own:
             "work", "work_full", "work_empty", "tile_numbers", "query_numbers",
         ),
         names=own.names | {
-            "numbers": numbers, "recorded": [*numbers, *(["block"] if plan.blocks else [])],
+            "key_stages": plan.rings.keys, "counts_rows": False, "numbers": numbers, "recorded": [*numbers, *(["block"] if plan.blocks else [])],
             "of_queries": ["b", "h", "m0", *(["bits"] if BITS.name in plan.features else [])],
         },
     )  # fmt: skip
@@ -217,12 +214,17 @@ _OF_DQ = ("ds_bufs", "dq_bufs", "ds_full", "ds_empty")
 
 
 def _hopper_wide_names(plan: KernelPlan) -> _Own:
-    own = _of_keys(plan)
+    own = _hopper_backward_names(plan)
+    # ds_rows is a ring of its own: here a tile of dO may be free before dS of an earlier one is read.
+    constants = [("DS_STAGES", plan.rings.ds), ("DS_ROWS", 8), ("KEY_STAGES", plan.rings.keys)]
     return replace(
         own,
-        constants=[*own.constants, ("DS_STAGES", plan.rings.ds)],
-        buffers=(*own.buffers, "p_bufs", "p_full", "p_empty", "finished"),
-    )
+        constants=[*own.constants, *constants],
+        buffers=(
+            *(name for name in own.buffers if name != "dk_stored"), "p_bufs", "p_full", "p_empty", "k_read", "v_read"
+        ),
+        names=own.names | {"counts_rows": True},
+    )  # fmt: skip
 
 
 _OWN = {

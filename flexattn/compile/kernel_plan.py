@@ -36,12 +36,13 @@ class Rings:
     gradients: int
     ds: int
     dq: int  # buffers of 32 columns for the atomic adds to dq
+    keys: int = 1  # tiles of keys
 
 
 # By widths. At 256 the rings fill 226 of 227 KB.
 RINGS = {
     (64, 64): Rings(4, 3, 3, 2), (96, 96): Rings(4, 3, 3, 3), (128, 128): Rings(3, 2, 2, 4),
-    (192, 128): Rings(2, 2, 2, 6), (256, 256): Rings(2, 2, 1, 2),
+    (192, 128): Rings(2, 2, 2, 6, keys=2), (256, 256): Rings(2, 2, 1, 2),
 }  # fmt: skip
 
 

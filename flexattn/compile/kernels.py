@@ -418,12 +418,8 @@ HOPPER_BACKWARD_STRIPES = replace(
 HOPPER_BACKWARD_WIDE = replace(
     HOPPER_BACKWARD,
     name="hopper_backward_wide",
-    operands=(
-        Descriptors(key_descriptors),
-        *(o for o in HOPPER_BACKWARD.operands[3:] if o not in (BITS, HALVES, TOKEN_TILES)),
-    ),
+    operands=tuple([o for o in HOPPER_BACKWARD.operands if o not in (BITS, HALVES, TOKEN_TILES)]),
     widths=((192, 128), (256, 256)),
-    persistent=False,
     token_tiles=False,
 )
 # The last step after HOPPER_BACKWARD: its float32 sums of dq -> dq.

@@ -363,7 +363,7 @@ def hopper_keys_bytes(plan: KernelPlan) -> int:
     """Keys and values, rings of queries, dO, lse and delta, and rings of dS and dQ if it computes dQ."""
     t, size, ring, (D, Dv) = plan.tile, plan.dtype.itemsize, plan.rings, plan.widths
     rows = (ring.queries + ring.gradients) * t.BLOCK_M * 4
-    tiles = t.BLOCK_N * (D + Dv) + t.BLOCK_M * (D * ring.queries + Dv * ring.gradients)
+    tiles = t.BLOCK_N * (D * ring.keys + Dv) + t.BLOCK_M * (D * ring.queries + Dv * ring.gradients)
     for_dq = (ring.ds * size + ring.dq) * 128 * t.BLOCK_M
     return tiles * size + rows + (for_dq if plan.adds_dq else 0) + 1536
 

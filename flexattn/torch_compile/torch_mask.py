@@ -37,7 +37,8 @@ def torch_mask(mask: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...], str]:
     flags = [mask.q_indices is not None, B > 1, H > 1, overhangs, False]
     words = ", ".join(["true" if flag else "false" for flag in flags])
     # As MaskForm.dumps, which Dynamo cannot trace.
-    return (packed,), (*lengths, B, H), f'[[{block_size[0]}, {block_size[1]}], {words}, "", [], true, false, false]'
+    form = f'[[{block_size[0]}, {block_size[1]}], {words}, "", [], true, false, false, null, false]'
+    return (packed,), (*lengths, B, H), form
 
 
 def _batch_dims(indices: Tensor) -> tuple[int, int]:
