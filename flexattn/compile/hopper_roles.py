@@ -172,7 +172,11 @@ def _hopper_backward_names(plan: KernelPlan) -> _Own:
     own, numbers = _of_keys(plan), ["b_kv", "h_kv", "n0", "partial", "full"]  # of a tile of keys
     return replace(
         own,
-        constants=[*own.constants, ("RECORDS", RECORDS), ("EARLY", EARLY)],
+        # FILLED: tiles of queries that are loaded before the keys are, which the roles need for the next one.
+        constants=[
+            *own.constants, ("RECORDS", RECORDS), ("EARLY", EARLY),
+            ("FILLED", min(plan.rings.queries, plan.tile.num_stages)),
+        ],
         buffers=(
             *(name for name in own.buffers if name != "kv_full"), "k_full", "k_empty", "v_full", "v_empty",
             *(("ds_rows", "dk_stored") if plan.adds_dq else ()), *(("sum_full",) if plan.spec.owns_dq else ()),

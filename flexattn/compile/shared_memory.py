@@ -343,7 +343,8 @@ def hopper_forward_bytes(plan: KernelPlan) -> int:
     """Queries, an output tile unless it shares a buffer with them, rings of keys and values, and flags of rows."""
     t, (D, Dv) = plan.tile, plan.widths
     queries = t.BLOCK_M * (D * plan.tiles_of_queries + (0 if plan.shares_output else Dv))
-    return (queries + t.num_stages * t.BLOCK_N * (D + Dv)) * plan.dtype.itemsize + flag_bytes(plan) + 1024
+    barriers = 32 * t.num_stages  # two of 8 bytes for keys, two for values
+    return (queries + t.num_stages * t.BLOCK_N * (D + Dv)) * plan.dtype.itemsize + flag_bytes(plan) + barriers + 960
 
 
 def hopper_latent_bytes(plan: KernelPlan) -> int:
