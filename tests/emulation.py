@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flexattn import api
 from flexattn.compile import scalars
+from flexattn.engines import triton
 from flexattn.explanation import target_named
 from flexattn.machine.triton_versions import LaunchFunction, Request
 from flexattn.runtime import build as build_module
@@ -80,6 +81,7 @@ def emulated(card: str) -> Iterator[None]:
         kernels_loaded_by(load_in_emulator),
         patch.object(api, "engine_of", lambda problem: api.triton),
         patch.object(scalars, "l2_bytes", lambda device: 40 << 20),
+        patch.object(triton, "target_of", lambda device: target),
         patch.multiple(launch, target_of=lambda device: target, processors=lambda device: 100),
     ):
         yield

@@ -72,6 +72,7 @@ def compiling_only(arch: int) -> Iterator[None]:
         stack.enter_context(kernels_loaded_by(lambda request, files: lambda programs, stream, arguments: None))
         for owner, name, value in (
             (launch, "target_of", lambda device: target),
+            (api.triton, "target_of", lambda device: target),
             (launch.Launch, "__call__", lambda self, problem, tensors: None),
             (api, "engine_of", lambda problem: api.triton),
             (kernel_checks, "check", lambda call, loose=False: results(call, "ours")),

@@ -12,11 +12,10 @@ from mask_bits import RESULTS, assert_as_accurate, assert_same_bits, gradients_o
 from torch import Tensor
 
 from flexattn import AuxRequest, BlockMask, create_block_mask, explain, flex_attention, mods
-from flexattn.engines import token_tiles
 from flexattn.errors import MutationError
 from flexattn.layout import TiledGrid
 from flexattn.mask_build import cache as mask_cache
-from flexattn.mask_build import create
+from flexattn.mask_build import create, token_tiles
 from flexattn.process.config import settings
 
 is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -90,7 +89,8 @@ def arguments(name: str) -> tuple[Mod, int | None, int | None, int, int]:
 def with_halves(mask: BlockMask, skips: bool) -> BlockMask:
     """Let kernels skip the empty halves of a mask's blocks, or not: then results have the bits of the mask_mod's."""
     assert mask.bits is not None
-    mask._bits, mask._prepared, mask._state = mask.bits._replace(skips_halves=skips), None, None
+    mask._bits = mask.bits._replace(skips_halves=skips)
+    mask._prepared = mask._state = mask._in_tiles = None
     return mask
 
 
@@ -212,43 +212,97 @@ def row_major(mask: BlockMask) -> BlockMask:
     return plain
 
 
+def of_rows(mod: Mod) -> Mod:
+    return lambda b, h, q, kv: (mod(b, h, q, kv)) & (h + q // 64 != 3)
+
+
+@pytest.fixture
+def always_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(create, "MOST_LEFT", 99.0)
+
+
+@pytest.mark.usefixtures("always_in_tiles")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("mod", "sizes"),
+    ("mod", "tile", "sizes"),
     [
-        (mods.natten_2d(64, 64, 13), (1, 4, 4, 4096, 64)),
-        (mods.natten_2d(64, 40, 13), (2, 4, 2, 2560, 128)),
-        (mods.natten_3d(16, 16, 16, 5), (2, 2, 2, 4096, 40)),
-        (lambda b, h, q, kv: ((q // 48 - kv // 48).abs() <= 9) & (q % 48 >= kv % 48), (1, 2, 2, 3072, 96)),
+        (mods.natten_2d(64, 64, 13), (16, 8), (1, 4, 4, 4096, 64)),
+        (mods.natten_2d(64, 40, 13), (16, 8), (2, 4, 2, 2560, 128)),
+        (mods.natten_2d(32, 64, 31), (8, 16), (2, 2, 2, 2048, 40)),
+        (of_rows(mods.natten_2d(32, 64, 5)), (4, 32), (1, 4, 2, 2048, 128)),
+        (lambda b, h, q, kv: ((q // 48 - kv // 48).abs() <= 9) & (q % 48 >= kv % 48), (32, 4), (1, 2, 2, 3072, 96)),
     ],
 )
 def test_grids_in_the_order_of_tiles(
-    mod: Mod, sizes: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    mod: Mod, tile: tuple[int, int], sizes: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(create, "LEAST_SAVED", -(2**30))
-    monkeypatch.setattr(token_tiles, "_LEAST_SAVED", -(2**30))
-    monkeypatch.setattr(token_tiles, "_LEAST_BLOCKS", 0)
+    monkeypatch.setattr(token_tiles, "_TILES", (tile,))
     B, Hq, Hkv, N, D = sizes
-    mask = create_block_mask(mod, None, None, N, N, device="cuda")
-    assert mask._in_tiles is not None
-    assert_same_bits(mask._in_tiles[1].bits, mask._in_tiles[1])
+    H = Hq if "of_rows" in mod.__qualname__ else None
+    mask = create_block_mask(mod, None, H, N, N, device="cuda")
+    assert mask.in_tiles is not None and mask.in_tiles.grid.tile == tile
+    assert_same_bits(mask.in_tiles.mask.bits, mask.in_tiles.mask)
     inputs = tensors(B, Hq, Hkv, N, N, D, dtype)
-    note = explain(*inputs, block_mask=mask, enable_gqa=True).blocks_note
-    assert note is not None and "are copied into tiles" in note
-    found, expected = run(inputs, mask), run(inputs, row_major(mask))
-    for x, y, exact in zip(found, expected, oracle_of(inputs, None, mask.mask_mod), strict=True):
-        assert (x.double() - exact).norm() <= 1.02 * (y.double() - exact).norm()  # rows are summed in another order
+    plans = explain(*inputs, block_mask=mask, enable_gqa=True).plans
+    assert [plan.token_tile for plan in plans] == [tile] * 4
+    expected = run(inputs, row_major(mask))
+    exact = oracle_of(inputs, None, mask.mask_mod)
+    for _ in range(2):  # the second call repeats the launches of the first
+        for name, x, y, z in zip(RESULTS, run(inputs, mask), expected, exact, strict=True):
+            finite = z.isfinite()  # lse of rows without keys is not
+            assert torch.equal(x.isfinite(), finite) and torch.equal(y.isfinite(), finite), name
+            error, allowed = ((t.double() - z)[finite].norm() for t in (x, y))
+            assert error <= 1.02 * allowed, name  # rows are summed in another order
+
+
+@pytest.mark.usefixtures("always_in_tiles")
+def test_other_calls_with_a_grid() -> None:
+    """Softcap is computed in tiles. A mod of positions is not, and a backward without dq is computed in tiles too."""
+    grid = 64, 64
+    mask = create_block_mask(mods.natten_2d(*grid, 7), None, None, 4096, 4096, device="cuda")
+    inputs = tensors(1, 2, 2, 4096, 4096, 64, torch.bfloat16)
+
+    def tiles_of(score_mod: Mod | None = None, **options: Any) -> set[Any]:
+        return {plan.token_tile for plan in explain(*inputs, score_mod, mask, **options).plans}
+
+    assert tiles_of(mods.softcap(20.0)) == {(16, 8)}
+    assert tiles_of(mods.alibi(2)) == {None}
+    for options in ({"BACKEND": "TRITON"}, {"BATCH_INVARIANT": True}):
+        assert tiles_of(kernel_options=options) == {None}
+    found, expected = (run(inputs, m, mods.softcap(20.0)) for m in (mask, row_major(mask)))
+    assert_no_less_accurate(found, expected, oracle_of(inputs, mods.softcap(20.0), mask.mask_mod))
+    q, k, v = (x.detach() for x in inputs)
+    k.requires_grad_()
+    of_keys = []
+    for m in (mask, row_major(mask)):
+        of_keys += torch.autograd.grad(flex_attention(q, k, v, block_mask=m).float().square().sum(), k)
+    assert (of_keys[0] - of_keys[1]).norm() <= 1e-2 * of_keys[1].norm()
+
+
+@pytest.mark.usefixtures("always_in_tiles")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_calls_with_a_grid(backend: str) -> None:
+    mask = create_block_mask(mods.natten_2d(64, 64, 7), None, None, 4096, 4096, device="cuda")
+    x = torch.randn(2, 4096, 3, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def attend(x: Tensor) -> Tensor:
+        q, k, v = x.unbind(2)
+        return flex_attention(*(t.transpose(1, 2) for t in (q, k, v)), block_mask=mask)
+
+    compiled = torch.compile(attend, backend=backend, fullgraph=True)
+    d_out = torch.randn(2, 4, 4096, 64, device="cuda", dtype=torch.bfloat16)
+    results = [(out := f(x), *torch.autograd.grad(out, x, d_out)) for f in (attend, compiled, compiled)]
+    for found in results[1:]:
+        assert torch.equal(found[0], results[0][0])
+        assert (found[1] - results[0][1]).norm() <= 1e-3 * results[0][1].norm()  # dq is added in any order
 
 
 def test_when_grids_are_computed_in_the_order_of_tiles() -> None:
-    """If it saves enough blocks, and the call is not small."""
+    """If it has fewer blocks."""
     window = create_block_mask(mods.natten_2d(128, 128, 13), None, None, 16384, 16384, device="cuda")
-    small = create_block_mask(mods.natten_2d(128, 128, 7), None, None, 16384, 16384, device="cuda")
-    assert window._in_tiles is not None and window._in_tiles[0] == TiledGrid((128, 128), (16, 8))
-    assert small._in_tiles is None
-    x = torch.zeros(4, 16, 16384, 64, device="cuda", dtype=torch.bfloat16)
-    assert explain(x, x, x, block_mask=window).blocks_note is not None
-    assert explain(*(3 * (x[:1],)), block_mask=window).blocks_note is None
+    small = create_block_mask(mods.natten_2d(128, 128, 3), None, None, 16384, 16384, device="cuda")
+    assert window.in_tiles is not None and window.in_tiles.grid == TiledGrid((128, 128), (16, 8))
+    assert small.in_tiles is None
 
 
 def test_bits_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ptx_hopper
 import pytest
 import torch
-from kernel_cases import Setting, Sizes, check, deterministic, make_call
+from kernel_cases import Call, Setting, Sizes, check, deterministic, make_call, results
 from mask_bits import with_bits
 from ptx import any_order
 from ptx_hopper import late_copy
 from quick import slow_unless
 from torch import Tensor
 
-from flexattn import AuxRequest, create_block_mask, explain, flex_attention, mods
+from flexattn import AuxRequest, BlockMask, create_block_mask, explain, flex_attention, mods
 
 pytest.importorskip("triton")
 
 from emulation import emulated
 
 from flexattn import reference
+from flexattn.block_mask import InTiles
 from flexattn.compile import fixed_reference, hopper, stripes
+from flexattn.engines import repeated_calls, triton
+from flexattn.errors import MutationError
+from flexattn.explanation import target_named
+from flexattn.mask_build import create, token_tiles
+from flexattn.mask_build.on_target import as_on_target
 from flexattn.runtime import launch, load
 from flexattn.runtime.launch import forget_launches
+from flexattn.torch_compile import operators
 
 # numpy's, of masked places and of scores of -inf
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -291,3 +300,268 @@ def test_lists_that_are_assigned_before_the_backward_of_a_first_call() -> None:
 
     for found, expected in zip(gradients(True), gradients(False), strict=True):
         assert torch.equal(found, expected)
+
+
+# Grids of tokens in row-major order, computed in tiles
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A call with a mask of a grid of two tiles by two."""
+
+    tile: tuple[int, int] = (16, 8)
+    sizes: tuple[int, int, int] = (1, 1, 1)  # B, Hq and Hkv
+    dims: tuple[int, int] = (64, 64)
+    mask: str = "window"
+    skips_halves: bool | None = None  # None: as it is chosen
+    score_mod: Mod | None = None
+    memory: str = "heads first"
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return 2 * self.tile[0], 2 * self.tile[1]
+
+    @property
+    def tokens(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    def mask_mod(self) -> Mod:
+        (height, width), (rows, columns) = self.shape, self.tile
+
+        def near(q_idx: Any, kv_idx: Any, y: Any, x: Any) -> Any:
+            dy, dx = q_idx // width - kv_idx // width, q_idx % width - kv_idx % width
+            return (dy.abs() <= y) & (dx.abs() <= x)
+
+        window = mods.natten_2d(height, width, 5)
+        found: dict[str, Mod] = {
+            "window": window,
+            "narrow window": mods.natten_2d(height, width, 3),
+            "full blocks too": lambda b, h, q_idx, kv_idx: near(q_idx, kv_idx, rows, columns),
+            "rows without a key": lambda b, h, q_idx, kv_idx: (
+                window(b, h, q_idx, kv_idx) & (q_idx % width != 3) & (q_idx // width != 1)
+            ),
+            "by head": lambda b, h, q_idx, kv_idx: near(q_idx, kv_idx, h + 1, 3 - h),
+            "by batch and head": lambda b, h, q_idx, kv_idx: near(q_idx, kv_idx, h + 1, 3 * b),
+        }
+        return found[self.mask]
+
+    def block_mask(self, monkeypatch: pytest.MonkeyPatch) -> BlockMask:
+        """Return the mask as it is built on Hopper, with this tile."""
+        monkeypatch.setattr(create, "MOST_LEFT", 99.0)
+        monkeypatch.setattr(token_tiles, "_TILES", (self.tile,))
+        B = self.sizes[0] if "batch" in self.mask else None
+        H = self.sizes[1] if "head" in self.mask else None
+        built = create_block_mask(self.mask_mod(), B, H, self.tokens, self.tokens, device="cpu")
+        mask = as_on_target(built, target_named("sm_90"))[0]
+        assert mask.in_tiles is not None
+        if self.skips_halves is not None:
+            other = copy.copy(mask.in_tiles.mask)
+            assert other.bits is not None
+            other._bits = other.bits._replace(skips_halves=self.skips_halves)
+            mask._in_tiles = InTiles(mask.in_tiles.grid, other)
+        return mask
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        (B, Hq, Hkv), (D, Dv), S = self.sizes, self.dims, self.tokens
+        generator = torch.Generator().manual_seed(2)
+        if self.memory == "packed":
+            q, k, v = torch.randn(B, S, 3, Hq, D, generator=generator).to(self.dtype).unbind(2)
+            return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        q, k, v = (
+            torch.randn(B, S, H, d, generator=generator).to(self.dtype).transpose(1, 2)
+            for H, d in ((Hq, D), (Hkv, D), (Hkv, Dv))
+        )
+        return (q, k, v) if self.memory == "tokens first" else (q.contiguous(), k.contiguous(), v.contiguous())
+
+    def call(self, monkeypatch: pytest.MonkeyPatch) -> Call:
+        options = {"BACKEND": "HOPPER"}
+        mask = self.block_mask(monkeypatch)
+        return Call(*self.inputs(), self.score_mod, mask, self.mask_mod(), options=options)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int] | None]:
+    """Return the tile of tokens of each kernel that is launched."""
+    found: dict[str, tuple[int, int] | None] = {}
+    prepare = launch.prepare
+
+    def prepared(plan: Any, *arguments: Any) -> Any:
+        found[plan.spec.name] = plan.token_tile
+        return prepare(plan, *arguments)
+
+    monkeypatch.setattr(launch, "prepare", prepared)
+    return found
+
+
+FUSED = ("hopper_forward", "backward_delta", "hopper_backward", "backward_dq_rows")
+GRIDS: dict[str, Grid] = {
+    "window": Grid(),
+    "8 x 16": Grid((8, 16), dims=(40, 40)),
+    "32 x 4": Grid((32, 4), dims=(96, 96)),
+    "4 x 32": Grid((4, 32), dims=(128, 128)),
+    "other widths": Grid(dims=(40, 72)),
+    "float16": Grid((8, 16), dtype=torch.float16),
+    "grouped heads": Grid(sizes=(1, 2, 1)),
+    "tokens first": Grid(sizes=(2, 2, 1), memory="tokens first"),
+    "packed": Grid((8, 16), (2, 2, 2), memory="packed"),
+    "by head": Grid(sizes=(2, 2, 1), mask="by head"),
+    "by batch and head": Grid((4, 32), (2, 2, 2), (128, 128), "by batch and head"),
+    "rows without a key": Grid(mask="rows without a key"),
+    "full blocks too": Grid(mask="full blocks too", skips_halves=False),
+    "full blocks, and halves": Grid(mask="full blocks too", skips_halves=True),
+    "whole blocks": Grid(skips_halves=False),
+    "halves": Grid(skips_halves=True),
+    "halves, D 128": Grid((8, 16), skips_halves=True, dims=(128, 128)),
+    "softcap": Grid(score_mod=mods.softcap(2.0), skips_halves=True),
+}
+
+
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "window", GRIDS))
+def test_grids_in_tiles(
+    name: str, launched: dict[str, tuple[int, int] | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results and gradients are row-major, as those of the reference."""
+    grid = GRIDS[name]
+    check(grid.call(monkeypatch), loose=True)
+    assert launched == dict.fromkeys(FUSED, grid.tile)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tokens first", "softcap"])
+def test_grids_in_tiles_with_two_kernels_of_the_backward(
+    name: str, launched: dict[str, tuple[int, int] | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward is computed in tiles. The kernels of a deterministic backward read its results in row-major order."""
+    with deterministic():
+        check(GRIDS[name].call(monkeypatch), loose=True)
+    expected = dict.fromkeys(("backward_delta", "hopper_dq", "hopper_dkdv"))
+    assert launched == {"hopper_forward": GRIDS[name].tile, **expected}
+
+
+@pytest.mark.slow
+def test_grids_in_tiles_as_known_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second call repeats the launches of the first, with other tensors and another mask of its kind."""
+    grid = Grid((8, 16), (1, 2, 1), mask="by head", memory="tokens first")
+    call = grid.call(monkeypatch)
+    other = replace(call, query=call.query.flip(2), mask=grid.block_mask(monkeypatch))
+    expected = results(other, "ours")
+    forget_launches()
+    first = results(call, "ours")
+    assert len(repeated_calls._calls) == 1
+    for stage in ("_forward", "_backward"):
+        monkeypatch.setattr(triton, stage, None)
+    for again, wanted in ((other, expected), (call, first)):
+        for x, y in zip(results(again, "ours"), wanted, strict=True):
+            assert x is not None and y is not None and torch.equal(x, y)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("learned", ["k", "v", "q"])
+def test_grids_in_tiles_with_one_gradient(
+    learned: str, launched: dict[str, tuple[int, int] | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = replace(GRIDS["grouped heads"], tile=(8, 16))
+    call = grid.call(monkeypatch)
+
+    def gradient(attend: Callable[..., Tensor], dtype: torch.dtype) -> Tensor:
+        named = {name: x.detach().to(dtype) for name, x in zip("qkv", (call.query, call.key, call.value), strict=True)}
+        x = named[learned].requires_grad_()
+        out = attend(*named.values())
+        d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).bfloat16().to(dtype)
+        return torch.autograd.grad(out, x, d_out)[0]
+
+    found = gradient(lambda *x: flex_attention(*x, block_mask=call.mask, enable_gqa=True), torch.bfloat16)
+    exact = gradient(lambda *x: reference.attention(*x, None, call.mask_mod)[0], torch.float64)
+    assert relative_rmse(found, exact) < 6e-3
+    kernels = {"backward_delta": None, "hopper_dq": None}
+    if learned != "q":
+        kernels = dict.fromkeys(("backward_delta", "hopper_dkdv"), grid.tile)
+    assert launched == {"hopper_forward": grid.tile, **kernels}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spikes", [False, True])
+def test_grids_in_tiles_with_a_fixed_reference(
+    spikes: bool, launched: dict[str, tuple[int, int] | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles whose sums overflow are computed again."""
+    monkeypatch.setattr(fixed_reference, "_FEWEST_KEYS", 0)
+    call = GRIDS["full blocks too"].call(monkeypatch)
+    if spikes:
+        call.key[:, :, 40:50] *= 60
+    check(call, loose=True)
+    assert launched["hopper_forward"] == (16, 8)
+
+
+def test_other_results_of_grids_in_tiles(
+    launched: dict[str, tuple[int, int] | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row maxima are row-major too, and a sink changes only the sums."""
+    grid = Grid((8, 16), (1, 2, 1), mask="rows without a key")
+    mask, (q, k, v) = grid.block_mask(monkeypatch), grid.inputs()
+    plain = copy.copy(mask)
+    plain._in_tiles = None
+    options: dict[str, Any] = {"enable_gqa": True, "sink": torch.tensor([0.5, -1.0])}
+    request = AuxRequest(lse=True, max_scores=True)
+    for _ in range(2):
+        out, aux = flex_attention(q, k, v, block_mask=mask, return_aux=request, **options)
+        assert launched == {"hopper_forward": grid.tile}
+    expected, other = flex_attention(q, k, v, block_mask=plain, return_aux=request, **options)
+    assert launched == {"hopper_forward": None}
+    assert aux.lse is not None and aux.max_scores is not None
+    assert other.lse is not None and other.max_scores is not None
+    assert torch.equal(aux.max_scores, other.max_scores)
+    assert aux.max_scores.isinf().any()
+    torch.testing.assert_close(aux.lse, other.lse, rtol=1e-5, atol=1e-5)
+    assert relative_rmse(out, expected) < 5e-3
+
+
+def test_a_grid_in_tiles_whose_mask_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rewritten mask_mod reads the same captured tensor."""
+    reach = torch.tensor(3)
+
+    def window(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        dy, dx = q_idx // 16 - kv_idx // 16, q_idx % 16 - kv_idx % 16
+        return (dy.abs() <= reach) & (dx.abs() <= 3)
+
+    monkeypatch.setattr(Grid, "mask_mod", lambda grid: window)
+    grid = Grid()
+    mask, inputs = grid.block_mask(monkeypatch), grid.inputs()
+    flex_attention(*inputs, block_mask=mask)
+    reach.add_(1)
+    with pytest.raises(MutationError):
+        flex_attention(*inputs, block_mask=mask)
+
+
+@pytest.mark.slow
+def test_compiled_calls_of_grids_in_tiles(
+    launched: dict[str, tuple[int, int] | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lists in the order of tiles are arguments of the graph. The second call repeats the launches of the first."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(operators, "engine_of", lambda problem: triton)
+    grid = replace(GRIDS["packed"], sizes=(2, 1, 1))
+    masks = [replace(grid, mask=name).block_mask(monkeypatch) for name in ("window", "narrow window")]
+    B, heads, _ = grid.sizes
+    x = torch.randn(B, grid.tokens, 3, heads, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x.requires_grad_()
+
+    def attend(x: Tensor, mask: BlockMask) -> Tensor:
+        q, k, v = x.unbind(2)
+        return flex_attention(*(t.transpose(1, 2) for t in (q, k, v)), block_mask=mask)
+
+    def both(f: Callable[..., Tensor], mask: BlockMask) -> tuple[Tensor, Tensor]:
+        out = f(x, mask)
+        return out.detach(), *torch.autograd.grad(out, x, out.detach() * 0.5)
+
+    expected = [both(attend, mask) for mask in masks]
+    assert launched == dict.fromkeys(FUSED, grid.tile)
+    launched.clear()
+    forget_launches()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for i in (0, 0, 1):
+        for found, wanted in zip(both(compiled, masks[i]), expected[i], strict=True):
+            assert torch.equal(found, wanted)
+    assert launched == dict.fromkeys(FUSED, grid.tile)
+    torch._dynamo.reset()

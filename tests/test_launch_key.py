@@ -18,10 +18,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from mask_bits import with_bits
 from torch import Tensor
 
 from flexattn import create_block_mask, mods
-from flexattn.block_mask import BlockMask
+from flexattn.block_mask import BlockMask, InTiles
 from flexattn.call import call as arguments_of
 from flexattn.call.dropout import Dropout, drop_below
 from flexattn.call.layout import Layout, LayoutArguments
@@ -35,6 +36,7 @@ from flexattn.compile.schedule import backward_kernels, plan_best_form, prepared
 from flexattn.compile.shared_memory import fit
 from flexattn.engines import call_kind, repeated_calls, triton
 from flexattn.graph.bound_mod import BoundMod
+from flexattn.layout import TiledGrid
 from flexattn.machine.target import Target
 from flexattn.runtime import launch
 from flexattn.runtime.known import known_key
@@ -101,6 +103,8 @@ class Call:
     latent: bool = False  # value is the first columns of key
     rows: int = 0  # queries that the mask is built for, if more than M
     capacity: int = 0  # keys that the mask is built for, if more than N
+    tile: tuple[int, int] | None = None  # of the order of tiles that the mask has
+    in_tiles: bool = False
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         B, H, rows, width = self.stored
@@ -132,6 +136,7 @@ class Call:
             "documents": mods.document_causal(torch.arange(512) // 100),
             "anticausal": lambda b, h, q_idx, kv_idx: q_idx <= kv_idx,
             "window": lambda b, h, q_idx, kv_idx: (q_idx - kv_idx < window) & (ids[q_idx] == ids[kv_idx % 200]),
+            "grid": mods.natten_2d(16, 16, 5),
         }[self.mask]
         if mod is None:
             return None
@@ -143,10 +148,17 @@ class Call:
         mask.full_overhangs = self.overhangs
         if self.by_hand:
             mask.mask_mod = mod
+        if self.mask == "grid":
+            with_bits(mask)
+        if self.tile is not None:
+            grid = TiledGrid((16, 16), self.tile)
+            other = create_block_mask(grid.mod(mod), *sizes, device="cpu")
+            mask._in_tiles = InTiles(grid, with_bits(other, skips_halves=True))
         return mask
 
     def problem(self) -> Problem:
-        return pose(self.arguments(), on_gpu=True)
+        problem = pose(self.arguments(), on_gpu=True)
+        return problem.with_fields(in_tiles=True) if self.in_tiles else problem
 
     def arguments(self) -> arguments_of.Call:
         q = self.tensor("q", self.B, self.Hq, self.M, self.D)
@@ -196,6 +208,7 @@ NARROW = Call(M=1, N=1024, D=96, stored=(3, 4, 1024, 128))
 LATENT = Call(M=1, N=1024, D=576, Dv=512, stored=(3, 2, 1024, 640), latent=True)
 STRIPED = Call(B=66, Bkv=66, Hq=2, stored=(66, 2, 256, 64))  # 132 programs of short sequences
 WIDE = Call(D=256, Dv=256, stored=(3, 8, 512, 256))
+TILED = Call(mask="grid", tile=(16, 8))
 
 
 def variants(call: Call) -> Iterator[Call]:
@@ -242,6 +255,8 @@ CALLS = [
     replace(MASKED, by_hand=True),
     CAPTURED,
     replace(CAPTURED, table_learns=False),
+    replace(TILED, tile=None),
+    *(replace(TILED, tile=tile, in_tiles=in_tiles) for tile in ((16, 8), (8, 16)) for in_tiles in (False, True)),
 ]
 
 
@@ -253,7 +268,7 @@ class Outcome:
     programs: int
     arguments: tuple[str, ...]
     fillers: tuple[tuple[int, str], ...]
-    described: tuple[tuple[object, ...], ...]  # shapes and strides that tensor descriptors keep
+    described: tuple[launch.DescriptorLayout, ...]
 
 
 def outcome(spec: KernelSpec, problem: Problem, tensors: Mapping[str, Tensor], arrays: Mapping[str, Tensor]) -> Outcome:
@@ -261,11 +276,13 @@ def outcome(spec: KernelSpec, problem: Problem, tensors: Mapping[str, Tensor], a
     made = launch.prepare(plan, problem, tensors)
     plan, everything = fit(plan), {**tensors, **arrays}
     sources = [argument.source for argument in plan.spec.arguments(plan)]
-    described = [everything[source.name] for source in sources if isinstance(source, DescriptorOf)]
+    described = [
+        launch.described(source, problem, everything) for source in sources if isinstance(source, DescriptorOf)
+    ]
     return Outcome(
         plan, made.programs, tuple(map(repr, made.arguments)),
         tuple((position, fill.__qualname__) for position, fill in made.fillers),
-        tuple((tuple(t.shape), t.stride()) for t in described),
+        tuple(described),
     )  # fmt: skip
 
 
@@ -422,7 +439,9 @@ def kinds() -> list[tuple[tuple[object, ...], object]]:
     """Return the kinds of the calls, and what each one launches."""
     learning = [replace(PLAIN, k_learns=True), replace(PLAIN, v_learns=True), replace(PLAIN, learns=False)]
     # What a backward depends on besides the call is in its own key.
-    calls = dict.fromkeys(replace(call, needs=PLAIN.needs, d_lse=False) for call in (*CALLS, *learning))
+    calls = dict.fromkeys(
+        replace(call, needs=PLAIN.needs, d_lse=False) for call in (*CALLS, *learning) if not call.in_tiles
+    )
     found = []
     with on_sm90():
         for call in calls:

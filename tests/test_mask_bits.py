@@ -48,7 +48,7 @@ from flexattn.reference import attention
 from flexattn.runtime import build as build_module
 from flexattn.runtime.build import build
 from flexattn.torch_compile.lists import mask_of_lists
-from flexattn.torch_compile.spec import Spec, loads
+from flexattn.torch_compile.spec import FORMAT, Spec, loads
 from flexattn.trace.trace import trace
 
 HOPPER, AMPERE = target_named("sm_90"), target_named("sm_80")
@@ -402,7 +402,7 @@ def test_bits_in_graphs() -> None:
     text = Spec(form=form).dumps()
     assert loads(text).form == form
     with pytest.raises(FormatError):
-        loads(text.replace("[6,", "[5,", 1))
+        loads(text.replace(f"[{FORMAT},", f"[{FORMAT - 1},", 1))
 
 
 def test_one_wrong_pair_is_seen() -> None:

@@ -131,7 +131,7 @@ def test_every_field_is_in_the_key():
         "precision": (forward, "tf32"), "exact": (forward, True), "features": (forward, ("sink",)),
         "intervals": (replace(forward, spec=FORWARD_SPLIT, tma=False, blocks=None), True),
         "integer_sums": (dq, True), "batch_invariant": (dq, True),
-        "fixed_reference": (gluon, True),
+        "fixed_reference": (gluon, True), "token_tile": (gluon, (16, 8)),
     }  # fmt: skip
     assert changes.keys() == {f.name for f in fields(KernelPlan)}
     for name, (plan, value) in changes.items():

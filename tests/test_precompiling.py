@@ -11,13 +11,11 @@ import pytest
 import torch
 
 import flexattn
-from flexattn import AuxRequest, create_block_mask, explain, flex_attention, mods, precompile
-from flexattn.engines import token_tiles
+from flexattn import AuxRequest, create_block_mask, flex_attention, mods, precompile
 from flexattn.errors import ArgumentError
 from flexattn.machine.target import Target
 from flexattn.process import config
-from flexattn.runtime.build import build, clear_memory, stats
-from flexattn.runtime.load import first_source
+from flexattn.runtime.build import clear_memory, stats
 
 pytest.importorskip("triton")
 
@@ -25,6 +23,7 @@ from kernel_warmup import compiling_only
 
 from flexattn.mask_build.kernels import plan_mask
 from flexattn.mask_build.launch_plan import recipe_of
+from flexattn.mask_build.on_target import as_on_target
 from flexattn.trace.trace import trace
 
 
@@ -121,22 +120,23 @@ def test_masks_of_other_blocks_are_built_twice_on_a_hopper_gpu() -> None:
 
 
 @pytest.mark.slow
-def test_kernels_that_read_bits_and_those_of_both_orders_of_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_tiles, "_LEAST_BLOCKS", 2048)
-    tokens = 64 * 128
-    mask = create_block_mask(mods.natten_2d(64, 128, 13), None, None, tokens, tokens, device="cpu")
-    q = torch.empty(2, 16, tokens, 64, dtype=torch.bfloat16, device="meta")
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_mask_of_a_grid_is_built_in_both_orders(learns: bool) -> None:
+    tokens = 64 * 64
+    mask = create_block_mask(mods.natten_2d(64, 64, 13), None, None, tokens, tokens, device="cpu")
+    q = torch.empty(1, 2, tokens, 64, dtype=torch.bfloat16, device="meta", requires_grad=learns)
     done = precompile({"query": q, "key": q, "value": q, "block_mask": mask})
     assert [name for name in done.compiled if name.startswith("mask_pair_bits")] == [
         "mask_pair_bits_natten_2d_13x13", "mask_pair_bits_natten_2d_13x13_in_tiles"
     ]  # fmt: skip
-    assert "hopper_forward" in done.compiled  # which reads bits, so no mask_mod is in its name
+    names = {"hopper_forward"}  # which reads bits, so no mask_mod is in its name
+    names |= {"backward_delta", "hopper_backward", "backward_dq_rows"} if learns else set()
+    assert names == {name for name in done.compiled if not name.startswith("mask_")}
     with _compiling_nothing():
-        for least in (2048, 2049):
-            monkeypatch.setattr(token_tiles, "_LEAST_BLOCKS", least)
-            tensors = (torch.empty_like(q, device="cpu") for _ in range(3))
-            plan = explain(*tensors, block_mask=mask, target="sm_90").plans[0]
-            build(first_source(plan), Target("cuda", 90, 32))
+        there = as_on_target(mask, Target("cuda", 90, 32))[0]
+        assert there.in_tiles is not None
+        x = torch.empty_like(q, device="cpu").requires_grad_(learns)
+        _run(90, query=x, key=x, value=x, block_mask=there)
 
 
 @pytest.mark.parametrize(

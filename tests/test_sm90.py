@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from flexattn.compile.shared_memory import shared_bytes
 from flexattn.graph.equal_runs import EqualRuns
 from flexattn.machine import triton_versions
 from flexattn.machine.target import Target
+from flexattn.mask_build import create
 from flexattn.mask_build.kernels import levels_source, list_sources, small_lists_source, table_source
 from flexattn.runtime.build import build
 from flexattn.runtime.compiler import request_of
@@ -66,6 +68,7 @@ def sources(
     masks = {
         "causal": mods.causal, "document": mods.document_causal((torch.arange(S) // 100).int()),
         "ends": lambda b, h, q_idx, kv_idx: (kv_idx < ends[q_idx]) & (kv_idx >= ends[q_idx] - 99),
+        "grid": mods.natten_2d(32, 16, 5),
     }  # fmt: skip
     score_mod = next((scores[kind] for kind in kinds if kind in scores), None)
     mask_mod = next((masks[kind] for kind in kinds if kind in masks), None)
@@ -77,7 +80,8 @@ def sources(
     options |= {"BATCH_INVARIANT": True} if invariant else {}
     torch.use_deterministic_algorithms(deterministic)
     try:
-        made = explain(q, k, v, score_mod, mask, target="sm_90", kernel_options=options)
+        with patch.object(create, "MOST_LEFT", 99.0):  # a small grid has more blocks in tiles
+            made = explain(q, k, v, score_mod, mask, target="sm_90", kernel_options=options)
     finally:
         torch.use_deterministic_algorithms(False)
     return tuple(zip(made.plans, made.sources, strict=True))
@@ -133,6 +137,7 @@ GLUON = {
     ("ends 128", "hopper_backward"): 200, ("ends 64", "hopper_backward"): 96,
     ("causal 64", "hopper_backward"): 16, ("causal 96", "hopper_backward"): 56,  # between tiles of keys
     ("alibi causal 128", "hopper_dkdv"): 120, ("document runs 128", "hopper_dkdv"): 110,
+    ("grid 128", "hopper_backward"): 180,
 }  # fmt: skip
 ON_HOPPER = [w for w in (*WORKS, "document runs 128") if w not in ("relative 64", "document 128")]
 FORWARDS = [(w, "hopper_forward") for w in (*ON_HOPPER, "document 128") if w != "alibi causal 128"]
@@ -149,16 +154,18 @@ QUICK_GLUON = [
 ]  # fmt: skip
 PAIRS = [(w, k) for w in PAIRED for k in ("hopper_dq", "hopper_dkdv")]
 PARTS = [("causal 96", "hopper_forward"), ("causal 96", "hopper_backward")]
+IN_TILES = [(f"grid {D}", f"hopper_{kernel}") for D in (64, 128) for kernel in ("forward", "backward")]
 ENDS = [("ends 128", "hopper_backward"), ("ends 64", "hopper_backward"), ("ends 256", "hopper_backward_wide")]
 
 
 @pytest.mark.parametrize(
-    ("work", "kernel"), slow_unless(QUICK_GLUON.__contains__, [*FORWARDS, *BACKWARDS, *PARTS, *PAIRS, *ENDS])
+    ("work", "kernel"), slow_unless(QUICK_GLUON.__contains__, [*FORWARDS, *BACKWARDS, *PARTS, *PAIRS, *ENDS, *IN_TILES])
 )
 def test_gluon(work: str, kernel: str) -> None:
     made = sources(work, "HOPPER", deterministic=(work, kernel) in PAIRS)
     plan, source = next(pair for pair in made if pair[0].spec.name == kernel)
     found = report(source)
+    assert plan.token_tile == ((16, 8) if "grid" in work else None)
     assert found.sass["HGMMA"] > 0 and found.sass["UTMALDG"] > 0
     assert found.spill_bytes <= GLUON.get((work, kernel), 0)
     assert not found.warnings, "products are not serialised, registers are given out"

@@ -1,4 +1,4 @@
-"""Masks of grids in row-major order: their grid, and calls that copy tokens into the order of tiles and back."""
+"""Masks of grids in row-major order: their grid, their lists in the order of tiles, and the passes that read these."""
 
 from __future__ import annotations
 
@@ -9,32 +9,37 @@ from typing import Any
 
 import pytest
 import torch
-from mask_bits import reference_bits
+from mask_bits import assert_same_bits, reference_bits
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import flexattn
-from flexattn import AuxRequest, BlockMask, create_block_mask, explain, flex_attention, mods
+from flexattn import BlockMask, create_block_mask, create_mask, explain, mods
 from flexattn.block_mask import InTiles
-from flexattn.block_mask.mask import NO_BITS
+from flexattn.block_mask.bits import BITS_TENSORS
+from flexattn.block_mask.prepared import MaskForm
 from flexattn.call.call import Call
-from flexattn.call.layout import LayoutArguments
+from flexattn.call.memory_order import empty_in_order
 from flexattn.call.pose import pose
-from flexattn.call.problem import Problem
-from flexattn.engines import cpu, token_tiles
-from flexattn.engines.token_tiles import backward_in_tiles, forward_in_tiles, read_in_tiles
-from flexattn.errors import IndexRangeError, MutationError
+from flexattn.compile.schedule import backward_in_best_order, forward_in_best_order
+from flexattn.engines.mask_state import MaskState
+from flexattn.errors import IndexRangeError
 from flexattn.explanation import target_named
+from flexattn.graph.equal_runs import EqualRuns
 from flexattn.graph.narrow import specialized
 from flexattn.graph.token_grid import token_grid
 from flexattn.layout import TiledGrid
+from flexattn.mask_build import create
 from flexattn.mask_build.create import with_tiles
 from flexattn.mask_build.on_target import as_on_target
-from flexattn.mask_build.token_tiles import LEAST_SAVED, saved_quarters, tiles_of
+from flexattn.mask_build.token_tiles import MOST_LEFT, part_left, tiles_of
 from flexattn.process.config import settings
+from flexattn.runtime.launch import DescriptorLayout
+from flexattn.torch_compile.lists import mask_of_lists
+from flexattn.torch_compile.spec import Spec, loads
 from flexattn.trace.trace import trace
 
 Mod = Callable[..., Any]
+HOPPER = target_named("sm_90")
 HEIGHT, WIDTH = 32, 24
 S = HEIGHT * WIDTH
 GRID = TiledGrid((HEIGHT, WIDTH), (16, 8))
@@ -78,265 +83,305 @@ def test_the_grid_of_a_mask(mod: Mod, tokens: int, shape: tuple[int, ...] | None
     assert grid_of(mod, tokens) == shape
 
 
-def made(grid: TiledGrid = GRID, mod: Mod = WINDOW, H: int | None = None) -> BlockMask:
-    """Return a mask with an order of tiles, as a Hopper GPU builds it."""
-    S = grid.tokens
-    mask = create_block_mask(mod, None, H, S, S, device="cpu")
-    other = grid.mod(mod)
-    in_tiles = create_block_mask(other, None, H, S, S, device="cpu")
-    mask._in_tiles = InTiles(grid, in_tiles, trace(other, "mask"), 48.0)
-    return mask
-
-
-def plain(mask: BlockMask) -> BlockMask:
-    found = copy.copy(mask)
-    found._in_tiles = None
-    return found
-
-
-def tensors(B: int = 1, Hq: int = 2, Hkv: int = 2, D: int = 16, S: int = S) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(B + Hq + D)
-    shapes = (B, Hq, S, D), (B, Hkv, S, D), (B, Hkv, S, D)
-    return tuple(torch.randn(s, generator=generator).bfloat16().requires_grad_() for s in shapes)
-
-
 @pytest.fixture
-def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let the CPU engine compute in the order of tiles, as the Triton engine does. Return which passes do."""
-    passes: list[str] = []
-    forward, backward = cpu.forward, cpu.backward
-
-    def in_tiles(problem: Problem) -> Any:
-        found = read_in_tiles(problem)
-        if found is None:
-            return forward(problem)
-        passes.append("forward")
-        return forward_in_tiles(problem, found, forward)
-
-    def backward_too(problem: Problem, *arguments: Any) -> Any:
-        found = read_in_tiles(problem)
-        if found is None:
-            return backward(problem, *arguments)
-        passes.append("backward")
-        return backward_in_tiles(problem, found, backward, *arguments)
-
-    monkeypatch.setattr(token_tiles, "_LEAST_BLOCKS", 0)
-    monkeypatch.setattr(cpu, "forward", in_tiles)
-    monkeypatch.setattr(cpu, "backward", backward_too)
-    return passes
+def always_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the order of tiles of small masks too, which have more blocks in it."""
+    monkeypatch.setattr(create, "MOST_LEFT", 99.0)
 
 
-def results(inputs: tuple[Tensor, ...], mask: BlockMask, **options: Any) -> list[Tensor]:
-    out, aux = flex_attention(*inputs, None, mask, return_aux=AuxRequest(lse=True, max_scores=True), **options)
-    assert aux.lse is not None
-    assert aux.max_scores is not None
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
-    loss = (out.float() * weight).sum() + (aux.lse * weight[..., 0]).sum()
-    return [out, aux.lse, aux.max_scores, *torch.autograd.grad(loss, inputs)]
+def on_hopper(mod: Mod = WINDOW, tokens: int = S, B: int | None = None, H: int | None = None) -> BlockMask:
+    """Return a mask as it is built on a Hopper GPU."""
+    return as_on_target(create_block_mask(mod, B, H, tokens, tokens, device="cpu"), HOPPER)[0]
 
 
-def by_head(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    return (((q // WIDTH - kv // WIDTH).abs() <= h + 1) & ((q % WIDTH - kv % WIDTH).abs() <= 4)) & (kv >= 0)
+def tensors(D: int = 64, dtype: torch.dtype = torch.bfloat16, Dv: int | None = None) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros(1, 2, S, d, dtype=dtype) for d in (D, D, Dv or D))
 
 
+SLOPES = torch.ones(2)
+LEARNED = torch.ones(2, requires_grad=True)
+TILE = GRID.tile
+# Tensors, arguments of explain, and whether the forward and the backward are computed in tiles.
+CALLS: dict[str, tuple[tuple[Tensor, ...], dict[str, Any], bool, bool]] = {
+    "plain": (tensors(), {}, True, True),
+    "float16": (tensors(128, torch.float16), {}, True, True),
+    "other widths": (tensors(40, Dv=72), {}, True, True),
+    "sink": (tensors(), {"sink": 0.5}, True, True),
+    "softcap": (tensors(), {"score_mod": mods.softcap(20.0)}, True, True),
+    "by head": (tensors(), {"score_mod": lambda s, b, h, q, kv: s * SLOPES[h]}, True, True),
+    "learned": (tensors(), {"score_mod": lambda s, b, h, q, kv: s * LEARNED[h]}, True, False),
+    "positions": (tensors(), {"score_mod": mods.alibi(2)}, False, False),
+    "one position": (tensors(), {"score_mod": lambda s, b, h, q, kv: s * (kv % 2)}, False, False),
+    "dropout": (tensors(), {"dropout_p": 0.5}, False, False),
+    "lengths": (tensors(), {"seqused_k": torch.tensor([S], dtype=torch.int32)}, False, False),
+    "float32": (tensors(dtype=torch.float32), {}, False, False),
+    "rows of 24 bytes": (tensors(12), {}, False, False),
+    "unaligned rows": (tuple(torch.zeros(1, 2, S, 69).bfloat16()[..., :64] for _ in range(3)), {}, False, False),
+    "batch invariant": (tensors(), {"kernel_options": {"BATCH_INVARIANT": True}}, False, False),
+    "a tile": (tensors(), {"kernel_options": {"fwd_BLOCK_M": 64}}, False, True),
+    "no TMA": (tensors(), {"kernel_options": {"USE_TMA": False}}, False, False),
+    "portable": (tensors(), {"kernel_options": {"BACKEND": "TRITON"}}, False, False),
+    "portable forward": (tensors(), {"kernel_options": {"fwd_BACKEND": "TRITON"}}, False, True),
+    "portable backward": (tensors(), {"kernel_options": {"bwd_BACKEND": "TRITON"}}, True, False),
+}
+
+
+@pytest.mark.usefixtures("always_in_tiles")
+@pytest.mark.parametrize("name", CALLS)
+def test_which_passes_are_computed_in_tiles(name: str) -> None:
+    (q, k, v), options, forward, backward = CALLS[name]
+    mask = create_block_mask(WINDOW, None, None, S, S, device="cpu")
+    made = explain(q, k, v, block_mask=mask, target="sm_90", **options)
+    tiles = {phase: {p.token_tile for p in made.plans if p.spec.phase == phase} for phase in ("fwd", "bwd")}
+    assert tiles["fwd"] == {TILE if forward else None}
+    assert tiles["bwd"] == {TILE if backward else None}
+    for plan, source in zip(made.plans, made.sources, strict=True):
+        assert ("tiles_across" in source.text) == (plan.token_tile is not None), plan.spec.name
+
+
+@pytest.mark.usefixtures("always_in_tiles")
+def test_a_deterministic_backward_is_row_major() -> None:
+    """hopper_dq reads no bits."""
+    mask = create_block_mask(WINDOW, None, None, S, S, device="cpu")
+    torch.use_deterministic_algorithms(True)
+    try:
+        made = explain(*tensors(), block_mask=mask, target="sm_90")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [plan.token_tile for plan in made.plans] == [TILE, None, None, None]
+    assert made.blocks_note == "The forward computes tokens in tiles of 16 x 8 of their grid, with fewer blocks."
+
+
+@pytest.mark.usefixtures("always_in_tiles")
 @pytest.mark.parametrize(
-    "case", ["plain", "grouped", "by head", "transposed", "packed", "odd rows", "volume", "expanded"]
+    ("written", "in_tiles"), [(("dq", "dk", "dv"), True), (("dk", "dv"), True), (("dq",), False), ((), True)]
 )
-def test_results_are_those_of_the_mask(case: str, computed: list[str]) -> None:
-    grid, mod, H = GRID, WINDOW, None
-    inputs, options = tensors(), {}
-    match case:
-        case "grouped":
-            sink = torch.linspace(-1, 1, 4).requires_grad_()
-            inputs, options = tensors(B=2, Hq=4), {"enable_gqa": True, "sink": sink}
-        case "by head":
-            mod, H = by_head, 2
-        case "transposed":
-            inputs = tuple(x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs)
-        case "packed":
-            inputs = tuple(torch.randn(1, S, 2, 48).bfloat16().transpose(1, 2).requires_grad_().split(16, 3))
-        case "odd rows":
-            inputs = tuple(torch.randn(1, 2, S, 19).bfloat16()[..., 3:].requires_grad_() for _ in range(3))
-        case "volume":
-            grid, mod = TiledGrid((8, 8, 8), (4, 4, 8)), mods.natten_3d(8, 8, 8, 3)
-            inputs = tensors(S=512)
-        case "expanded":
-            inputs = tensors(B=2)
-            inputs = inputs[0], *(x[:1].detach().requires_grad_() for x in inputs[1:])
-    mask = made(grid, mod, H)
-    found, expected = results(inputs, mask, **options), results(inputs, plain(mask), **options)
-    assert computed == ["forward", "backward"]
-    for x, y in zip(found, expected, strict=True):
-        assert x.stride() == y.stride()
-        torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2)
-        assert (x.float() - y.float()).norm() <= 2.0**-7 * y.float().norm()
-
-
-def problem_of(mask: BlockMask, inputs: tuple[Tensor, ...], score_mod: Any = None, **options: Any) -> Problem:
-    return pose(Call(*inputs, score_mod, mask, **options))
-
-
-def test_which_calls_are_computed_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_tiles, "_LEAST_BLOCKS", 0)
-    mask, inputs = made(), tensors()
-
-    def reads(mask: BlockMask = mask, inputs: tuple[Tensor, ...] = inputs, *args: Any, **options: Any) -> bool:
-        return read_in_tiles(problem_of(mask, inputs, *args, **options)) is not None
-
-    assert reads()
-    assert not reads(plain(mask))
-    assert not reads(mask, tuple(x.float() for x in inputs))
-    assert not reads(mask, tensors(D=12))  # rows of 24 bytes
-    assert not reads(mask, inputs, mods.alibi(2))
-    assert not reads(dropout_p=0.5)
-    assert not reads(kernel_options={"BLOCK_M": 64})
-    assert not reads(kernel_options={"BATCH_INVARIANT": True})
-    assert not reads(mask, (*inputs[:2], torch.zeros(1, 2, S, 192).bfloat16()))
-    assert mask._in_tiles is not None
-    less = plain(mask)
-    less._in_tiles = mask._in_tiles._replace(saved=24.0)
-    wide = tuple(torch.zeros(1, 2, S, 128).bfloat16() for _ in range(3))
-    assert reads(mask, wide)
-    assert reads(less)
-    assert not reads(less, wide)
-    assert not reads(layout=LayoutArguments(torch.tensor([S], dtype=torch.int32)))
-    monkeypatch.setattr(token_tiles, "_LEAST_BLOCKS", 13)
-    assert not reads()  # 2 heads of 6 blocks
-    assert reads(mask, tensors(B=2))
+def test_a_backward_of_some_gradients(written: tuple[str, ...], in_tiles: bool) -> None:
+    """Without dq, dk and dv are computed in tiles. The kernel of dq alone reads no bits."""
+    q, k, v = tensors()
+    problem = pose(Call(q, k, v, None, on_hopper()), on_gpu=True)
+    out = empty_in_order(q, v.size(-1))
+    given = {"q": q, "k": k, "v": v, "o": out, "do": out}
+    given |= {name: x for name, x in (("dq", q), ("dk", k), ("dv", v)) if name in written}
+    found = backward_in_best_order(problem, given, HOPPER)
+    assert found.in_tiles == in_tiles
+    assert found is problem or (found.equal_runs, found.block_mask) == ((), problem.block_mask)
+    assert forward_in_best_order(problem, HOPPER).in_tiles
+    assert forward_in_best_order(problem, target_named("sm_80")) is problem
 
 
 @pytest.mark.parametrize("block", [128, 64])
-def test_explain_for_a_hopper_gpu(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_tiles, "_LEAST_BLOCKS", 2048)
-    mask = create_block_mask(mods.natten_2d(64, 128, 13), None, None, 8192, 8192, device="cpu", BLOCK_SIZE=block)
-    x = torch.zeros(2, 16, 8192, 64, dtype=torch.bfloat16).requires_grad_()
+def test_explain_for_a_hopper_gpu(block: int) -> None:
+    mask = create_block_mask(mods.natten_2d(64, 64, 13), None, None, 4096, 4096, device="cpu", BLOCK_SIZE=block)
+    x = torch.zeros(1, 2, 4096, 64, dtype=torch.bfloat16).requires_grad_()
     found = explain(x, x, x, block_mask=mask, target="sm_90")
     assert found.blocks_note is not None
-    assert "The tokens of a 64 x 128 grid are copied into tiles of 16 x 8, and the results back." in found.blocks_note
+    note = "The forward and backward compute tokens in tiles of 16 x 8 of their grid, with fewer blocks."
+    assert note in found.blocks_note
+    assert ("instead of the mask's BLOCK_SIZE" in found.blocks_note) == (block == 64)
+    assert found.full().count("tokens   of a row-major grid, in tiles of 16 x 8") == len(found.plans) == 4
     assert found.bits is not None
     assert found.bits.startswith("bits of ")
     assert found.block_mask is not None
-    assert "in_tiles" in str(found.block_mask.mask_mod)
+    assert found.block_mask.mask_mod is mask.mask_mod
     readers = [plan.spec.name for plan in found.plans if "bits" in plan.features]
     assert readers == ["hopper_forward", "hopper_backward"]
-    assert (mask.bits, mask._in_tiles) == (None, None)
-    few = explain(*(x[:1] for _ in range(3)), block_mask=mask, target="sm_90")
-    assert "tiles" not in (few.blocks_note or "")
+    assert (mask.bits, mask.in_tiles) == (None, None)
+    in_tiles = as_on_target(mask, HOPPER)[0]
+    for other, target in ((mask, "sm_80"), (in_tiles, "sm_80"), (mask[0], "sm_90")):
+        plans = explain(x, x, x, block_mask=other, target=target).plans
+        assert {plan.token_tile for plan in plans} == {None}
 
 
-def explained(mask: BlockMask, D: int = 64, dtype: torch.dtype = torch.bfloat16, target: str = "sm_90") -> Any:
-    x = torch.zeros(2, 16, mask.seq_lengths[0], D, dtype=dtype)
-    return explain(x, x, x, block_mask=mask, target=target)
+@pytest.mark.usefixtures("always_in_tiles")
+def test_masks_by_batch_and_head() -> None:
+    def mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return ((q // WIDTH - kv // WIDTH).abs() <= h + 1) & ((q % WIDTH - kv % WIDTH).abs() <= 4 + b) & (kv >= 0)
+
+    mask = on_hopper(mod, B=2, H=2)
+    assert mask.in_tiles is not None
+    assert mask.in_tiles.mask.shape == mask.shape == (2, 2, S, S)
+    assert_same_bits(mask.in_tiles.mask.bits, mask.in_tiles.mask)
+    order = GRID.order()
+    in_tiles, row_major = (create_mask(m.mask_mod, 2, 2, S, S, device="cpu") for m in (mask.in_tiles.mask, mask))
+    assert torch.equal(in_tiles, row_major[..., order, :][..., order])
 
 
-def test_explain_for_other_kernels_and_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_tiles, "_LEAST_BLOCKS", 2048)
-    window, S = mods.natten_2d(64, 128, 13), 8192
-    mask = create_block_mask(window, None, None, S, S, device="cpu")
-    for no_hopper_kernels in ({"D": 20}, {"D": 128}, {"dtype": torch.float32}, {"target": "sm_80"}):
-        assert explained(mask, **no_hopper_kernels).blocks_note is None
-    expanded = explained(create_block_mask(window, 2, 16, S, S, device="cpu"))
-    assert expanded.blocks_note is not None
-    assert expanded.bits.partition("take")[0] == explained(mask).bits.partition("take")[0]  # evaluated for one head
-    for other in (pickle.loads(pickle.dumps(mask)), mask[0]):
-        found = explained(other)
-        assert (found.bits, found.blocks_note) == (f"no bits of partial blocks: {NO_BITS}", None)
-    in_tiles = as_on_target(mask, target_named("sm_90"))[0]
-    assert in_tiles._in_tiles is not None
-    assert explained(in_tiles, target="sm_80").blocks_note is None
-    x = torch.zeros(2, 16, S, 69, dtype=torch.bfloat16)[..., :64]  # the copies have aligned rows
-    assert [p.spec.name for p in explain(x, x, x, block_mask=mask, target="sm_90").plans][:1] == ["hopper_forward"]
+def assert_equal_tiles(found: InTiles | None, expected: InTiles | None) -> None:
+    assert found is not None
+    assert expected is not None
+    assert found.grid == expected.grid
+    (one, other) = found.mask, expected.mask
+    assert (one.shape, one.BLOCK_SIZE, one.is_built) == (other.shape, other.BLOCK_SIZE, other.is_built)
+    assert one.q_runs is not None
+    assert other.q_runs is not None
+    assert one.bits is not None
+    assert other.bits is not None
+    assert one.bits.skips_halves == other.bits.skips_halves
+    pairs = [
+        *zip(one.kv_runs.tensors, other.kv_runs.tensors, strict=True),
+        *zip(one.q_runs.tensors, other.q_runs.tensors, strict=True),
+        *zip(one.bits.tensors, other.bits.tensors, strict=True),
+    ]
+    assert all(torch.equal(x, y) for x, y in pairs)
 
 
-@pytest.mark.usefixtures("computed")
-def test_it_is_never_stale() -> None:
-    reach = torch.tensor(3)
-
-    def window(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return ((q // WIDTH - kv // WIDTH).abs() <= reach) & ((q % WIDTH - kv % WIDTH).abs() <= reach)
-
-    mask, inputs = made(mod=window), tensors()
-    expected = flex_attention(*inputs, None, mask)
-    copied = copy.deepcopy(mask)
-    for changed in (mask[:, :, :2], mask.to("meta"), pickle.loads(pickle.dumps(mask)), copied):
-        assert changed._in_tiles is None
-    edited = copy.copy(mask)
-    edited.mask_mod = WINDOW
-    assert edited._in_tiles is None
-    torch.testing.assert_close(flex_attention(*inputs, None, copied), expected, atol=2e-2, rtol=2e-2)
-    reach.add_(1)
-    with pytest.raises(MutationError):
-        flex_attention(*inputs, None, mask)
-
-
-@pytest.mark.usefixtures("computed")
-def test_a_forward_and_its_backward_may_differ_in_order() -> None:
-    """A checkpoint computes the forward again, here in row-major order."""
-    mask, inputs = made(), tensors()
-    expected = torch.autograd.grad(flex_attention(*inputs, None, plain(mask)).float().square().sum(), inputs)
-    is_first = True
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        nonlocal is_first
-        chosen, is_first = (mask if is_first else plain(mask)), False
-        return flex_attention(q * 1, k * 1, v * 1, None, chosen)
-
-    out = checkpoint(attend, *inputs, use_reentrant=False)
-    found = torch.autograd.grad(out.float().square().sum(), inputs)
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, y, atol=3e-2, rtol=3e-2)
+@pytest.mark.usefixtures("always_in_tiles")
+def test_copies_of_a_mask() -> None:
+    mask = on_hopper()
+    assert mask.in_tiles is not None
+    assert copy.copy(mask).in_tiles is mask.in_tiles
+    deep = copy.deepcopy(mask)
+    assert_equal_tiles(deep.in_tiles, mask.in_tiles)
+    assert deep.in_tiles is not None
+    assert deep.in_tiles.mask.kv_runs.order is not mask.in_tiles.mask.kv_runs.order
+    assert deep._prepared is not None
+    assert MaskForm.loads(deep._prepared.text).grid == (GRID.shape, GRID.tile)
+    # Others have other lists, or another mod.
+    loaded = pickle.loads(pickle.dumps(mask))
+    others = mask[:, :, :2], mask[0], mask.to("meta"), mask.expand(2, 2), mask._adjust(S - 128, S), loaded
+    assert [other.in_tiles for other in others] == [None] * len(others)
+    for edit in ("kv_runs", "q_runs", "mask_mod"):
+        edited = copy.copy(mask)
+        setattr(edited, edit, getattr(edited, edit))
+        assert edited.in_tiles is None, edit
+    shorter = copy.copy(mask)
+    shorter.seq_lengths = (S, S - 8)
+    assert shorter.in_tiles is None
+    assert mask.in_tiles.mask.bits is not None
 
 
-@pytest.mark.usefixtures("computed")
-def test_gradients_of_some_tensors_and_of_gradients() -> None:
-    mask, (q, k, v) = made(), tensors()
-    found = []
-    for m in (mask, plain(mask)):
-        out = flex_attention(q, k.detach(), v, None, m)
-        (first,) = torch.autograd.grad(out.float().square().sum(), q, create_graph=True)
-        found.append((first, *torch.autograd.grad(first.float().square().sum(), (q, v))))
-    for x, y in zip(*found, strict=True):
-        torch.testing.assert_close(x, y, atol=5e-2, rtol=5e-2)
+@pytest.mark.usefixtures("always_in_tiles")
+def test_a_backward_reads_the_lists_of_its_forward() -> None:
+    mask = on_hopper()
+    assert mask.in_tiles is not None
+    tiles = mask.in_tiles.mask
+    assert tiles.q_runs is not None
+    assert tiles.bits is not None
+    q = torch.zeros(1, 1, S, 16)
+
+    def state(mask: BlockMask) -> MaskState:
+        return MaskState(mask, None, pose(Call(q, q, q, None, mask)))
+
+    plain, before = copy.copy(mask), state(mask)
+    plain._in_tiles = None
+    skipping = copy.copy(mask)
+    other = copy.copy(tiles)
+    other._bits = tiles.bits._replace(skips_halves=not tiles.bits.skips_halves)
+    skipping._in_tiles = InTiles(GRID, other)
+    assert state(copy.copy(mask)).kind is before.kind
+    assert len({id(state(x).kind) for x in (mask, plain, skipping)}) == 3
+    mask.mask_mod = mods.causal  # the forward has run
+    expected = {
+        "kv_runs_in_tiles": tiles.kv_runs.tensors, "q_runs_in_tiles": tiles.q_runs.tensors,
+        "kv_bits_in_tiles": tiles.bits.by_query, "q_bits_in_tiles": tiles.bits.by_key,
+    }  # fmt: skip
+    for part, lists in expected.items():
+        found: list[Any] = [*before.pointers(part)]  # tensors, on a CPU
+        assert len(found) == len(lists)
+        assert all(map(torch.equal, found, lists)), part
+
+
+@pytest.mark.usefixtures("always_in_tiles")
+@pytest.mark.parametrize("has_runs", [False, True])
+@pytest.mark.parametrize("heads", [None, 2])
+def test_they_are_arguments_of_compiled_graphs(heads: int | None, has_runs: bool) -> None:
+    ids = (torch.arange(S) // 200 * 200).int()
+
+    def documents(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        near = ((q // WIDTH - kv // WIDTH).abs() <= 3 + h) & ((q % WIDTH - kv % WIDTH).abs() <= 3)
+        return near & (ids[q] == ids[kv])
+
+    mod = documents if has_runs or heads else WINDOW
+    mask = on_hopper(mod, H=heads or (1 if has_runs else None))
+    bound = trace(mod, "mask")
+    if has_runs:  # as a GPU finds them when it builds the mask
+        mask._remember(bound, (EqualRuns(0, torch.stack([ids, ids + 200])),))
+    mask._prepared = None
+    ready = mask.prepare()._prepared
+    assert ready is not None
+    form = MaskForm.loads(ready.text)
+    assert form.grid == (GRID.shape, GRID.tile)
+    assert form.runs == ((0,) if has_runs else ())
+    assert MaskForm.loads(form.dumps()) == form
+    assert loads(Spec(form=form).dumps()).form == form
+    assert len(ready.tensors) == 2 * (1 + BITS_TENSORS) + len(form.runs)
+    query = torch.zeros(1, 2, S, 64)
+    found = mask_of_lists(ready.tensors, form, query, S, S, bound)
+    assert_equal_tiles(found.in_tiles, mask.in_tiles)
+    assert mask_of_lists(ready.tensors, form, query, S, S, bound) is found
+    for other in (trace(mods.causal, "mask"), None):  # the lists and the mod are not of the same mask
+        assert mask_of_lists(ready.tensors, form, query, S, S, other).in_tiles is None
+    plain = copy.copy(mask)
+    plain._in_tiles = plain._prepared = None
+    without = plain.prepare()._prepared
+    assert without is not None
+    assert MaskForm.loads(without.text).grid is None
+    assert len(without.tensors) == 1 + BITS_TENSORS + len(form.runs)
+
+
+def test_descriptors_of_a_grid_have_five_dims() -> None:
+    stored = torch.zeros(2, S, 3, 4, 64, dtype=torch.bfloat16)
+    query = stored.select(2, 1).transpose(1, 2)
+    found = DescriptorLayout.of(query, GRID.shape)
+    assert found.shape == (2, 4, HEIGHT, WIDTH, 64)
+    token = 3 * 4 * 64
+    assert found.strides == (S * token, 64, WIDTH * token, token, 1)
+    assert DescriptorLayout.of(query).shape == (2, 4, S, 64)
 
 
 def with_bits(mod: Mod, tokens: int) -> BlockMask:
-    """Return a mask as a Hopper GPU builds it."""
+    """Return a mask with bits, but without an order of tiles."""
     mask = create_block_mask(mod, None, None, tokens, tokens, device="cpu")
     mask._bits = reference_bits(mask)
     return mask
 
 
-def test_which_masks_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_masks_may_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def tiles_for(mod: Mod, tokens: int) -> TiledGrid | None:
         return tiles_of(with_bits(mod, tokens), trace(mod, "mask"))
 
     assert tiles_for(WINDOW, S) == GRID
     assert tiles_for(mods.natten_2d(40, 48, 7), 40 * 48) == TiledGrid((40, 48), (8, 16))
-    assert tiles_for(mods.natten_3d(8, 8, 8, 3), 512) == TiledGrid((8, 8, 8), (8, 4, 4))
+    assert tiles_for(mods.natten_2d(32, 20, 7), 32 * 20) == TiledGrid((32, 20), (32, 4))
+    assert tiles_for(mods.natten_2d(20, 32, 7), 20 * 32) == TiledGrid((20, 32), (4, 32))
+    assert tiles_for(mods.natten_3d(8, 8, 8, 3), 512) is None  # a descriptor has at most five dims
     assert tiles_for(square(20), 400) is None  # no whole tiles
     assert tiles_for(lambda b, h, q, kv: (q * 31 + kv * 17) % 7 < 3, 256) is None
     without = create_block_mask(WINDOW, None, None, S, S, device="cpu")
     assert tiles_of(without, trace(WINDOW, "mask")) is None
-    monkeypatch.setenv("FLEXATTN_WITHOUT", "tiles")
-    settings.cache_clear()
-    try:
-        assert tiles_for(WINDOW, S) is None
-    finally:
-        monkeypatch.undo()
+    for mechanism in ("tiles", "hopper"):
+        monkeypatch.setenv("FLEXATTN_WITHOUT", mechanism)
         settings.cache_clear()
+        try:
+            assert tiles_for(WINDOW, S) is None
+        finally:
+            monkeypatch.undo()
+            settings.cache_clear()
 
 
-@pytest.mark.parametrize("saved", [LEAST_SAVED, LEAST_SAVED - 1])
-def test_when_a_mask_is_kept_in_tiles(saved: int) -> None:
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_when_a_mask_is_kept_in_tiles(is_kept: bool) -> None:
     before, after = with_bits(WINDOW, S), with_bits(WINDOW, S)
     assert before.bits is not None
     assert after.bits is not None
-    before._bits = before.bits._replace(computed=None)
-    assert saved_quarters(before, after) == 0
-    before._bits, after._bits = before.bits._replace(computed=200), after.bits._replace(computed=200 - 6 * saved)
-    assert saved_quarters(before, after) == saved  # six rows of blocks
-    kept = with_tiles(before, trace(WINDOW, "mask"), lambda mod, bound: after)._in_tiles
-    assert (None if kept is None else kept.saved) == (saved if saved >= LEAST_SAVED else None)
+    for computed in (None, 0):
+        before._bits = before.bits._replace(computed=computed)
+        assert part_left(before, after) == 1.0
+    left = round(200 * MOST_LEFT) + (0 if is_kept else 1)
+    before._bits, after._bits = before.bits._replace(computed=200), after.bits._replace(computed=left)
+    assert part_left(before, after) == left / 200
+    kept = with_tiles(before, trace(WINDOW, "mask"), lambda mod, bound: after).in_tiles
+    assert kept == (InTiles(GRID, after) if is_kept else None)
+
+
+def test_the_parts_of_neighborhoods_that_are_left() -> None:
+    found = {}
+    for width in (7, 13):
+        mask = on_hopper(mods.natten_2d(64, 64, width), 4096)
+        found[width] = None if mask.in_tiles is None else part_left(mask, mask.in_tiles.mask)
+    assert found[7] is None
+    assert found[13] == pytest.approx(0.54, abs=0.01)
 
 
 def test_masks_by_batch_and_head_have_as_many_quarters_in_each() -> None:
@@ -356,5 +401,5 @@ def test_a_mask_whose_order_of_tiles_cannot_be_built_has_none() -> None:
         raise IndexRangeError("mask_mod: captured tensor 'table' has no index 78")
 
     before = sum(flexattn.counters().fallbacks.values())
-    assert with_tiles(mask, bound, build)._in_tiles is None
+    assert with_tiles(mask, bound, build).in_tiles is None
     assert sum(flexattn.counters().fallbacks.values()) == before + 1
