@@ -36,8 +36,11 @@ _FEWEST_KEYS = 2048
 
 
 def fixes_reference(plan: KernelPlan, problem: Problem) -> bool:
-    """Whether a plan of hopper_forward uses it. The exponents of float16 are too few."""
-    all_maxima = plan.batch_invariant or "max_scores" in plan.features
+    """Whether a plan of hopper_forward uses it. The exponents of float16 are too few.
+
+    Masks whose empty halves are skipped have few full blocks, and partial ones take all maxima.
+    """
+    all_maxima = plan.batch_invariant or "max_scores" in plan.features or "halves" in plan.features
     allowed = plan.dtype == torch.bfloat16 and not all_maxima and "fixed_reference" not in settings().without
     return allowed and _keys_of_a_row(problem) >= _FEWEST_KEYS
 

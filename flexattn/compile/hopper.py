@@ -56,6 +56,8 @@ HALF_TILES: dict[tuple[int, int], Tile] = {
     (96, 128): Tile(128, 64, 4, 4),
     (128, 128): Tile(128, 64, 4, 4),
 }
+# The same with two pairs of consumers.
+PAIR_TILES: dict[tuple[int, int], Tile] = {(64, 64): Tile(128, 64, 4, 4)}
 # Attention of few queries with latent keys, without warp specialization.
 LATENT_TILES: dict[tuple[int, int], Tile] = {(576, 512): Tile(64, 64, 8, 2)}
 # Per thread. The consumers share what the other roles leave of an SM's 65,536 registers.
@@ -71,7 +73,11 @@ class RoleRegisters:
 
 
 # By the number of consumers.
-FORWARD_REGISTERS = {2: RoleRegisters(CONSUMER_REGISTERS, PRODUCER_REGISTERS), 3: RoleRegisters(160, 32)}
+FORWARD_REGISTERS = {
+    2: RoleRegisters(CONSUMER_REGISTERS, PRODUCER_REGISTERS),
+    3: RoleRegisters(160, 32),
+    4: RoleRegisters(112, 24),
+}
 # Backward: tiles, and registers of its roles. With fewer registers ptxas serializes the wgmma instructions.
 BACKWARD_TILES: dict[tuple[int, int], Tile] = {
     (64, 64): Tile(64, 128, 4, 3),
@@ -244,7 +250,7 @@ def _with_bits(form: HopperForm, plan: KernelPlan, problem: Problem) -> KernelPl
 
 def _tile_of(form: HopperForm, plan: KernelPlan, problem: Problem) -> Tile:
     if HALVES.name in plan.features:
-        return form.half_tiles[plan.widths]
+        return PAIR_TILES[plan.widths] if plan.pairs > 1 else form.half_tiles[plan.widths]
     is_plain = plan.fixed_reference and plan.blocks is None and plan.score is None
     if is_plain and problem.query.size(2) >= FEWEST_QUERIES:
         return PLAIN_TILES.get(plan.widths, form.tiles[plan.widths])

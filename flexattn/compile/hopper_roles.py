@@ -59,7 +59,10 @@ def hopper_names(plan: KernelPlan) -> dict[str, object]:
     others = tuple(a.name for a in arguments if not a.is_descriptor)
     return names | own.names | {
         "constants": [*constants, *own.constants], "arguments": (*descriptors, *others),
-        "role_arguments": (*descriptors, *own.buffers, *others),
+        "role_arguments": (*descriptors, *own.buffers, *others), "pairs": plan.pairs,
+        "arguments_of": lambda pair: (
+            *descriptors, *(name if pair == 0 else f"{name}_pair_{pair}" for name in own.buffers), *others
+        ),
     }  # fmt: skip
 
 
@@ -80,14 +83,14 @@ RECORDS = 2
 
 
 def _hopper_forward_names(plan: KernelPlan) -> _Own:
-    consumers, registers = plan.consumers, FORWARD_REGISTERS[plan.consumers]
+    consumers, pairs, registers = plan.consumers, plan.pairs, FORWARD_REGISTERS[plan.consumers * plan.pairs]
     skips = HALVES.name in plan.features
     shared_lists = (*(["starts"] if plan.blocks else []), *(["halves"] if skips else []))
     parts = split_head_dim(plan.widths[0])
     buffers = (
         *(f"{x}_bufs_{p.index}" for x in ("q", "k") for p in parts), "v_bufs", "o_bufs", "q_full", "q_empty", "k_full",
         "k_empty", "v_full", "v_empty", "tile_numbers", *shared_lists, "work", "work_full", "work_empty",
-        *(("bad_rows", "handed_out", "done") if plan.fixed_reference else ()),
+        *(("bad_rows", "handed_out", "done") if plan.fixed_reference else ()), *(["first_tile"] if pairs > 1 else []),
     )  # fmt: skip
     again = ["again"] if plan.fixed_reference else []
     bits = ["bits"] if BITS.name in plan.features else []
@@ -105,9 +108,13 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
             "parts": parts, "with_sink": as_gluon(environment().get_template("with_sink.py.jinja").render()),
             "is_interval": has_intervals_only(plan), "numbers": numbers, "recorded": [*numbers, "b_kv", "h_kv", *runs],
             "consumers": consumers, "shared_lists": shared_lists, "shares_output": plan.shares_output,
-            "roles": [*(f"consumer_{i}" for i in range(consumers)), "producer", "scheduler"],
-            "worker_warps": [4] * (consumers - 1) + [1, 1],
-            "worker_registers": [registers.consumer] * (consumers - 1) + [registers.other] * 2,
+            # (function, pair)
+            "roles": [
+                *((f"consumer_{i}", pair) for pair in range(pairs) for i in range(consumers)),
+                *((role, pair) for pair in range(pairs) for role in ("producer", "scheduler")),
+            ],
+            "worker_warps": [4] * (consumers * pairs - 1) + [1, 1] * pairs,
+            "worker_registers": [registers.consumer] * (consumers * pairs - 1) + [registers.other] * 2 * pairs,
             "weights_form": plan.weights_form, "dtype": TRITON_DTYPE[plan.dtype],
             "rounding": _PACKING[plan.dtype].replace("$2, $1", "$3, $2"),  # of two outputs
         },
@@ -183,7 +190,8 @@ def _hopper_backward_names(plan: KernelPlan) -> _Own:
             "work", "work_full", "work_empty", "tile_numbers", "query_numbers",
         ),
         names=own.names | {
-            "key_stages": plan.rings.keys, "counts_rows": False, "numbers": numbers, "recorded": [*numbers, *(["block"] if plan.blocks else [])],
+            "key_stages": plan.rings.keys, "counts_rows": False,
+            "numbers": numbers, "recorded": [*numbers, *(["block"] if plan.blocks else [])],
             "of_queries": ["b", "h", "m0", *(["bits"] if BITS.name in plan.features else [])],
         },
     )  # fmt: skip

@@ -267,6 +267,16 @@ class KernelPlan:
         return self.tile.BLOCK_M // HOPPER_ROWS
 
     @property
+    def pairs(self) -> int:
+        """Pairs of consumer warpgroups of hopper_forward, each of which computes tiles of its own.
+
+        Where halves of blocks are skipped, a tile of queries has few tiles of keys, and most of the time of a pair is
+        latency.
+        """
+        plain = self.score is None and not self.fixed_reference
+        return 2 if self.is_forward and "halves" in self.features and self.widths == (64, 64) and plain else 1
+
+    @property
     def weights_form(self) -> str:
         """How hopper_forward keeps weights until they are multiplied by values, see `hopper_weights.py.jinja`.
 
@@ -274,7 +284,7 @@ class KernelPlan:
         1.01, with a window of 1,024 at D 128, whose maxima are all taken, 1.02, and with bits 1.04 unless halves are
         skipped.
         """
-        if self.consumers == 3:  # 160 registers each
+        if self.consumers * self.pairs > 2:  # at most 160 registers each
             return "pairs"
         plain_bits = "bits" in self.features and "halves" not in self.features
         if self.blocks is None or plain_bits or self.widths[0] > 128:
@@ -373,6 +383,8 @@ class KernelPlan:
             lines.append("    order    batch-invariant: keys ascending, nothing fused")
         if self.fixed_reference:
             lines.append("    maxima   of some tiles of keys; a tile of queries whose sums overflow is computed again")
+        if self.is_hopper and self.pairs > 1:
+            lines.append(f"    roles    {self.pairs} pairs of consumers, each with tiles of its own")
         if self.adds_dq:
             lines.append(f"    memory   a float32 sum of dq: {128 * pieces_of(self.D)} bytes for each row, padded")
         if self.sums in MEMORY:

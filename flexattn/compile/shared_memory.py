@@ -344,7 +344,8 @@ def hopper_forward_bytes(plan: KernelPlan) -> int:
     t, (D, Dv) = plan.tile, plan.widths
     queries = t.BLOCK_M * (D * plan.tiles_of_queries + (0 if plan.shares_output else Dv))
     barriers = 32 * t.num_stages  # two of 8 bytes for keys, two for values
-    return (queries + t.num_stages * t.BLOCK_N * (D + Dv)) * plan.dtype.itemsize + flag_bytes(plan) + barriers + 960
+    tiles = (queries + t.num_stages * t.BLOCK_N * (D + Dv)) * plan.dtype.itemsize
+    return plan.pairs * (tiles + flag_bytes(plan) + barriers + 960)
 
 
 def hopper_latent_bytes(plan: KernelPlan) -> int:
