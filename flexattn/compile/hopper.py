@@ -57,7 +57,7 @@ HALF_TILES: dict[tuple[int, int], Tile] = {
     (128, 128): Tile(128, 64, 4, 4),
 }
 # The same with two pairs of consumers.
-PAIR_TILES: dict[tuple[int, int], Tile] = {(64, 64): Tile(128, 64, 4, 4)}
+PAIR_TILES: dict[tuple[int, int], Tile] = {(64, 64): Tile(128, 64, 4, 5)}
 # Attention of few queries with latent keys, without warp specialization.
 LATENT_TILES: dict[tuple[int, int], Tile] = {(576, 512): Tile(64, 64, 8, 2)}
 # Per thread. The consumers share what the other roles leave of an SM's 65,536 registers.

@@ -106,7 +106,8 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
         {
             "maximum": _maximum(plan), "exponent": _exponent(plan),
             "parts": parts, "with_sink": as_gluon(environment().get_template("with_sink.py.jinja").render()),
-            "is_interval": has_intervals_only(plan), "numbers": numbers, "recorded": [*numbers, "b_kv", "h_kv", *runs],
+            "is_interval": has_intervals_only(plan), "numbers": numbers,
+            "recorded": [*numbers, "b_kv", "h_kv", *runs],
             "consumers": consumers, "shared_lists": shared_lists, "shares_output": plan.shares_output,
             # (function, pair)
             "roles": [

@@ -254,7 +254,7 @@ class KernelPlan:
         Causal, D 64: 391 -> 400 TFLOP/s. At D 128 two give no speedup and use all shared memory. Above D 128 they do
         not fit.
         """
-        return 2 if self.widths[0] == 64 else 1
+        return 2 if self.widths[0] == 64 and self.pairs == 1 else 1
 
     @property
     def shares_output(self) -> bool:
