@@ -134,10 +134,11 @@ GLUON = {
     ("softcap causal 128", "hopper_backward"): 460, ("alibi causal 128", "hopper_backward"): 250,
     ("document 128", "hopper_backward"): 420, ("document runs 128", "hopper_backward"): 210,
     ("causal 256", "hopper_backward_wide"): 100, ("ends 256", "hopper_backward_wide"): 130,
-    ("ends 128", "hopper_backward"): 200, ("ends 64", "hopper_backward"): 96,
+    ("ends 128", "hopper_backward"): 200, ("ends 64", "hopper_backward"): 120,
     ("causal 64", "hopper_backward"): 16, ("causal 96", "hopper_backward"): 56,  # between tiles of keys
     ("alibi causal 128", "hopper_dkdv"): 120, ("document runs 128", "hopper_dkdv"): 110,
-    ("grid 128", "hopper_backward"): 180,
+    ("grid 128", "hopper_backward"): 180, ("grid 64", "hopper_forward"): 8,
+    ("causal 192/128", "hopper_backward_wide"): 108,  # most of it in the roles with 24 registers
 }  # fmt: skip
 ON_HOPPER = [w for w in (*WORKS, "document runs 128") if w not in ("relative 64", "document 128")]
 FORWARDS = [(w, "hopper_forward") for w in (*ON_HOPPER, "document 128") if w != "alibi causal 128"]

@@ -80,6 +80,8 @@ class _Own:
 EARLY = 3
 # Slots of the ring from scheduler to producer. Tiles of at most EARLY streamed tiles are looked up this far ahead.
 RECORDS = 2
+# Tiles per program at the end that are claimed late even if they have at most EARLY streamed tiles.
+TAIL = 2
 
 
 def _hopper_forward_names(plan: KernelPlan) -> _Own:
@@ -100,7 +102,8 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
     return _Own(
         [
             ("CONSUMERS", consumers), ("Q_STAGES", plan.tiles_of_queries), ("SAFE", plan.score is not None),
-            ("RECORDS", RECORDS), ("EARLY", EARLY), *(fixed_reference.CONSTANTS if plan.fixed_reference else ()),
+            ("RECORDS", RECORDS), ("EARLY", EARLY), ("TAIL", TAIL),
+            *(fixed_reference.CONSTANTS if plan.fixed_reference else ()),
         ],
         buffers,
         {
@@ -182,7 +185,7 @@ def _hopper_backward_names(plan: KernelPlan) -> _Own:
         own,
         # FILLED: tiles of queries that are loaded before the keys are, which the roles need for the next one.
         constants=[
-            *own.constants, ("RECORDS", RECORDS), ("EARLY", EARLY),
+            *own.constants, ("RECORDS", RECORDS), ("EARLY", EARLY), ("TAIL", TAIL),
             ("FILLED", min(plan.rings.queries, plan.tile.num_stages)),
         ],
         buffers=(
