@@ -94,7 +94,7 @@ class TiledGrid:
         if not self.has_whole_tiles:
             return x.index_select(dim, self.order(x.device))
         dim = dim % x.dim()
-        return self.tiles_of_row_major(x, dim).flatten(dim, dim + 2 * len(self.shape) - 1)
+        return self._tiles_of_row_major(x, dim).flatten(dim, dim + 2 * len(self.shape) - 1)
 
     def restore(self, x: Tensor, dim: int = -2) -> Tensor:
         """Return a tensor with tokens along `dim` in this order in row-major order."""
@@ -103,9 +103,9 @@ class TiledGrid:
             return x.index_select(dim, self.order(x.device).argsort())
         dim, n = dim % x.dim(), len(self.shape)
         pairs = [axis for i in range(n) for axis in (dim + i, dim + n + i)]
-        return _moved(self.tiles_in_order(x, dim), dim, pairs).flatten(dim, dim + 2 * n - 1)
+        return _moved(self._tiles_in_order(x, dim), dim, pairs).flatten(dim, dim + 2 * n - 1)
 
-    def tiles_of_row_major(self, x: Tensor, dim: int) -> Tensor:
+    def _tiles_of_row_major(self, x: Tensor, dim: int) -> Tensor:
         """Return a view of a tensor in row-major order: instead of `dim`, the dims of tiles, then those within a tile.
 
         All tiles must have the same shape, and `dim` is not negative.
@@ -114,7 +114,7 @@ class TiledGrid:
         sizes = [size for whole, tile in zip(self.shape, self.tile, strict=True) for size in (whole // tile, tile)]
         return _moved(x.unflatten(dim, sizes), dim, [*range(dim, dim + 2 * n, 2), *range(dim + 1, dim + 2 * n, 2)])
 
-    def tiles_in_order(self, x: Tensor, dim: int) -> Tensor:
+    def _tiles_in_order(self, x: Tensor, dim: int) -> Tensor:
         """Return the same view of a tensor in this order."""
         counts = [whole // tile for whole, tile in zip(self.shape, self.tile, strict=True)]
         return x.unflatten(dim, (*counts, *self.tile))

@@ -144,6 +144,20 @@ def any_order(seed: int) -> Iterator[None]:
         _order = None
 
 
+_behind = range(0)
+
+
+@contextlib.contextmanager
+def behind(warps: range) -> Iterator[None]:
+    """Let these warps go on only where no other warp can."""
+    global _behind
+    _behind = warps
+    try:
+        yield
+    finally:
+        _behind = range(0)
+
+
 class Cta:
     """A program: its threads, their registers and their memory."""
 
@@ -239,18 +253,24 @@ class Cta:
 
     def places(self, free: Values) -> Iterator[tuple[int, Values]]:
         """Return where threads are, in the order in which they may go on, and which ones."""
-        if _order is None:
+        if _order is None and not _behind:
             yield from ((int(place), free) for place in np.unique(self.at[free]))
             return
-        if self.turns == 0:  # another warp is ahead for a while
-            self.turns, self.first = _order.randrange(1, 300), _order.randrange(self.threads // WARP)
-        self.turns -= 1
-        warps = list(range(self.threads // WARP))
-        _order.shuffle(warps)
-        for warp in (self.first, *warps):
+        warps = sorted(range(self.threads // WARP), key=lambda warp: warp in _behind)
+        if _order is not None:
+            warps = self.in_any_order(_order, warps)
+        for warp in warps:
             among = free & (np.arange(self.threads) // WARP == warp)
             if among.any():
                 yield int(self.at[among].min()), among
+
+    def in_any_order(self, order: random.Random, warps: list[int]) -> list[int]:
+        """Return warps in random order, after one that stays the first for a while."""
+        if self.turns == 0:  # another warp is ahead for a while
+            self.turns, self.first = order.randrange(1, 300), order.randrange(len(warps))
+        self.turns -= 1
+        order.shuffle(warps)
+        return [self.first, *warps]
 
     def value(self, name: str) -> Values:
         if name.startswith("0f"):

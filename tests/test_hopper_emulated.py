@@ -12,7 +12,7 @@ import pytest
 import torch
 from kernel_cases import Call, Setting, Sizes, check, deterministic, make_call, results
 from mask_bits import with_bits
-from ptx import any_order
+from ptx import any_order, behind
 from ptx_hopper import late_copy
 from quick import slow_unless
 from torch import Tensor
@@ -272,6 +272,35 @@ def test_warps_in_any_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         check(make_call(AT, Sizes(1, 1, 1, 390, 400, 64, 64), None, "causal"), loose=True)
 
 
+ROLES = [range(first, first + 4) for first in (0, 4, 8)]  # warps of those that compute products
+
+
+@pytest.mark.parametrize(
+    ("D", "warps"),
+    slow_unless(lambda x: x == (192, ROLES[1]), [(D, warps) for D in (64, 128, 192, 256) for warps in ROLES]),
+)
+def test_one_role_is_behind(D: int, warps: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may be tiles ahead. Keys from 100 on have no queries, so roles pass over their tiles."""
+    monkeypatch.setattr(launch, "processors", lambda device: 1)
+    generator = torch.Generator().manual_seed(0)
+    Dv = 128 if D == 192 else D
+    q, k, v = (
+        torch.randn(1, 1, n, width, generator=generator).bfloat16().requires_grad_()
+        for n, width in ((64, D), (384, D), (384, Dv))
+    )
+    mask = create_block_mask(lambda b, h, q_idx, kv_idx: (kv_idx < 100) & (kv_idx <= q_idx + 70), None, None, 64, 384)
+
+    def results() -> tuple[Tensor, ...]:
+        out = flex_attention(q, k, v, None, mask, kernel_options={"BACKEND": "HOPPER"})
+        return out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    expected = results()
+    with behind(warps):
+        found = results()
+    for x, y in zip(found, expected, strict=True):
+        assert relative_rmse(x, y) < 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("D", "mask", "late"), [(64, "causal", 0), (64, None, 1), (128, "causal", 2)])
 def test_copies_of_both_passes_may_be_late(D: int, mask: str | None, late: int) -> None:
@@ -515,6 +544,26 @@ def test_other_results_of_grids_in_tiles(
     assert aux.max_scores.isinf().any()
     torch.testing.assert_close(aux.lse, other.lse, rtol=1e-5, atol=1e-5)
     assert relative_rmse(out, expected) < 5e-3
+
+
+def test_the_gradient_of_a_sink_of_a_grid_in_tiles(
+    launched: dict[str, tuple[int, int] | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is computed from delta, whose rows are in the order of tiles."""
+    grid = Grid((8, 16), (1, 2, 1))
+    mask, inputs = grid.block_mask(monkeypatch), [x.detach().requires_grad_() for x in grid.inputs()]
+    plain = copy.copy(mask)
+    plain._in_tiles = None
+    sink = torch.tensor([0.5, -1.0], requires_grad=True)
+    found = []
+    for m in (mask, mask, plain):  # the second call repeats the launches of the first
+        out = flex_attention(*inputs, block_mask=m, enable_gqa=True, sink=sink)
+        d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).bfloat16()
+        found.append(torch.autograd.grad(out, (sink, *inputs), d_out))
+        assert launched["hopper_backward"] == (None if m is plain else grid.tile)
+    for in_tiles in found[:2]:
+        for x, y in zip(in_tiles, found[2], strict=True):
+            assert relative_rmse(x, y) < 5e-3
 
 
 def test_a_grid_in_tiles_whose_mask_changes(monkeypatch: pytest.MonkeyPatch) -> None:

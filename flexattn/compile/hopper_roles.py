@@ -183,13 +183,14 @@ def _hopper_backward_names(plan: KernelPlan) -> _Own:
     own, numbers = _of_keys(plan), ["b_kv", "h_kv", "n0", "partial", "full"]  # of a tile of keys
     return replace(
         own,
-        # FILLED: tiles of queries that are loaded before the keys are, which the roles need for the next one.
+        # FILLED: tiles of queries that fit in both rings. They are loaded before their keys, whose buffer is still in
+        # use.
         constants=[
             *own.constants, ("RECORDS", RECORDS), ("EARLY", EARLY), ("TAIL", TAIL),
             ("FILLED", min(plan.rings.queries, plan.tile.num_stages)),
         ],
         buffers=(
-            *(name for name in own.buffers if name != "kv_full"), "k_full", "k_empty", "v_full", "v_empty",
+            *own.buffers, "k_full", "k_empty", "v_full", "v_empty",
             *(("ds_rows", "dk_stored") if plan.adds_dq else ()), *(("sum_full",) if plan.spec.owns_dq else ()),
             "work", "work_full", "work_empty", "tile_numbers", "query_numbers",
         ),
@@ -225,7 +226,7 @@ def _dq_constants(plan: KernelPlan) -> list[tuple[str, object]]:
     return [("DQ_BUFFERS", plan.rings.dq), ("DQ_PIECES", pieces_of(plan.D)), ("DQ_COLUMNS", -(-plan.widths[0] // 64))]
 
 
-_ROWS = ("shift_bufs", "delta_bufs", "kv_full", "q_full", "q_empty", "do_full", "do_empty")
+_ROWS = ("shift_bufs", "delta_bufs", "q_full", "q_empty", "do_full", "do_empty")
 _OF_DQ = ("ds_bufs", "dq_bufs", "ds_full", "ds_empty")
 
 

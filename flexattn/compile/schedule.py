@@ -225,6 +225,8 @@ def forward_in_best_order(problem: Problem, target: Target) -> Problem:
 def backward_in_best_order(problem: Problem, tensors: Tensors, target: Target) -> Problem:
     """Return the same for a backward: all of its kernels must read that order."""
     tiled = _in_tiles(problem)
+    if problem.score_grad is not None and problem.score_grad.sites:  # those of gradients of captured tensors do not
+        return problem
     if tiled is None or any(plan.token_tile is None for plan in _backward_plans(tiled, tensors, target)):
         return problem
     return tiled

@@ -29,6 +29,7 @@ from flexattn.compile.schedule import (
     plan_best_form,
     prepared_arrays,
 )
+from flexattn.layout import TiledGrid
 from flexattn.machine.target import Target, target_of
 from flexattn.options import option
 from flexattn.process.events import fallback
@@ -138,6 +139,7 @@ class KnownBackward:
     learned: tuple[int, ...]  # the captured tensors that receive a gradient
     captured: tuple[None, ...]  # None for each tensor that score_mod captures
     results: tuple[Sizes | None, Sizes | None, Sizes | None]  # of dq, dk and dv; None if no kernel writes it
+    grid: TiledGrid | None  # the order of the rows of delta, None if it is that of the query
     needs: Needs
     kernels: KnownKernels
 
@@ -156,7 +158,8 @@ class KnownBackward:
         rows = _padded_rows(q)
         spans = rows * (2 + columns)
         memory = spans + (_spans(rows) if "spans_ptr" in arrays else 0) + 1
-        return KnownBackward(rows, spans, memory, learned, captured, (of_q, of_k, of_v), needs, kernels)
+        results = of_q, of_k, of_v
+        return KnownBackward(rows, spans, memory, learned, captured, results, _grid(problem), needs, kernels)
 
     def for_rows(self) -> KnownBackward:
         """Return the same backward for tensors [rows, H, D]."""
@@ -278,12 +281,12 @@ def backward(
         q, k, v, captures = problem.query, problem.key, problem.value, _captures(problem)
         parts = known.kernels.pointers(problem)
         (dq, dk, dv, captured, _), memory = known(q, k, v, captures, parts, out, lse, d_out, d_lse)
-        return dq, dk, dv, captured, _sink_gradient(problem, lse, memory[: known.rows], needs)
+        return dq, dk, dv, captured, _sink_gradient(problem, lse, memory[: known.rows], needs, known.grid)
     recorded, tensors = LaunchLog(), _of_backward(problem, out, d_out, needs)
     in_order = backward_in_best_order(problem, tensors, target_of(problem.query.device))
     found, arrays = _backward(in_order, tensors, lse, d_lse, needs, recorded)
     if not sums_integers(problem):
-        remember(_backwards, key, KnownBackward.of(problem, recorded, arrays, needs))
+        remember(_backwards, key, KnownBackward.of(in_order, recorded, arrays, needs))
     return found
 
 
@@ -345,7 +348,8 @@ def _backward(
         if spec is not SIZES:
             step(spec, arrays)
     dq, dk, dv = (tensors[name] if need else None for name, need in zip(("dq", "dk", "dv"), needs[:3], strict=True))
-    return (dq, dk, dv, sums.gradients(problem, scales), _sink_gradient(problem, lse, delta, needs)), arrays
+    of_sink = _sink_gradient(problem, lse, delta, needs, _grid(problem))
+    return (dq, dk, dv, sums.gradients(problem, scales), of_sink), arrays
 
 
 def _padded_rows(query: Tensor) -> int:
@@ -367,11 +371,20 @@ def _learned(problem: Problem) -> tuple[int, ...]:
     return () if problem.score_grad is None else scatter_captures(problem.score_grad)
 
 
-def _sink_gradient(problem: Problem, lse: Tensor, delta: Tensor, needs: Needs) -> Tensor | None:
+def _grid(problem: Problem) -> TiledGrid | None:
+    """Return the order of the rows of delta and shift, None if it is that of the query."""
+    return problem.tiles.grid if problem.in_tiles else None
+
+
+def _sink_gradient(
+    problem: Problem, lse: Tensor, delta: Tensor, needs: Needs, grid: TiledGrid | None
+) -> Tensor | None:  # fmt: skip
+    """`grid`: the order of the rows of `delta`."""
     if problem.sink is None or not needs[3]:
         return None
     B, Hq, M, _ = problem.query.shape
-    return sink_gradient(problem.sink.detach(), lse, delta.view(B, Hq, -1)[..., :M])
+    rows = delta.view(B, Hq, -1)[..., :M]
+    return sink_gradient(problem.sink.detach(), lse, rows if grid is None else grid.restore(rows, 2))
 
 
 def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | None], ...]:

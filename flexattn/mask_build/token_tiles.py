@@ -14,7 +14,7 @@ from flexattn.process.config import settings
 # of which a grid consists is taken. Descriptors of a grid of three dims, by batch and head, would have six.
 _TILES = ((16, 8), (8, 16), (32, 4), (4, 32))
 
-# The largest part of what kernels compute in row-major order that they may compute in the order of tiles.
+# The order of tiles is used if kernels compute at most this part of the quarters of blocks of row-major order.
 MOST_LEFT = 0.9
 
 

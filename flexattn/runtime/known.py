@@ -25,7 +25,15 @@ from flexattn.machine.triton_versions import FlatLaunch, launches_are_watched
 from flexattn.process.frozen_class import frozen
 from flexattn.runtime import build
 from flexattn.runtime.build import Kernel
-from flexattn.runtime.launch import Address, DescriptorLayout, FillerSource, Launch, described, launch_key, launch_of
+from flexattn.runtime.launch import (
+    Address,
+    DescriptorLayout,
+    FillerSource,
+    Launch,
+    launch_key,
+    launch_of,
+    layout_described,
+)
 
 COUNTER, REDONE = "counter_ptr", "redone_ptr"  # the counter from which programs take tiles, and that of redone tiles
 Pointer = Tensor | int
@@ -82,7 +90,7 @@ class LaunchLog:
         everything = {**tensors, **arrays}
         launch(problem, everything)
         sources = {s.name: s for s in launch.sources if isinstance(s, DescriptorOf)}
-        layouts = {name: described(source, problem, everything) for name, source in sources.items()}
+        layouts = {name: layout_described(source, problem, everything) for name, source in sources.items()}
         self.launches.append((launch, layouts))
 
     @property

@@ -233,7 +233,7 @@ def _filler(argument: Argument, shared: bool) -> Filler:
         case FromProblem() as source:
             return lambda problem, tensors: source.tensor(problem).detach()
         case DescriptorOf(name, block) as source:
-            return lambda problem, tensors: described(source, problem, tensors).descriptor(tensors[name], block)
+            return lambda problem, tensors: layout_described(source, problem, tensors).descriptor(tensors[name], block)
         case TileCounter():
             return _counter if shared else _no_counter
         case RedoneTiles():
@@ -260,7 +260,7 @@ class DescriptorLayout:
 
     @staticmethod
     def of(tensor: Tensor, grid: tuple[int, ...] = ()) -> DescriptorLayout:
-        """`grid`: the dims that its rows have in the descriptor, if they are those of a grid.
+        """Return what a descriptor says of a tensor, whose rows have the dims `grid` there, if it is not empty.
 
         A dim of size 1 may have any stride in torch, but TMA requires multiples of 16 bytes.
         """
@@ -278,7 +278,7 @@ class DescriptorLayout:
         return TensorDescriptor(where, list(self.shape), list(self.strides), list(tile))
 
 
-def described(source: DescriptorOf, problem: Problem, tensors: Tensors) -> DescriptorLayout:
+def layout_described(source: DescriptorOf, problem: Problem, tensors: Tensors) -> DescriptorLayout:
     """Return the layout that a descriptor of one of these tensors says."""
     return DescriptorLayout.of(tensors[source.name], problem.tiles.grid.shape if source.is_grid else ())
 
