@@ -213,7 +213,9 @@ def _bits(problem: Problem, target: Target) -> str | None:
     if blocks is None or problem.mask is None or not target.is_hopper:
         return None
     if blocks.bits is not None:
-        return f"bits of {blocks.bits.blocks:,} partial blocks take {blocks.bits.nbytes:,} bytes"
+        text = f"bits of {blocks.bits.blocks:,} partial blocks take {blocks.bits.nbytes:,} bytes"
+        tiles = None if blocks.in_tiles is None else blocks.in_tiles.mask.bits
+        return text if tiles is None else f"{text}; of {tiles.blocks:,} in tiles of their grid, {tiles.nbytes:,}"
     return f"no bits of partial blocks: {blocks.no_bits}"
 
 

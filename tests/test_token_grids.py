@@ -179,6 +179,12 @@ def test_explain_for_a_hopper_gpu(block: int) -> None:
     note = "The forward and backward compute tokens in tiles of 16 x 8 of their grid, with fewer blocks."
     assert note in found.blocks_note
     assert ("instead of the mask's BLOCK_SIZE" in found.blocks_note) == (block == 64)
+    read = found.block_mask
+    assert read is not None and read.bits is not None and read.in_tiles is not None
+    of_tiles = read.in_tiles.mask.bits
+    assert of_tiles is not None and found.bits is not None
+    sizes = f"{read.bits.nbytes:,} bytes; of {of_tiles.blocks:,} in tiles of their grid, {of_tiles.nbytes:,}"
+    assert found.bits.endswith(sizes)
     assert found.full().count("tokens   of a row-major grid, in tiles of 16 x 8") == len(found.plans) == 4
     assert found.bits is not None
     assert found.bits.startswith("bits of ")
