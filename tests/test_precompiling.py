@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,12 +127,14 @@ def test_a_mask_of_a_grid_is_built_in_both_orders(learns: bool) -> None:
     mask = create_block_mask(mods.natten_2d(64, 64, 13), None, None, tokens, tokens, device="cpu")
     q = torch.empty(1, 2, tokens, 64, dtype=torch.bfloat16, device="meta", requires_grad=learns)
     done = precompile({"query": q, "key": q, "value": q, "block_mask": mask})
-    assert [name for name in done.compiled if name.startswith("mask_pair_bits")] == [
-        "mask_pair_bits_natten_2d_13x13", "mask_pair_bits_natten_2d_13x13_in_tiles"
+    # Windows of other sizes share kernels, and the first one that is traced names them.
+    names = [name for name in done.compiled if name.startswith("mask_pair_bits")]
+    assert [re.sub(r"\d+x\d+", "window", name) for name in names] == [
+        "mask_pair_bits_natten_2d_window", "mask_pair_bits_natten_2d_window_in_tiles"
     ]  # fmt: skip
-    names = {"hopper_forward"}  # which reads bits, so no mask_mod is in its name
-    names |= {"backward_delta", "hopper_backward", "backward_dq_rows"} if learns else set()
-    assert names == {name for name in done.compiled if not name.startswith("mask_")}
+    expected = {"hopper_forward"}  # which reads bits, so no mask_mod is in its name
+    expected |= {"backward_delta", "hopper_backward", "backward_dq_rows"} if learns else set()
+    assert expected == {name for name in done.compiled if not name.startswith("mask_")}
     with _compiling_nothing():
         there = as_on_target(mask, Target("cuda", 90, 32))[0]
         assert there.in_tiles is not None
