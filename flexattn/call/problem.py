@@ -68,15 +68,20 @@ class Problem:
         return self.block_mask.in_tiles
 
     @property
+    def _blocks_read(self) -> BlockMask | None:
+        """The mask whose lists and bits kernels read."""
+        return self.tiles.mask if self.in_tiles else self.block_mask
+
+    @property
     def has_bits(self) -> bool:
         """Whether kernels may read the bits of partial blocks instead of evaluating `mask`."""
-        blocks = self.tiles.mask if self.in_tiles else self.block_mask
+        blocks = self._blocks_read
         return blocks is not None and blocks.bits is not None and self.mask is not None and self.layout is None
 
     @property
     def skips_halves(self) -> bool:
         """Whether kernels that read bits also skip the empty halves of blocks."""
-        blocks = self.tiles.mask if self.in_tiles else self.block_mask
+        blocks = self._blocks_read
         return self.has_bits and blocks is not None and blocks.skips_halves
 
     @property

@@ -72,7 +72,7 @@ class RoleRegisters:
     other: int
 
 
-# By the number of consumers.
+# By the number of consumers of all pairs.
 FORWARD_REGISTERS = {
     2: RoleRegisters(CONSUMER_REGISTERS, PRODUCER_REGISTERS),
     3: RoleRegisters(160, 32),

@@ -196,6 +196,9 @@ def _hopper_backward_names(plan: KernelPlan) -> _Own:
         ),
         names=own.names | {
             "key_stages": plan.rings.keys, "counts_rows": False,
+            # Expressions. With one buffer for keys, its phase is that of the values.
+            "k_slot": "k_slot" if plan.rings.keys > 1 else "0",
+            "k_phase": "k_phase" if plan.rings.keys > 1 else "v_phase",
             "numbers": numbers, "recorded": [*numbers, *(["block"] if plan.blocks else [])],
             "of_queries": ["b", "h", "m0", *(["bits"] if BITS.name in plan.features else [])],
         },
