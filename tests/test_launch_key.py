@@ -277,7 +277,7 @@ def outcome(spec: KernelSpec, problem: Problem, tensors: Mapping[str, Tensor], a
     plan, everything = fit(plan), {**tensors, **arrays}
     sources = [argument.source for argument in plan.spec.arguments(plan)]
     described = [
-        launch.described(source, problem, everything) for source in sources if isinstance(source, DescriptorOf)
+        launch.layout_described(source, problem, everything) for source in sources if isinstance(source, DescriptorOf)
     ]
     return Outcome(
         plan, made.programs, tuple(map(repr, made.arguments)),
