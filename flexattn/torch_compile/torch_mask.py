@@ -5,6 +5,7 @@ The operator reads the lists, so it runs at each call. It keeps what it packed f
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from flexattn.block_mask import BlockMask
 from flexattn.block_mask.from_torch import LISTS, version
 from flexattn.block_mask.one_tensor import most_runs, pack, packed_size
+from flexattn.block_mask.prepared import MaskForm
 
 _LIBRARY = torch.library.Library("flexattn", "FRAGMENT")
 _LIBRARY.define(
@@ -23,6 +25,12 @@ _LIBRARY.define(
     "SymInt[] seq_lengths, int[] BLOCK_SIZE) -> Tensor"
 )
 _PACK_LISTS = torch.ops.flexattn.pack_lists
+# Texts of MaskForms by (both, per_batch, per_head, full_overhangs), because Dynamo cannot trace MaskForm.dumps.
+_FORMS = {
+    flags: MaskForm((0, 0), *map(bool, flags), is_built=False, is_torchs=True).dumps()
+    for flags in itertools.product((0, 1), repeat=4)
+}
+_NO_SIZES = "[0, 0]"  # in the place of BLOCK_SIZE
 _packed: Any = WeakTensorKeyDictionary()  # kv_indices -> (versions, ids, sizes), packed lists
 
 
@@ -34,10 +42,8 @@ def torch_mask(mask: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...], str]:
     B, H = _batch_dims(mask.kv_indices)
     cuts = lengths[0] % block_size[0] != 0 or lengths[1] % block_size[1] != 0
     overhangs = mask.full_kv_indices is not None and cuts
-    flags = [mask.q_indices is not None, B > 1, H > 1, overhangs, False]
-    words = ", ".join(["true" if flag else "false" for flag in flags])
-    # As MaskForm.dumps, which Dynamo cannot trace.
-    form = f'[[{block_size[0]}, {block_size[1]}], {words}, "", [], true, false, false, null, false]'
+    flags = tuple([1 if flag else 0 for flag in (mask.q_indices is not None, B > 1, H > 1, overhangs)])
+    form = _FORMS[flags].replace(_NO_SIZES, f"[{block_size[0]}, {block_size[1]}]")
     return (packed,), (*lengths, B, H), form
 
 
