@@ -125,6 +125,14 @@ def test_wide_heads(dims: tuple[int, int], mask: str | None) -> None:
     check(make_call(BF16, Sizes(2, 4, 2, 300, 290, *dims), "softcap", mask), loose=True)
 
 
+@pytest.mark.usefixtures("backward")
+@pytest.mark.parametrize("score", [None, "softcap", "alibi"])
+@pytest.mark.parametrize("mask", [None, "causal", "document"])
+@pytest.mark.parametrize("dims", [(192, 128), (136, 64)])
+def test_heads_of_192(dims: tuple[int, int], score: str | None, mask: str | None) -> None:
+    check(make_call(BF16, Sizes(2, 4, 2, 300, 290, *dims), score, mask), loose=True)
+
+
 def between_heads(x: Tensor) -> Tensor:
     """The same values as a view of [B, S, H, D]."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -195,10 +203,11 @@ def gradients(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, options: 
     return torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
 
-@pytest.mark.parametrize("D", [64, 128])
-def test_deterministic_gradients_are_bitwise_equal(D: int) -> None:
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (96, 96), (128, 128), (192, 128)])
+def test_deterministic_gradients_are_bitwise_equal(D: int, Dv: int) -> None:
     """dk and dv always are; dq is a sum in any order, unless deterministic algorithms are asked for."""
-    inputs = big(2, 8, 4, 2048, D)
+    q, k, v = big(2, 8, 4, 2048, D)
+    inputs = q, k, v[..., :Dv].contiguous()
     blocks = create_block_mask(mods.causal, None, None, 2048, 2048, device="cuda")
     fused = [gradients(*inputs, blocks, {"bwd_BACKEND": "HOPPER"}) for _ in range(20)]
     with deterministic():

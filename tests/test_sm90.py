@@ -137,6 +137,8 @@ GLUON = {
     ("ends 128", "hopper_backward"): 200, ("ends 64", "hopper_backward"): 120,
     ("causal 64", "hopper_backward"): 16, ("causal 96", "hopper_backward"): 56,  # between tiles of keys
     ("alibi causal 128", "hopper_dkdv"): 120, ("document runs 128", "hopper_dkdv"): 110,
+    ("causal 192/128", "hopper_dq"): 16, ("causal 192/128", "hopper_dkdv"): 320,
+    ("softcap causal 192/128", "hopper_dq"): 16, ("softcap causal 192/128", "hopper_dkdv"): 680,
     ("grid 128", "hopper_backward"): 180, ("grid 64", "hopper_forward"): 8,
     ("causal 192/128", "hopper_backward_wide"): 108,  # most of it in the roles with 24 registers
 }  # fmt: skip
@@ -147,7 +149,14 @@ BACKWARDS = [
     for w in (*ON_HOPPER, "document 128")
 ]
 # Each kernel of the pair with a mask, with and without a score_mod, at either width; test_batch_invariant has none.
-PAIRED = ("alibi causal 128", "document runs 128", "softcap causal 64")
+PAIRED = (
+    "alibi causal 128",
+    "document runs 128",
+    "softcap causal 64",
+    "causal 96",
+    "causal 192/128",
+    "softcap causal 192/128",
+)
 INVARIANT = [("causal 128", "hopper_forward"), ("full 128", "hopper_dq")]
 QUICK_GLUON = [
     ("causal 64", "hopper_forward"), ("causal 64", "hopper_backward"), ("causal 256", "hopper_backward_wide"),

@@ -85,12 +85,15 @@ BACKWARD_TILES: dict[tuple[int, int], Tile] = {
     (128, 128): Tile(64, 128, 4, 2),
 }
 WIDE_TILES: dict[tuple[int, int], Tile] = {(192, 128): Tile(64, 64, 4, 2), (256, 256): Tile(64, 64, 4, 2)}
+DKDV_TILES = BACKWARD_TILES | {(192, 128): Tile(64, 128, 4, 2)}  # of dk and dv alone
 KEYS_REGISTERS, QUERIES_REGISTERS = 208, 64
 # Tiles for dq alone. With BLOCK_N 128, ptxas serializes the wgmma instructions at D 128. At D 64, what mods load per
 # key spills 0.5 to 5 KB.
 DQ_TILES: dict[tuple[int, int], Tile] = {
     (64, 64): Tile(128, 64, 4, 4),
+    (96, 96): Tile(128, 64, 4, 4),
     (128, 128): Tile(128, 64, 4, 3),
+    (192, 128): Tile(128, 64, 4, 3),
 }
 
 RejectionRule = Callable[[KernelPlan, Problem], str | None]  # why a plan has no Hopper form, None if it may have one
@@ -164,7 +167,7 @@ FORMS: dict[KernelSpec, HopperForm] = {
     FORWARD_SPLIT: HopperForm(
         HOPPER_LATENT, LATENT_TILES, (_refusal_of_scale, _refusal_of_latent), others_are_portable=True
     ),
-    DKDV: HopperForm(HOPPER_DKDV, BACKWARD_TILES, (_refusal_of_tables,), BACKWARD_TILES),
+    DKDV: HopperForm(HOPPER_DKDV, DKDV_TILES, (_refusal_of_tables,), BACKWARD_TILES),
 }
 _FUSED = HopperForm(HOPPER_BACKWARD, BACKWARD_TILES, (_refusal_of_captures, _refusal_of_order), BACKWARD_TILES)
 # Without half_tiles: a stripe stores dq with its first tile of keys.

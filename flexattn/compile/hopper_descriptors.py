@@ -28,23 +28,27 @@ def latent_descriptors(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
 
 def dq_descriptors(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
     t, (D, Dv) = plan.tile, plan.widths
-    tiles = {"q": (ROWS, D), "do": (ROWS, Dv), "k": (t.BLOCK_N, D), "v": (t.BLOCK_N, Dv), "dq": (ROWS, D)}
-    return tuple(_tile(plan, f"{name}_desc", name, *tile) for name, tile in tiles.items())
+    tiles = (("q", ROWS, D), ("do", ROWS, Dv), ("k", t.BLOCK_N, D), ("v", t.BLOCK_N, Dv), ("dq", ROWS, D))
+    return _in_columns(plan, tiles)
 
 
 def key_descriptors(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
     """Return the descriptors of kernels whose programs own keys."""
-    tiles = (
-        _tile(plan, f"{name}_desc_{p.index}", name, rows, p.width)
-        for name, rows, width in _of_keys(plan)
-        for p in columns(width)
-    )
-    return (*tiles, *_of_rows(plan))
+    return (*_in_columns(plan, _of_keys(plan)), *_of_rows(plan))
 
 
 def stripe_descriptors(plan: KernelPlan) -> tuple[DescriptorOperand, ...]:
     """Return the descriptors of hopper_backward_stripes, which also writes dq, 64 columns at a time."""
     return (*key_descriptors(plan), _tile(plan, "dq_rows_desc", "dq", plan.tile.BLOCK_M, 64))
+
+
+def _in_columns(plan: KernelPlan, tiles: tuple[tuple[str, int, int], ...]) -> tuple[DescriptorOperand, ...]:
+    """Return one descriptor per part of each (tensor, rows of a tile, its width)."""
+    return tuple(
+        _tile(plan, f"{name}_desc_{p.index}", name, rows, p.width)
+        for name, rows, width in tiles
+        for p in columns(width)
+    )
 
 
 def columns(width: int) -> tuple[HeadDimPart, ...]:

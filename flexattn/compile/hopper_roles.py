@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from flexattn.block_mask.bits import BITS_BLOCK, HALF
 from flexattn.compile import fixed_reference
-from flexattn.compile.head_dims import pieces_of, split_head_dim
+from flexattn.compile.head_dims import HeadDimPart, pieces_of, split_head_dim
 from flexattn.compile.hopper import (
     CONSUMER_REGISTERS,
     FORWARD_REGISTERS,
@@ -153,10 +154,12 @@ _UNPACKING = {
 
 
 def _hopper_dq_names(plan: KernelPlan) -> _Own:
+    q_parts, v_parts = map(columns, plan.widths)
     return _Own(
         [("K_STAGES", plan.key_stages)],
-        ("q_bufs", "do_bufs", "k_bufs", "v_bufs", "q_full", "k_full", "k_empty", "v_full", "v_empty"),
+        (*_tiles_of(q_parts, v_parts), "q_full", "k_full", "k_empty", "v_full", "v_empty"),
         {
+            "parts": q_parts, "v_parts": v_parts,
             "roles": ["queries_0", "queries_1", "producer"], "worker_warps": [4, 1],
             "worker_registers": [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         },
@@ -205,19 +208,24 @@ def _hopper_backward_names(plan: KernelPlan) -> _Own:
     )  # fmt: skip
 
 
+def _tiles_of(q_parts: Sequence[HeadDimPart], v_parts: Sequence[HeadDimPart]) -> list[str]:
+    """Return the names of the buffers of queries, keys, values and dO."""
+    owned = zip(("q", "k", "v", "do"), (q_parts, q_parts, v_parts, v_parts), strict=True)
+    return [f"{x}_bufs_{p.index}" for x, parts in owned for p in parts]
+
+
 def _of_keys(plan: KernelPlan) -> _Own:
     """Return the variables that both kernels for dq, dk and dv have."""
     q_parts, v_parts = map(columns, plan.widths)
-    owned = zip(("q", "k", "v", "do"), (q_parts, q_parts, v_parts, v_parts), strict=True)
-    tiles = (f"{x}_bufs_{p.index}" for x, parts in owned for p in parts)
     return _Own(
         [("Q_STAGES", plan.rings.queries), *(_dq_constants(plan) if plan.adds_dq else [])],
-        (*tiles, *_ROWS, *(_OF_DQ if plan.adds_dq else ())),
+        (*_tiles_of(q_parts, v_parts), *_ROWS, *(_OF_DQ if plan.adds_dq else ())),
         {
             "parts": q_parts, "v_parts": v_parts,
             "dtype": TRITON_DTYPE[plan.dtype], "packing": _PACKING[plan.dtype], "unpacking": _UNPACKING[plan.dtype],
-            # With a derivative there is enough work to hide dk's wait for its own dS (tanh: 4 % faster, D 128).
-            "delayed": not plan.scales_gradient or plan.widths[0] == 64,
+            # With a derivative there is enough work to hide dk's wait for its own dS (tanh: 4 % faster, D 128). In
+            # hopper_dkdv at D 192, the dS of the tile before does not fit in registers.
+            "delayed": (not plan.scales_gradient or plan.widths[0] == 64) and plan.widths != (192, 128),
             "keeps_keys": plan.keeps_keys, "ahead": plan.scores_ahead,
             **_KEY_ROLES[plan.spec.name],
         },

@@ -6,7 +6,8 @@ strides are multiples of 16 bytes is a field, because loads are vectorized only 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import field
 from typing import Literal, Protocol
 
 import torch
@@ -34,16 +35,9 @@ class Rings:
 
     queries: int  # one more than gradients if it fits: dk reads each tile one step later
     gradients: int
-    ds: int
-    dq: int  # buffers of 32 columns for the atomic adds to dq
+    ds: int = 0  # if it computes dq
+    dq: int = 0  # buffers of 32 columns for the atomic adds to dq
     keys: int = 1  # tiles of keys
-
-
-# By widths. At 256 the rings fill 226 of 227 KB.
-RINGS = {
-    (64, 64): Rings(4, 3, 3, 2), (96, 96): Rings(4, 3, 3, 3), (128, 128): Rings(3, 2, 2, 4),
-    (192, 128): Rings(2, 2, 2, 6, keys=2), (256, 256): Rings(2, 2, 1, 2),
-}  # fmt: skip
 
 
 class Operand(Protocol):
@@ -88,6 +82,7 @@ class KernelSpec:
     gluon: bool = False  # a Gluon kernel
     # Widths of its tiles, (of q and k, of v), if it is a Gluon kernel: ascending. TMA pads narrower heads with zeros.
     widths: tuple[tuple[int, int], ...] = ()
+    rings: Mapping[tuple[int, int], Rings] = field(default_factory=dict)  # by widths, if programs own keys
     fills_padding: bool = False  # its programs also own the padding after the last row
     # Programs own queries of all heads that share a key head, and one split of the keys. merge_splits follows.
     splits_keys: bool = False
@@ -240,7 +235,7 @@ class KernelPlan:
     @property
     def rings(self) -> Rings:
         """Ring sizes of Hopper's backward."""
-        return RINGS[self.widths]
+        return self.spec.rings[self.widths]
 
     @property
     def key_stages(self) -> int:
@@ -296,9 +291,10 @@ class KernelPlan:
         """Whether Hopper's backward keeps keys and values in registers, as operands of its products.
 
         A product of 64 x 64 x 16 with both operands in shared memory reads 128 bytes per cycle, all that there is. Full
-        D 64 without: 0.89 of the rate; causal D 192: 0.96. At D 96 it changes nothing, at 128 they do not fit.
+        D 64 without: 0.89 of the rate; causal D 192 (hopper_backward_wide): 0.96. At D 96 it changes nothing. At 128,
+        and in hopper_dkdv at 192, they do not fit.
         """
-        return self.widths in ((64, 64), (192, 128))
+        return self.widths == (64, 64) or (self.widths == (192, 128) and self.adds_dq)
 
     @property
     def scores_ahead(self) -> bool:

@@ -21,7 +21,7 @@ from flexattn.compile.hopper_descriptors import (
     latent_descriptors,
     stripe_descriptors,
 )
-from flexattn.compile.kernel_plan import Feature, KernelPlan, KernelSpec, Operand
+from flexattn.compile.kernel_plan import Feature, KernelPlan, KernelSpec, Operand, Rings
 from flexattn.compile.operands import (
     Array,
     BitPointers,
@@ -379,9 +379,12 @@ HOPPER_DQ = KernelSpec(
     shared_bytes=hopper_dq_bytes,
     gradients=("dq",),
     gluon=True,
-    widths=((64, 64), (128, 128)),
+    widths=((64, 64), (96, 96), (128, 128), (192, 128)),
 )  # fmt: skip
 
+_KEY_RINGS = {(64, 64): Rings(4, 3, 3, 2), (96, 96): Rings(4, 3, 3, 3), (128, 128): Rings(3, 2, 2, 4)}
+# At 256 the rings fill 226 of 227 KB.
+_WIDE_RINGS = {(192, 128): Rings(2, 2, 2, 6, keys=2), (256, 256): Rings(2, 2, 1, 2)}
 _KEY_SCALARS = Scalars((
     "M", "M_padded", "N", "heads", "heads_q", "heads_kv", "group_size", "batch_repeats", "heads_per_group", "dk_scale",
 ))  # fmt: skip
@@ -397,12 +400,18 @@ HOPPER_DKDV = KernelSpec(
     owns_keys=True,
     gradients=("dk", "dv"),
     gluon=True,
-    widths=((64, 64), (96, 96), (128, 128)),
+    widths=(*_KEY_RINGS, (192, 128)),
+    rings=_KEY_RINGS | {(192, 128): Rings(3, 2)},
     persistent=True,
     token_tiles=True,
 )  # fmt: skip
 HOPPER_BACKWARD = replace(
-    HOPPER_DKDV, name="hopper_backward", tensors=(*DKDV.tensors, "dq"), gradients=("dq", "dk", "dv")
+    HOPPER_DKDV,
+    name="hopper_backward",
+    tensors=(*DKDV.tensors, "dq"),
+    gradients=("dq", "dk", "dv"),
+    widths=tuple(_KEY_RINGS),
+    rings=_KEY_RINGS,
 )
 HOPPER_BACKWARD_STRIPES = replace(
     HOPPER_BACKWARD,
@@ -419,7 +428,8 @@ HOPPER_BACKWARD_WIDE = replace(
     HOPPER_BACKWARD,
     name="hopper_backward_wide",
     operands=tuple([o for o in HOPPER_BACKWARD.operands if o not in (BITS, HALVES, TOKEN_TILES)]),
-    widths=((192, 128), (256, 256)),
+    widths=tuple(_WIDE_RINGS),
+    rings=_WIDE_RINGS,
     token_tiles=False,
 )
 # The last step after HOPPER_BACKWARD: its float32 sums of dq -> dq.

@@ -26,7 +26,7 @@ _LIBRARY.define(
 )
 _PACK_LISTS = torch.ops.flexattn.pack_lists
 # Texts of MaskForms by (both, per_batch, per_head, full_overhangs), because Dynamo cannot trace MaskForm.dumps.
-_FORMS = {
+_FORMS: dict[tuple[int, ...], str] = {
     flags: MaskForm((0, 0), *map(bool, flags), is_built=False, is_torchs=True).dumps()
     for flags in itertools.product((0, 1), repeat=4)
 }
