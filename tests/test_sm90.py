@@ -150,13 +150,9 @@ BACKWARDS = [
 ]
 # Each kernel of the pair with a mask, with and without a score_mod, at either width; test_batch_invariant has none.
 PAIRED = (
-    "alibi causal 128",
-    "document runs 128",
-    "softcap causal 64",
-    "causal 96",
-    "causal 192/128",
+    "alibi causal 128", "document runs 128", "softcap causal 64", "causal 96", "causal 192/128",
     "softcap causal 192/128",
-)
+)  # fmt: skip
 INVARIANT = [("causal 128", "hopper_forward"), ("full 128", "hopper_dq")]
 QUICK_GLUON = [
     ("causal 64", "hopper_forward"), ("causal 64", "hopper_backward"), ("causal 256", "hopper_backward_wide"),
