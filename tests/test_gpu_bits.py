@@ -208,7 +208,7 @@ def test_with_alibi(dtype: torch.dtype) -> None:
 
 def row_major(mask: BlockMask) -> BlockMask:
     plain = copy.copy(mask)
-    plain._in_tiles = None
+    plain._in_tiles = plain._state = None
     return plain
 
 

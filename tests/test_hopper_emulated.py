@@ -332,15 +332,17 @@ def test_copies_of_both_passes_may_be_late(D: int, mask: str | None, late: int) 
     assert copies > 10
 
 
-def test_lists_that_are_assigned_before_the_backward_of_a_first_call() -> None:
-    """The backward reads the lists of its forward."""
+@pytest.mark.parametrize("calls", slow_unless((1).__eq__, [1, 2]))
+def test_lists_that_are_assigned_before_the_first_backward(calls: int) -> None:
+    """The backward reads the lists of its forward, the first or a repeated one."""
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, 1, 384, 64, generator=generator).bfloat16().requires_grad_() for _ in range(3))
 
     def gradients(assigns: bool) -> tuple[Tensor, ...]:
         forget_launches()
         mask = create_block_mask(mods.causal, None, None, 384, 384, device="cpu")
-        out = flex_attention(q, k, v, None, mask, kernel_options={"BACKEND": "HOPPER"})
+        for _ in range(calls):
+            out = flex_attention(q, k, v, None, mask, kernel_options={"BACKEND": "HOPPER"})
         if assigns:
             mask.q_runs = create_block_mask(mods.sliding_window(9), None, None, 384, 384, device="cpu").q_runs
         return torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
@@ -548,7 +550,7 @@ def test_other_results_of_grids_in_tiles(
     grid = Grid((8, 16), (1, 2, 1), mask="rows without a key")
     mask, (q, k, v) = grid.block_mask(monkeypatch), grid.inputs()
     plain = copy.copy(mask)
-    plain._in_tiles = None
+    plain._in_tiles = plain._state = None
     options: dict[str, Any] = {"enable_gqa": True, "sink": torch.tensor([0.5, -1.0])}
     request = AuxRequest(lse=True, max_scores=True)
     for _ in range(2):
@@ -571,7 +573,7 @@ def test_the_gradient_of_a_sink_of_a_grid_in_tiles(
     grid = Grid((8, 16), (1, 2, 1))
     mask, inputs = grid.block_mask(monkeypatch), [x.detach().requires_grad_() for x in grid.inputs()]
     plain = copy.copy(mask)
-    plain._in_tiles = None
+    plain._in_tiles = plain._state = None
     sink = torch.tensor([0.5, -1.0], requires_grad=True)
     found = []
     for m in (mask, mask, plain):  # the second call repeats the launches of the first

@@ -270,7 +270,7 @@ def test_a_backward_reads_the_lists_of_its_forward() -> None:
         return MaskState(mask, None, pose(Call(q, q, q, None, mask)))
 
     plain, before = copy.copy(mask), state(mask)
-    plain._in_tiles = None
+    plain._in_tiles = plain._state = None
     skipping = copy.copy(mask)
     other = copy.copy(tiles)
     other._bits = tiles.bits._replace(skips_halves=not tiles.bits.skips_halves)
@@ -319,7 +319,7 @@ def test_they_are_arguments_of_compiled_graphs(heads: int | None, has_runs: bool
     for other in (trace(mods.causal, "mask"), None):  # the lists and the mod are not of the same mask
         assert mask_of_lists(ready.tensors, form, query, S, S, other).in_tiles is None
     plain = copy.copy(mask)
-    plain._in_tiles = plain._prepared = None
+    plain._in_tiles = plain._state = plain._prepared = None
     without = plain.prepare()._prepared
     assert without is not None
     assert MaskForm.loads(without.text).grid is None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, Protocol
+from typing import Literal
 
 from torch import Tensor
 
-from flexattn.block_mask import BlockMask, InTiles, RunLists
+from flexattn.block_mask import BlockMask
 from flexattn.block_mask.bits import MaskBits
 from flexattn.call.problem import Problem
 from flexattn.process.frozen_class import frozen
@@ -67,36 +67,23 @@ def block_mask_of(problem: Problem) -> BlockMask:
     return problem.block_mask
 
 
-class ListsOfMask(Protocol):
-    """A BlockMask, or what is kept of one."""
-
-    @property
-    def kv_runs(self) -> RunLists: ...
-    @property
-    def q_runs(self) -> RunLists | None: ...
-    @property
-    def bits(self) -> MaskBits | None: ...
-    @property
-    def in_tiles(self) -> InTiles | None: ...
-
-
-def _q_runs(blocks: ListsOfMask) -> tuple[Tensor, ...]:
+def _q_runs(blocks: BlockMask) -> tuple[Tensor, ...]:
     assert blocks.q_runs is not None
     return blocks.q_runs.tensors
 
 
-def _bits(blocks: ListsOfMask) -> MaskBits:
+def _bits(blocks: BlockMask) -> MaskBits:
     assert blocks.bits is not None
     return blocks.bits
 
 
-_ReadMask = Callable[[ListsOfMask], tuple[Tensor, ...]]
+_ReadMask = Callable[[BlockMask], tuple[Tensor, ...]]
 
 
 def _in_tiles(read: _ReadMask) -> _ReadMask:
     """Return a function that reads the same of a mask in the order of tiles."""
 
-    def found(blocks: ListsOfMask) -> tuple[Tensor, ...]:
+    def found(blocks: BlockMask) -> tuple[Tensor, ...]:
         assert blocks.in_tiles is not None
         return read(blocks.in_tiles.mask)
 

@@ -20,7 +20,7 @@ from flexattn.call.positions import at_positions, mask_at_positions
 from flexattn.call.problem import Problem
 from flexattn.call.varlen.arguments import Packed, PackedArguments, batch_of_rows, rows_in
 from flexattn.call.varlen.mods import packed_score
-from flexattn.engines.mask_state import Masked, MaskState, TraceSettings, memory_form
+from flexattn.engines.mask_state import MaskState, TraceSettings, memory_form
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.runtime.launch import allows_tf32, is_deterministic
@@ -41,7 +41,7 @@ class CallKind(NamedTuple):
     key: Key
     tensors: tuple[Tensor, ...]  # query, key, value, the captures of score_mod and those of mask_mod
     score: ModGraph | None
-    masked: Masked | None
+    masked: MaskState | None
     layout: Layout | None = None  # what engines read of it
     of_mask: tuple[Tensor, ...] = ()  # with a layout: the tensors of the mask
 
@@ -119,7 +119,7 @@ def kind_of(
     if not _has_fixed_sizes(block_mask) or not state.holds(block_mask, settings):
         return None
     call_key += (state.kind, block_mask.seq_lengths, block_mask.BLOCK_SIZE)
-    return CallKind(call_key, tensors + state.captures, graph, (block_mask, state))
+    return CallKind(call_key, tensors + state.captures, graph, state)
 
 
 def _has_fixed_sizes(blocks: BlockMask) -> bool:
@@ -157,7 +157,7 @@ def _kind_with_layout(
     captures = () if mask is None else mask.captures
     of_mask = (*captures, *[bounds for r in equal_runs for bounds in (r.starts, r.ends)])
     layout = layout.read_by_engines(tensors[0], blocks.seq_lengths)
-    return CallKind(key, tensors + captures, graph, (blocks, state), layout, of_mask)
+    return CallKind(key, tensors + captures, graph, state, layout, of_mask)
 
 
 def _layout_of(given: LayoutArguments) -> Layout | None:
@@ -200,7 +200,7 @@ def _packed_kind(
     state = blocks._state
     assert state is not None
     key += ("packed", state.kind, blocks.seq_lengths, blocks.reach)
-    return CallKind(key, tensors + mask.captures, graph, (blocks, state))
+    return CallKind(key, tensors + mask.captures, graph, state)
 
 
 def keep_packed(blocks: BlockMask, problem: Problem) -> None:

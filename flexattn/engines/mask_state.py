@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.block_mask import BlockMask, InTiles, RunLists
-from flexattn.block_mask.bits import MaskBits
+from flexattn.block_mask import BlockMask
 from flexattn.call.problem import Problem
 from flexattn.compile.arguments import OF_MASK, PARTS, Part
 from flexattn.graph.bound_mod import BoundMod
@@ -37,14 +37,15 @@ class MaskState:
     """The graph, the tensors and the pointers of a BlockMask. Calls run the same kernels if `kind` is the same."""
 
     __slots__ = (
-        "_addresses", "_lists", "_parts", "_pointer", "_reads", "_versions", "bound", "equal_runs", "kind",
+        "_addresses", "_parts", "_pointer", "_reads", "_versions", "blocks", "bound", "equal_runs", "kind",
     )  # fmt: skip
 
     def __init__(self, blocks: BlockMask, reads: MaskReads | None, problem: Problem) -> None:
         """`problem` is one with this mask. Without `reads` nothing is kept of what the mask_mod reads."""
         bound, equal_runs = problem.mask, problem.equal_runs
-        # Kept, because a backward may read the lists of a mask that was edited after the forward.
-        self._lists, self._reads = _Lists(blocks._kv_runs, blocks._q_runs, blocks.bits, blocks.in_tiles), reads
+        # A copy, because a backward may read the lists of a mask that was edited after the forward.
+        self.blocks, self._reads = copy.copy(blocks), reads
+        self.blocks._state = None
         tensors = () if reads is None else reads.tensors
         self._versions = [t._version for t in tensors]
         self._addresses = [t.data_ptr() for t in tensors]
@@ -80,7 +81,7 @@ class MaskState:
         """Return whether the mask, and what its mod reads, are as they were."""
         assert self._reads is not None
         guard, before, known, numbers = self._reads
-        found = guard(blocks._mask_mod) if before == settings and blocks._kv_runs is self._lists.kv_runs else None
+        found = guard(blocks._mask_mod) if before == settings and blocks._kv_runs is self.blocks._kv_runs else None
         if found is None or found[1] != numbers:
             return False
         for now, tensor, version, address in zip(found[0], known, self._versions, self._addresses, strict=True):
@@ -92,24 +93,14 @@ class MaskState:
         """Return the pointers to a part of a problem."""
         found = self._parts.get(part)
         if found is None:
-            found = self._parts[part] = list(map(self._pointer, OF_MASK[part](self._lists)))
+            found = self._parts[part] = list(map(self._pointer, OF_MASK[part](self.blocks)))
         return found
-
-
-class _Lists(NamedTuple):
-    """What kernels read of a BlockMask, by its names there."""
-
-    kv_runs: RunLists
-    q_runs: RunLists | None
-    bits: MaskBits | None
-    in_tiles: InTiles | None
 
 
 class _Kind:
     """Stands for all masks with which calls run the same kernels on the same layouts."""
 
 
-Masked = tuple[BlockMask, MaskState]
 NOTHING = torch.empty(0, device="cpu")  # in the place of tensors that are not kept
 _kinds: OrderedDict[tuple[object, ...], _Kind] = OrderedDict()
 CACHES.append(_kinds)

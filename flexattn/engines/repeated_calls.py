@@ -25,7 +25,7 @@ from flexattn.compile.arguments import Part
 from flexattn.engines import triton
 from flexattn.engines.autograd import AttentionFunction, explain_change, gradients, tensors_of, with_tensors
 from flexattn.engines.call_kind import CallKind, Key, is_quiet, keep_packed, kind_of, trace_settings
-from flexattn.engines.mask_state import NOTHING, Masked, MaskState, reads_of
+from flexattn.engines.mask_state import NOTHING, MaskState, reads_of
 from flexattn.engines.triton import KnownBackward, KnownForward
 from flexattn.process.config import settings
 from flexattn.process.frozen_class import frozen
@@ -68,7 +68,7 @@ class RepeatedCall:
         shapes = (*wide[:3], *of_tensors[3:], wide[3], of_lse[1:])
         return replace(self, forward=self.forward.for_rows(), shapes=shapes, of_rows=True, backwards={})
 
-    def parts(self, kernels: KnownKernels, captures: Sequence[Tensor], masked: Masked | None) -> list[Pointer]:
+    def parts(self, kernels: KnownKernels, captures: Sequence[Tensor], masked: MaskState | None) -> list[Pointer]:
         """Return the pointers to what kernels read of a problem without a layout."""
         found: list[Pointer] = []
         for part in kernels.parts:
@@ -76,15 +76,14 @@ class RepeatedCall:
                 found += map(kernels.pointer, captures[: self.score_captures])
             else:
                 assert masked is not None
-                found += masked[1].pointers(part)
+                found += masked.pointers(part)
         return found
 
-    def problem_of(self, masked: Masked | None) -> Problem:
+    def problem_of(self, masked: MaskState | None) -> Problem:
         """Return the problem with a mask, and still without other tensors."""
         if masked is None:
             return self.problem
-        blocks, state = masked
-        return self.problem.with_fields(block_mask=blocks, mask=state.bound, equal_runs=state.equal_runs)
+        return self.problem.with_fields(block_mask=masked.blocks, mask=masked.bound, equal_runs=masked.equal_runs)
 
 
 def _parts_with_layout(
@@ -101,7 +100,7 @@ def _parts_with_layout(
                 found += map(kernels.pointer, kind.of_mask)
             case "kv_runs":
                 assert kind.masked is not None
-                found += kind.masked[1].pointers(part)
+                found += kind.masked.pointers(part)
             case _:
                 found.append(kernels.pointer(getattr(layout, part)))
     return found
@@ -194,7 +193,7 @@ class _RepeatedAttention(AttentionFunction):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: RepeatedCall, masked: Masked | None, *tensors: Tensor) -> Result:  # type: ignore[override]
+    def forward(ctx: Any, call: RepeatedCall, masked: MaskState | None, *tensors: Tensor) -> Result:  # type: ignore[override]
         query, key, value, *captures = tensors
         out, lse, largest = call.forward(query, key, value, call.parts(call.forward.kernels, captures, masked))
         ctx.call = call, masked, _saved_tensors_hooks(False) is not None
@@ -253,7 +252,7 @@ if _context is not None:
 
 
 def _gradients(
-    known: KnownBackward, call: RepeatedCall, saved: tuple[Tensor, ...], masked: Masked | None, d_out: Tensor,
+    known: KnownBackward, call: RepeatedCall, saved: tuple[Tensor, ...], masked: MaskState | None, d_out: Tensor,
     d_lse: Tensor | None, needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     query, key, value, *captures, out, lse = saved

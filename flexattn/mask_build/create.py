@@ -135,7 +135,7 @@ def with_tiles(
         mod = grid.mod(mask.mask_mod)
         try:
             other = build(mod, trace(mod, "mask"))
-        except FlexAttentionError as error:  # the mask itself was built
+        except (FlexAttentionError, torch.OutOfMemoryError) as error:  # the mask itself was built
             fallback("mask in row-major order only", str(error))
             return mask.prepare()
         if part_left(mask, other) <= MOST_LEFT:
