@@ -16,7 +16,7 @@ import flexattn
 from flexattn import BlockMask, create_block_mask, create_mask, explain, mods
 from flexattn.block_mask import InTiles
 from flexattn.block_mask.bits import BITS_TENSORS
-from flexattn.block_mask.prepared import MaskForm
+from flexattn.block_mask.prepared import MaskForm, digest_of
 from flexattn.call.call import Call
 from flexattn.call.memory_order import empty_in_order
 from flexattn.call.pose import pose
@@ -242,7 +242,7 @@ def test_copies_of_a_mask() -> None:
     assert deep.in_tiles is not None
     assert deep.in_tiles.mask.kv_runs.order is not mask.in_tiles.mask.kv_runs.order
     assert deep._prepared is not None
-    assert MaskForm.loads(deep._prepared.text).grid == (GRID.shape, GRID.tile)
+    assert MaskForm.loads(deep._prepared.text).tile == GRID.tile
     # Others have other lists, or another mod.
     loaded = pickle.loads(pickle.dumps(mask))
     others = mask[:, :, :2], mask[0], mask.to("meta"), mask.expand(2, 2), mask._adjust(S - 128, S), loaded
@@ -307,23 +307,47 @@ def test_they_are_arguments_of_compiled_graphs(heads: int | None, has_runs: bool
     ready = mask.prepare()._prepared
     assert ready is not None
     form = MaskForm.loads(ready.text)
-    assert form.grid == (GRID.shape, GRID.tile)
+    assert form.tile == GRID.tile
+    assert (ready.ints.built_from & ~3, ready.ints.columns) == (digest_of(bound), GRID.shape[1])
     assert form.runs == ((0,) if has_runs else ())
     assert MaskForm.loads(form.dumps()) == form
     assert loads(Spec(form=form).dumps()).form == form
     assert len(ready.tensors) == 2 * (1 + BITS_TENSORS) + len(form.runs)
     query = torch.zeros(1, 2, S, 64)
-    found = mask_of_lists(ready.tensors, form, query, S, S, bound)
+    found = mask_of_lists(ready.tensors, form, ready.ints, query, S, S, bound)
     assert_equal_tiles(found.in_tiles, mask.in_tiles)
-    assert mask_of_lists(ready.tensors, form, query, S, S, bound) is found
+    assert mask_of_lists(ready.tensors, form, ready.ints, query, S, S, bound) is found
+    copies = [t.clone() for t in ready.tensors]  # as a CUDA graph passes them
+    assert mask_of_lists(copies, form, ready.ints, query, S, S, bound).in_tiles is not None
     for other in (trace(mods.causal, "mask"), None):  # the lists and the mod are not of the same mask
-        assert mask_of_lists(ready.tensors, form, query, S, S, other).in_tiles is None
+        assert mask_of_lists(ready.tensors, form, ready.ints, query, S, S, other).in_tiles is None
     plain = copy.copy(mask)
     plain._in_tiles = plain._state = plain._prepared = None
     without = plain.prepare()._prepared
     assert without is not None
-    assert MaskForm.loads(without.text).grid is None
+    assert MaskForm.loads(without.text).tile is None
     assert len(without.tensors) == 1 + BITS_TENSORS + len(form.runs)
+
+
+@pytest.mark.usefixtures("always_in_tiles")
+def test_grids_of_any_size_share_a_graph() -> None:
+    """One with constant sizes, and one with symbols."""
+    graphs = 0
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return lambda *arguments: [torch.zeros(1, 2, S, 64)]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(flexattn.flex_attention, backend=count, fullgraph=True)
+    for height, width in ((32, 16), (48, 32), (16, 32), (32, 48), (64, 16), (48, 48)):
+        mask = on_hopper(mods.natten_2d(height, width, 5), height * width)
+        assert mask.in_tiles is not None
+        query = torch.zeros(1, 2, height * width, 64)
+        compiled(query, query, query, block_mask=mask)
+    torch._dynamo.reset()
+    assert graphs == 2
 
 
 def test_descriptors_of_a_grid_have_five_dims() -> None:

@@ -20,7 +20,7 @@ from flexattn.block_mask.bits import MaskBits
 from flexattn.block_mask.lists import check_transposed, lists_of, read_lists
 from flexattn.block_mask.one_tensor import pack
 from flexattn.block_mask.pairs import Pairs, count_useful
-from flexattn.block_mask.prepared import MaskForm, Origin, Prepared
+from flexattn.block_mask.prepared import SKIPS, SKIPS_IN_TILES, MaskForm, MaskInts, Origin, Prepared
 from flexattn.block_mask.record import BuildCounts, CaptureRecord, Shell, lift, move
 from flexattn.block_mask.runs import RunLists, Runs, run_lists_of
 from flexattn.block_mask.slices import SlicedMod, as_tensor, offset_of, positions, sliced_length
@@ -464,16 +464,17 @@ class BlockMask(upstream.BlockMask):
         runs, record, tiles = self.equal_runs(), self._record, self.in_tiles
         form = MaskForm(
             self.BLOCK_SIZE, self.q_runs is not None, self.B > 1, self.H > 1, self.full_overhangs,
-            self._built_from_mod, "" if record is None or record.numbers else record.graph.digest,
-            tuple(r.capture for r in runs), has_bits=self.bits is not None, skips_halves=self.skips_halves,
-            grid=None if tiles is None else (tiles.grid.shape, tiles.grid.tile),
-            tiles_skip_halves=tiles is not None and tiles.mask.skips_halves,
+            self._built_from_mod, tuple(r.capture for r in runs), has_bits=self.bits is not None,
+            tile=None if tiles is None else tiles.grid.tile,
         )  # fmt: skip
-        if record is not None:
-            Origin(record, record.mod is self._mask_mod).keep(lists)
+        origin = Origin(record, record is None or record.mod is self._mask_mod)
+        origin.keep(lists)
+        ints = MaskInts(origin.digest | (SKIPS if self.skips_halves else 0))
         if tiles is not None:
             others += tiles.mask._packed()
-        self._prepared = Prepared((lists, *others, *(r.places for r in runs)), form.dumps())
+            skips = SKIPS_IN_TILES if tiles.mask.skips_halves else 0
+            ints = MaskInts(ints.built_from | skips, tiles.grid.shape[1])
+        self._prepared = Prepared((lists, *others, *(r.places for r in runs)), ints, form.dumps())
         return self
 
     def _packed(self) -> list[Tensor]:

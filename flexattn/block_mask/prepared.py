@@ -9,13 +9,14 @@ import json
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, fields
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexattn.block_mask.record import AnyOf, CaptureRecord, changed, is_unchanged
 from flexattn.graph.bound_mod import BoundMod
+from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.narrow import specialized
 from flexattn.process.forks import cached_property
 from flexattn.process.frozen_class import frozen
@@ -31,14 +32,11 @@ class MaskForm:
     per_head: bool
     full_overhangs: bool
     is_built: bool
-    graph: str = ""  # digest of the graph that the mask was built from
     runs: tuple[int, ...] = ()  # its captures with known runs of equal elements, whose places come last
     is_torchs: bool = False  # the lists are those of PyTorch's BlockMask
     has_bits: bool = False  # the tensors of its MaskBits follow the lists
-    skips_halves: bool = False  # as in its MaskBits
-    # The shape and the tile of its grid. The lists and the bits of the mask in the order of tiles follow its own bits.
-    grid: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    tiles_skip_halves: bool = False
+    # The tile of its grid. The lists and the bits of the mask in the order of tiles follow its own bits.
+    tile: tuple[int, ...] | None = None
 
     def dumps(self) -> str:
         return json.dumps(list(asdict(self).values()))
@@ -47,11 +45,26 @@ class MaskForm:
     @lru_cache(256)
     def loads(text: str) -> MaskForm:
         given = dict(zip((f.name for f in fields(MaskForm)), json.loads(text), strict=True))
-        for name in ("BLOCK_SIZE", "runs"):
-            given[name] = tuple(given[name])
-        if given["grid"] is not None:
-            given["grid"] = tuple(map(tuple, given["grid"]))
+        for name in ("BLOCK_SIZE", "runs", "tile"):
+            given[name] = None if given[name] is None else tuple(given[name])
         return MaskForm(**given)
+
+
+class MaskInts(NamedTuple):
+    """What a mask has in numbers that are not in its form, so that a graph takes masks with any of them."""
+
+    # The digest of what it was built from, 0 if that is not known, plus SKIPS and SKIPS_IN_TILES. It is one number:
+    # torch.compile makes a number that changes a symbol, with one more compilation.
+    built_from: int = 0
+    columns: int = 2  # of its grid
+
+    @property
+    def digest(self) -> int:
+        return self.built_from & ~(SKIPS | SKIPS_IN_TILES)
+
+
+# Kernels skip empty halves of blocks, as MaskBits.skips_halves says.
+SKIPS, SKIPS_IN_TILES = 1, 2
 
 
 @frozen
@@ -61,7 +74,17 @@ class Prepared:
     # The lists as one tensor (see one_tensor.py), the bits, the same of the mask in the order of tiles, then the places
     # of equal runs.
     tensors: tuple[Tensor, ...]
+    ints: MaskInts
     text: str  # a MaskForm
+
+
+def digest_of(mask: BoundMod) -> int:
+    """Return a digest of what a mod computes. Numbers may be literals of its graph or not."""
+    return _digest(mask.wide or mask.graph, mask.numbers)
+
+
+def _digest(graph: ModGraph, numbers: tuple[int | float, ...]) -> int:
+    return 4 * int(specialized(graph, numbers).digest[:15], 16)  # below 2**62
 
 
 class Origin:
@@ -92,12 +115,12 @@ class Origin:
 
     def is_graph_of(self, mask: BoundMod) -> bool:
         """Return whether a mod computes what the mask was built from. Numbers may be literals in one of the graphs."""
-        return specialized(mask.wide or mask.graph, mask.numbers).digest == self._digest
+        return digest_of(mask) == self.digest
 
     @cached_property
-    def _digest(self) -> str:
-        assert self.record is not None
-        return specialized(self.record.wide, self.record.numbers).digest
+    def digest(self) -> int:
+        """The digest of what the mask was built from, 0 if that is not known."""
+        return 0 if self.record is None else _digest(self.record.wide, self.record.numbers)
 
     def has_passed(self, captures: Sequence[Tensor]) -> bool:
         """Return whether a mod that passed the check still does. `captures` are the tensors that it captures now."""

@@ -56,7 +56,7 @@ def traced_call(
                 block_mask = prepared(block_mask)
             ready: Any = block_mask._prepared
             lists, form = ready.tensors, ready.text
-            sizes = (*block_mask.seq_lengths, block_mask.B, block_mask.H)
+            sizes = (*block_mask.seq_lengths, block_mask.B, block_mask.H, *ready.ints)
             mask_mod = block_mask._mask_mod
     options = option_texts(kernel_options)
 

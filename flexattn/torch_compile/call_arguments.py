@@ -33,7 +33,7 @@ class CallArguments:
     key: Tensor
     value: Tensor
     lists: Sequence[Tensor]
-    sizes: Sequence[int]  # M, N, B, H
+    sizes: Sequence[int]  # M, N, B, H, and MaskInts
     form: str | None  # a MaskForm
     scale: Any  # a float, or a symbol for one
     enable_gqa: bool
@@ -56,7 +56,7 @@ def check_given(given: CallArguments) -> None:
     drop_below(given.dropout_p)
     check_sink(given.sink, query, plain=False)
     if given.form is not None:
-        M, N, B, H = given.sizes
+        M, N, B, H = given.sizes[:4]
         if lengths is not None:
             check_mask_layout((M, N), lengths, query.shape[2])
             M, N = query.shape[2], key.shape[2]
@@ -120,8 +120,8 @@ def operands_of(given: CallArguments, score: BoundMod | None, mask: BoundMod | N
     elif sequences is not None and form is not None:
         lengths = tuple(given.sizes[:2])
     return Operands(
-        *tensors, captures, tuple(given.lists), layout, sink, given.seed, (*ints, *lengths), floats, scale,
-        spec.dumps(),
+        *tensors, captures, tuple(given.lists), layout, sink, given.seed, (*ints, *lengths, *given.sizes[4:]), floats,
+        scale, spec.dumps(),
     )  # fmt: skip
 
 

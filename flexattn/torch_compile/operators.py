@@ -9,7 +9,7 @@ host time per call. The derivative is in attention.py, outside of them. Argument
     sink       [B or 1, Hq or 1]
     seed       of dropout, int64 [1]
     ints       the integers among the numbers of score_mod, then of mask_mod. Then, with a layout, the lengths of the
-               mask; or, with packed sequences, the length of the longest
+               mask; or, with packed sequences, the length of the longest. Then MaskInts
     floats     the other numbers, as float64 tensors on the CPU: a graph would specialize on a Python float
     spec       everything else (spec.py)
 """
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.block_mask.prepared import Origin
+from flexattn.block_mask.prepared import MaskInts, Origin
 from flexattn.call.dropout import Dropout
 from flexattn.call.layout import check_layout, check_positions
 from flexattn.call.memory_order import dense_strides, order_in_memory
@@ -218,14 +218,16 @@ def _problem(
     split = 0 if parsed.score is None else len(parsed.score.captures)
     score = bound_to(parsed.score, captures[:split], *numbers)
     mask = bound_to(parsed.mask, [c.detach() if c.requires_grad else c for c in captures[split:]], *numbers)
-    lengths, sequences = tuple(integers), parsed.sequences
+    lengths, of_mask, sequences = tuple(integers), MaskInts(), parsed.sequences
+    if parsed.form is not None:
+        lengths, of_mask = lengths[: -len(of_mask)], MaskInts(*lengths[-len(of_mask) :])
     blocks, equal_runs = None, ()
     if parsed.form is not None:
         M, N = lengths or (query.shape[2], key.shape[2])
-        blocks = mask_of_lists(lists, parsed.form, query, M, N, mask)
+        blocks = mask_of_lists(lists, parsed.form, of_mask, query, M, N, mask)
         if mask is not None:
             Origin.of(lists[0]).check(mask)
-            equal_runs = equal_runs_of(lists, parsed.form, mask)
+            equal_runs = equal_runs_of(lists, parsed.form, of_mask, mask)
     if parsed.sink is not None:
         sink = constant_sink(parsed.sink, query)
     dropout = None if seed is None or parsed.drop_below is None else Dropout(parsed.drop_below, seed)

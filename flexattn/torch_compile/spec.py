@@ -24,7 +24,7 @@ from flexattn.graph.narrow import narrowed
 from flexattn.process.frozen_class import frozen
 from flexattn.torch_compile.sequence_form import SequenceForm
 
-FORMAT = 7  # changes whenever the arguments of the operators or the meaning of this string change
+FORMAT = 8  # changes whenever the arguments of the operators or the meaning of this string change
 
 
 def revision() -> str:

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from flexattn.block_mask import BlockMask
 from flexattn.block_mask.from_torch import LISTS, version
 from flexattn.block_mask.one_tensor import most_runs, pack, packed_size
-from flexattn.block_mask.prepared import MaskForm
+from flexattn.block_mask.prepared import MaskForm, MaskInts
 
 _LIBRARY = torch.library.Library("flexattn", "FRAGMENT")
 _LIBRARY.define(
@@ -30,6 +30,7 @@ _FORMS: dict[tuple[int, ...], str] = {
     flags: MaskForm((0, 0), *map(bool, flags), is_built=False, is_torchs=True).dumps()
     for flags in itertools.product((0, 1), repeat=4)
 }
+_INTS = tuple(MaskInts())
 _NO_SIZES = "[0, 0]"  # in the place of BLOCK_SIZE
 _packed: Any = WeakTensorKeyDictionary()  # kv_indices -> (versions, ids, sizes), packed lists
 
@@ -44,7 +45,7 @@ def torch_mask(mask: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...], str]:
     overhangs = mask.full_kv_indices is not None and cuts
     flags = tuple([1 if flag else 0 for flag in (mask.q_indices is not None, B > 1, H > 1, overhangs)])
     form = _FORMS[flags].replace(_NO_SIZES, f"[{block_size[0]}, {block_size[1]}]")
-    return (packed,), (*lengths, B, H), form
+    return (packed,), (*lengths, B, H, *_INTS), form
 
 
 def _batch_dims(indices: Tensor) -> tuple[int, int]:
