@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.nn.attention import flex_attention as upstream
 
 import flexattn
 from flexattn import create_block_mask, flex_attention, mods
@@ -567,6 +569,98 @@ def test_a_mod_that_branches_on_a_value():
     torch._dynamo.reset()
     with pytest.raises(flexattn.FlexAttentionError, match=r"torch\.where"):
         torch.compile(f, backend="eager")(*qkv(0))
+
+
+def assert_equal_compiled(f, *args):
+    found = torch.compile(f, fullgraph=True, backend="aot_eager")(*args)
+    assert torch.equal(found, f(*args))
+
+
+def test_a_mask_that_was_pickled():
+    """As a worker of a DataLoader returns it."""
+    compiled = torch.compile(lambda q, k, v, m: flex_attention(q, k, v, None, m), fullgraph=True, backend="aot_eager")
+    for seed in range(3):
+        mask = document_mask(seed)
+        loaded = pickle.loads(pickle.dumps(mask))
+        assert torch.equal(compiled(*qkv(0), loaded), flex_attention(*qkv(0), None, mask))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_masks_that_were_built_in_inference_mode():
+    doc, inputs = documents(0)[0], qkv(0)
+    with torch.inference_mode():
+        mask = create_block_mask(lambda b, h, i, j: doc[i] == doc[j], None, None, T, T, BLOCK_SIZE=32, device="cpu")
+    f = lambda q, k, v: flex_attention(q, k, v, None, mask)  # noqa: E731
+    out, expected = torch.compile(f, fullgraph=True, backend="aot_eager")(*inputs), f(*inputs)
+    for x, y in zip(*(torch.autograd.grad(o.sum(), inputs) for o in (out, expected)), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_lists_of_torch_that_change_in_inference_mode():
+    def f(q, k, v):
+        return flex_attention(q, k, v, None, mask)
+
+    with torch.inference_mode():
+        x = [t.detach() for t in qkv(0)]
+        mask = upstream.create_block_mask(mods.causal, None, None, T, T, device="cpu", BLOCK_SIZE=32)
+        mask.q_indices = mask.q_num_blocks = mask.full_q_indices = mask.full_q_num_blocks = None
+        for call in (f, torch.compile(f, fullgraph=True, backend="aot_eager")):
+            before = call(*x)
+            mask.full_kv_num_blocks.zero_()
+            assert not torch.equal(call(*x), before)
+            mask.full_kv_num_blocks.copy_(torch.arange(T // 32))
+
+
+def test_a_large_table_that_the_mask_computes_is_compared():
+    ids, shift = torch.arange(70_000) // 20, torch.zeros(1, dtype=torch.int64)
+    mask = create_block_mask(lambda b, h, i, j: (ids + shift)[i] == ids[j], None, None, T, T, device="cpu")
+    compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, None, mask), fullgraph=True, backend="aot_eager")
+    compiled(*qkv(0))
+    shift = torch.ones(1, dtype=torch.int64)
+    with pytest.raises(flexattn.errors.MutationError, match="other values"):
+        compiled(*qkv(0))
+
+
+def test_kernel_options_that_change():
+    compiled = torch.compile(
+        lambda q, k, v, o: flex_attention(q, k, v, kernel_options=o), fullgraph=True, backend="aot_eager"
+    )
+    for size in (32, 64, 128):
+        assert torch.equal(
+            compiled(*qkv(0), {"BLOCK_M": size}), flex_attention(*qkv(0), kernel_options={"BLOCK_M": size})
+        )
+
+
+@pytest.mark.parametrize(("name", "number"), [("scale", 1 / np.sqrt(D)), ("sink", np.float64(0.5))])
+def test_numbers_of_numpy(name, number):
+    assert_equal_compiled(lambda q, k, v: flex_attention(q, k, v, **{name: number}), *qkv(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("scale", True), ("scale", float("nan")), ("sink", True), ("sink", float("nan")), ("dropout_p", 2)],
+)
+def test_numbers_are_checked(name, number):
+    f = lambda q, k, v: flex_attention(q, k, v, **{name: number})  # noqa: E731
+    with pytest.raises(flexattn.FlexAttentionError, match=f"{name}: found"):
+        f(*qkv(0))
+    with pytest.raises(Exception, match=f"{name}: found"):
+        torch.compile(f, fullgraph=True, backend="aot_eager")(*qkv(0))
+
+
+@pytest.mark.parametrize("kind", ["score", "mask"])
+def test_a_mod_without_a_result(kind):
+    def mod(*indices):
+        pass
+
+    def f(q, k, v):
+        if kind == "score":
+            return flex_attention(q, k, v, mod)
+        cu = torch.tensor([0, 7, q.size(2)], dtype=torch.int32)
+        return flexattn.varlen_attn(q[0].mT, k[0].mT, v[0].mT, cu, cu, 99, 99, mask_mod=mod)
+
+    with pytest.raises(Exception, match=rf"{kind}_mod: found a result of type NoneType"):
+        torch.compile(f, fullgraph=True, backend="eager")(*qkv(0))
 
 
 def test_a_version_of_torch_without_the_private_names(monkeypatch):

@@ -203,3 +203,29 @@ def test_cached_code(tmp_path: Path) -> None:
     assert len(code) == 1
     assert output(CACHED) == "True 2 0"
     assert output(f"import runpy; print('flexattn_forward' in runpy.run_path({str(code[0])!r}))") == "True"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning")
+@pytest.mark.parametrize("call", [attend, flex_attention], ids=["mods", "plain"])
+def test_aotinductor(call: Callable[..., Tensor], tmp_path: Path) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return call(q, k, v)
+
+    inputs = tuple(x.detach() for x in leaves())
+    program = torch.export.export(Module(), inputs)
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "module.pt2"))
+    assert torch.equal(torch._inductor.aoti_load_package(path)(*inputs), call(*inputs))
+
+
+def test_a_float_table_that_the_mask_computes() -> None:
+    """Inductor's functions of floats differ from torch's in the last bits."""
+    table = torch.rand(T)
+    mask = create_block_mask(
+        lambda b, h, q_idx, kv_idx: torch.softmax(table, 0)[q_idx] >= torch.softmax(2 * table, 0)[kv_idx],
+        None, None, T, T, device="cpu",
+    )  # fmt: skip
+    inputs = leaves()
+    out = torch.compile(lambda q, k, v: flex_attention(q, k, v, None, mask), fullgraph=True)(*inputs)
+    torch.testing.assert_close(out, flex_attention(*inputs, None, mask))

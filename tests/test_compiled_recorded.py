@@ -64,6 +64,31 @@ def test_export_with_a_dynamic_length(strict):
         assert torch.equal(program.module()(*y), Plain()(*y))
 
 
+def gradients(module, x, parameters):
+    x = [t.detach().requires_grad_() for t in x]
+    return torch.autograd.grad((module(*x) + x[0]).sum(), (*x, *parameters))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_gradients_of_an_exported_program(strict):
+    module, x = Attention(), qkv()
+    loaded = torch.export.export(module, tuple(x), strict=strict).module()
+    expected = gradients(module, x, [module.bias])
+    for called in (loaded, torch.compile(loaded, backend="aot_eager", fullgraph=True)):
+        found = gradients(called, x, [*loaded.parameters()])
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    with torch.no_grad():
+        assert not loaded(*x).requires_grad
+
+
+@pytest.mark.parametrize("mode", ["real", "symbolic"])
+def test_gradients_of_a_recorded_graph(mode):
+    module, x = Attention(), qkv()
+    graph = make_fx(module, tracing_mode=mode, _allow_non_fake_inputs=True)(*x)
+    found = gradients(graph, x, [])
+    assert all(torch.equal(*pair) for pair in zip(found, gradients(module, x, []), strict=True))
+
+
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch 2.11
 def test_a_saved_program(tmp_path):
     module, x = Attention(), qkv()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,7 @@ def from_torch(mask: Any) -> BlockMask:
     """Return a torch BlockMask as a flexattn BlockMask. It is converted again only if it or its tensors changed."""
     state = _torch_state(mask)
     known = _converted.get(mask)
-    if known is not None and _same_state(known[0], state):
+    if known is not None and _same_state(known[0], state) and have_versions(getattr(mask, x) for x in LISTS):
         return known[1]
     mod = mask.mask_mod
     if getattr(mod, "__module__", "") == "torch.nn.attention.flex_attention" and mod.__name__ == "noop_mask":
@@ -48,6 +49,11 @@ def _torch_state(mask: Any) -> tuple[Any, ...]:
 
 def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def have_versions(tensors: Iterable[Tensor | None]) -> bool:
+    """Return whether changes in place can be seen: tensors that were made in inference_mode do not count them."""
+    return not any(t is not None and t.is_inference() for t in tensors)
 
 
 def _same_state(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:

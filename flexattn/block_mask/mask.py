@@ -18,7 +18,7 @@ from torch.utils._pytree import GetAttrKey
 from flexattn.block_mask import page, picture, plot, stored, svg
 from flexattn.block_mask.bits import MaskBits
 from flexattn.block_mask.lists import check_transposed, lists_of, read_lists
-from flexattn.block_mask.one_tensor import pack
+from flexattn.block_mask.one_tensor import pack, savable
 from flexattn.block_mask.pairs import Pairs, count_useful
 from flexattn.block_mask.prepared import SKIPS, SKIPS_IN_TILES, MaskForm, MaskInts, Origin, Prepared
 from flexattn.block_mask.record import BuildCounts, CaptureRecord, Shell, lift, move
@@ -468,13 +468,14 @@ class BlockMask(upstream.BlockMask):
             tile=None if tiles is None else tiles.grid.tile,
         )  # fmt: skip
         origin = Origin(record, record is None or record.mod is self._mask_mod)
-        origin.keep(lists)
         ints = MaskInts(origin.digest | (SKIPS if self.skips_halves else 0))
         if tiles is not None:
             others += tiles.mask._packed()
             skips = SKIPS_IN_TILES if tiles.mask.skips_halves else 0
             ints = MaskInts(ints.built_from | skips, tiles.grid.shape[1])
-        self._prepared = Prepared((lists, *others, *(r.places for r in runs)), ints, form.dumps())
+        tensors = tuple(map(savable, (lists, *others, *(r.places for r in runs))))
+        origin.keep(tensors[0])
+        self._prepared = Prepared(tensors, ints, form.dumps())
         return self
 
     def _packed(self) -> list[Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flexattn.block_mask.runs import RunLists, Runs
 
+_DYNAMIC = "_dynamo_weak_dynamic_indices"  # the attribute of a tensor with the dims that Dynamo makes symbols
 _LEAST = 16  # runs; a size of 0 or 1 would be specialized by torch.compile
 
 
@@ -34,8 +35,19 @@ def pack(directions: Sequence[RunLists], capacity: int | None = None) -> Tensor:
     for r in runs:
         parts += [r.flatten(), r.new_empty(2 * (capacity - len(r)))]  # never read
     packed = torch.cat(parts)
-    packed._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]  # as torch._dynamo.maybe_mark_dynamic does
+    setattr(packed, _DYNAMIC, {0})  # as torch._dynamo.maybe_mark_dynamic does
     return packed
+
+
+def savable(tensor: Tensor) -> Tensor:
+    """Return a tensor that autograd can save: a copy, if it was made in inference_mode."""
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False):
+        copied = tensor.clone()
+    if hasattr(tensor, _DYNAMIC):
+        setattr(copied, _DYNAMIC, getattr(tensor, _DYNAMIC))
+    return copied
 
 
 def most_runs(heads: int, rows: int, columns: int) -> int:

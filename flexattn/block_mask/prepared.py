@@ -169,7 +169,7 @@ class Origin:
 
 
 _ATTRIBUTE = "_flexattn_origin"
-_MOST_COMPARED = 2**16  # elements
+_ULPS = 16  # by which functions of floats that Inductor compiled may differ from those of torch
 
 
 def is_computed(record: CaptureRecord, capture: AnyOf) -> bool:
@@ -179,12 +179,14 @@ def is_computed(record: CaptureRecord, capture: AnyOf) -> bool:
 
 def _computed(record: CaptureRecord, capture: AnyOf) -> Tensor | None:
     value = capture[0][0]() if is_computed(record, capture) else None
-    return value.clone() if value is not None and value.is_cpu and value.numel() <= _MOST_COMPARED else None
+    return value.clone() if value is not None and value.is_cpu else None
 
 
 def _has_values(before: Tensor, now: Tensor) -> bool:
-    same = torch.equal(before, now)
-    return same or (now.is_floating_point() and torch.allclose(before, now, rtol=0, atol=0, equal_nan=True))
+    if torch.equal(before, now):
+        return True
+    rounding = _ULPS * torch.finfo(now.dtype).eps if now.is_floating_point() else 0.0
+    return rounding > 0 and torch.allclose(before, now, rtol=rounding, atol=rounding, equal_nan=True)
 
 
 def _equals(before: Tensor | None, now: Tensor) -> bool:

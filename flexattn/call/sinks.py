@@ -23,7 +23,7 @@ def check_sink(sink: object, query: Tensor, plain: bool = True) -> Tensor | None
         return None
     wide = torch.promote_types(query.dtype, torch.float32)
     if not isinstance(sink, Tensor):
-        return _constant(_number(sink), wide, query.device)
+        return _constant(number_of_sink(sink), wide, query.device)
     if plain:
         check_plain("sink", sink)
     B, Hq = query.shape[:2]
@@ -44,7 +44,8 @@ def constant_sink(number: float, query: Tensor) -> Tensor:
     return _constant(number, torch.promote_types(query.dtype, torch.float32), query.device)
 
 
-def _number(sink: object) -> float:
+def number_of_sink(sink: object) -> float:
+    """Return a sink that is not a tensor as a number."""
     number = as_float("sink", sink, "a tensor or a number", "Pass sink=0.0 for softmax off by one.")
     if math.isnan(number) or number == math.inf:
         raise ArgumentError(message("sink", number, "a number below infinity", "Pass None for no sink."))

@@ -42,7 +42,9 @@ class FrozenMod:
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Return whether the pairs attend. The arguments broadcast."""
-        return self.bound.on(b.device)(b, h, q_idx, kv_idx)
+        # Dynamo cannot trace `on`. It has nothing to do: a mask in a graph is on the device of its call.
+        bound = self.bound if torch.compiler.is_dynamo_compiling() else self.bound.on(b.device)
+        return bound(b, h, q_idx, kv_idx)
 
     def with_captures(self, captures: Sequence[Tensor]) -> FrozenMod:
         """Return the mod with other tensors."""
@@ -103,6 +105,7 @@ class FrozenMod:
                 raise invalid("mask_mod")
             if type(number) is int and abs(number) > 1 << about.bits:
                 raise invalid("mask_mod")
+        captures = tuple([t.resolve_neg() for t in captures])
         self.__dict__.update(graph=made, captures=captures, numbers=numbers)
 
 

@@ -1,4 +1,7 @@
-"""attention: the differentiable operation around the operators. In a traced graph only the operators appear."""
+"""attention: the differentiable operation around the operators. In a traced graph only the operators appear.
+
+Graphs of torch.export and make_fx may be run with gradients later: the operator itself is differentiated there.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch.autograd import Function
 
 from flexattn.errors import UnsupportedError, message
 from flexattn.process.frozen_class import frozen
-from flexattn.torch_compile.operators import OPS
+from flexattn.torch_compile.operators import LIBRARY, OPS, with_lists
 
 Symbolic = Any  # an int or a float, or a symbol for one
 
@@ -121,3 +124,26 @@ def _arguments(operands: Operands, tensors: Sequence[Tensor]) -> tuple[Any, ...]
         *tensors[:3], captures, list(operands.lists), list(operands.layout), sink, operands.seed, list(operands.ints),
         list(operands.floats), operands.scale, operands.spec,
     )  # fmt: skip
+
+
+def _differentiable(overload: Any) -> Any:
+    """Return the autograd kernel of flexattn::forward."""
+
+    def compute(*arguments: Any) -> list[Tensor]:
+        given = with_lists(arguments)
+        query, key, value, captures, lists, layout, sink, seed, ints, floats, scale, spec = given
+        operands = Operands(
+            query, key, value, tuple(captures), tuple(lists), tuple(layout), sink, seed, tuple(ints), tuple(floats),
+            scale, spec,
+        )  # fmt: skip
+        tensors = operands.differentiable
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            return list(_Attention.apply(operands, *tensors))
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*given)
+
+    return compute
+
+
+for _name, _overload in (("forward", OPS.forward.default), ("forward.floats", OPS.forward.floats)):
+    LIBRARY.impl(_name, _differentiable(_overload), "Autograd")

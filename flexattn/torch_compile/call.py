@@ -59,15 +59,17 @@ def traced_call(
             sizes = (*block_mask.seq_lengths, block_mask.B, block_mask.H, *ready.ints)
             mask_mod = block_mask._mask_mod
     options = option_texts(kernel_options)
+    scale = _without_numpy(scale)
 
     def body(query: Tensor, key: Tensor, value: Tensor, score: Tensor, *indices: Tensor) -> Any:
         result = score if score_mod is None else score_mod(score, *indices)
         keep = None if mask_mod is None else mask_mod(*indices)
         is_tensor = isinstance(sink, Tensor)
+        wrong = _wrong("score", score_mod, result) + _wrong("mask", mask_mod, keep)
         return tuple(CALL_MARKER(  # in the order of _FIELDS in call_marker.py
-            _as_tensor(result, score), _as_tensor(keep, score), [score, *indices], REVISION,
+            _as_tensor(result, score), _as_tensor(keep, score), [score, *indices], wrong, REVISION,
             query, key, value, lists, sizes, form, scale, enable_gqa, options, sink if is_tensor else None,
-            None if is_tensor else sink, dropout_p, seed, max_scores,
+            None if is_tensor else _without_numpy(sink), dropout_p, seed, max_scores,
             *described(layout, isinstance(block_mask, BlockMask)),
         ))  # fmt: skip
 
@@ -81,6 +83,18 @@ def traced_rows(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> t
     return rows_of_batch(out), lse.squeeze(0)
 
 
+def _without_numpy(number: Any) -> Any:
+    """Return a number of numpy, which Dynamo passes as an array, as a float."""
+    return number if number is None or isinstance(number, (bool, int, float)) else float(number)
+
+
+def _wrong(kind: str, mod: Any, result: Any) -> list[str]:
+    """Return the kind of a mod and the type of its result, if that is neither a tensor nor a number."""
+    return [] if mod is None or isinstance(result, (Tensor, bool, int, float)) else [kind, type(result).__name__]
+
+
 def _as_tensor(result: Any, score: Tensor) -> Any:
-    """Return the result of a mod as a tensor; a mod may return a Python number."""
-    return torch.full((), result, device=score.device) if isinstance(result, (bool, int, float)) else result
+    """Return the result of a mod as a tensor; a mod may return a Python number. None: it is neither."""
+    if isinstance(result, (bool, int, float)):
+        return torch.full((), result, device=score.device)
+    return result if isinstance(result, Tensor) else None

@@ -12,8 +12,8 @@ from torch import Tensor
 from flexattn.block_mask.prepared import MaskForm
 from flexattn.call.dropout import drop_below
 from flexattn.call.layout import FLOAT8, Layout, check_mask_layout, check_pages, layout_of
-from flexattn.call.sinks import check_sink
-from flexattn.call.validate import DEVICES, check_forms, check_mask_reads, check_mask_sizes
+from flexattn.call.sinks import check_sink, number_of_sink
+from flexattn.call.validate import DEVICES, check_forms, check_mask_reads, check_mask_sizes, check_scale
 from flexattn.call.varlen.arguments import check_packed_forms, used_rows, without_unused
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.nodes import Const
@@ -55,6 +55,10 @@ def check_given(given: CallArguments) -> None:
     _options(given)
     drop_below(given.dropout_p)
     check_sink(given.sink, query, plain=False)
+    if isinstance(given.scale, (bool, int, float)):  # not a symbol
+        check_scale(given.scale, query.shape[3])
+    if isinstance(given.sink_number, (bool, int, float)):
+        number_of_sink(given.sink_number)
     if given.form is not None:
         M, N, B, H = given.sizes[:4]
         if lengths is not None:
@@ -151,7 +155,12 @@ def _numbers(bounds: Sequence[BoundMod]) -> tuple[tuple[Any, ...], tuple[Tensor,
 
 def option_texts(kernel_options: Any) -> list[str]:
     """Return kernel_options as text. Dynamo traces this function."""
-    return [] if kernel_options is None else [f"{name}={value!r}" for name, value in kernel_options.items()]
+    return [] if kernel_options is None else [f"{name}={_constant(x)!r}" for name, x in kernel_options.items()]
+
+
+def _constant(value: Any) -> Any:
+    """Return an int that Dynamo made a symbol as a number."""
+    return range(value).stop if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _options(given: CallArguments) -> Options:

@@ -1,7 +1,8 @@
 """call_marker: flexattn::call_marker, the last operation of the body that Dynamo traces. It is never executed.
 
-It ties the results of the mods to the arguments of the call, and tells Dynamo the shapes of the results. `revision`:
-so that a graph in AOTAutograd's cache on disk is not used by other code of this package.
+It ties the results of the mods to the arguments of the call, and tells Dynamo the shapes of the results. `wrong`: the
+kind of each mod whose result is neither a tensor nor a number, and the type of the result. `revision`: so that a graph
+in AOTAutograd's cache on disk is not used by other code of this package.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from torch import Tensor, fx
 
 from flexattn.process.frozen_class import frozen
 from flexattn.torch_compile.call_arguments import CallArguments, check_given
-from flexattn.trace.scalarize import Kind
+from flexattn.trace.scalarize import Kind, wrong_result
 
 _LIBRARY = torch.library.Library("flexattn", "FRAGMENT")
 _FIELDS = {
-    "score": "Tensor?", "keep": "Tensor?", "scalars": "Tensor[]", "revision": "str",
+    "score": "Tensor?", "keep": "Tensor?", "scalars": "Tensor[]", "wrong": "str[]", "revision": "str",
     # The fields of CallArguments
     "query": "Tensor", "key": "Tensor", "value": "Tensor", "lists": "Tensor[]", "sizes": "SymInt[]", "form": "str?",
-    "scale": "Scalar?", "enable_gqa": "bool", "options": "str[]", "sink": "Tensor?", "sink_number": "float?",
+    "scale": "Scalar?", "enable_gqa": "bool", "options": "str[]", "sink": "Tensor?", "sink_number": "Scalar?",
     "dropout_p": "float", "seed": "Tensor?", "max_scores": "bool", "layout": "Tensor[]", "lengths": "SymInt[]",
     "sequences": "str?",
 }  # fmt: skip
 _LIBRARY.define(f"call_marker({', '.join(f'{kind} {name}' for name, kind in _FIELDS.items())}) -> Tensor[]")
 CALL_MARKER = torch.ops.flexattn.call_marker
-_OWN = 4  # fields that are not those of CallArguments
+_OWN = 5  # fields that are not those of CallArguments
 
 
 @frozen
@@ -45,7 +46,7 @@ class MarkedCall:
     @property
     def mods(self) -> tuple[tuple[Kind, fx.Node | None, list[fx.Node]], ...]:
         """Kind, node of the result (None if there is no such mod), and nodes of the arguments of each mod."""
-        score, keep, scalars, _ = self.node.args[:_OWN]
+        score, keep, scalars, *_ = self.node.args[:_OWN]
         changed = None if score is scalars[0] else score  # type: ignore[index]
         return ("score", changed, scalars), ("mask", keep, scalars[1:])  # type: ignore
 
@@ -67,6 +68,10 @@ def make_constant(graph: fx.Graph) -> None:
 
 
 def _fake(*args: Any) -> list[Tensor]:
+    wrong = args[list(_FIELDS).index("wrong")]
+    if wrong:
+        kind, found = wrong[:2]
+        raise wrong_result(f"{kind}_mod", kind, found)
     given = CallArguments(*args[_OWN:])
     check_given(given)
     query, value = given.query, given.value

@@ -75,8 +75,4 @@ def equal_runs_of(lists: Sequence[Tensor], form: MaskForm, ints: MaskInts, mask:
 def _was_built_from(lists: Sequence[Tensor], ints: MaskInts, mask: BoundMod) -> bool:
     """Return whether the graph of a mask_mod is the one that the lists were built from."""
     origin = Origin.of(lists[0])
-    return (
-        ints.built_from & ~(SKIPS | SKIPS_IN_TILES) == digest_of(mask)
-        if origin.record is None
-        else origin.is_graph_of(mask)
-    )
+    return ints.digest == digest_of(mask) if origin.record is None else origin.is_graph_of(mask)

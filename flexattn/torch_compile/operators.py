@@ -44,7 +44,7 @@ from flexattn.torch_compile.spec import bound_to, loads
 
 NAMESPACE = "flexattn"
 OPS = torch.ops.flexattn
-_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor[] captures, Tensor[] lists, Tensor[] layout, Tensor? sink, "
     "Tensor? seed, SymInt[] ints, Tensor[] floats, float? scale, str spec"
@@ -55,9 +55,17 @@ _EXACT = torch.Tag.needs_exact_strides  # the strides of the results follow from
 # A CUDA graph would record the value of a float as a constant.
 _UNSAFE = torch.Tag.cudagraph_unsafe
 for _suffix, _tags in (("", (_EXACT,)), (".floats", (_EXACT, _UNSAFE))):
-    _LIBRARY.define(f"forward{_suffix}{_FORWARD_SCHEMA}", tags=_tags)
-    _LIBRARY.define(f"backward{_suffix}{_BACKWARD_SCHEMA}", tags=_tags)
+    LIBRARY.define(f"forward{_suffix}{_FORWARD_SCHEMA}", tags=_tags)
+    LIBRARY.define(f"backward{_suffix}{_BACKWARD_SCHEMA}", tags=_tags)
 _function_modes = torch._C._len_torch_function_stack
+
+
+def with_lists(arguments: tuple[Any, ...], captures: int = 3) -> list[Any]:
+    """Return the arguments of an operator whose captures are at a position. AOTInductor passes empty lists as None."""
+    found, lists, layout, ints, floats = list(arguments), captures + 1, captures + 2, captures + 5, captures + 6
+    for i in (captures, lists, layout, ints, floats):
+        found[i] = arguments[i] or []
+    return found
 
 
 def forward(*arguments: Any) -> list[Tensor]:
@@ -72,6 +80,14 @@ def backward(*arguments: Any) -> list[Tensor]:
     if _function_modes() or is_watched():
         return (OPS.backward.floats if arguments[13] else OPS.backward.default)(*arguments)
     return _backward(*arguments)
+
+
+def _dispatched_forward(*arguments: Any) -> list[Tensor]:
+    return _forward(*with_lists(arguments))
+
+
+def _dispatched_backward(*arguments: Any) -> list[Tensor]:
+    return _backward(*with_lists(arguments, captures=7))
 
 
 def _forward(*arguments: Any) -> list[Tensor]:
@@ -291,10 +307,11 @@ def _fake_backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor
     return [*found, *(x.new_empty(x.shape) for x, need in zip(others, needs[3:], strict=True) if need)]
 
 
+_KERNELS = ("forward", _dispatched_forward, _fake_forward), ("backward", _dispatched_backward, _fake_backward)
 for _suffix in ("", ".floats"):
-    for _name, _kernel, _fake in (("forward", _forward, _fake_forward), ("backward", _backward, _fake_backward)):
+    for _name, _kernel, _fake in _KERNELS:
         for _key in ("CPU", "CUDA"):
-            _LIBRARY.impl(f"{_name}{_suffix}", _kernel, _key)
-        torch.library.register_fake(f"{NAMESPACE}::{_name}{_suffix}", _fake, lib=_LIBRARY)
+            LIBRARY.impl(f"{_name}{_suffix}", _kernel, _key)
+        torch.library.register_fake(f"{NAMESPACE}::{_name}{_suffix}", _fake, lib=LIBRARY)
 
 _OVERLOADS = (OPS.forward.default, OPS.forward.floats, OPS.backward.default, OPS.backward.floats)

@@ -64,14 +64,14 @@ def _pack_rows(
 
 
 def _list_rows(
-    columns: Tensor, captures: list[Tensor], ints: list[int], floats: list[Tensor], T_q: int, T_k: int, heads: int,
-    longest: int, both: bool, spec: str,
+    columns: Tensor, captures: list[Tensor] | None, ints: list[int] | None, floats: list[Tensor] | None, T_q: int,
+    T_k: int, heads: int, longest: int, both: bool, spec: str,
 ) -> list[Tensor]:  # fmt: skip
     parsed = loads(spec)
     form, packing = parsed.sequences, Packing.of_columns(columns, T_q)
-    numbers = (x.item() for x in floats)
+    numbers = (x.item() for x in floats or ())  # AOTInductor passes empty lists as None
     assert form is not None and form.window is not None
-    mask = packed_mask(bound_to(parsed.mask, captures, iter(ints), numbers), packing, form.window)
+    mask = packed_mask(bound_to(parsed.mask, captures or (), iter(ints or ()), numbers), packing, form.window)
     window = form.window if parsed.mask is None else None
     blocks = mask_of_rows(mask, packing, window, (T_q, T_k), heads, both, longest)
     return flat_lists(blocks)

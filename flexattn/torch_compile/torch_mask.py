@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexattn.block_mask import BlockMask
-from flexattn.block_mask.from_torch import LISTS, version
+from flexattn.block_mask.from_torch import LISTS, have_versions, version
 from flexattn.block_mask.one_tensor import most_runs, pack, packed_size
 from flexattn.block_mask.prepared import MaskForm, MaskInts
 
@@ -58,7 +58,7 @@ def _pack_lists(*arguments: Any) -> Tensor:
     lists, (lengths, block_size) = arguments[: len(LISTS)], arguments[len(LISTS) :]
     state = (*_states(lists), tuple(lengths), tuple(block_size))
     known = _packed.get(lists[1])
-    if known is None or known[0] != state:
+    if known is None or known[0] != state or not have_versions(lists):
         mask = BlockMask(tuple(lengths), *lists, BLOCK_SIZE=tuple(block_size))
         directions = [mask.kv_runs] if mask.q_runs is None else [mask.kv_runs, mask.q_runs]
         # The other lists are kept, so that another tensor cannot have the id of one of them.

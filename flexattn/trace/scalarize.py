@@ -169,10 +169,14 @@ def _output(
     boolean = isinstance(result, (bool, torch.SymBool))
     if kind == "score" and not boolean and isinstance(result, (int, float, torch.SymInt, torch.SymFloat)):
         return elements.scalar(result, dtype)
-    wanted = "a bool tensor" if kind == "mask" else "a scalar tensor"
     fix = _BOOL_SCORE if boolean else _COMPLEX_SCORE if isinstance(result, complex) else "Return one."
-    found = _NUMBERS.get(type(result), type(result)).__name__
-    raise ModError(f"{name}: found a result of type {found}, expected {wanted}. {fix}")
+    raise wrong_result(name, kind, _NUMBERS.get(type(result), type(result)).__name__, fix)
+
+
+def wrong_result(name: str, kind: Kind, found: str, fix: str = "Return one.") -> ModError:
+    """Return the error for a mod whose result has a type that is neither a tensor's nor a number's."""
+    wanted = "a bool tensor" if kind == "mask" else "a scalar tensor"
+    return ModError(f"{name}: found a result of type {found}, expected {wanted}. {fix}")
 
 
 def _example_of_read(captured: dict[fx.Node, str]) -> str:
