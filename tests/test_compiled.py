@@ -631,6 +631,28 @@ def test_kernel_options_that_change():
         )
 
 
+VALUES_OF_FLOATS = {
+    "power": lambda s, a: s * a**2,
+    "root": lambda s, a: s * a**0.5,
+    "minimum": lambda s, a: s * min(a, 0.35),
+    "int": lambda s, a: s * int(a * 10),
+    "round": lambda s, a: s * round(a, 1),
+    "quotient": lambda s, a: s * (a // 0.1) + a,
+}
+
+
+@pytest.mark.parametrize("name", VALUES_OF_FLOATS)
+def test_floats_whose_values_a_mod_needs(name):
+    """One compilation for each value."""
+    mod = VALUES_OF_FLOATS[name]
+
+    def f(q, k, v, a):
+        return flex_attention(q, k, v, lambda s, b, h, q_idx, kv_idx: mod(s, a) * (q_idx * a > 3))
+
+    given = [((*x, n), x) for n in (0.3, 0.4, 0.5, 0.3) for x in [qkv(3)]]
+    assert compilations(f, given) == [1, 2, 3, 3]
+
+
 @pytest.mark.parametrize(("name", "number"), [("scale", 1 / np.sqrt(D)), ("sink", np.float64(0.5))])
 def test_numbers_of_numpy(name, number):
     assert_equal_compiled(lambda q, k, v: flex_attention(q, k, v, **{name: number}), *qkv(0))

@@ -19,12 +19,13 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
+from flexattn.errors import FlexAttentionError
 from flexattn.torch_compile.attention import call_operators
 from flexattn.torch_compile.call_arguments import operands_of
 from flexattn.torch_compile.call_marker import CALL_MARKER, MarkedCall, make_constant
 from flexattn.torch_compile.graph_break import body_with_graph_break
 from flexattn.torch_compile.spec import revision
-from flexattn.torch_compile.subgraph import ModInGraph, bind_mod, is_item
+from flexattn.torch_compile.subgraph import ModInGraph, bind_mod, floats_by_value, is_item
 from flexattn.trace.interception import gather
 
 try:
@@ -81,7 +82,9 @@ class FlexAttentionHOPVariable(BaseHOPVariable):  # type: ignore[misc]
         translator = args[0]
         body = translator.output.nn_modules[operands[0].node.target]
         make_constant(body.graph)
-        return (operands[0], *_without_floats(body.graph, operands[1:])), *rest
+        found = _without_floats(body.graph, operands[1:])
+        _guard_values(body)
+        return (operands[0], *found), *rest
 
 
 def _without_floats(graph: fx.Graph, operands: Sequence[fx.Proxy]) -> list[Any]:
@@ -107,6 +110,28 @@ def _without_floats(graph: fx.Graph, operands: Sequence[fx.Proxy]) -> list[Any]:
             node.replace_all_uses_with(float(number))  # guards it
             graph.erase_node(node)
     return found
+
+
+def _guard_values(body: fx.GraphModule) -> None:
+    """Make floats whose values the traces of the mods need guarded constants."""
+    graph = body.graph
+    if not any(map(is_item, graph.nodes)):
+        return
+    values = {n: n.meta["example_value"] for n in graph.nodes if n.op == "placeholder"}
+    (node,) = (n for n in graph.nodes if n.target is CALL_MARKER)
+    marked = MarkedCall(node, values)
+    wide = torch.float64 if marked.given.query.dtype == torch.float64 else torch.float32
+    for kind, result, scalars in marked.mods:
+        if result is None:
+            continue
+        try:
+            found = floats_by_value(ModInGraph(body, result, scalars, values), kind, wide)
+        except FlexAttentionError:  # it is raised again when the mod is bound
+            continue
+        for item in found:
+            value: Any = float(item.meta["example_value"])  # guards it
+            item.replace_all_uses_with(value)
+            graph.erase_node(item)
 
 
 # None: each call is a graph break.

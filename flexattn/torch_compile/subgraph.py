@@ -36,15 +36,40 @@ def bind_mod(source: ModInGraph, kind: Kind, score_dtype: torch.dtype) -> BoundM
 
     Numbers of the result may be symbols, or float64 tensors on the CPU, and its graph is not narrowed for them.
     """
-    body, lifted = _cut(source)
-    with outside_of_modes():
-        leaves = [Leaf(_name(n), _hint(n, source.values)) for n in lifted]
-        traced = trace_body(body, kind, leaves, *_location(source.result, kind), score_dtype)
+    traced, lifted, leaves = _traced(source, kind, score_dtype)
     tensors = [source.values[n] for n, leaf in zip(lifted, leaves, strict=True) if isinstance(leaf.value, Tensor)]
     numbers = [
         source.values[_source(n)] for n, leaf in zip(lifted, leaves, strict=True) if not isinstance(leaf.value, Tensor)
     ]
     return bind(traced, tensors, numbers)
+
+
+def _traced(source: ModInGraph, kind: Kind, score_dtype: torch.dtype) -> tuple[Traced, list[fx.Node], list[Leaf]]:
+    """Return the trace of a mod, and the nodes of what it captures, with an example of each."""
+    body, lifted = _cut(source)
+    with outside_of_modes():
+        leaves = [Leaf(_name(n), _hint(n, source.values)) for n in lifted]
+        return trace_body(body, kind, leaves, *_location(source.result, kind), score_dtype), lifted, leaves
+
+
+def floats_by_value(source: ModInGraph, kind: Kind, score_dtype: torch.dtype) -> list[fx.Node]:
+    """Return the floats of which a trace needs the value: the tensors that stand for them in a graph do not suffice.
+
+    A condition of the trace needs it, and so does a number that is computed by more than arithmetic (`round(x)`).
+    """
+    traced, lifted, leaves = _traced(source, kind, score_dtype)
+    numbers = [n for n, leaf in zip(lifted, leaves, strict=True) if not isinstance(leaf.value, Tensor)]
+    needing = [*traced.conditions, *(text for text in traced.number_texts if not _is_arithmetic(text))]
+    read = {int(i) for text in needing for i in _READ.findall(text)}
+    return [n for i, n in enumerate(numbers) if i in read and is_item(n)]
+
+
+_READ = re.compile(r"\bn\[(\d+)\]")
+_NAME = re.compile(r"(?<![\w.])[A-Za-z_][\w.]*")
+
+
+def _is_arithmetic(text: str) -> bool:
+    return set(_NAME.findall(_READ.sub("", text))) <= {"float", "abs", "torch._sym_sqrt"}
 
 
 def bind(traced: Traced, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> BoundMod:
