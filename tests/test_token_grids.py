@@ -106,6 +106,7 @@ CALLS: dict[str, tuple[tuple[Tensor, ...], dict[str, Any], bool, bool]] = {
     "plain": (tensors(), {}, True, True),
     "float16": (tensors(128, torch.float16), {}, True, True),
     "other widths": (tensors(40, Dv=72), {}, True, True),
+    "kernels that skip no halves": (tensors(192, Dv=128), {}, False, False),
     "sink": (tensors(), {"sink": 0.5}, True, True),
     "softcap": (tensors(), {"score_mod": mods.softcap(20.0)}, True, True),
     "by head": (tensors(), {"score_mod": lambda s, b, h, q, kv: s * SLOPES[h]}, True, True),

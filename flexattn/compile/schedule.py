@@ -19,6 +19,7 @@ from flexattn.compile.kernels import (
     FORWARD,
     FUSED,
     FUSED_STRIPES,
+    HALVES,
     HOPPER_BACKWARD,
     HOPPER_BACKWARD_STRIPES,
     PAIR,
@@ -219,7 +220,7 @@ def forward_in_best_order(problem: Problem, target: Target) -> Problem:
         return problem
     q, k, v = problem.query, problem.key, problem.value
     tensors = {"q": q, "k": k, "v": v, "o": empty_in_order(q, v.size(-1))}
-    return problem if plan_best_form(FORWARD, tiled, target, tensors)[0].token_tile is None else tiled
+    return tiled if _is_faster(plan_best_form(FORWARD, tiled, target, tensors)[0], tiled) else problem
 
 
 def backward_in_best_order(problem: Problem, tensors: Tensors, target: Target) -> Problem:
@@ -227,9 +228,15 @@ def backward_in_best_order(problem: Problem, tensors: Tensors, target: Target) -
     tiled = _in_tiles(problem)
     if problem.score_grad is not None and problem.score_grad.sites:  # those of gradients of captured tensors do not
         return problem
-    if tiled is None or any(plan.token_tile is None for plan in _backward_plans(tiled, tensors, target)):
+    if tiled is None or not all(_is_faster(plan, tiled) for plan in _backward_plans(tiled, tensors, target)):
         return problem
     return tiled
+
+
+def _is_faster(plan: KernelPlan, tiled: Problem) -> bool:
+    """Return whether a kernel reads the order of tiles, and skips the halves of blocks that are empty in it."""
+    skips = not plan.spec.products or HALVES.name in plan.features or not tiled.tiles.mask.skips_halves
+    return plan.token_tile is not None and skips
 
 
 def _in_tiles(problem: Problem) -> Problem | None:
