@@ -670,6 +670,19 @@ def test_numbers_are_checked(name, number):
         torch.compile(f, fullgraph=True, backend="aot_eager")(*qkv(0))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [({"is_causal": True}, "no such keyword argument"), ({"block_mask": torch.ones(2, 2)}, "is not a BlockMask")],
+)
+def test_arguments_of_other_functions(wrong, found):
+    f = lambda q, k, v: flex_attention(q, k, v, **wrong)  # noqa: E731
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=found):
+        torch.compile(f, fullgraph=True, backend="eager")(*qkv(0))
+    torch._dynamo.reset()
+    with pytest.raises(flexattn.FlexAttentionError, match="create_block_mask"):
+        torch.compile(f, backend="eager")(*qkv(0))
+
+
 @pytest.mark.parametrize("kind", ["score", "mask"])
 def test_a_mod_without_a_result(kind):
     def mod(*indices):

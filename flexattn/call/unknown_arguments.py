@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from flexattn.errors import UnknownArgumentError, message
+from flexattn.torch_state.uncompiled import uncompiled
 
 _CAUSAL = "block_mask=create_block_mask(mods.causal, None, None, Q_LEN, KV_LEN)"
 _DENSE = (
@@ -70,7 +71,7 @@ _NOT_OF_CALLS = {
 }
 
 
-def unknown_arguments(function: Callable[..., Any], names: Iterable[str]) -> UnknownArgumentError:
+def _unknown_arguments(function: Callable[..., Any], names: Iterable[str]) -> UnknownArgumentError:
     """Return the error for keyword arguments that a function does not have."""
     name = next(iter(names))
     known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -88,3 +89,9 @@ def unknown_arguments(function: Callable[..., Any], names: Iterable[str]) -> Unk
     else:
         fix = "Leave it out."
     return UnknownArgumentError(message(called, f"the keyword argument {name}", "one that it has", fix))
+
+
+unknown_arguments = uncompiled(
+    _unknown_arguments,
+    "this function of flexattn has no such keyword argument. Without torch.compile, the error says what to write instead",
+)

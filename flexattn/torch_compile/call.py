@@ -17,7 +17,7 @@ from flexattn.call.pose import autocast
 from flexattn.call.varlen.arguments import batch_of_rows, rows_of_batch
 from flexattn.torch_compile.call_arguments import option_texts
 from flexattn.torch_compile.call_marker import CALL_MARKER
-from flexattn.torch_compile.graph_break import call_with_graph_break, prepared
+from flexattn.torch_compile.graph_break import call_with_graph_break, prepared, refused
 from flexattn.torch_compile.sequence_form import described
 from flexattn.torch_compile.torch_mask import torch_mask
 
@@ -48,11 +48,13 @@ def traced_call(
         seed = torch.ops.aten.random.default(torch.empty(1, dtype=torch.int64, device=device))
     lists, sizes, form, mask_mod = (), (), None, None if layout is None else layout.mask_mod
     if block_mask is not None:
-        if isinstance(block_mask, upstream.BlockMask) and not isinstance(block_mask, BlockMask):
+        if not isinstance(block_mask, upstream.BlockMask):
+            refused(block_mask)
+        if not isinstance(block_mask, BlockMask):
             lists, sizes, form = torch_mask(block_mask)
             mask_mod = block_mask.mask_mod
         else:
-            if not isinstance(block_mask, BlockMask) or block_mask._prepared is None:
+            if block_mask._prepared is None:
                 block_mask = prepared(block_mask)
             ready: Any = block_mask._prepared
             lists, form = ready.tensors, ready.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
@@ -71,6 +71,10 @@ def _prepared(block_mask: Any) -> BlockMask:
         return block_mask.prepare()
     if isinstance(block_mask, upstream.BlockMask):
         return from_torch(block_mask).prepare()
+    _refused(block_mask)
+
+
+def _refused(block_mask: Any) -> NoReturn:
     fix = "Make one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)."
     raise DtypeError(message("block_mask", f"a {type(block_mask).__name__}", "a BlockMask or None", fix))
 
@@ -79,4 +83,7 @@ prepared = uncompiled(
     _prepared,
     "this BlockMask is not prepared for compiled graphs: it was not made by flexattn.create_block_mask, or was sliced, "
     "expanded or moved since. Call block_mask.prepare() before the compiled function",
+)
+refused = uncompiled(
+    _refused, "block_mask is not a BlockMask. Make one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
 )
