@@ -93,5 +93,5 @@ def _unknown_arguments(function: Callable[..., Any], names: Iterable[str]) -> Un
 
 unknown_arguments = uncompiled(
     _unknown_arguments,
-    "this function of flexattn has no such keyword argument. Without torch.compile, the error says what to write instead",
+    "it has no such keyword argument. Without torch.compile, the error names it and says what to write instead",
 )
