@@ -16,6 +16,7 @@ from torch.nn.attention import flex_attention as upstream
 
 import flexattn
 from flexattn import create_block_mask, flex_attention, mods
+from flexattn.block_mask.from_torch import from_torch
 
 B, H, T, D = 2, 2, 160, 16
 Step = tuple[tuple[Any, ...], list[Tensor]]  # arguments, and the tensors whose gradients are compared
@@ -597,6 +598,8 @@ def test_masks_that_were_built_in_inference_mode():
 
 
 def test_lists_of_torch_that_change_in_inference_mode():
+    """Others are converted once."""
+
     def f(q, k, v):
         return flex_attention(q, k, v, None, mask)
 
@@ -606,6 +609,7 @@ def test_lists_of_torch_that_change_in_inference_mode():
         mask.q_indices = mask.q_num_blocks = mask.full_q_indices = mask.full_q_num_blocks = None
         for call in (f, torch.compile(f, fullgraph=True, backend="aot_eager")):
             before = call(*x)
+            assert from_torch(mask) is from_torch(mask)
             mask.full_kv_num_blocks.zero_()
             assert not torch.equal(call(*x), before)
             mask.full_kv_num_blocks.copy_(torch.arange(T // 32))
@@ -619,6 +623,33 @@ def test_a_large_table_that_the_mask_computes_is_compared():
     shift = torch.ones(1, dtype=torch.int64)
     with pytest.raises(flexattn.errors.MutationError, match="other values"):
         compiled(*qkv(0))
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 0.1), (torch.float16, 0.01), (torch.float32, 1e-6)])
+def test_small_values_that_the_mask_computes_are_compared(dtype, size):
+    table, factor = (torch.rand(T) * size).to(dtype), torch.ones(1, dtype=dtype)
+    mask = create_block_mask(lambda b, h, i, j: (table * factor)[i] >= size / 2, None, None, T, T, device="cpu")
+    compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, None, mask), fullgraph=True, backend="aot_eager")
+    compiled(*qkv(0))
+    factor = torch.full((1,), 0.9, dtype=dtype)
+    with pytest.raises(flexattn.errors.MutationError, match="other values"):
+        compiled(*qkv(0))
+
+
+def test_masks_of_floats_in_a_module():
+    """What a mask was built from is not a constant of the graph."""
+
+    class Held(nn.Module):
+        def forward(self, q, k, v):
+            return flex_attention(q, k, v, None, self.mask)
+
+    held, x = Held(), qkv(0)
+    compiled = torch.compile(held, fullgraph=True, backend="aot_eager")
+    for n in range(1, 12):
+        keep = (lambda x: lambda b, h, i, j: (i - j).float() < x)(n + 0.5)
+        held.mask = create_block_mask(keep, None, None, T, T, device="cpu")
+        assert torch.equal(compiled(*x), held(*x))
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 def test_kernel_options_that_change():
@@ -655,12 +686,22 @@ def test_floats_whose_values_a_mod_needs(name):
 
 @pytest.mark.parametrize(("name", "number"), [("scale", 1 / np.sqrt(D)), ("sink", np.float64(0.5))])
 def test_numbers_of_numpy(name, number):
+    """Also as the result of a mod."""
+    assert_equal_compiled(lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: number), *qkv(0))
     assert_equal_compiled(lambda q, k, v: flex_attention(q, k, v, **{name: number}), *qkv(0))
 
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [("scale", True), ("scale", float("nan")), ("sink", True), ("sink", float("nan")), ("dropout_p", 2)],
+    [
+        ("scale", True),
+        ("scale", float("nan")),
+        ("scale", "0.5"),
+        ("sink", True),
+        ("sink", float("nan")),
+        ("sink", "1"),
+        ("dropout_p", 2),
+    ],
 )
 def test_numbers_are_checked(name, number):
     f = lambda q, k, v: flex_attention(q, k, v, **{name: number})  # noqa: E731

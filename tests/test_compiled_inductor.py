@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.graph  # it imports a name that a test removes
 from torch import Tensor
 from torch._inductor import config, lowering
 from torch._inductor.scheduler import Scheduler

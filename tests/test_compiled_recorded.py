@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexattn import AuxRequest, create_block_mask, flex_attention, mods
+from flexattn.errors import UnsupportedError
 
 B, H, T, D = 2, 2, 96, 16
 
@@ -79,6 +80,34 @@ def test_gradients_of_an_exported_program(strict):
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     with torch.no_grad():
         assert not loaded(*x).requires_grad
+
+
+def test_an_exported_program_with_a_sink():
+    class Sink(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.sink = nn.Parameter(torch.randn(H))
+
+        def forward(self, q, k, v):
+            return flex_attention(q, k, v, sink=self.sink)
+
+    module, x = Sink(), qkv()
+    loaded = torch.export.export(module, tuple(x)).module()
+    expected = gradients(module, x, [module.sink])
+    for called in (loaded, torch.compile(loaded, backend="aot_eager", fullgraph=True)):
+        found = gradients(called, x, [*loaded.parameters()])
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_transforms_of_an_exported_program():
+    module, (q, k, v) = Attention(), qkv()
+    loaded = torch.export.export(module, (q, k, v)).module()
+    with pytest.raises(UnsupportedError, match="torch.func"):
+        torch.func.jvp(lambda q: loaded(q, k, v), (q,), (torch.ones_like(q),))
+    with pytest.raises(UnsupportedError, match="torch.func"):
+        torch.func.grad(lambda q: loaded(q, k, v).sum())(q)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(UnsupportedError, match="torch.func"):
+        loaded(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)), k, v)
 
 
 @pytest.mark.parametrize("mode", ["real", "symbolic"])

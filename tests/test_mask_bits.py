@@ -390,14 +390,14 @@ def test_bits_in_graphs() -> None:
     assert ready is not None
     form = MaskForm.loads(ready.text)
     assert form.has_bits
-    assert len(ready.tensors) == 1 + BITS_TENSORS
+    assert len(ready.tensors) == 2 + BITS_TENSORS
     bound, query = trace(NEIGHBORS, "mask"), torch.zeros(1, 2, 512, 64)
-    same = mask_of_lists(ready.tensors, form, ready.ints, query, 512, 512, bound)
+    same = mask_of_lists(ready.tensors, form, query, 512, 512, bound)
     assert same.bits is not None
-    assert all(x is y for x, y in zip(same.bits.tensors, ready.tensors[1:], strict=True))
-    assert mask_of_lists(ready.tensors, form, ready.ints, query, 512, 512, trace(dilated, "mask")).bits is None
-    assert mask_of_lists(ready.tensors, form, ready.ints, query, 512, 512, None).bits is None
-    of_bits = tuple(ready.tensors[1:])
+    assert all(x is y for x, y in zip(same.bits.tensors, ready.tensors[2:], strict=True))
+    assert mask_of_lists(ready.tensors, form, query, 512, 512, trace(dilated, "mask")).bits is None
+    assert mask_of_lists(ready.tensors, form, query, 512, 512, None).bits is None
+    of_bits = tuple(ready.tensors[2:])
     assert MaskBits.from_tensors(of_bits, (512, 512), False).tensors == of_bits
     text = Spec(form=form).dumps()
     assert loads(text).form == form

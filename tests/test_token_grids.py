@@ -16,7 +16,7 @@ import flexattn
 from flexattn import BlockMask, create_block_mask, create_mask, explain, mods
 from flexattn.block_mask import InTiles
 from flexattn.block_mask.bits import BITS_TENSORS
-from flexattn.block_mask.prepared import MaskForm, digest_of
+from flexattn.block_mask.prepared import MaskForm, MaskNumbers, digest_of
 from flexattn.call.call import Call
 from flexattn.call.memory_order import empty_in_order
 from flexattn.call.pose import pose
@@ -309,25 +309,26 @@ def test_they_are_arguments_of_compiled_graphs(heads: int | None, has_runs: bool
     assert ready is not None
     form = MaskForm.loads(ready.text)
     assert form.tile == GRID.tile
-    assert (ready.ints.built_from & ~3, ready.ints.columns) == (digest_of(bound), GRID.shape[1])
+    halves = mask.skips_halves, mask.in_tiles.mask.skips_halves
+    assert MaskNumbers.of_sizes(ready.tensors[1]) == (digest_of(bound), *halves, WIDTH)
     assert form.runs == ((0,) if has_runs else ())
     assert MaskForm.loads(form.dumps()) == form
     assert loads(Spec(form=form).dumps()).form == form
-    assert len(ready.tensors) == 2 * (1 + BITS_TENSORS) + len(form.runs)
+    assert len(ready.tensors) == 1 + 2 * (1 + BITS_TENSORS) + len(form.runs)
     query = torch.zeros(1, 2, S, 64)
-    found = mask_of_lists(ready.tensors, form, ready.ints, query, S, S, bound)
+    found = mask_of_lists(ready.tensors, form, query, S, S, bound)
     assert_equal_tiles(found.in_tiles, mask.in_tiles)
-    assert mask_of_lists(ready.tensors, form, ready.ints, query, S, S, bound) is found
+    assert mask_of_lists(ready.tensors, form, query, S, S, bound) is found
     copies = [t.clone() for t in ready.tensors]  # as a CUDA graph passes them
-    assert mask_of_lists(copies, form, ready.ints, query, S, S, bound).in_tiles is not None
+    assert mask_of_lists(copies, form, query, S, S, bound).in_tiles is not None
     for other in (trace(mods.causal, "mask"), None):  # the lists and the mod are not of the same mask
-        assert mask_of_lists(ready.tensors, form, ready.ints, query, S, S, other).in_tiles is None
+        assert mask_of_lists(ready.tensors, form, query, S, S, other).in_tiles is None
     plain = copy.copy(mask)
     plain._in_tiles = plain._state = plain._prepared = None
     without = plain.prepare()._prepared
     assert without is not None
     assert MaskForm.loads(without.text).tile is None
-    assert len(without.tensors) == 1 + BITS_TENSORS + len(form.runs)
+    assert len(without.tensors) == 2 + BITS_TENSORS + len(form.runs)
 
 
 @pytest.mark.usefixtures("always_in_tiles")

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flexattn.block_mask.mask import METADATA, BlockMask
 from flexattn.errors import ArgumentError, message
 from flexattn.mods.combine import noop_mask
 
-_converted: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], BlockMask]] = weakref.WeakKeyDictionary()
+Values = list[Tensor | None]
+# torch's mask -> its state, the values of lists without versions, the converted mask
+_converted: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], Values, BlockMask]] = weakref.WeakKeyDictionary()
 
 
 def from_torch(mask: Any) -> BlockMask:
     """Return a torch BlockMask as a flexattn BlockMask. It is converted again only if it or its tensors changed."""
     state = _torch_state(mask)
     known = _converted.get(mask)
-    if known is not None and _same_state(known[0], state) and have_versions(getattr(mask, x) for x in LISTS):
-        return known[1]
+    lists = [getattr(mask, name) for name in LISTS]
+    if known is not None and _same_state(known[0], state) and have_values(lists, known[1]):
+        return known[2]
     mod = mask.mask_mod
     if getattr(mod, "__module__", "") == "torch.nn.attention.flex_attention" and mod.__name__ == "noop_mask":
         mod = noop_mask
     fields: dict[str, Any] = {name: getattr(mask, name) for name in ("seq_lengths", *LISTS, "BLOCK_SIZE")}
     fields |= {name: getattr(mask, name, None) for name in (*METADATA, "dq_kv_order_spt")}
     converted = BlockMask(**fields, mask_mod=mod)
-    _converted[mask] = (state, converted)
+    _converted[mask] = (state, values_of(lists), converted)
     return converted
 
 
@@ -51,9 +55,19 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def have_versions(tensors: Iterable[Tensor | None]) -> bool:
-    """Return whether changes in place can be seen: tensors that were made in inference_mode do not count them."""
-    return not any(t is not None and t.is_inference() for t in tensors)
+def values_of(tensors: Sequence[Tensor | None]) -> Values:
+    """Return copies of the tensors on a CPU that were made in inference_mode: they do not count changes in place.
+
+    On a GPU the host would wait to compare them.
+    """
+    return [None if t is None or not t.is_inference() or not t.is_cpu else t.clone() for t in tensors]
+
+
+def have_values(tensors: Sequence[Tensor | None], values: Values) -> bool:
+    """Return whether tensors have the values that `values_of` returned."""
+    return all(
+        v is None or (t is not None and torch.equal(t, v)) for t, v in zip(tensors, values, strict=True)
+    )  # fmt: skip
 
 
 def _same_state(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:

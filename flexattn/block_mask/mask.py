@@ -20,7 +20,7 @@ from flexattn.block_mask.bits import MaskBits
 from flexattn.block_mask.lists import check_transposed, lists_of, read_lists
 from flexattn.block_mask.one_tensor import pack, savable
 from flexattn.block_mask.pairs import Pairs, count_useful
-from flexattn.block_mask.prepared import SKIPS, SKIPS_IN_TILES, MaskForm, MaskInts, Origin, Prepared
+from flexattn.block_mask.prepared import MaskForm, MaskNumbers, Origin, Prepared
 from flexattn.block_mask.record import BuildCounts, CaptureRecord, Shell, lift, move
 from flexattn.block_mask.runs import RunLists, Runs, run_lists_of
 from flexattn.block_mask.slices import SlicedMod, as_tensor, offset_of, positions, sliced_length
@@ -468,14 +468,18 @@ class BlockMask(upstream.BlockMask):
             tile=None if tiles is None else tiles.grid.tile,
         )  # fmt: skip
         origin = Origin(record, record is None or record.mod is self._mask_mod)
-        ints = MaskInts(origin.digest | (SKIPS if self.skips_halves else 0))
+        numbers = MaskNumbers(
+            origin.digest if form.has_bits or runs else 0,  # a graph with new numbers takes 0.5 to 5 ms
+            self.skips_halves,
+            tiles is not None and tiles.mask.skips_halves,
+            1 if tiles is None else tiles.grid.shape[1],
+        )
         if tiles is not None:
             others += tiles.mask._packed()
-            skips = SKIPS_IN_TILES if tiles.mask.skips_halves else 0
-            ints = MaskInts(ints.built_from | skips, tiles.grid.shape[1])
-        tensors = tuple(map(savable, (lists, *others, *(r.places for r in runs))))
+        sizes = numbers.as_sizes(lists.device)
+        tensors = tuple(map(savable, (lists, sizes, *others, *(r.places for r in runs))))
         origin.keep(tensors[0])
-        self._prepared = Prepared(tensors, ints, form.dumps())
+        self._prepared = Prepared(tensors, form.dumps())
         return self
 
     def _packed(self) -> list[Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flexattn.block_mask.runs import RunLists, Runs
 
-_DYNAMIC = "_dynamo_weak_dynamic_indices"  # the attribute of a tensor with the dims that Dynamo makes symbols
+DYNAMIC = "_dynamo_weak_dynamic_indices"  # the attribute of a tensor with the dims that Dynamo makes symbols
 _LEAST = 16  # runs; a size of 0 or 1 would be specialized by torch.compile
 
 
@@ -35,7 +35,7 @@ def pack(directions: Sequence[RunLists], capacity: int | None = None) -> Tensor:
     for r in runs:
         parts += [r.flatten(), r.new_empty(2 * (capacity - len(r)))]  # never read
     packed = torch.cat(parts)
-    setattr(packed, _DYNAMIC, {0})  # as torch._dynamo.maybe_mark_dynamic does
+    setattr(packed, DYNAMIC, {0})  # as torch._dynamo.maybe_mark_dynamic does
     return packed
 
 
@@ -45,8 +45,8 @@ def savable(tensor: Tensor) -> Tensor:
         return tensor
     with torch.inference_mode(False):
         copied = tensor.clone()
-    if hasattr(tensor, _DYNAMIC):
-        setattr(copied, _DYNAMIC, getattr(tensor, _DYNAMIC))
+    if hasattr(tensor, DYNAMIC):
+        setattr(copied, DYNAMIC, getattr(tensor, DYNAMIC))
     return copied
 
 

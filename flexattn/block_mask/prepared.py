@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.block_mask.one_tensor import DYNAMIC
 from flexattn.block_mask.record import AnyOf, CaptureRecord, changed, is_unchanged
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.mod_graph import ModGraph
@@ -50,31 +51,40 @@ class MaskForm:
         return MaskForm(**given)
 
 
-class MaskInts(NamedTuple):
+class MaskNumbers(NamedTuple):
     """What a mask has in numbers that are not in its form, so that a graph takes masks with any of them."""
 
-    # The digest of what it was built from, 0 if that is not known, plus SKIPS and SKIPS_IN_TILES. It is one number:
-    # torch.compile makes a number that changes a symbol, with one more compilation.
-    built_from: int = 0
-    columns: int = 2  # of its grid
+    digest: int = 0  # of what it was built from; 0 if that is not known, or if it has neither bits nor runs
+    skips_halves: bool = False  # as in its bits
+    tiles_skip_halves: bool = False  # as in those of the order of tiles
+    columns: int = 1  # of its grid
 
-    @property
-    def digest(self) -> int:
-        return self.built_from & ~(SKIPS | SKIPS_IN_TILES)
+    def as_sizes(self, device: torch.device) -> Tensor:
+        """Return an empty tensor whose sizes are the numbers: torch.compile makes sizes symbols, and no constants."""
+        high, low = divmod(self.digest, 1 << _BITS)
+        sizes = (0, 4 * high + 2 * self.skips_halves + self.tiles_skip_halves + _LEAST, low + _LEAST, self.columns)
+        made = torch.empty(sizes, dtype=torch.int8, device=device)
+        setattr(made, DYNAMIC, {1, 2, 3})
+        return made
+
+    @staticmethod
+    def of_sizes(sizes: Tensor) -> MaskNumbers:
+        _, high, low, columns = sizes.shape
+        high, halves = divmod(high - _LEAST, 4)
+        return MaskNumbers((high << _BITS) + low - _LEAST, halves & 2 != 0, halves & 1 != 0, columns)
 
 
-# Kernels skip empty halves of blocks, as MaskBits.skips_halves says.
-SKIPS, SKIPS_IN_TILES = 1, 2
+_BITS = 20  # of each half of the digest; the product of all sizes must be below 2**63
+_LEAST = 2  # graphs are for one value of a size of 0 or 1
 
 
 @frozen
 class Prepared:
     """The arguments of operators for a mask."""
 
-    # The lists as one tensor (see one_tensor.py), the bits, the same of the mask in the order of tiles, then the places
-    # of equal runs.
+    # The lists as one tensor (see one_tensor.py), MaskNumbers as sizes, the bits, the lists and the bits of the mask in
+    # the order of tiles, then the places of equal runs.
     tensors: tuple[Tensor, ...]
-    ints: MaskInts
     text: str  # a MaskForm
 
 
@@ -84,7 +94,7 @@ def digest_of(mask: BoundMod) -> int:
 
 
 def _digest(graph: ModGraph, numbers: tuple[int | float, ...]) -> int:
-    return 4 * int(specialized(graph, numbers).digest[:15], 16)  # below 2**62
+    return int(specialized(graph, numbers).digest[:10], 16)  # below 2**40
 
 
 class Origin:
@@ -169,7 +179,6 @@ class Origin:
 
 
 _ATTRIBUTE = "_flexattn_origin"
-_ULPS = 16  # by which functions of floats that Inductor compiled may differ from those of torch
 
 
 def is_computed(record: CaptureRecord, capture: AnyOf) -> bool:
@@ -185,8 +194,11 @@ def _computed(record: CaptureRecord, capture: AnyOf) -> Tensor | None:
 def _has_values(before: Tensor, now: Tensor) -> bool:
     if torch.equal(before, now):
         return True
-    rounding = _ULPS * torch.finfo(now.dtype).eps if now.is_floating_point() else 0.0
-    return rounding > 0 and torch.allclose(before, now, rtol=rounding, atol=rounding, equal_nan=True)
+    if not now.is_floating_point():
+        return False
+    # Functions that Inductor compiled differ from torch's in the last bits. They compute half precision in float32.
+    ulps = 1 if now.dtype.itemsize < 4 else 16
+    return torch.allclose(before, now, rtol=ulps * torch.finfo(now.dtype).eps, atol=0, equal_nan=True)
 
 
 def _equals(before: Tensor | None, now: Tensor) -> bool:

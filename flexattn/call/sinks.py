@@ -21,7 +21,7 @@ def check_sink(sink: object, query: Tensor, plain: bool = True) -> Tensor | None
     """
     if sink is None:
         return None
-    wide = torch.promote_types(query.dtype, torch.float32)
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     if not isinstance(sink, Tensor):
         return _constant(number_of_sink(sink), wide, query.device)
     if plain:
@@ -41,7 +41,7 @@ def check_sink(sink: object, query: Tensor, plain: bool = True) -> Tensor | None
 
 def constant_sink(number: float, query: Tensor) -> Tensor:
     """Return a number as a sink of this query."""
-    return _constant(number, torch.promote_types(query.dtype, torch.float32), query.device)
+    return _constant(number, torch.float64 if query.dtype == torch.float64 else torch.float32, query.device)
 
 
 def number_of_sink(sink: object) -> float:

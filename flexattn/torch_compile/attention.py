@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
 from flexattn.errors import UnsupportedError, message
 from flexattn.process.frozen_class import frozen
@@ -132,17 +132,35 @@ def _differentiable(overload: Any) -> Any:
     def compute(*arguments: Any) -> list[Tensor]:
         given = with_lists(arguments)
         query, key, value, captures, lists, layout, sink, seed, ints, floats, scale, spec = given
+        tensors = (query, key, value, *captures, *(() if sink is None else (sink,)))
+        if _transforms() or forward_ad._current_level >= 0:
+            _refuse_transforms(tensors)
+        if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
+            with torch._C._AutoDispatchBelowAutograd():
+                return overload(*given)
         operands = Operands(
             query, key, value, tuple(captures), tuple(lists), tuple(layout), sink, seed, tuple(ints), tuple(floats),
             scale, spec,
         )  # fmt: skip
-        tensors = operands.differentiable
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            return list(_Attention.apply(operands, *tensors))
-        with torch._C._AutoDispatchBelowAutograd():
-            return overload(*given)
+        return list(_Attention.apply(operands, *tensors))
 
     return compute
+
+
+_transforms = torch._C._are_functorch_transforms_active
+
+
+def _refuse_transforms(tensors: Sequence[Tensor]) -> None:
+    """Raise UnsupportedError for tangents and gradients of torch.func."""
+    private: Any = torch._C
+    interpreter = private._functorch.peek_interpreter_stack() if _transforms() else None
+    names = None if interpreter is None else str(interpreter.key())
+    if names is not None and not names.endswith(("Grad", "Jvp")):
+        return
+    if names is None and all(forward_ad.unpack_dual(x).tangent is None for x in tensors):
+        return
+    fix = "Transform a function that calls flex_attention itself."
+    raise UnsupportedError(message("flexattn::forward", "a transform of torch.func around a graph", "none", fix))
 
 
 for _name, _overload in (("forward", OPS.forward.default), ("forward.floats", OPS.forward.floats)):

@@ -21,6 +21,13 @@ from flexattn.torch_compile.graph_break import call_with_graph_break, prepared, 
 from flexattn.torch_compile.sequence_form import described
 from flexattn.torch_compile.torch_mask import torch_mask
 
+try:
+    import numpy
+
+    _NUMPY: tuple[type, ...] = (numpy.ndarray, numpy.generic)
+except ImportError:
+    _NUMPY = ()
+
 
 def traced_call(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: Any, enable_gqa: bool,
@@ -58,7 +65,7 @@ def traced_call(
                 block_mask = prepared(block_mask)
             ready: Any = block_mask._prepared
             lists, form = ready.tensors, ready.text
-            sizes = (*block_mask.seq_lengths, block_mask.B, block_mask.H, *ready.ints)
+            sizes = (*block_mask.seq_lengths, block_mask.B, block_mask.H)
             mask_mod = block_mask._mask_mod
     options = option_texts(kernel_options)
     scale = _without_numpy(scale)
@@ -87,16 +94,24 @@ def traced_rows(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> t
 
 def _without_numpy(number: Any) -> Any:
     """Return a number of numpy, which Dynamo passes as an array, as a float."""
-    return number if number is None or isinstance(number, (bool, int, float)) else float(number)
+    return float(number) if _is_number_of_numpy(number) else number
+
+
+def _is_number_of_numpy(value: Any) -> bool:
+    return isinstance(value, _NUMPY) and value.ndim == 0
 
 
 def _wrong(kind: str, mod: Any, result: Any) -> list[str]:
     """Return the kind of a mod and the type of its result, if that is neither a tensor nor a number."""
-    return [] if mod is None or isinstance(result, (Tensor, bool, int, float)) else [kind, type(result).__name__]
+    if mod is None or isinstance(result, (Tensor, bool, int, float)) or _is_number_of_numpy(result):
+        return []
+    return [kind, "ndarray" if isinstance(result, _NUMPY) else type(result).__name__]
 
 
 def _as_tensor(result: Any, score: Tensor) -> Any:
     """Return the result of a mod as a tensor; a mod may return a Python number. None: it is neither."""
     if isinstance(result, (bool, int, float)):
         return torch.full((), result, device=score.device)
+    if _is_number_of_numpy(result):
+        return torch.as_tensor(result, device=score.device)
     return result if isinstance(result, Tensor) else None

@@ -33,7 +33,7 @@ class CallArguments:
     key: Tensor
     value: Tensor
     lists: Sequence[Tensor]
-    sizes: Sequence[int]  # M, N, B, H, and MaskInts
+    sizes: Sequence[int]  # M, N, B, H
     form: str | None  # a MaskForm
     scale: Any  # a float, or a symbol for one
     enable_gqa: bool
@@ -60,7 +60,7 @@ def check_given(given: CallArguments) -> None:
     if isinstance(given.sink_number, (bool, int, float)):
         number_of_sink(given.sink_number)
     if given.form is not None:
-        M, N, B, H = given.sizes[:4]
+        M, N, B, H = given.sizes
         if lengths is not None:
             check_mask_layout((M, N), lengths, query.shape[2])
             M, N = query.shape[2], key.shape[2]
@@ -124,8 +124,8 @@ def operands_of(given: CallArguments, score: BoundMod | None, mask: BoundMod | N
     elif sequences is not None and form is not None:
         lengths = tuple(given.sizes[:2])
     return Operands(
-        *tensors, captures, tuple(given.lists), layout, sink, given.seed, (*ints, *lengths, *given.sizes[4:]), floats,
-        scale, spec.dumps(),
+        *tensors, captures, tuple(given.lists), layout, sink, given.seed, (*ints, *lengths), floats, scale,
+        spec.dumps(),
     )  # fmt: skip
 
 

@@ -10,39 +10,39 @@ from torch import Tensor
 from flexattn.block_mask import BlockMask, InTiles
 from flexattn.block_mask.bits import BITS_TENSORS, MaskBits
 from flexattn.block_mask.one_tensor import unpack
-from flexattn.block_mask.prepared import SKIPS, SKIPS_IN_TILES, MaskForm, MaskInts, Origin, digest_of
+from flexattn.block_mask.prepared import MaskForm, MaskNumbers, Origin, digest_of
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import EqualRuns
 from flexattn.layout import TiledGrid
 from flexattn.mods.combine import noop_mask
 
-_TENSORS = 1 + BITS_TENSORS  # of a mask with bits: its lists, then the bits
+_OWN, _OF_TILES = 2, 2 + BITS_TENSORS  # where the bits begin, and the lists of the order of tiles
 _MOST_MASKS = 16  # that are kept for the same lists
 
 
 def mask_of_lists(
-    lists: Sequence[Tensor], form: MaskForm, ints: MaskInts, query: Tensor, M: int, N: int, bound: BoundMod | None
+    lists: Sequence[Tensor], form: MaskForm, query: Tensor, M: int, N: int, bound: BoundMod | None
 ) -> BlockMask:
     """Return the mask whose lists are in a packed tensor. It is cached as long as this tensor lives.
 
-    `lists` and `ints` are those of a Prepared, M and N the lengths that it was built for, and `bound` is its mask_mod.
+    `lists` are the tensors of a Prepared, M and N the lengths that it was built for, and `bound` is its mask_mod.
     """
     cached = Origin.of(lists[0]).masks
     B, Hq = query.shape[0], query.shape[1]
-    has_bits = form.has_bits and bound is not None and _was_built_from(lists, ints, bound)
+    has_bits = form.has_bits and bound is not None and _was_built_from(lists, bound)
     sizes = form, B, Hq, M, N
     read = lists[: len(lists) - len(form.runs)] if has_bits else lists[:1]
-    key = *sizes, *ints, *[t.data_ptr() for t in read[1:]]
+    numbers = MaskNumbers.of_sizes(lists[1]) if has_bits else MaskNumbers()
+    key = *sizes, *numbers, *[t.data_ptr() for t in read[1:]]
     mask = cached.get(key)
     if mask is None:
         mask = _mask(read[0], *sizes)
         if has_bits:
-            mask._bits = MaskBits.from_tensors(tuple(read[1:_TENSORS]), (M, N), bool(ints.built_from & SKIPS))
+            mask._bits = MaskBits.from_tensors(tuple(read[_OWN:_OF_TILES]), (M, N), numbers.skips_halves)
             if form.tile is not None:
-                grid = TiledGrid((M // ints.columns, ints.columns), form.tile)
-                in_tiles = _mask(read[_TENSORS], *sizes)
-                of_tiles = tuple(read[_TENSORS + 1 :])
-                in_tiles._bits = MaskBits.from_tensors(of_tiles, (M, N), bool(ints.built_from & SKIPS_IN_TILES))
+                grid = TiledGrid((M // numbers.columns, numbers.columns), form.tile)
+                in_tiles, of_tiles = _mask(read[_OF_TILES], *sizes), tuple(read[_OF_TILES + 1 :])
+                in_tiles._bits = MaskBits.from_tensors(of_tiles, (M, N), numbers.tiles_skip_halves)
                 mask._in_tiles = InTiles(grid, in_tiles)
         if len(cached) >= _MOST_MASKS:  # Inductor's code copies tensors that are not aligned, so addresses may differ
             cached.clear()
@@ -64,15 +64,17 @@ def _mask(packed: Tensor, form: MaskForm, B: int, Hq: int, M: int, N: int) -> Bl
     return mask
 
 
-def equal_runs_of(lists: Sequence[Tensor], form: MaskForm, ints: MaskInts, mask: BoundMod) -> tuple[EqualRuns, ...]:
+def equal_runs_of(lists: Sequence[Tensor], form: MaskForm, mask: BoundMod) -> tuple[EqualRuns, ...]:
     """Return the runs of equal elements in captured tensors, if the graph is the one that they were found for."""
-    if not form.runs or not _was_built_from(lists, ints, mask):
+    if not form.runs or not _was_built_from(lists, mask):
         return ()
     places = lists[len(lists) - len(form.runs) :]
     return tuple([EqualRuns(i, place) for i, place in zip(form.runs, places, strict=True)])
 
 
-def _was_built_from(lists: Sequence[Tensor], ints: MaskInts, mask: BoundMod) -> bool:
-    """Return whether the graph of a mask_mod is the one that the lists were built from."""
+def _was_built_from(lists: Sequence[Tensor], mask: BoundMod) -> bool:
+    """Return whether a mask_mod computes what lists with bits or runs were built from."""
     origin = Origin.of(lists[0])
-    return ints.digest == digest_of(mask) if origin.record is None else origin.is_graph_of(mask)
+    if origin.record is None:
+        return MaskNumbers.of_sizes(lists[1]).digest == digest_of(mask)
+    return origin.is_graph_of(mask)

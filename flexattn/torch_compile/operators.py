@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.block_mask.prepared import MaskInts, Origin
+from flexattn.block_mask.prepared import Origin
 from flexattn.call.dropout import Dropout
 from flexattn.call.layout import check_layout, check_positions
 from flexattn.call.memory_order import dense_strides, order_in_memory
@@ -60,12 +60,12 @@ for _suffix, _tags in (("", (_EXACT,)), (".floats", (_EXACT, _UNSAFE))):
 _function_modes = torch._C._len_torch_function_stack
 
 
-def with_lists(arguments: tuple[Any, ...], captures: int = 3) -> list[Any]:
+def with_lists(arguments: tuple[Any, ...], captures: int = 3) -> Sequence[Any]:
     """Return the arguments of an operator whose captures are at a position. AOTInductor passes empty lists as None."""
-    found, lists, layout, ints, floats = list(arguments), captures + 1, captures + 2, captures + 5, captures + 6
-    for i in (captures, lists, layout, ints, floats):
-        found[i] = arguments[i] or []
-    return found
+    places = captures, captures + 1, captures + 2, captures + 5, captures + 6  # captures, lists, layout, ints, floats
+    if all(arguments[i] is not None for i in places):
+        return arguments
+    return [[] if x is None and i in places else x for i, x in enumerate(arguments)]
 
 
 def forward(*arguments: Any) -> list[Tensor]:
@@ -105,7 +105,7 @@ def _repeated_forward(
     """Launch the kernels of an equal forward, if there was one."""
     kind, sequences = None, None
     if sink is None and seed is None:
-        kind, sequences = kind_of(query, key, value, captures, layout, ints, floats, scale, spec)
+        kind, sequences = kind_of(query, key, value, captures, lists, layout, ints, floats, scale, spec)
         known = None if kind is None else find(kind, captures, lists, sequences)
         if known is not None:
             run, parts = known
@@ -123,7 +123,7 @@ def _repeated_backward(
     """Launch the kernels of an equal backward, if there was one."""
     kept = None
     if sink is None and seed is None and not (layout and loads(spec).is_layout):
-        kind, sequences = kind_of(query, key, value, captures, layout, ints, floats, scale, spec)
+        kind, sequences = kind_of(query, key, value, captures, lists, layout, ints, floats, scale, spec)
         assert kind is not None
         kind += (d_lse is None, *needs, *memory_form(d_out), *memory_form(out))
         kept, known = (kind, sequences), find(kind, captures, lists, sequences)
@@ -234,16 +234,14 @@ def _problem(
     split = 0 if parsed.score is None else len(parsed.score.captures)
     score = bound_to(parsed.score, captures[:split], *numbers)
     mask = bound_to(parsed.mask, [c.detach() if c.requires_grad else c for c in captures[split:]], *numbers)
-    lengths, of_mask, sequences = tuple(integers), MaskInts(), parsed.sequences
-    if parsed.form is not None:
-        lengths, of_mask = lengths[: -len(of_mask)], MaskInts(*lengths[-len(of_mask) :])
+    lengths, sequences = tuple(integers), parsed.sequences
     blocks, equal_runs = None, ()
     if parsed.form is not None:
         M, N = lengths or (query.shape[2], key.shape[2])
-        blocks = mask_of_lists(lists, parsed.form, of_mask, query, M, N, mask)
+        blocks = mask_of_lists(lists, parsed.form, query, M, N, mask)
         if mask is not None:
             Origin.of(lists[0]).check(mask)
-            equal_runs = equal_runs_of(lists, parsed.form, of_mask, mask)
+            equal_runs = equal_runs_of(lists, parsed.form, mask)
     if parsed.sink is not None:
         sink = constant_sink(parsed.sink, query)
     dropout = None if seed is None or parsed.drop_below is None else Dropout(parsed.drop_below, seed)

@@ -56,8 +56,7 @@ def recorded_call(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     layout, lengths, sequences = described(call.layout, isinstance(call.block_mask, BlockMask))
     given = CallArguments(
         query, key, value, () if ready is None else tuple(map(_in_the_mode, ready.tensors)),
-        () if mask is None or ready is None else (*mask.seq_lengths, mask.B, mask.H, *ready.ints),
-        None if ready is None else ready.text,
+        () if mask is None else (*mask.seq_lengths, mask.B, mask.H), None if ready is None else ready.text,
         call.scale, call.enable_gqa, option_texts(call.kernel_options), sink, number, call.dropout_p, seed,
         call.max_scores, tuple(map(_in_the_mode, layout)), lengths, sequences,
     )  # fmt: skip

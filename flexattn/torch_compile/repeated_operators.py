@@ -92,15 +92,16 @@ class SequenceTensors:
 
 
 def kind_of(
-    query: Tensor, key: Tensor, value: Tensor, captures: list[Tensor], layout: list[Tensor], ints: list[int],
-    floats: list[Tensor], scale: float | None, spec: str,
+    query: Tensor, key: Tensor, value: Tensor, captures: list[Tensor], lists: list[Tensor], layout: list[Tensor],
+    ints: list[int], floats: list[Tensor], scale: float | None, spec: str,
 ) -> tuple[Key | None, SequenceTensors | None]:  # fmt: skip
-    """Return the kind of an operator's arguments, without lists, and the tensors of a layout or packed sequences.
+    """Return the kind of an operator's arguments, and the tensors of a layout or packed sequences.
 
-    The kind is None if calls are not repeated.
+    Of the lists, only the columns of a grid are part of it. The kind is None if calls are not repeated.
     """
     if not layout:
-        return key_of(query, key, value, captures, ints, floats, scale, spec), None
+        found = key_of(query, key, value, captures, ints, floats, scale, spec)
+        return (*found, lists[1].size(3)) if len(lists) > 1 else found, None
     form = loads(spec).sequences
     assert form is not None
     if form.window is not None:

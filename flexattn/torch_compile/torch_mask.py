@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexattn.block_mask import BlockMask
-from flexattn.block_mask.from_torch import LISTS, have_versions, version
+from flexattn.block_mask.from_torch import LISTS, have_values, values_of, version
 from flexattn.block_mask.one_tensor import most_runs, pack, packed_size
-from flexattn.block_mask.prepared import MaskForm, MaskInts
+from flexattn.block_mask.prepared import MaskForm
 
 _LIBRARY = torch.library.Library("flexattn", "FRAGMENT")
 _LIBRARY.define(
@@ -30,9 +30,8 @@ _FORMS: dict[tuple[int, ...], str] = {
     flags: MaskForm((0, 0), *map(bool, flags), is_built=False, is_torchs=True).dumps()
     for flags in itertools.product((0, 1), repeat=4)
 }
-_INTS = tuple(MaskInts())
 _NO_SIZES = "[0, 0]"  # in the place of BLOCK_SIZE
-_packed: Any = WeakTensorKeyDictionary()  # kv_indices -> (versions, ids, sizes), packed lists
+_packed: Any = WeakTensorKeyDictionary()  # kv_indices -> (versions, ids, sizes), packed lists, other lists, values
 
 
 def torch_mask(mask: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...], str]:
@@ -45,7 +44,7 @@ def torch_mask(mask: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...], str]:
     overhangs = mask.full_kv_indices is not None and cuts
     flags = tuple([1 if flag else 0 for flag in (mask.q_indices is not None, B > 1, H > 1, overhangs)])
     form = _FORMS[flags].replace(_NO_SIZES, f"[{block_size[0]}, {block_size[1]}]")
-    return (packed,), (*lengths, B, H, *_INTS), form
+    return (packed,), (*lengths, B, H), form
 
 
 def _batch_dims(indices: Tensor) -> tuple[int, int]:
@@ -58,12 +57,12 @@ def _pack_lists(*arguments: Any) -> Tensor:
     lists, (lengths, block_size) = arguments[: len(LISTS)], arguments[len(LISTS) :]
     state = (*_states(lists), tuple(lengths), tuple(block_size))
     known = _packed.get(lists[1])
-    if known is None or known[0] != state or not have_versions(lists):
+    if known is None or known[0] != state or not have_values(lists, known[3]):
         mask = BlockMask(tuple(lengths), *lists, BLOCK_SIZE=tuple(block_size))
         directions = [mask.kv_runs] if mask.q_runs is None else [mask.kv_runs, mask.q_runs]
         # The other lists are kept, so that another tensor cannot have the id of one of them.
         packed = pack(directions, most_runs(mask.B * mask.H, *_grid(lengths, block_size)))
-        known = _packed[lists[1]] = (state, packed, (lists[0], *lists[2:]))
+        known = _packed[lists[1]] = (state, packed, (lists[0], *lists[2:]), values_of(lists))
     return known[1].clone()  # compiled code may reuse the memory of an operator's result
 
 
