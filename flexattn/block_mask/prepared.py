@@ -61,20 +61,18 @@ class MaskNumbers(NamedTuple):
 
     def as_sizes(self, device: torch.device) -> Tensor:
         """Return an empty tensor whose sizes are the numbers: torch.compile makes sizes symbols, and no constants."""
-        high, low = divmod(self.digest, 1 << _BITS)
-        sizes = (0, 4 * high + 2 * self.skips_halves + self.tiles_skip_halves + _LEAST, low + _LEAST, self.columns)
-        made = torch.empty(sizes, dtype=torch.int8, device=device)
-        setattr(made, DYNAMIC, {1, 2, 3})
+        halves = 2 * self.skips_halves + self.tiles_skip_halves
+        made = torch.empty((0, 4 * self.digest + halves + _LEAST, self.columns), dtype=torch.int8, device=device)
+        setattr(made, DYNAMIC, {1, 2})
         return made
 
     @staticmethod
     def of_sizes(sizes: Tensor) -> MaskNumbers:
-        _, high, low, columns = sizes.shape
-        high, halves = divmod(high - _LEAST, 4)
-        return MaskNumbers((high << _BITS) + low - _LEAST, halves & 2 != 0, halves & 1 != 0, columns)
+        """Inverse of `as_sizes`."""
+        digest, halves = divmod(sizes.size(1) - _LEAST, 4)
+        return MaskNumbers(digest, halves & 2 != 0, halves & 1 != 0, sizes.size(2))
 
 
-_BITS = 20  # of each half of the digest; the product of all sizes must be below 2**63
 _LEAST = 2  # graphs are for one value of a size of 0 or 1
 
 
@@ -94,7 +92,8 @@ def digest_of(mask: BoundMod) -> int:
 
 
 def _digest(graph: ModGraph, numbers: tuple[int | float, ...]) -> int:
-    return int(specialized(graph, numbers).digest[:10], 16)  # below 2**40
+    # Below 2**40: the product of the sizes in MaskNumbers must be below 2**63.
+    return int(specialized(graph, numbers).digest[:10], 16)
 
 
 class Origin:

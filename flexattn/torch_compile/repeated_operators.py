@@ -101,7 +101,7 @@ def kind_of(
     """
     if not layout:
         found = key_of(query, key, value, captures, ints, floats, scale, spec)
-        return (*found, lists[1].size(3)) if len(lists) > 1 else found, None
+        return (*found, lists[1].size(2)) if len(lists) > 1 else found, None
     form = loads(spec).sequences
     assert form is not None
     if form.window is not None:
