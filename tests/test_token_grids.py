@@ -426,11 +426,14 @@ def test_masks_by_batch_and_head_have_as_many_quarters_in_each() -> None:
     assert len(expanded.by_query.first) == 6 * len(mask.bits.by_query.first)
 
 
-def test_a_mask_whose_order_of_tiles_cannot_be_built_has_none() -> None:
+@pytest.mark.parametrize(
+    "error", [IndexRangeError("mask_mod: captured tensor 'table' has no index 78"), torch.OutOfMemoryError("no memory")]
+)
+def test_a_mask_whose_order_of_tiles_cannot_be_built_has_none(error: Exception) -> None:
     mask, bound = with_bits(WINDOW, S), trace(WINDOW, "mask")
 
     def build(mod: Mod, bound: Any) -> BlockMask:
-        raise IndexRangeError("mask_mod: captured tensor 'table' has no index 78")
+        raise error
 
     before = sum(flexattn.counters().fallbacks.values())
     assert with_tiles(mask, bound, build).in_tiles is None
