@@ -13,22 +13,22 @@ from flexattn.block_mask.mask import METADATA, BlockMask
 from flexattn.errors import ArgumentError, message
 from flexattn.mods.combine import noop_mask
 
-Values = list[Tensor | None]
-# torch's mask -> its state, the values of lists without versions, the converted mask
+Values = tuple[tuple[int, Tensor], ...]  # (position, copy) of tensors that do not count changes in place
+# torch's mask -> its state, the values of its lists, the converted mask
 _converted: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], Values, BlockMask]] = weakref.WeakKeyDictionary()
 
 
 def from_torch(mask: Any) -> BlockMask:
     """Return a torch BlockMask as a flexattn BlockMask. It is converted again only if it or its tensors changed."""
-    state = _torch_state(mask)
+    lists, state = _torch_state(mask)
     known = _converted.get(mask)
-    lists = [getattr(mask, name) for name in LISTS]
     if known is not None and _same_state(known[0], state) and have_values(lists, known[1]):
         return known[2]
     mod = mask.mask_mod
     if getattr(mod, "__module__", "") == "torch.nn.attention.flex_attention" and mod.__name__ == "noop_mask":
         mod = noop_mask
-    fields: dict[str, Any] = {name: getattr(mask, name) for name in ("seq_lengths", *LISTS, "BLOCK_SIZE")}
+    fields: dict[str, Any] = dict(zip(LISTS, lists, strict=True))
+    fields |= {name: getattr(mask, name) for name in ("seq_lengths", "BLOCK_SIZE")}
     fields |= {name: getattr(mask, name, None) for name in (*METADATA, "dq_kv_order_spt")}
     converted = BlockMask(**fields, mask_mod=mod)
     _converted[mask] = (state, values_of(lists), converted)
@@ -41,14 +41,15 @@ LISTS = (
 )  # fmt: skip
 
 
-def _torch_state(mask: Any) -> tuple[Any, ...]:
+def _torch_state(mask: Any) -> tuple[list[Tensor | None], tuple[Any, ...]]:
+    """Return the lists of a mask, and what tells whether it changed."""
     try:
-        tensors = [getattr(mask, name) for name in LISTS]
+        lists = [getattr(mask, name) for name in LISTS]
         rest = (tuple(mask.seq_lengths), tuple(mask.BLOCK_SIZE), mask.mask_mod)
     except AttributeError as error:
         fix = "Build one with create_block_mask."
         raise ArgumentError(message("block_mask", type(mask).__name__, "a BlockMask", fix)) from error
-    return (*(None if t is None else (weakref.ref(t), version(t)) for t in tensors), *rest)
+    return lists, (*(None if t is None else (weakref.ref(t), version(t)) for t in lists), *rest)
 
 
 def version(tensor: Tensor) -> int:
@@ -60,14 +61,13 @@ def values_of(tensors: Sequence[Tensor | None]) -> Values:
 
     On a GPU the host would wait to compare them.
     """
-    return [None if t is None or not t.is_inference() or not t.is_cpu else t.clone() for t in tensors]
+    return tuple([(i, t.clone()) for i, t in enumerate(tensors) if t is not None and t.is_cpu and t.is_inference()])
 
 
 def have_values(tensors: Sequence[Tensor | None], values: Values) -> bool:
-    """Return whether tensors have the values that `values_of` returned."""
-    return all(
-        v is None or (t is not None and torch.equal(t, v)) for t, v in zip(tensors, values, strict=True)
-    )  # fmt: skip
+    """Return whether the tensors that `values_of` copied have the same values."""
+    found = ((tensors[i], value) for i, value in values)
+    return all(t is not None and torch.equal(t, value) for t, value in found)
 
 
 def _same_state(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:

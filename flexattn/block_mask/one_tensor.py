@@ -19,7 +19,6 @@ from torch import Tensor
 
 from flexattn.block_mask.runs import RunLists, Runs
 
-DYNAMIC = "_dynamo_weak_dynamic_indices"  # the attribute of a tensor with the dims that Dynamo makes symbols
 _LEAST = 16  # runs; a size of 0 or 1 would be specialized by torch.compile
 
 
@@ -34,9 +33,16 @@ def pack(directions: Sequence[RunLists], capacity: int | None = None) -> Tensor:
     parts = [t for lists in directions for t in (lists.partial.row_ptr, lists.full.row_ptr, lists.order.flatten())]
     for r in runs:
         parts += [r.flatten(), r.new_empty(2 * (capacity - len(r)))]  # never read
-    packed = torch.cat(parts)
-    setattr(packed, DYNAMIC, {0})  # as torch._dynamo.maybe_mark_dynamic does
-    return packed
+    return with_symbols(torch.cat(parts), 0)
+
+
+_SYMBOLS = "_dynamo_weak_dynamic_indices"
+
+
+def with_symbols(tensor: Tensor, *dims: int) -> Tensor:
+    """Let torch.compile make sizes symbols in its first graph, as torch._dynamo.maybe_mark_dynamic does."""
+    setattr(tensor, _SYMBOLS, set(dims))
+    return tensor
 
 
 def savable(tensor: Tensor) -> Tensor:
@@ -44,10 +50,7 @@ def savable(tensor: Tensor) -> Tensor:
     if not tensor.is_inference():
         return tensor
     with torch.inference_mode(False):
-        copied = tensor.clone()
-    if hasattr(tensor, DYNAMIC):
-        setattr(copied, DYNAMIC, getattr(tensor, DYNAMIC))
-    return copied
+        return with_symbols(tensor.clone(), *getattr(tensor, _SYMBOLS, ()))
 
 
 def most_runs(heads: int, rows: int, columns: int) -> int:

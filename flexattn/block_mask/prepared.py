@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.block_mask.one_tensor import DYNAMIC
+from flexattn.block_mask.one_tensor import with_symbols
 from flexattn.block_mask.record import AnyOf, CaptureRecord, changed, is_unchanged
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.mod_graph import ModGraph
@@ -35,7 +35,7 @@ class MaskForm:
     is_built: bool
     runs: tuple[int, ...] = ()  # its captures with known runs of equal elements, whose places come last
     is_torchs: bool = False  # the lists are those of PyTorch's BlockMask
-    has_bits: bool = False  # the tensors of its MaskBits follow the lists
+    has_bits: bool = False  # whether the tensors include those of its MaskBits
     # The tile of its grid. The lists and the bits of the mask in the order of tiles follow its own bits.
     tile: tuple[int, ...] | None = None
 
@@ -62,9 +62,8 @@ class MaskNumbers(NamedTuple):
     def as_sizes(self, device: torch.device) -> Tensor:
         """Return an empty tensor whose sizes are the numbers: torch.compile makes sizes symbols, and no constants."""
         halves = 2 * self.skips_halves + self.tiles_skip_halves
-        made = torch.empty((0, 4 * self.digest + halves + _LEAST, self.columns), dtype=torch.int8, device=device)
-        setattr(made, DYNAMIC, {1, 2})
-        return made
+        sizes = (0, 4 * self.digest + halves + _LEAST, self.columns)
+        return with_symbols(torch.empty(sizes, dtype=torch.int8, device=device), 1, 2)
 
     @staticmethod
     def of_sizes(sizes: Tensor) -> MaskNumbers:

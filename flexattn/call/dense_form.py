@@ -16,6 +16,7 @@ from flexattn.block_mask.dense import all_partial, dense_blocks
 from flexattn.call.layout import Layout
 from flexattn.call.positions import used_keys
 from flexattn.call.problem import Problem
+from flexattn.call.wide_dtype import wide_dtype
 from flexattn.mods.combine import noop_mask
 from flexattn.torch_state.transforms import outside
 
@@ -47,7 +48,7 @@ def dense_form(problem: Problem, clean: bool = True) -> Problem:
 
 def _dequantized(problem: Problem, layout: Layout) -> Problem:
     """Return the problem with key and value in the dtype of query."""
-    wide = torch.promote_types(problem.query.dtype, torch.float32)
+    wide = wide_dtype(problem.query)
     key, value = (
         (x.to(wide) * descale.to(wide)[..., None, None]).to(problem.query.dtype)
         for x, descale in ((problem.key, layout.k_descale), (problem.value, layout.v_descale))

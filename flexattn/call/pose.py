@@ -27,6 +27,7 @@ from flexattn.call.validate import (
 from flexattn.call.varlen.arguments import Packed, PackedArguments
 from flexattn.call.varlen.mods import packed_mask, packed_score
 from flexattn.call.varlen.packing import Packing
+from flexattn.call.wide_dtype import wide_dtype
 from flexattn.errors import ArgumentError, DtypeError, MaskError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.capture_axes import pair_axes_last
@@ -165,7 +166,7 @@ def score_of(score_mod: Mod | None, query: Tensor) -> BoundMod | None:
     """Trace score_mod for scores of this query. Return None if it returns its score unchanged."""
     if score_mod is None:
         return None
-    bound = trace(score_mod, "score", torch.float64 if query.dtype == torch.float64 else torch.float32)
+    bound = trace(score_mod, "score", wide_dtype(query))
     if bound.graph.is_input(bound.graph.output, "score"):
         return None
     heads = getattr(score_mod, "heads", None)  # of mods.alibi(heads)

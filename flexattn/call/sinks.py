@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flexattn.call.arguments import as_float
+from flexattn.call.wide_dtype import wide_dtype
 from flexattn.errors import ArgumentError, DeviceError, DtypeError, message
 from flexattn.torch_state.lasting import cached_on_device
 from flexattn.torch_state.subclasses import check_plain
@@ -21,7 +22,7 @@ def check_sink(sink: object, query: Tensor, plain: bool = True) -> Tensor | None
     """
     if sink is None:
         return None
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(query)
     if not isinstance(sink, Tensor):
         return _constant(number_of_sink(sink), wide, query.device)
     if plain:
@@ -41,7 +42,7 @@ def check_sink(sink: object, query: Tensor, plain: bool = True) -> Tensor | None
 
 def constant_sink(number: float, query: Tensor) -> Tensor:
     """Return a number as a sink of this query."""
-    return _constant(number, torch.float64 if query.dtype == torch.float64 else torch.float32, query.device)
+    return _constant(number, wide_dtype(query), query.device)
 
 
 def number_of_sink(sink: object) -> float:

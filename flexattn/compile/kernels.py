@@ -383,6 +383,7 @@ HOPPER_DQ = KernelSpec(
 )  # fmt: skip
 
 _KEY_RINGS = {(64, 64): Rings(4, 3, 3, 2), (96, 96): Rings(4, 3, 3, 3), (128, 128): Rings(3, 2, 2, 4)}
+_DKDV_RINGS = _KEY_RINGS | {(192, 128): Rings(3, 2)}
 # At 256 the rings fill 226 of 227 KB.
 _WIDE_RINGS = {(192, 128): Rings(2, 2, 2, 6, keys=2), (256, 256): Rings(2, 2, 1, 2)}
 _KEY_SCALARS = Scalars((
@@ -400,8 +401,8 @@ HOPPER_DKDV = KernelSpec(
     owns_keys=True,
     gradients=("dk", "dv"),
     gluon=True,
-    widths=(*_KEY_RINGS, (192, 128)),
-    rings=_KEY_RINGS | {(192, 128): Rings(3, 2)},
+    widths=tuple(_DKDV_RINGS),
+    rings=_DKDV_RINGS,
     persistent=True,
     token_tiles=True,
 )  # fmt: skip

@@ -21,6 +21,7 @@ from flexattn.api import AuxOutput
 from flexattn.call.call import Call
 from flexattn.call.pose import complete, pose, score_of
 from flexattn.call.problem import Problem
+from flexattn.call.wide_dtype import wide_dtype
 from flexattn.distributed.chunks import Span, common, in_tokens, length_of, places
 from flexattn.distributed.needs import query_blocks
 from flexattn.distributed.parts import Options, mask_of_part
@@ -121,7 +122,7 @@ class _Ring(Function):
         ctx.score = with_captures(score, [NOTHING] * len(captures))  # save_for_backward keeps them
         ctx.save_for_backward(query, key, value, out, lse, sink, *captures)
         ctx.set_materialize_grads(False)
-        shown = lse.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
+        shown = lse.to(wide_dtype(query))
         largest = None
         if options.aux.max_scores:
             largest = torch.cat([m.largest for m in merged if m.largest is not None], 2)
@@ -137,9 +138,9 @@ class _Ring(Function):
         score = with_captures(ctx.score, leaves)
         if d_out is None:
             d_out = torch.zeros_like(out)
-        d_query = torch.zeros(query.shape, dtype=_sum_dtype(query), device=query.device)
+        d_query = torch.zeros(query.shape, dtype=wide_dtype(query), device=query.device)
         own = _packed(key, value)
-        d_own = torch.zeros(own.shape, dtype=_sum_dtype(own), device=own.device)
+        d_own = torch.zeros(own.shape, dtype=wide_dtype(own), device=own.device)
         d_captures: list[Tensor | None] = [None] * len(leaves)
         returns = _Returns(plan, ctx.steps, d_own)
         for step, rows in _arriving(plan, ctx.steps, own):
@@ -193,10 +194,6 @@ def _of_sink(sink: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tenso
     change = -(out.to(wide) * d_out.to(wide)).sum(-1)
     change = change if d_lse is None else change + d_lse.to(wide)
     return (weight * change).sum(-1).sum_to_size(sink.shape).to(sink.dtype)
-
-
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _packed(key: Tensor, value: Tensor) -> Tensor:

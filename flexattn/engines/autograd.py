@@ -14,6 +14,7 @@ from torch.autograd import Function
 from torch.func import vjp
 
 from flexattn.call.problem import Gradients, Needs, Problem, requires_grad
+from flexattn.call.wide_dtype import wide_dtype
 from flexattn.engines.second_order import tangents
 from flexattn.engines.watched import Direction, is_watched, watched
 from flexattn.errors import MutationError, message
@@ -67,7 +68,7 @@ def _tell(engine: str, dtype: torch.dtype, mods: tuple[str, ...]) -> None:
 
 def _shown(lse: Tensor, problem: Problem) -> Tensor:
     """Return lse in the dtype that the user sees. The backward keeps the engine's lse."""
-    dtype = torch.float64 if problem.query.dtype == torch.float64 else torch.float32
+    dtype = wide_dtype(problem.query)
     return lse if lse.dtype == dtype else lse.to(dtype)
 
 

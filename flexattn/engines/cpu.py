@@ -18,8 +18,9 @@ from torch import Tensor
 
 from flexattn.call.problem import Gradients, Needs, Problem
 from flexattn.call.sinks import sink_gradient
+from flexattn.call.wide_dtype import wide_dtype
 from flexattn.engines.cpu_mods import CaptureGradients
-from flexattn.engines.cpu_scores import Scores, computing_dtype
+from flexattn.engines.cpu_scores import Scores
 from flexattn.engines.cpu_threads import Queue, in_threads
 from flexattn.engines.cpu_tiles import Share, Strip, Tile, fixed_strips, shares, strips
 
@@ -34,7 +35,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     """
     query, value = problem.query, problem.value
     problem = _in_lines(problem)
-    wide = computing_dtype(query)
+    wide = wide_dtype(query)
     out = _zeros_in_order_of(query, (*query.shape[:3], value.shape[3]), query.dtype)
     of_lse = torch.float64 if query.dtype == torch.float32 else wide
     lse = torch.full(query.shape[:3], -torch.inf, dtype=of_lse, device=query.device)
@@ -156,7 +157,7 @@ def _backward(
     needs: Needs,
     guard: bool,
 ) -> _Sums:
-    wide = computing_dtype(problem.query)
+    wide = wide_dtype(problem.query)
     pairs = zip((problem.query, problem.key, problem.value), needs[:3], strict=True)
     dq, dk, dv = (_zeros_in_order_of(x, x.shape, wide) if need else None for x, need in pairs)
     has_sites = problem.score is not None and problem.score_grad is not None and problem.score_grad.sites

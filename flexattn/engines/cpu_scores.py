@@ -6,12 +6,9 @@ import torch
 from torch import Tensor
 
 from flexattn.call.problem import Problem
+from flexattn.call.wide_dtype import wide_dtype
 from flexattn.engines.cpu_mods import TileGraph
 from flexattn.engines.cpu_tiles import Strip, Tile
-
-
-def computing_dtype(query: Tensor) -> torch.dtype:
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 class Scores:
@@ -19,7 +16,7 @@ class Scores:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.dtype = computing_dtype(problem.query)
+        self.dtype = wide_dtype(problem.query)
         self.device = problem.query.device
         self.fixed = problem.batch_invariant  # all strips and tiles have one size, and may extend past the lengths
         self._buffers: dict[str, Tensor] = {}

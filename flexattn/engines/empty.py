@@ -7,13 +7,14 @@ from torch import Tensor
 
 from flexattn.call.problem import Needs, Problem
 from flexattn.call.sinks import sink_gradient
+from flexattn.call.wide_dtype import wide_dtype
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return out 0, lse -inf or the sink, and row maxima -inf, with the right shapes."""
     query, value = problem.query, problem.value
     out = query.new_zeros((*query.shape[:3], value.shape[3]))
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(query)
     lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
     largest = lse.to(torch.float32, copy=True) if problem.max_scores else None
     return out, lse if problem.sink is None else lse.copy_(problem.sink[..., None].expand(lse.shape)), largest

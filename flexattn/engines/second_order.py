@@ -16,6 +16,7 @@ from torch import Tensor
 from flexattn.block_mask import BlockMask, Runs
 from flexattn.call.dropout import Dropout
 from flexattn.call.problem import Problem
+from flexattn.call.wide_dtype import wide_dtype
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.mod_graph import ModGraph, load_element
@@ -35,7 +36,7 @@ def tangents(problem: Problem, directions: Problem) -> tuple[Tensor, Tensor]:
     They are differentiable in all floating-point tensors of both problems, to any order, except in captures of a mask.
     """
     (B, Hq, M, _), (Bkv, Hkv, N, Dv) = problem.query.shape, problem.value.shape
-    lse_dtype = torch.float64 if problem.query.dtype == torch.float64 else torch.float32
+    lse_dtype = wide_dtype(problem.query)
     if problem.query.numel() == 0 or (N == 0 and problem.sink is None):
         return problem.query.new_zeros((B, Hq, M, Dv)), problem.query.new_zeros((B, Hq, M), dtype=lse_dtype)
     heads, rows = _extent(problem)
@@ -163,7 +164,7 @@ class _Strip:
         self, query: Tensor, d_query: Tensor, key: Tensor, d_key: Tensor, value: Tensor, d_value: Tensor,
         sinks: Tensors, captures: Tensors, directions: Tensors, of_mask: Tensors,
     ) -> Tensor:  # fmt: skip
-        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        dtype = wide_dtype(query)
         shape = query.shape[:3]
         indices = self._indices(shape, torch.arange(key.shape[1], dtype=torch.int32, device=key.device))
         live = self._live(indices, torch.Size((*shape, key.shape[1])), of_mask)

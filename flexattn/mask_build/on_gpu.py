@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flexattn.block_mask import BuildCounts, BuiltMask, LaterRunLists
 from flexattn.block_mask.bits import BLOCK_WORDS, MaskBits
+from flexattn.block_mask.one_tensor import with_symbols
 from flexattn.errors import IndexRangeError, message, mod_in_messages
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import EqualRuns
@@ -166,7 +167,7 @@ class _Build:
         firsts = [_row_ptrs(self.kept, rows, direction)[2][:-1] for direction in (0, 1)]
         bits = bits_of_memory(firsts, words, halves, sizes[2:])
         for own in (*bits.by_query[1:3], *bits.by_key[1:3]):
-            own._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]  # as in one_tensor.pack
+            with_symbols(own, 0)
         return bits
 
     def wait(self) -> list[int]:

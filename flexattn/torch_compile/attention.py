@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
+from flexattn.call.wide_dtype import wide_dtype
 from flexattn.errors import UnsupportedError, message
 from flexattn.process.frozen_class import frozen
 from flexattn.torch_compile.operators import LIBRARY, OPS, with_lists
@@ -45,7 +46,7 @@ class Operands:
 def call_operators(operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return out, lse as the user sees it and, if requested, the row maxima."""
     out, lse, *largest = _Attention.apply(operands, *operands.differentiable)
-    wide = torch.float64 if operands.query.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(operands.query)
     return out, lse.to(wide), largest[0] if largest else None
 
 
@@ -151,16 +152,16 @@ _transforms = torch._C._are_functorch_transforms_active
 
 
 def _refuse_transforms(tensors: Sequence[Tensor]) -> None:
-    """Raise UnsupportedError for tangents and gradients of torch.func."""
-    private: Any = torch._C
-    interpreter = private._functorch.peek_interpreter_stack() if _transforms() else None
-    names = None if interpreter is None else str(interpreter.key())
-    if names is not None and not names.endswith(("Grad", "Jvp")):
-        return
-    if names is None and all(forward_ad.unpack_dual(x).tangent is None for x in tensors):
-        return
-    fix = "Transform a function that calls flex_attention itself."
-    raise UnsupportedError(message("flexattn::forward", "a transform of torch.func around a graph", "none", fix))
+    """Raise UnsupportedError for gradients and tangents of torch.func, and for tangents of forward mode."""
+    functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009
+    kinds = functorch.TransformType
+    if _transforms():
+        refuses = functorch.peek_interpreter_stack().key() in (kinds.Grad, kinds.Jvp)
+    else:
+        refuses = any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    if refuses:
+        fix = "Transform a function that calls flex_attention itself."
+        raise UnsupportedError(message("flexattn::forward", "a transform of torch.func around a graph", "none", fix))
 
 
 for _name, _overload in (("forward", OPS.forward.default), ("forward.floats", OPS.forward.floats)):

@@ -15,6 +15,7 @@ from flexattn.block_mask import BlockMask
 from flexattn.call.layout import LayoutArguments, paged
 from flexattn.call.pose import autocast
 from flexattn.call.varlen.arguments import batch_of_rows, rows_of_batch
+from flexattn.call.wide_dtype import wide_dtype
 from flexattn.torch_compile.call_arguments import option_texts
 from flexattn.torch_compile.call_marker import CALL_MARKER
 from flexattn.torch_compile.graph_break import call_with_graph_break, prepared, refused
@@ -47,7 +48,7 @@ def traced_call(
         key, value = paged(key, value, layout)
         layout = LayoutArguments(*layout[:4], "NHD" if layout.block_table is None else "HND", *layout[5:])
     device = query.device
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    dtype = wide_dtype(query)
     score = torch.empty((), dtype=dtype, device=device)
     indices = [torch.empty((), dtype=torch.int64, device=device) for _ in range(4)]
     seed = None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from flexattn.call.wide_dtype import wide_dtype
 from flexattn.process.frozen_class import frozen
 from flexattn.torch_compile.call_arguments import CallArguments, check_given
 from flexattn.trace.scalarize import Kind, wrong_result
@@ -68,14 +69,14 @@ def make_constant(graph: fx.Graph) -> None:
 
 
 def _fake(*args: Any) -> list[Tensor]:
-    wrong = args[list(_FIELDS).index("wrong")]
+    *_, wrong, _ = args[:_OWN]
     if wrong:
         kind, found = wrong[:2]
         raise wrong_result(f"{kind}_mod", kind, found)
     given = CallArguments(*args[_OWN:])
     check_given(given)
     query, value = given.query, given.value
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(query)
     found = [query.new_empty((*query.shape[:3], value.shape[3])), query.new_empty(query.shape[:3], dtype=wide)]
     return [*found, query.new_empty(query.shape[:3], dtype=torch.float32)] if given.max_scores else found
 

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
+from flexattn.call.wide_dtype import wide_dtype
 from flexattn.errors import FlexAttentionError
 from flexattn.torch_compile.attention import call_operators
 from flexattn.torch_compile.call_arguments import operands_of
@@ -56,7 +57,7 @@ class FlexAttentionHOP(HigherOrderOperator):
         (node,) = (n for n in subgraph.graph.nodes if n.target is CALL_MARKER)
         marked = MarkedCall(node, values)
         given = marked.given
-        wide = torch.float64 if given.query.dtype == torch.float64 else torch.float32
+        wide = wide_dtype(given.query)
         score, mask = (
             None if result is None else bind_mod(ModInGraph(subgraph, result, scalars, values), kind, wide)
             for kind, result, scalars in marked.mods
@@ -120,7 +121,7 @@ def _guard_values(body: fx.GraphModule) -> None:
     values = {n: n.meta["example_value"] for n in graph.nodes if n.op == "placeholder"}
     (node,) = (n for n in graph.nodes if n.target is CALL_MARKER)
     marked = MarkedCall(node, values)
-    wide = torch.float64 if marked.given.query.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(marked.given.query)
     for kind, result, scalars in marked.mods:
         if result is None:
             continue

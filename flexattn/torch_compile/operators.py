@@ -9,7 +9,7 @@ host time per call. The derivative is in attention.py, outside of them. Argument
     sink       [B or 1, Hq or 1]
     seed       of dropout, int64 [1]
     ints       the integers among the numbers of score_mod, then of mask_mod. Then, with a layout, the lengths of the
-               mask; or, with packed sequences, the length of the longest. Then MaskInts
+               mask; or, with packed sequences, the length of the longest
     floats     the other numbers, as float64 tensors on the CPU: a graph would specialize on a Python float
     spec       everything else (spec.py)
 """

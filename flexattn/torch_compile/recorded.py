@@ -17,6 +17,7 @@ from flexattn.call.call import Call, Mod
 from flexattn.call.layout import LayoutArguments, paged
 from flexattn.call.pose import autocast
 from flexattn.call.validate import check_mask_reads
+from flexattn.call.wide_dtype import wide_dtype
 from flexattn.errors import DtypeError, UnsupportedError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.narrow import specialized
@@ -61,7 +62,7 @@ def recorded_call(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
         call.max_scores, tuple(map(_in_the_mode, layout)), lengths, sequences,
     )  # fmt: skip
     check_given(given)
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(query)
     score = None if call.score_mod is None else _bound(call.score_mod, "score", wide)
     keep = None if mask_mod is None else _bound(mask_mod, "mask", torch.float32)
     if mask is not None and mask is not call.block_mask and keep is not None:  # of PyTorch, and converted
