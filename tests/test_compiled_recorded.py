@@ -106,6 +106,14 @@ def test_transforms_of_an_exported_program():
         torch.func.jvp(lambda q: loaded(q, k, v), (q,), (torch.ones_like(q),))
     with pytest.raises(UnsupportedError, match=r"torch\.func"):
         torch.func.grad(lambda q: loaded(q, k, v).sum())(q)
+    one, out = torch.ones(()), module(q, k, v)  # of other arguments
+    with torch.no_grad():
+        assert torch.equal(torch.func.grad(lambda s: (loaded(q, k, v) * s).sum())(one), out.sum())
+    frozen = torch.export.export(module.requires_grad_(False), (q, k, v)).module()
+    assert torch.equal(torch.func.grad(lambda s: (frozen(q, k, v) * s).sum())(one), out.sum())
+    assert torch.equal(torch.func.jvp(lambda s: frozen(q, k, v) * s, (one,), (one,))[1], out)
+    with pytest.raises(UnsupportedError, match=r"torch\.func"):
+        torch.func.jvp(lambda q: frozen(q, k, v), (q,), (torch.ones_like(q),))
     with torch.autograd.forward_ad.dual_level(), pytest.raises(UnsupportedError, match=r"torch\.func"):
         loaded(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)), k, v)
 

@@ -91,7 +91,8 @@ def digest_of(mask: BoundMod) -> int:
 
 
 def _digest(graph: ModGraph, numbers: tuple[int | float, ...]) -> int:
-    # Below 2**40: the product of the sizes in MaskNumbers must be below 2**63.
+    # Below 2**40: the product of the sizes in MaskNumbers must be below 2**63. Grids with bits have fewer than
+    # 2**21 columns.
     return int(specialized(graph, numbers).digest[:10], 16)
 
 

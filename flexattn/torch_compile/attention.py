@@ -152,13 +152,18 @@ _transforms = torch._C._are_functorch_transforms_active
 
 
 def _refuse_transforms(tensors: Sequence[Tensor]) -> None:
-    """Raise UnsupportedError for gradients and tangents of torch.func, and for tangents of forward mode."""
+    """Raise UnsupportedError for gradients and tangents of torch.func, and for tangents of forward mode.
+
+    torch.func wraps all tensors, also those that are constants of a transform.
+    """
     functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009
-    kinds = functorch.TransformType
-    if _transforms():
-        refuses = functorch.peek_interpreter_stack().key() in (kinds.Grad, kinds.Jvp)
+    kind = functorch.peek_interpreter_stack().key() if _transforms() else None
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if kind in (functorch.TransformType.Grad, functorch.TransformType.Jvp) and learns:
+        refuses = True
     else:
-        refuses = any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+        unpack: Any = getattr(torch, "_VF")._unpack_dual  # noqa: B009
+        refuses = any(unpack(x, level=0)[1] is not None for x in tensors)
     if refuses:
         fix = "Transform a function that calls flex_attention itself."
         raise UnsupportedError(message("flexattn::forward", "a transform of torch.func around a graph", "none", fix))
