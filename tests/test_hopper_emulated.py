@@ -52,6 +52,7 @@ CASES: dict[str, tuple[Sizes, str | None, str | None]] = {  # sizes, score_mod a
     "D 96": (Sizes(1, 2, 1, 150, 140, 96, 96), None, "causal"),
     "D 80 and 72": (Sizes(1, 2, 1, 129, 150, 80, 72), "softcap", None),
     "D 192": (Sizes(1, 2, 1, 150, 140, 192, 128), None, "causal"),
+    "D 192 and a table": (Sizes(1, 2, 1, 150, 140, 192, 128), "fixed_bias", "causal"),
     "D 144 and 40": (Sizes(2, 2, 1, 150, 140, 144, 40), "softcap", "document"),
     "D 256": (Sizes(1, 1, 1, 150, 140, 256, 256), "softcap", "causal"),
 }
@@ -72,7 +73,8 @@ def on_hopper() -> Iterator[None]:
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in ("causal", "by batch and head"), CASES))
 def test_equals_the_reference(name: str) -> None:
     sizes, score, mask = CASES[name]
-    check(make_call(AT, sizes, score, mask), loose=True)
+    at = replace(AT, options=(("bwd_BACKEND", "HOPPER"),)) if score == "fixed_bias" else AT
+    check(make_call(at, sizes, score, mask), loose=True)
 
 
 @pytest.mark.slow
@@ -273,6 +275,45 @@ def test_warps_in_any_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         check(make_call(AT, Sizes(1, 1, 1, 390, 400, 64, 64), None, "causal"), loose=True)
 
 
+def check_trailing_values(fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a forward with two buffers of keys, whose tiles of queries have one to seven tiles of keys."""
+    monkeypatch.setattr(launch, "processors", lambda device: 2)
+    monkeypatch.setattr(fixed_reference, "_FEWEST_KEYS", 0 if fixed else 1 << 30)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 780, 128, generator=generator).bfloat16() for _ in range(3))
+    mask = create_block_mask(mods.causal, None, None, 780, 780, device="cpu")
+    plan, source = (made := explain(q, k, v, None, mask, target="sm_90")).plans[0], made.sources[0]
+    assert (plan.fixed_reference, plan.tile.num_stages) == (fixed, 2) and "TRAIL" in source.text
+    out = flex_attention(q, k, v, block_mask=mask, kernel_options={"BACKEND": "HOPPER"})
+    expected, _ = reference.attention(q.double(), k.double(), v.double(), None, mods.causal)
+    assert relative_rmse(out, expected) < 5e-3
+
+
+@pytest.mark.parametrize("fixed", slow_unless(bool, [True, False]))
+@pytest.mark.parametrize("seed", slow_unless(lambda seed: seed == 0, range(3)))
+def test_values_that_trail_in_any_order(seed: int, fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with any_order(seed):
+        check_trailing_values(fixed, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("warps", [range(4), range(4, 8), range(8, 9), range(9, 12)], ids=str)
+def test_values_that_trail_with_one_role_behind(warps: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    with behind(warps):
+        check_trailing_values(True, monkeypatch)
+
+
+@pytest.mark.slow
+def test_values_that_trail_and_late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in five."""
+    late, copies = 0, 1
+    while late < copies:
+        with late_copy(late):
+            check_trailing_values(True, monkeypatch)
+            copies = ptx_hopper._copies
+        late += 5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_warps_of_two_kernels_of_the_backward_in_any_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +339,10 @@ ROLES = [range(first, first + 4) for first in (0, 4, 8)]  # warps of those that 
     slow_unless(lambda x: x == (192, ROLES[1]), [(256, ROLES[1]), *((D, warps) for D in (64, 192) for warps in ROLES)]),
 )
 def test_one_role_is_behind(D: int, warps: range, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others may be tiles ahead. Keys from 100 on have no queries, so roles pass over their tiles."""
+    """Others may be tiles ahead. Keys from 100 on have no queries, so roles pass over their tiles.
+
+    A table gives D 192 one kernel for all gradients.
+    """
     monkeypatch.setattr(launch, "processors", lambda device: 1)
     generator = torch.Generator().manual_seed(0)
     Dv = 128 if D == 192 else D
@@ -307,9 +351,13 @@ def test_one_role_is_behind(D: int, warps: range, monkeypatch: pytest.MonkeyPatc
         for n, width in ((64, D), (384, D), (384, Dv))
     )
     mask = create_block_mask(lambda b, h, q_idx, kv_idx: (kv_idx < 100) & (kv_idx <= q_idx + 70), None, None, 64, 384)
+    table = torch.randn(64, 384, generator=generator)
+    score_mod = (lambda score, b, h, q_idx, kv_idx: score + table[q_idx, kv_idx]) if D == 192 else None
+    kernels = {plan.spec.name for plan in explain(q, k, v, score_mod, mask, target="sm_90").plans}
+    assert kernels & {"hopper_backward", "hopper_backward_wide"}
 
     def results() -> tuple[Tensor, ...]:
-        out = flex_attention(q, k, v, None, mask, kernel_options={"BACKEND": "HOPPER"})
+        out = flex_attention(q, k, v, score_mod, mask, kernel_options={"bwd_BACKEND": "HOPPER"})
         return out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
     expected = results()

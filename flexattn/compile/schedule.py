@@ -8,7 +8,7 @@ from flexattn.call.memory_order import empty_in_order
 from flexattn.call.problem import Problem
 from flexattn.compile.arguments import NO_ARRAYS, Tensors
 from flexattn.compile.capture_sums import has_known_bounds, sums_integers
-from flexattn.compile.hopper import FORMS, fused_backward, hopper_form
+from flexattn.compile.hopper import DKDV_TILES, FORMS, fused_backward, hopper_form
 from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
 from flexattn.compile.kernels import (
     BATCH_CAPTURES,
@@ -22,6 +22,7 @@ from flexattn.compile.kernels import (
     HALVES,
     HOPPER_BACKWARD,
     HOPPER_BACKWARD_STRIPES,
+    HOPPER_BACKWARD_WIDE,
     PAIR,
     SIZES,
     SPLIT,
@@ -158,9 +159,26 @@ def _fused_or_pair(
     if possible != PAIR:
         return possible
     fused = _plan_fused(problems.owns_keys, target, tensors)
-    if not isinstance(fused, KernelPlan):
+    if not isinstance(fused, KernelPlan) or _pair_is_faster(fused, problems, tensors, target):
         return PAIR
     return FUSED_STRIPES if fused.spec is HOPPER_BACKWARD_STRIPES else FUSED
+
+
+def _pair_is_faster(fused: KernelPlan, problems: KernelProblems, tensors: Tensors, target: Target) -> bool:
+    """Return whether Hopper kernels compute dq, and dk and dv, in less time than one kernel for all.
+
+    HOPPER_BACKWARD_WIDE is bound by what it adds to dq in L2 (docs/kernels.md).
+    """
+    if fused.spec is not HOPPER_BACKWARD_WIDE or fused.widths not in DKDV_TILES:
+        return False
+    forms = (_form_of(spec, problems.seen_by(spec), tensors, target) for spec in PAIR)
+    return all(isinstance(form, KernelPlan) for form in forms)
+
+
+def _form_of(spec: KernelSpec, problem: Problem, tensors: Tensors, target: Target) -> KernelPlan | str:
+    """Return the Hopper form of a kernel, or the reason why it has none."""
+    tensors = {name: tensors[name] for name in spec.tensors}
+    return hopper_form(plan_kernel(spec, problem, target, tensors), problem, tensors)
 
 
 def plan_best_form(
