@@ -114,6 +114,15 @@ def test_smaller_tiles_only_become_smaller():
     assert all(16 <= t.partial_m <= t.BLOCK_M for t in tiles)
 
 
+def test_hopper_kernels_have_no_smaller_tiles():
+    """With one stage, hopper_forward waits for keys whose buffer is not free."""
+    plan = plans_of(fwd_BACKEND="HOPPER", dtype=torch.bfloat16)[0]
+    assert plan.spec.gluon and list(smaller_tiles(plan)) == [plan]
+    small = replace(plan, target=Limited("cuda", 90, 32, shared_bytes(plan) - 1))
+    with pytest.raises(CompileError, match="expected ones that fit"):
+        fit(small)
+
+
 def test_every_field_is_in_the_key():
     """Two plans that differ give kernels that differ."""
     forward, delta, dq, dkdv = plans_of()

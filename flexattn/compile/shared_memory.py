@@ -383,8 +383,11 @@ def smaller_tiles(plan: KernelPlan) -> Iterator[KernelPlan]:
     """Yield the plan, then plans with smaller and smaller tiles, down to 16 x 16 with one stage.
 
     Without matrix units, the axis that a program owns goes down to 8 rows: its tiles are held for the whole loop.
+    A Hopper kernel has only its tile: with smaller rings its warps could wait for each other forever.
     """
     yield plan
+    if plan.spec.gluon:
+        return
     while (smaller := _smaller(plan)) is not None:
         plan = smaller
         yield plan
