@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 from collections.abc import Callable, Iterable
@@ -613,6 +614,62 @@ def test_lists_of_torch_that_change_in_inference_mode():
             mask.full_kv_num_blocks.zero_()
             assert not torch.equal(call(*x), before)
             mask.full_kv_num_blocks.copy_(torch.arange(T // 32))
+
+
+class WithinDistance(nn.Module):
+    """Attention within documents, at most `reach` apart."""
+
+    def __init__(self, index: Any = None) -> None:
+        super().__init__()
+        self.register_buffer("ids", torch.arange(T) // 20)
+        self.reach = 9
+        mask = create_block_mask(self.mask_mod, None, None, T, T, device="cpu", BLOCK_SIZE=16)
+        self.mask = mask if index is None else mask[index].prepare()
+
+    def mask_mod(self, b, h, q_idx, kv_idx):
+        return (self.ids[q_idx] == self.ids[kv_idx]) & ((q_idx - kv_idx).abs() <= self.reach)
+
+    def forward(self, q, k, v):
+        return flex_attention(q[:, :, : self.mask.seq_lengths[0]], k, v, None, self.mask)
+
+
+def _in_place(module):
+    module.ids.zero_()
+
+
+def _rebound(module):
+    module.ids = module.ids + 1
+
+
+def _number(module):
+    module.reach = 12
+
+
+@pytest.mark.parametrize("change", [_in_place, _rebound, _number])
+@pytest.mark.parametrize("make", [
+    lambda: WithinDistance((slice(None), slice(None), slice(1, 3))),
+    lambda: copy.deepcopy(WithinDistance()),
+    lambda: copy.deepcopy(WithinDistance((slice(None), slice(None), 2))),
+], ids=["slice", "copy", "copy of a slice"])  # fmt: skip
+def test_slices_and_copies_are_not_stale(make, change):
+    module = make()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*qkv(0)), module(*qkv(0)))
+    change(module)
+    for call in (module, compiled):
+        with pytest.raises(flexattn.errors.MutationError):
+            call(*qkv(0))
+
+
+def test_the_original_of_a_copy_may_change():
+    original = WithinDistance()
+    copied = copy.deepcopy(original)
+    compiled = torch.compile(copied, fullgraph=True, backend="aot_eager")
+    expected = compiled(*qkv(0))
+    original.ids.zero_()
+    assert torch.equal(compiled(*qkv(0)), expected)
+    with pytest.raises(flexattn.errors.MutationError):
+        torch.compile(original, fullgraph=True, backend="aot_eager")(*qkv(0))
 
 
 def test_a_large_table_that_the_mask_computes_is_compared():

@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention as upstream
 
 from flexattn import mods
 from flexattn.block_mask import BlockMask
-from flexattn.errors import IndexRangeError
+from flexattn.errors import ArgumentError, IndexRangeError, MaskError
 from flexattn.mask_build import create as create_module
 from flexattn.mask_build.create import create_block_mask, create_mask
 from flexattn.mods import causal, noop_mask
@@ -83,6 +83,31 @@ def test_decoding_one_token_uses_a_slice():
     step = whole[:, :, 100]
     assert step.seq_lengths == (1, 512)
     assert create_mask(step.mask_mod, None, None, 1, 512, device="cpu").sum() == 101
+
+
+@pytest.mark.parametrize("queries", [64, 50, 48, 40, 16, 1, 0])
+def test_assigned_lengths(queries: int):
+    """As in decoding loops that assign `mask.seq_lengths = (1, N)`."""
+    mask, whole = (create(causal, None, None, 64, 60, BLOCK_SIZE=16) for _ in range(2))
+    mask.seq_lengths = (queries, 60)
+    check_consistent(mask)
+    cut = whole._adjust(queries, 60)
+    assert mask.shape == cut.shape and torch.equal(mask.to_dense(), cut.to_dense())
+    assert mask.is_built and mask.full_overhangs == cut.full_overhangs
+    assert torch.equal(mask.full_kv_num_blocks, cut.full_kv_num_blocks)
+
+
+def test_longer_assigned_lengths():
+    mask = create(causal, None, None, 50, 60, BLOCK_SIZE=16)
+    for lengths in ((65, 60), (50, 65)):
+        with pytest.raises(MaskError, match=r"seq_lengths: found .*, expected at most \(64, 64\)"):
+            mask.seq_lengths = lengths
+    with pytest.raises(ArgumentError, match="seq_lengths: found 3"):
+        mask.seq_lengths = 3
+    assert mask.is_built and mask.seq_lengths == (50, 60)
+    mask.seq_lengths = (64, 40)
+    assert mask.seq_lengths == (64, 40) and not mask.is_built
+    check_consistent(mask)
 
 
 def test_slices_with_new_offsets_do_not_retrace():

@@ -65,7 +65,7 @@ class BlockMask(upstream.BlockMask):
     ((1, 1, 256, 256), 25.0)
     """
 
-    seq_lengths: tuple[int, int]  # queries, keys
+    _seq_lengths: tuple[int, int]
     BLOCK_SIZE: tuple[int, int]  # queries, keys
     _q_runs: RunLists | None
     _kv_runs: RunLists
@@ -82,6 +82,7 @@ class BlockMask(upstream.BlockMask):
     _bits: MaskBits | None = None
     _no_bits: str = NO_BITS  # why it has none
     _prepared: Prepared | None = None
+    _slice_record: CaptureRecord | None = None  # of the mod of a slice, once the slice is prepared
     _for_hopper: BlockMask | None = None  # the same mask in the blocks that Hopper kernels read
     _in_tiles: InTiles | None = None  # the same mask in an order of tokens in which it has fewer blocks
     _state: Any = None  # what repeated calls need of it: a MaskState (engines/mask_state.py)
@@ -258,7 +259,7 @@ class BlockMask(upstream.BlockMask):
         widths: tuple[int, int | None] | None,
     ) -> None:
         """Set everything except the runs, which the caller sets."""
-        self.seq_lengths = seq_lengths
+        self._seq_lengths = seq_lengths
         self.BLOCK_SIZE = block_size
         self.q_runs = None
         self.full_overhangs = False
@@ -269,6 +270,27 @@ class BlockMask(upstream.BlockMask):
         self.mask_mod = mask_mod
 
     # Properties of the mask.
+
+    @property
+    def seq_lengths(self) -> tuple[int, int]:
+        """Queries, keys. Assigning fewer cuts the lists. Assigning more is possible up to the end of the last blocks.
+
+        With more, the mask is one made by hand: its lists take precedence over mask_mod.
+        """
+        return self._seq_lengths
+
+    @seq_lengths.setter
+    def seq_lengths(self, lengths: tuple[int, int]) -> None:
+        lengths = _pair("seq_lengths", lengths, 0)
+        ends = tuple(n * size for n, size in zip(self._grid, self.BLOCK_SIZE, strict=True))
+        if any(new > end for new, end in zip(lengths, ends, strict=True)):
+            fix = "Build a mask for these lengths with create_block_mask."
+            raise MaskError(message("seq_lengths", lengths, f"at most {ends}, where the mask's blocks end", fix))
+        if any(new > old for new, old in zip(lengths, self._seq_lengths, strict=True)):
+            self._was_edited()
+            self._seq_lengths = ends
+        if lengths != self._seq_lengths:
+            self.__dict__.update(self._adjust(*lengths).__dict__)
 
     @property
     def mask_mod(self) -> MaskMod:
@@ -461,13 +483,13 @@ class BlockMask(upstream.BlockMask):
         if self._prepared is not None:
             return self
         lists, *others = self._packed()
-        runs, record, tiles = self.equal_runs(), self._record, self.in_tiles
+        runs, record, tiles = self.equal_runs(), self._own_record(), self.in_tiles
         form = MaskForm(
             self.BLOCK_SIZE, self.q_runs is not None, self.B > 1, self.H > 1, self.full_overhangs,
             self._built_from_mod, tuple(r.capture for r in runs), has_bits=self.bits is not None,
             tile=None if tiles is None else tiles.grid.tile,
         )  # fmt: skip
-        origin = Origin(record, record is None or record.mod is self._mask_mod)
+        origin = Origin(record)
         numbers = MaskNumbers(
             origin.digest if form.has_bits or runs else 0,  # a graph with new numbers takes 0.5 to 5 ms
             self.skips_halves,
@@ -481,6 +503,16 @@ class BlockMask(upstream.BlockMask):
         origin.keep(tensors[0])
         self._prepared = Prepared(tensors, form.dumps())
         return self
+
+    def _own_record(self) -> CaptureRecord | None:
+        """Return the record of this mask's own mod. That of a slice captures offsets too."""
+        if self._record is None or self._record.mod is self._mask_mod:
+            return self._record
+        if self._slice_record is None or self._slice_record.mod is not self._mask_mod:
+            bound = trace(self._mask_mod, "mask")
+            self.check_captures(bound)
+            self._slice_record = CaptureRecord.of(self._mask_mod, bound, ())
+        return self._slice_record
 
     def _packed(self) -> list[Tensor]:
         """Return the lists as one tensor, and the tensors of the bits."""
@@ -877,7 +909,9 @@ class BlockMask(upstream.BlockMask):
         assert isinstance(shell, Shell)
         named = dict(zip(names, leaves[: len(names)], strict=True))
         self = cls.__new__(cls)
-        self.__dict__.update(zip(_CONTEXT, fields, strict=True))
+        values = dict(zip(_CONTEXT, fields, strict=True))
+        self._seq_lengths = values.pop("seq_lengths")
+        self.__dict__.update(values)
         self._mask_mod, self._record = shell.fill(leaves[len(names) :]), None
         self._forget_derived()
         self._kv_runs = RunLists.from_tensors(tuple(named[f"kv_runs_{i}"] for i in range(5)))
@@ -939,8 +973,11 @@ class BlockMask(upstream.BlockMask):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__dict__ | dict.fromkeys(("_record", "_prepared", "_state")), memo))
-        copied._record = None if self._record is None else self._record.deepcopied(memo)
+        records = ("_record", "_slice_record")
+        copied.__dict__.update(copy.deepcopy(self.__dict__ | dict.fromkeys((*records, "_prepared", "_state")), memo))
+        for name in records:
+            record = getattr(self, name)
+            setattr(copied, name, None if record is None else record.deepcopied(memo))
         return copied if self._prepared is None else copied.prepare()
 
 

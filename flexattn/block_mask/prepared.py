@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask.one_tensor import with_symbols
-from flexattn.block_mask.record import AnyOf, CaptureRecord, changed, is_unchanged
+from flexattn.block_mask.record import AnyOf, CaptureRecord, Seen, are_unchanged, changed, is_same, is_unchanged
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.narrow import specialized
@@ -99,9 +99,8 @@ def _digest(graph: ModGraph, numbers: tuple[int | float, ...]) -> int:
 class Origin:
     """What packed lists were built from, for an operator that is given the lists alone. It is an attribute of them."""
 
-    def __init__(self, record: CaptureRecord | None, is_whole: bool) -> None:
+    def __init__(self, record: CaptureRecord | None) -> None:
         self.record = record
-        self.is_whole = is_whole  # False for a slice of a mask: its mod captures other tensors
         self.masks: dict[Hashable, Any] = {}  # made of these lists
         # Captures that mask_mod computes from other tensors, on a CPU. On a GPU the host would wait to compare them.
         self._computed = () if record is None else tuple(_computed(record, seen) for seen in record.captures)
@@ -112,7 +111,7 @@ class Origin:
         """Return the origin of packed lists. Lists that a graph creates, or that come from a file, have no record."""
         found = getattr(lists, _ATTRIBUTE, None)
         if found is None:
-            found = Origin(None, True)
+            found = Origin(None)
             found.keep(lists)
         return found
 
@@ -137,12 +136,10 @@ class Origin:
         if record is None:
             return True
         for before in (*record.reached, *record.captures):
-            if not any(map(is_unchanged, before)):
+            if not are_unchanged(before):
                 return False
-        if not self.is_whole:
-            return True
         pairs = zip(record.captures, captures, strict=True)
-        return all(any(seen[0]() is now for seen in before) for before, now in pairs)
+        return all(any(is_same(seen, now) for seen in before) for before, now in pairs)
 
     def check(self, mask: BoundMod) -> None:
         """Raise MutationError if values of mask_mod changed since the lists were built.
@@ -154,10 +151,8 @@ class Origin:
         if record is None:
             return
         for before in (*record.reached, *record.captures):
-            if not any(is_unchanged(seen) for seen in before):
+            if not are_unchanged(before):
                 raise changed("a tensor that mask_mod captures", "was changed in place")
-        if not self.is_whole:
-            return
         passed = (mask.graph, repr(mask.numbers), *map(id, mask.captures))
         if passed == self._passed:  # ids: the captures of the record that are compared below are alive
             return
@@ -169,11 +164,10 @@ class Origin:
             if value is not None:
                 if value.shape != now.shape or not _has_values(value, now):
                     raise changed(f"mask_mod's captured tensor {described.name!r}", "has other values")
-            elif not is_computed(record, before) and not any(_equals(seen[0](), now) for seen in before):
-                raise changed(f"mask_mod's captured tensor {described.name!r}", "is another tensor")
-        if all(
-            any(seen[0]() is now for seen in before) for before, now in zip(record.captures, mask.captures, strict=True)
-        ):
+            elif not is_computed(record, before) and not any(_is_equal(seen, now) for seen in before):
+                raise changed(f"mask_mod's captured tensor {described.name!r}", "was changed, or is another tensor")
+        pairs = zip(record.captures, mask.captures, strict=True)
+        if all(any(is_same(seen, now) for seen in before) for before, now in pairs):
             self._passed = passed
 
 
@@ -200,8 +194,9 @@ def _has_values(before: Tensor, now: Tensor) -> bool:
     return torch.allclose(before, now, rtol=ulps * torch.finfo(now.dtype).eps, atol=0, equal_nan=True)
 
 
-def _equals(before: Tensor | None, now: Tensor) -> bool:
-    """Return whether a tensor has the values of the one that was captured; None: it does not exist any more."""
+def _is_equal(seen: Seen, now: Tensor) -> bool:
+    """Return whether a tensor has the values of the one that was captured, if that exists and did not change."""
+    before = seen[0]() if is_unchanged(seen) else None
     if before is None or before.shape != now.shape or before.dtype != now.dtype or before.device != now.device:
         return False
     same = before.data_ptr() == now.data_ptr() and before.stride() == now.stride()

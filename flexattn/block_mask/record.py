@@ -114,6 +114,12 @@ def is_unchanged(seen: Seen) -> bool:
     return tensor is None or seen[1] == _version(tensor)
 
 
+def are_unchanged(before: AnyOf) -> bool:
+    """Return whether a tensor that was seen, or one of its copies, is unchanged. Those that exist decide."""
+    exist = [seen for seen in before if seen[0]() is not None]
+    return not exist or any(map(is_unchanged, exist))
+
+
 def _is_any(before: AnyOf, now: Tensor) -> bool:
     return is_same(before[0], now) or any(is_same(seen, now) for seen in before[1:])
 
