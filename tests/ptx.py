@@ -580,7 +580,9 @@ def _convert(this: Instruction, *values: Values) -> Values:
         return _cut(np.nan_to_num(rounded.astype(np.float64)).astype(np.int64).astype(np.uint64), int(to[1:]))
     if to == "f32":
         return _bits(_whole(value, int(source[1:]), source[0] == "s").astype(np.float32))
-    return _cut(_whole(value, int(source[1:]), source[0] == "s").astype(np.uint64), int(to[1:]))
+    whole = _cut(_whole(value, int(source[1:]), source[0] == "s").astype(np.uint64), int(to[1:]))
+    # The register is wider than 8 bits, and has the sign.
+    return _cut(_whole(whole, 8, True).astype(np.uint64), 16) if to == "s8" else whole
 
 
 _COMPARISONS: dict[str, Callable[..., Values]] = {

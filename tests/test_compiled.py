@@ -661,6 +661,34 @@ def test_slices_and_copies_are_not_stale(make, change):
             call(*qkv(0))
 
 
+def test_only_the_length_of_a_tensor_is_read():
+    ids = torch.arange(T)
+    mask = create_block_mask(lambda b, h, i, j: (i < len(ids) - 3) & (i >= j), None, None, T, T, device="cpu")
+    compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, None, mask), fullgraph=True, backend="aot_eager")
+    expected = compiled(*qkv(0))
+    ids.zero_()
+    assert torch.equal(compiled(*qkv(0)), expected)
+
+
+def test_dropout_with_a_mod_that_breaks_the_graph():
+    """It draws one seed, as an uncompiled call."""
+
+    def breaks(score, b, h, q_idx, kv_idx):
+        torch._dynamo.graph_break()
+        return score + 0.5 * (q_idx - kv_idx)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + 0.5 * (q_idx - kv_idx)
+
+    x = [t.detach() for t in qkv(0)]  # of tensors with gradients torch warns at a break
+    torch.manual_seed(0)
+    expected = flex_attention(*x, mod, dropout_p=0.3), torch.get_rng_state()
+    torch.manual_seed(0)
+    compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, breaks, dropout_p=0.3), backend="aot_eager")
+    torch.testing.assert_close(compiled(*x), expected[0])
+    assert torch.equal(torch.get_rng_state(), expected[1])
+
+
 def test_the_original_of_a_copy_may_change():
     original = WithinDistance()
     copied = copy.deepcopy(original)
@@ -690,6 +718,18 @@ def test_small_values_that_the_mask_computes_are_compared(dtype, size):
     compiled(*qkv(0))
     factor = torch.full((1,), 0.9, dtype=dtype)
     with pytest.raises(flexattn.errors.MutationError, match="other values"):
+        compiled(*qkv(0))
+
+
+@pytest.mark.parametrize(("first", "dtype"), [(128, torch.bfloat16), (1e6, torch.float32)])
+def test_values_that_differ_in_the_last_bits_are_compared(first, dtype):
+    """Inductor's results may differ as much, so a close value is not enough."""
+    ids = (first + torch.arange(T) // (T // 2)).to(dtype)
+    mask = create_block_mask(lambda b, h, i, j: (ids + 0.0)[i] == (ids + 0.0)[j], None, None, T, T, device="cpu")
+    compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, None, mask), fullgraph=True, backend="aot_eager")
+    compiled(*qkv(0))
+    ids = torch.full_like(ids, first)
+    with pytest.raises(flexattn.errors.MutationError):
         compiled(*qkv(0))
 
 

@@ -51,6 +51,20 @@ def test_the_summary_says_why_a_kernel_is_not_a_hopper_kernel(dtype: torch.dtype
     assert lines_of_kernels(causal_call(dtype, target))[0].endswith(reason)
 
 
+@pytest.mark.parametrize(
+    ("learns", "kernels"),
+    [
+        ((True, True, True), {"hopper_backward", "backward_dq_rows"}), ((True, False, False), {"hopper_dq"}),
+        ((False, True, False), {"hopper_dkdv"}), ((False, False, True), {"hopper_dkdv"}),
+        ((False, False, False), {"hopper_backward", "backward_dq_rows"}),
+    ],
+)  # fmt: skip
+def test_the_backward_is_that_of_the_gradients_that_are_required(learns: tuple[bool, ...], kernels: set[str]) -> None:
+    q, k, v = (torch.zeros(1, 2, 2048, 64, dtype=torch.bfloat16, requires_grad=learn) for learn in learns)
+    names = {plan.spec.name for plan in explain(q, k, v, target="sm_90").plans if not plan.is_forward}
+    assert names == kernels | {"backward_delta"}
+
+
 def test_the_summary_of_a_cpu_says_why_there_is_no_kernel() -> None:
     text = str(causal_call(torch.float32, None))
     assert "cpu: the tensors are on a CPU" in text and "kernels for" not in text

@@ -101,6 +101,16 @@ def test_a_number_beyond_the_dtype_of_a_captured_tensor() -> None:
         trace(lambda b, h, q, k: ids[q] < 2147483648, "mask")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "n"), [(torch.int8, 128), (torch.uint8, 256), (torch.uint8, -3), (torch.int16, 40000)]
+)
+def test_a_divisor_beyond_the_dtype_of_a_captured_tensor(dtype: torch.dtype, n: int) -> None:
+    ids = torch.arange(N).to(dtype)
+    for mod in (lambda b, h, q, k: ids[q] % n == 0, lambda b, h, q, k: ids[q] // n == 0):
+        with pytest.raises(FlexAttentionError, match=rf"of {n} in {dtype}, which cannot hold it"):
+            trace(mod, "mask")
+
+
 @pytest.mark.parametrize("n", [2**63, 2**64, -(2**63) - 1, 10**30])
 def test_a_number_beyond_int64(n: int) -> None:
     with pytest.raises(ModError, match=str(n)):

@@ -66,7 +66,7 @@ class BlockMask(upstream.BlockMask):
     """
 
     _seq_lengths: tuple[int, int]
-    BLOCK_SIZE: tuple[int, int]  # queries, keys
+    _block_size: tuple[int, int]
     _q_runs: RunLists | None
     _kv_runs: RunLists
     # A full block may extend past seq_lengths: only in user-supplied lists, or in rows at an offset (dense_form).
@@ -260,7 +260,7 @@ class BlockMask(upstream.BlockMask):
     ) -> None:
         """Set everything except the runs, which the caller sets."""
         self._seq_lengths = seq_lengths
-        self.BLOCK_SIZE = block_size
+        self._block_size = block_size
         self.q_runs = None
         self.full_overhangs = False
         self.dq_write_order = self.dq_write_order_full = self.dq_kv_order = self.dq_kv_order_spt = None
@@ -282,7 +282,7 @@ class BlockMask(upstream.BlockMask):
     @seq_lengths.setter
     def seq_lengths(self, lengths: tuple[int, int]) -> None:
         lengths = _pair("seq_lengths", lengths, 0)
-        ends = tuple(n * size for n, size in zip(self._grid, self.BLOCK_SIZE, strict=True))
+        ends = self._grid[0] * self.BLOCK_SIZE[0], self._grid[1] * self.BLOCK_SIZE[1]
         if any(new > end for new, end in zip(lengths, ends, strict=True)):
             fix = "Build a mask for these lengths with create_block_mask."
             raise MaskError(message("seq_lengths", lengths, f"at most {ends}, where the mask's blocks end", fix))
@@ -291,6 +291,11 @@ class BlockMask(upstream.BlockMask):
             self._seq_lengths = ends
         if lengths != self._seq_lengths:
             self.__dict__.update(self._adjust(*lengths).__dict__)
+
+    @property
+    def BLOCK_SIZE(self) -> tuple[int, int]:
+        """Queries, keys. It cannot be assigned, because the lists are in these blocks."""
+        return self._block_size
 
     @property
     def mask_mod(self) -> MaskMod:
@@ -909,8 +914,8 @@ class BlockMask(upstream.BlockMask):
         assert isinstance(shell, Shell)
         named = dict(zip(names, leaves[: len(names)], strict=True))
         self = cls.__new__(cls)
-        values = dict(zip(_CONTEXT, fields, strict=True))
-        self._seq_lengths = values.pop("seq_lengths")
+        values: dict[str, Any] = dict(zip(_CONTEXT, fields, strict=True))
+        self._seq_lengths, self._block_size = values.pop("seq_lengths"), values.pop("BLOCK_SIZE")
         self.__dict__.update(values)
         self._mask_mod, self._record = shell.fill(leaves[len(names) :]), None
         self._forget_derived()

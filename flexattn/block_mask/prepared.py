@@ -21,6 +21,7 @@ from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.narrow import specialized
 from flexattn.process.forks import cached_property
 from flexattn.process.frozen_class import frozen
+from flexattn.trace.trace import trace
 
 
 @frozen
@@ -105,6 +106,9 @@ class Origin:
         # Captures that mask_mod computes from other tensors, on a CPU. On a GPU the host would wait to compare them.
         self._computed = () if record is None else tuple(_computed(record, seen) for seen in record.captures)
         self._passed: tuple[Any, ...] = ()  # the mod that passed the check last
+        # Tensors of which mask_mod reads the shape alone are in `reached` too.
+        computes = record is not None and any(is_computed(record, seen) for seen in record.captures)
+        self._watched = () if record is None else (*(record.reached if computes else ()), *record.captures)
 
     @staticmethod
     def of(lists: Tensor) -> Origin:
@@ -135,9 +139,8 @@ class Origin:
         record = self.record
         if record is None:
             return True
-        for before in (*record.reached, *record.captures):
-            if not are_unchanged(before):
-                return False
+        if not all(map(are_unchanged, self._watched)):
+            return False
         pairs = zip(record.captures, captures, strict=True)
         return all(any(is_same(seen, now) for seen in before) for before, now in pairs)
 
@@ -150,22 +153,25 @@ class Origin:
         record = self.record
         if record is None:
             return
-        for before in (*record.reached, *record.captures):
-            if not are_unchanged(before):
-                raise changed("a tensor that mask_mod captures", "was changed in place")
+        if not all(map(are_unchanged, self._watched)):
+            raise changed("a tensor that mask_mod captures", "was changed in place")
         passed = (mask.graph, repr(mask.numbers), *map(id, mask.captures))
         if passed == self._passed:  # ids: the captures of the record that are compared below are alive
             return
         if not self.is_graph_of(mask):
             raise changed("what mask_mod computes, or a number that it captures,", "has changed")
+        is_close = False
         for described, before, value, now in zip(
             record.graph.captures, record.captures, self._computed, mask.captures, strict=True
         ):
             if value is not None:
-                if value.shape != now.shape or not _has_values(value, now):
+                if value.shape != now.shape or not (torch.equal(value, now) or _are_close(value, now)):
                     raise changed(f"mask_mod's captured tensor {described.name!r}", "has other values")
+                is_close = is_close or not torch.equal(value, now)
             elif not is_computed(record, before) and not any(_is_equal(seen, now) for seen in before):
                 raise changed(f"mask_mod's captured tensor {described.name!r}", "was changed, or is another tensor")
+        if is_close:  # the last bits are Inductor's, or those of other tensors: the user's mod knows
+            record.check(trace(record.mod, "mask"))
         pairs = zip(record.captures, mask.captures, strict=True)
         if all(any(is_same(seen, now) for seen in before) for before, now in pairs):
             self._passed = passed
@@ -184,9 +190,7 @@ def _computed(record: CaptureRecord, capture: AnyOf) -> Tensor | None:
     return value.clone() if value is not None and value.is_cpu else None
 
 
-def _has_values(before: Tensor, now: Tensor) -> bool:
-    if torch.equal(before, now):
-        return True
+def _are_close(before: Tensor, now: Tensor) -> bool:
     if not now.is_floating_point():
         return False
     # Functions that Inductor compiled differ from torch's in the last bits. They compute half precision in float32.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import Tensor
+
 from flexattn.call.memory_order import empty_in_order
 from flexattn.call.problem import Problem
 from flexattn.compile.arguments import NO_ARRAYS, Tensors
@@ -211,12 +213,22 @@ def wants_backward(problem: Problem) -> bool:
     return problem.query.requires_grad or problem.key.requires_grad or problem.value.requires_grad
 
 
-def expected_backward(problem: Problem, tensors: Tensors, target: Target) -> tuple[KernelPlan, ...]:
-    """Return the plans of a backward, given the tensors of the forward.
+def with_expected_gradients(problem: Problem, tensors: Tensors) -> dict[str, Tensor]:
+    """Return the tensors of a forward and those of its backward: the gradients that are required, all if none is.
 
-    The gradients are assumed to be laid out like their tensors, and d_out like the output.
+    Gradients are assumed to be laid out like their tensors, and d_out like the output.
     """
-    tensors = {**tensors, "do": tensors["o"], "dq": tensors["q"], "dk": tensors["k"], "dv": tensors["v"]}
+    q, k, v = problem.query.requires_grad, problem.key.requires_grad, problem.value.requires_grad
+    learns = problem.score_grad is not None and bool(problem.score_grad.sites)
+    everything = not (q or k or v or learns)
+    of_queries = {"dq": tensors["q"]} if q or everything else {}
+    of_keys = {"dk": tensors["k"], "dv": tensors["v"]} if k or v or everything else {}
+    return {**tensors, "do": tensors["o"], **of_queries, **of_keys}
+
+
+def expected_backward(problem: Problem, tensors: Tensors, target: Target) -> tuple[KernelPlan, ...]:
+    """Return the plans of a backward, given the tensors of the forward."""
+    tensors = with_expected_gradients(problem, tensors)
     return _backward_plans(backward_in_best_order(problem, tensors, target), tensors, target)
 
 

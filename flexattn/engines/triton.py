@@ -28,6 +28,7 @@ from flexattn.compile.schedule import (
     forward_kernels,
     plan_best_form,
     prepared_arrays,
+    with_expected_gradients,
 )
 from flexattn.layout import TiledGrid
 from flexattn.machine.target import Target, target_of
@@ -392,7 +393,7 @@ def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | Non
     problem = _with_rows(problem)
     q, k, v = problem.query, problem.key, problem.value
     out = empty_in_order(q, v.size(-1))
-    tensors = {"q": q, "k": k, "v": v, "o": out, "do": out, "dq": q, "dk": k, "dv": v}
+    tensors = with_expected_gradients(problem, {"q": q, "k": k, "v": v, "o": out})
     steps = [(spec, forward_in_best_order(problem, target)) for spec in forward_kernels(problem)]
     if problem.layout is None or not (problem.is_paged or problem.layout.is_quantized):
         in_order = backward_in_best_order(problem, tensors, target)

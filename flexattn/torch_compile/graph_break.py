@@ -12,6 +12,7 @@ from torch.nn.attention import flex_attention as upstream
 
 from flexattn.block_mask import BlockMask, from_torch
 from flexattn.call.call import Call
+from flexattn.call.dropout import Dropout, drop_below
 from flexattn.call.pose import pose
 from flexattn.engines.autograd import attention
 from flexattn.engines.choice import engine_of, form_for
@@ -51,10 +52,12 @@ def _with_untraced_mod(body: Callable[..., Any], query: Tensor, key: Tensor, val
     """Compute the call whose body Dynamo could not trace, because one of its mods breaks the graph."""
     given = inspect.getclosurevars(body).nonlocals
     options = dict(text.split("=", 1) for text in given["options"])
+    seed, below = given["seed"], drop_below(given["dropout_p"])
+    dropout = given["dropout_p"] if seed is None or below is None else Dropout(below, seed)  # drawn before the break
     return _apart(
         "Dynamo cannot trace a mod",
         query, key, value, given["score_mod"], given["block_mask"], given["scale"], given["enable_gqa"],
-        {name: ast.literal_eval(value) for name, value in options.items()}, given["sink"], given["dropout_p"],
+        {name: ast.literal_eval(value) for name, value in options.items()}, given["sink"], dropout,
         given["max_scores"], given["layout"],
     )  # fmt: skip
 

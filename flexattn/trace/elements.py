@@ -177,21 +177,23 @@ class Elements:
         dtype = {"result": result, "common": wide(common_dtype(args)), "bool": torch.bool, "own": None}[row.computes]
         extra = (self, result) if row.computes == "own" else ()
         check_arguments(row.compute, node, *extra, *args, **kwargs)
+        if row.literal_divisor and not isinstance(_meta(args[1]), Tensor):
+            args = [args[0], concrete(args[1]), *args[2:]]
         for value in (*args, *kwargs.values()):
             if type(value) is int and dtype is not None and not _holds(dtype, value):
                 raise Refused(node, f"of {value} in {dtype}, which cannot hold it. Convert the tensor with .long()")
-        operands = [self.operand(a, index, dtype, literal=row.literal_divisor and i == 1) for i, a in enumerate(args)]
+        operands = [self.operand(a, index, dtype) for a in args]
         named = {k: self.operand(a, index, dtype) for k, a in kwargs.items()}
         return self.cast(row.compute(*extra, *operands, **named), result)
 
-    def operand(self, arg: Any, index: Index, dtype: torch.dtype | None, literal: bool = False) -> Any:
+    def operand(self, arg: Any, index: Index, dtype: torch.dtype | None) -> Any:
         """Return an argument of an elementwise operator as an expression; None, strings and dtypes are unchanged."""
         if isinstance(arg, fx.Node) and isinstance(arg.meta["val"], Tensor):
             value = self.at(arg, self.broadcast(index, arg.meta["val"].shape))
             return value if dtype is None else self.cast(value, dtype)
         if isinstance(arg, fx.Node) or is_symbol(arg):
             symbol = arg.meta["val"] if isinstance(arg, fx.Node) else arg
-            return self.scalar(concrete(symbol) if literal else symbol, dtype)
+            return self.scalar(symbol, dtype)
         if isinstance(arg, (bool, int, float)):
             return self.scalar(arg, dtype)
         return arg
@@ -253,6 +255,10 @@ class Elements:
             value = self.at(source, tuple((outer | chosen)[d] for d in range(len(shape))))
             values.append(value if reduction.keeps_dtype else self.cast(value, dtype))
         return self.cast(reduction.combine(self, node, values, dtype, *over.options), dtype)
+
+
+def _meta(arg: Any) -> Any:
+    return arg.meta["val"] if isinstance(arg, fx.Node) else arg
 
 
 def _holds(dtype: torch.dtype, value: int) -> bool:
