@@ -11,6 +11,7 @@ import torch
 from eager_comparison import N, check_mask, values
 from torch import Tensor
 
+from flexattn.errors import ModError
 from flexattn.trace.trace import trace
 
 WINDOW = 3
@@ -95,3 +96,9 @@ def test_mask_captures_carry_no_gradient() -> None:
     limits = values(N)
     (captured,) = trace(lambda b, h, q, k: k < limits[q], "mask").captures
     assert not captured.requires_grad
+
+
+def test_indices_in_other_integer_dtypes() -> None:
+    table = torch.arange(N).to(torch.int8)
+    with pytest.raises(ModError, match=r"found an index in another integer dtype, .* Convert it with .long\(\)"):
+        trace(lambda b, h, q, k: table[table[k]] > q, "mask")
