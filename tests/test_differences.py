@@ -62,6 +62,12 @@ def changed_after(module: Any) -> object:
     return module.flex_attention(X, X, X, block_mask=mask)
 
 
+def longer(module: Any) -> object:
+    mask = module.create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device="cpu")
+    mask.seq_lengths = (256, 256)
+    return mask
+
+
 def in_place(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     score += 1
     return score
@@ -90,6 +96,7 @@ CASES: dict[str, Call] = {
     "a mask of batch 1": masked(lambda b, h, i, j: i >= j + b, B=1),
     "a mask of one head": masked(lambda b, h, i, j: i >= j + h),
     "a mask of more heads": masked(lambda b, h, i, j: i >= j, H=4),
+    "`mask.seq_lengths = ": longer,
     "a mask_mod that returns numbers": lambda m: m.create_mask(
         lambda b, h, i, j: (i >= j).float(), None, None, 8, 8, device="cpu"
     ),
