@@ -104,7 +104,7 @@ def test_longer_assigned_lengths():
             mask.seq_lengths = lengths
     with pytest.raises(ArgumentError, match="seq_lengths: found 3"):
         mask.seq_lengths = 3
-    with pytest.raises(AttributeError, match="BLOCK_SIZE"):
+    with pytest.raises(MaskError, match=r"BLOCK_SIZE: found .* blocks of \(16, 16\)"):
         mask.BLOCK_SIZE = (32, 32)
     assert mask.is_built and mask.seq_lengths == (50, 60)
     mask.seq_lengths = (64, 40)

@@ -16,6 +16,7 @@ from torch.nn.attention import flex_attention as upstream
 from torch.utils._pytree import GetAttrKey
 
 from flexattn.block_mask import page, picture, plot, stored, svg
+from flexattn.block_mask.assigned import assigned_by
 from flexattn.block_mask.bits import MaskBits
 from flexattn.block_mask.lists import check_transposed, lists_of, read_lists
 from flexattn.block_mask.one_tensor import pack, savable
@@ -47,6 +48,26 @@ class InTiles(NamedTuple):
     mask: BlockMask
 
 
+def _cut_to(mask: BlockMask, lengths: tuple[int, int]) -> None:
+    """Change the lengths of a mask in place."""
+    lengths = _pair("seq_lengths", lengths, 0)
+    ends = mask._grid[0] * mask.BLOCK_SIZE[0], mask._grid[1] * mask.BLOCK_SIZE[1]
+    if any(new > end for new, end in zip(lengths, ends, strict=True)):
+        fix = "Build a mask for these lengths with create_block_mask."
+        raise MaskError(message("seq_lengths", lengths, f"at most {ends}, where the mask's blocks end", fix))
+    if any(new > old for new, old in zip(lengths, mask.seq_lengths, strict=True)):
+        mask._was_edited()
+        mask.__dict__["seq_lengths"] = ends
+    if lengths != mask.seq_lengths:
+        mask.__dict__.update(mask._adjust(*lengths).__dict__)
+
+
+def _refuse_block_size(mask: BlockMask, size: object) -> None:
+    fix = "Build a mask with create_block_mask(..., BLOCK_SIZE=...)."
+    found = f"{size} assigned to a mask with blocks of {mask.BLOCK_SIZE}"
+    raise MaskError(message("BLOCK_SIZE", found, "no assignment, because the lists are in these blocks", fix))
+
+
 class BlockMask(upstream.BlockMask):
     """Which blocks of queries and keys attend: full (every pair), partial (where mask_mod is true), or empty.
 
@@ -65,8 +86,10 @@ class BlockMask(upstream.BlockMask):
     ((1, 1, 256, 256), 25.0)
     """
 
-    _seq_lengths: tuple[int, int]
-    _block_size: tuple[int, int]
+    # Queries, keys. Assigning fewer cuts the lists. Assigning more is possible up to the end of the last blocks, and
+    # makes the mask one made by hand: its lists take precedence over mask_mod.
+    seq_lengths: tuple[int, int] = assigned_by(_cut_to)
+    BLOCK_SIZE: tuple[int, int] = assigned_by(_refuse_block_size)  # queries, keys
     _q_runs: RunLists | None
     _kv_runs: RunLists
     # A full block may extend past seq_lengths: only in user-supplied lists, or in rows at an offset (dense_form).
@@ -259,8 +282,7 @@ class BlockMask(upstream.BlockMask):
         widths: tuple[int, int | None] | None,
     ) -> None:
         """Set everything except the runs, which the caller sets."""
-        self._seq_lengths = seq_lengths
-        self._block_size = block_size
+        self.__dict__.update(seq_lengths=seq_lengths, BLOCK_SIZE=block_size)
         self.q_runs = None
         self.full_overhangs = False
         self.dq_write_order = self.dq_write_order_full = self.dq_kv_order = self.dq_kv_order_spt = None
@@ -270,32 +292,6 @@ class BlockMask(upstream.BlockMask):
         self.mask_mod = mask_mod
 
     # Properties of the mask.
-
-    @property
-    def seq_lengths(self) -> tuple[int, int]:
-        """Queries, keys. Assigning fewer cuts the lists. Assigning more is possible up to the end of the last blocks.
-
-        With more, the mask is one made by hand: its lists take precedence over mask_mod.
-        """
-        return self._seq_lengths
-
-    @seq_lengths.setter
-    def seq_lengths(self, lengths: tuple[int, int]) -> None:
-        lengths = _pair("seq_lengths", lengths, 0)
-        ends = self._grid[0] * self.BLOCK_SIZE[0], self._grid[1] * self.BLOCK_SIZE[1]
-        if any(new > end for new, end in zip(lengths, ends, strict=True)):
-            fix = "Build a mask for these lengths with create_block_mask."
-            raise MaskError(message("seq_lengths", lengths, f"at most {ends}, where the mask's blocks end", fix))
-        if any(new > old for new, old in zip(lengths, self._seq_lengths, strict=True)):
-            self._was_edited()
-            self._seq_lengths = ends
-        if lengths != self._seq_lengths:
-            self.__dict__.update(self._adjust(*lengths).__dict__)
-
-    @property
-    def BLOCK_SIZE(self) -> tuple[int, int]:
-        """Queries, keys. It cannot be assigned, because the lists are in these blocks."""
-        return self._block_size
 
     @property
     def mask_mod(self) -> MaskMod:
@@ -914,9 +910,7 @@ class BlockMask(upstream.BlockMask):
         assert isinstance(shell, Shell)
         named = dict(zip(names, leaves[: len(names)], strict=True))
         self = cls.__new__(cls)
-        values: dict[str, Any] = dict(zip(_CONTEXT, fields, strict=True))
-        self._seq_lengths, self._block_size = values.pop("seq_lengths"), values.pop("BLOCK_SIZE")
-        self.__dict__.update(values)
+        self.__dict__.update(zip(_CONTEXT, fields, strict=True))
         self._mask_mod, self._record = shell.fill(leaves[len(names) :]), None
         self._forget_derived()
         self._kv_runs = RunLists.from_tensors(tuple(named[f"kv_runs_{i}"] for i in range(5)))
