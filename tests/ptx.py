@@ -581,7 +581,7 @@ def _convert(this: Instruction, *values: Values) -> Values:
     if to == "f32":
         return _bits(_whole(value, int(source[1:]), source[0] == "s").astype(np.float32))
     whole = _cut(_whole(value, int(source[1:]), source[0] == "s").astype(np.uint64), int(to[1:]))
-    # The register is wider than 8 bits, and has the sign.
+    # An 8-bit result is sign-extended to its register.
     return _cut(_whole(whole, 8, True).astype(np.uint64), 16) if to == "s8" else whole
 
 

@@ -18,6 +18,7 @@ from torch.nn.attention import flex_attention as upstream
 import flexattn
 from flexattn import create_block_mask, flex_attention, mods
 from flexattn.block_mask.from_torch import from_torch
+from flexattn.block_mask.prepared import Origin
 
 B, H, T, D = 2, 2, 160, 16
 Step = tuple[tuple[Any, ...], list[Tensor]]  # arguments, and the tensors whose gradients are compared
@@ -661,6 +662,45 @@ def test_slices_and_copies_are_not_stale(make, change):
             call(*qkv(0))
 
 
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ids", torch.arange(T) // 20)
+        self.register_buffer("shift", torch.zeros(1, dtype=torch.int64))
+        self.mask = create_block_mask(self.mask_mod, None, None, T, T, device="cpu", BLOCK_SIZE=16)
+
+    def mask_mod(self, b, h, q_idx, kv_idx):
+        return (self.ids + self.shift)[q_idx] == self.ids[kv_idx]
+
+    def forward(self, q, k, v):
+        return flex_attention(q, k, v, None, self.mask)
+
+
+@pytest.mark.parametrize("copied", [lambda module: module, copy.deepcopy])
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_rebound_summand_of_what_the_mask_computes(copied, forgets):
+    """On a GPU the computed values are not kept, so the mod itself is asked."""
+    module = copied(Shifted())
+    origin = Origin.of(module.mask._prepared.tensors[0])
+    if forgets:
+        origin._computed = (None,) * len(origin._computed)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        assert torch.equal(compiled(*qkv(0)), module(*qkv(0)))
+    module.shift = module.shift + torch.arange(T)
+    with pytest.raises(flexattn.errors.MutationError):
+        compiled(*qkv(0))
+
+
+def test_values_that_differ_in_the_last_bits_are_accepted_if_nothing_changed():
+    ids = 1e6 + torch.arange(T) // 20
+    mask = create_block_mask(lambda b, h, i, j: (ids + 0.0)[i] == (ids + 0.0)[j], None, None, T, T, device="cpu")
+    origin = Origin.of(mask._prepared.tensors[0])
+    origin._computed = tuple(x.nextafter(torch.tensor(torch.inf)) for x in origin._computed)
+    compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, None, mask), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*qkv(0)), flex_attention(*qkv(0), None, mask))
+
+
 def test_only_the_length_of_a_tensor_is_read():
     ids = torch.arange(T)
     mask = create_block_mask(lambda b, h, i, j: (i < len(ids) - 3) & (i >= j), None, None, T, T, device="cpu")
@@ -723,7 +763,7 @@ def test_small_values_that_the_mask_computes_are_compared(dtype, size):
 
 @pytest.mark.parametrize(("first", "dtype"), [(128, torch.bfloat16), (1e6, torch.float32)])
 def test_values_that_differ_in_the_last_bits_are_compared(first, dtype):
-    """Inductor's results may differ as much, so a close value is not enough."""
+    """Inductor's results may differ by as much, so closeness alone cannot decide."""
     ids = (first + torch.arange(T) // (T // 2)).to(dtype)
     mask = create_block_mask(lambda b, h, i, j: (ids + 0.0)[i] == (ids + 0.0)[j], None, None, T, T, device="cpu")
     compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, None, mask), fullgraph=True, backend="aot_eager")

@@ -65,6 +65,27 @@ def test_the_backward_is_that_of_the_gradients_that_are_required(learns: tuple[b
     assert names == kernels | {"backward_delta"}
 
 
+def test_the_backward_of_a_sink_alone() -> None:
+    q = torch.zeros(1, 2, 2048, 64, dtype=torch.bfloat16)
+    made = explain(q, q, q, sink=torch.zeros(2, requires_grad=True), target="sm_90")
+    assert [plan.spec.name for plan in made.plans] == ["hopper_forward", "backward_delta"]
+
+
+@pytest.mark.parametrize(
+    ("dims", "has_table", "kernels"),
+    [
+        ((192, 128), False, {"hopper_dq", "hopper_dkdv"}), ((136, 64), False, {"hopper_dq", "hopper_dkdv"}),
+        ((192, 128), True, {"hopper_backward_wide", "backward_dq_rows"}),
+        ((192, 192), False, {"hopper_backward_wide", "backward_dq_rows"}),
+    ],
+)  # fmt: skip
+def test_the_backward_of_wide_heads(dims: tuple[int, int], has_table: bool, kernels: set[str]) -> None:
+    q, k, v = (torch.zeros(1, 2, 512, d, dtype=torch.bfloat16, requires_grad=True) for d in (dims[0], *dims))
+    score_mod = mods.relative_bias(torch.zeros(2, 1023)) if has_table else None
+    names = {plan.spec.name for plan in explain(q, k, v, score_mod, target="sm_90").plans if not plan.is_forward}
+    assert names == kernels | {"backward_delta"}
+
+
 def test_the_summary_of_a_cpu_says_why_there_is_no_kernel() -> None:
     text = str(causal_call(torch.float32, None))
     assert "cpu: the tensors are on a CPU" in text and "kernels for" not in text

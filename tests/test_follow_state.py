@@ -19,7 +19,7 @@ import torch
 from followed_mods import TABLE, agrees, eager, kind_of
 from torch import Tensor
 
-from flexattn import create_block_mask, flex_attention
+from flexattn import create_block_mask, flex_attention, mods
 from flexattn.errors import ModError, MutationError, RetraceWarning
 from flexattn.trace.trace import stats, trace
 
@@ -96,6 +96,28 @@ def a_descriptor() -> Iterator[Callable[..., Any]]:
     holder = Holder()
     yield lambda b, h, q, k: q - k < holder.n
     field.value = 6
+
+
+@state
+def a_descriptor_that_only_assigns() -> Iterator[Callable[..., Any]]:
+    class Field:
+        def __set__(self, owner: Any, value: int) -> None:
+            owner.__dict__["n"] = value + 1
+
+    class Holder:
+        n = Field()
+
+    holder = Holder()
+    holder.n = 1
+    yield lambda b, h, q, k: q - k < holder.n
+    holder.n = 5
+
+
+@state
+def the_lengths_of_a_mask() -> Iterator[Callable[..., Any]]:
+    mask = create_block_mask(mods.causal, None, None, 8, 8, device="cpu", BLOCK_SIZE=4)
+    yield lambda b, h, q, k: (q < mask.seq_lengths[0]) & (k < mask.shape[-1])
+    mask.seq_lengths = (4, 6)
 
 
 @state

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as upstream
 
-from flexattn import mods
+from flexattn import flex_attention, mods
 from flexattn.block_mask import BlockMask
-from flexattn.errors import ArgumentError, IndexRangeError, MaskError
+from flexattn.errors import ArgumentError, IndexRangeError, MaskError, UnsupportedError
 from flexattn.mask_build import create as create_module
 from flexattn.mask_build.create import create_block_mask, create_mask
 from flexattn.mods import causal, noop_mask
@@ -95,6 +95,34 @@ def test_assigned_lengths(queries: int):
     assert mask.shape == cut.shape and torch.equal(mask.to_dense(), cut.to_dense())
     assert mask.is_built and mask.full_overhangs == cut.full_overhangs
     assert torch.equal(mask.full_kv_num_blocks, cut.full_kv_num_blocks)
+
+
+@pytest.mark.parametrize("lengths", [(40, 60), (16, 60), (1, 60), (50, 33), (64, 64), (64, 20)])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_calls_before_and_after_an_assignment(lengths: tuple[int, int], compiles: bool):
+    mask = create(causal, None, None, 50, 60, BLOCK_SIZE=16).prepare()
+    q, k, v = (torch.randn(1, 2, n, 8, generator=torch.Generator().manual_seed(n)) for n in (64, 64, 64))
+
+    def call(M: int, N: int) -> torch.Tensor:
+        return flex_attention(q[:, :, :M], k[:, :, :N], v[:, :, :N], block_mask=mask)
+
+    call = torch.compile(call, backend="aot_eager", fullgraph=True) if compiles else call
+    call(50, 60)
+    mask.seq_lengths = lengths
+    mask.prepare()
+    M, N = lengths
+    attended = torch.ones(M, N, dtype=torch.bool).tril()
+    expected = torch.nn.functional.scaled_dot_product_attention(q[:, :, :M], k[:, :, :N], v[:, :, :N], attended)
+    for _ in range(2):
+        torch.testing.assert_close(call(M, N), expected)
+
+
+def test_an_assignment_that_fails_changes_nothing():
+    mask = create(causal, None, None, 60, 60, BLOCK_SIZE=16)
+    mask.dq_kv_order = torch.zeros(4, dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="dq_kv_order"):
+        mask.seq_lengths = (62, 60)
+    assert mask.seq_lengths == (60, 60) and mask.is_built
 
 
 def test_longer_assigned_lengths():

@@ -49,17 +49,19 @@ class InTiles(NamedTuple):
 
 
 def _cut_to(mask: BlockMask, lengths: tuple[int, int]) -> None:
-    """Change the lengths of a mask in place."""
+    """Change the lengths of a mask in place, or not at all if that fails."""
     lengths = _pair("seq_lengths", lengths, 0)
     ends = mask._grid[0] * mask.BLOCK_SIZE[0], mask._grid[1] * mask.BLOCK_SIZE[1]
     if any(new > end for new, end in zip(lengths, ends, strict=True)):
         fix = "Build a mask for these lengths with create_block_mask."
         raise MaskError(message("seq_lengths", lengths, f"at most {ends}, where the mask's blocks end", fix))
+    kept = copy.copy(mask)
     if any(new > old for new, old in zip(lengths, mask.seq_lengths, strict=True)):
-        mask._was_edited()
-        mask.__dict__["seq_lengths"] = ends
-    if lengths != mask.seq_lengths:
-        mask.__dict__.update(mask._adjust(*lengths).__dict__)
+        kept._was_edited()
+        kept.__dict__["seq_lengths"] = ends
+    if lengths != kept.seq_lengths:
+        kept = kept._adjust(*lengths)
+    mask.__dict__.update({"build_counts": None, "reach": None} | kept.__dict__)
 
 
 def _refuse_block_size(mask: BlockMask, size: object) -> None:
@@ -86,8 +88,8 @@ class BlockMask(upstream.BlockMask):
     ((1, 1, 256, 256), 25.0)
     """
 
-    # Queries, keys. Assigning fewer cuts the lists. Assigning more is possible up to the end of the last blocks, and
-    # makes the mask one made by hand: its lists take precedence over mask_mod.
+    # Queries, keys. Assigning fewer cuts the lists. Assigning more is possible up to the end of the last blocks. Such a
+    # mask counts as user-supplied: its lists take precedence over mask_mod.
     seq_lengths: tuple[int, int] = assigned_by(_cut_to)
     BLOCK_SIZE: tuple[int, int] = assigned_by(_refuse_block_size)  # queries, keys
     _q_runs: RunLists | None
@@ -443,8 +445,7 @@ class BlockMask(upstream.BlockMask):
     @property
     def bits(self) -> MaskBits | None:
         """Which pairs of partial blocks attend, for kernels that read it instead of mask_mod; None if not computed."""
-        bits = self._bits
-        return bits if bits is not None and bits.lengths == self.seq_lengths else None
+        return self._bits
 
     @property
     def no_bits(self) -> str:
@@ -460,8 +461,7 @@ class BlockMask(upstream.BlockMask):
     @property
     def in_tiles(self) -> InTiles | None:
         """The same mask in an order of tokens in which it has fewer blocks, for kernels that read bits."""
-        tiles = self._in_tiles
-        return tiles if tiles is not None and tiles.mask.seq_lengths == self.seq_lengths else None
+        return self._in_tiles
 
     def _remember(self, bound: BoundMod, runs: tuple[EqualRuns, ...] = ()) -> None:
         """Record that the blocks were computed from mask_mod with the values of `bound`."""
@@ -506,7 +506,7 @@ class BlockMask(upstream.BlockMask):
         return self
 
     def _own_record(self) -> CaptureRecord | None:
-        """Return the record of this mask's own mod. That of a slice captures offsets too."""
+        """Return the record of this mask's own mod. The mod of a slice also captures offsets."""
         if self._record is None or self._record.mod is self._mask_mod:
             return self._record
         if self._slice_record is None or self._slice_record.mod is not self._mask_mod:

@@ -103,10 +103,11 @@ class Origin:
     def __init__(self, record: CaptureRecord | None) -> None:
         self.record = record
         self.masks: dict[Hashable, Any] = {}  # made of these lists
-        # Captures that mask_mod computes from other tensors, on a CPU. On a GPU the host would wait to compare them.
+        # Values of captures that mask_mod computes from other tensors: on a CPU, and if they still exist. On a GPU the
+        # host would wait to compare them.
         self._computed = () if record is None else tuple(_computed(record, seen) for seen in record.captures)
         self._passed: tuple[Any, ...] = ()  # the mod that passed the check last
-        # Tensors of which mask_mod reads the shape alone are in `reached` too.
+        # `reached` also has tensors of which mask_mod reads only the shape. Watch them only if a capture is computed.
         computes = record is not None and any(is_computed(record, seen) for seen in record.captures)
         self._watched = () if record is None else (*(record.reached if computes else ()), *record.captures)
 
@@ -160,17 +161,20 @@ class Origin:
             return
         if not self.is_graph_of(mask):
             raise changed("what mask_mod computes, or a number that it captures,", "has changed")
-        is_close = False
+        asks_mod = False
         for described, before, value, now in zip(
             record.graph.captures, record.captures, self._computed, mask.captures, strict=True
         ):
             if value is not None:
                 if value.shape != now.shape or not (torch.equal(value, now) or _are_close(value, now)):
                     raise changed(f"mask_mod's captured tensor {described.name!r}", "has other values")
-                is_close = is_close or not torch.equal(value, now)
-            elif not is_computed(record, before) and not any(_is_equal(seen, now) for seen in before):
+                # Inductor may have changed the last bits, or the values differ.
+                asks_mod = asks_mod or not torch.equal(value, now)
+            elif is_computed(record, before):
+                asks_mod = asks_mod or not _is_capturing(now)
+            elif not any(_is_equal(seen, now) for seen in before):
                 raise changed(f"mask_mod's captured tensor {described.name!r}", "was changed, or is another tensor")
-        if is_close:  # the last bits are Inductor's, or those of other tensors: the user's mod knows
+        if asks_mod:
             record.check(trace(record.mod, "mask"))
         pairs = zip(record.captures, mask.captures, strict=True)
         if all(any(is_same(seen, now) for seen in before) for before, now in pairs):
@@ -198,12 +202,16 @@ def _are_close(before: Tensor, now: Tensor) -> bool:
     return torch.allclose(before, now, rtol=ulps * torch.finfo(now.dtype).eps, atol=0, equal_nan=True)
 
 
+def _is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _is_equal(seen: Seen, now: Tensor) -> bool:
     """Return whether a tensor has the values of the one that was captured, if that exists and did not change."""
     before = seen[0]() if is_unchanged(seen) else None
     if before is None or before.shape != now.shape or before.dtype != now.dtype or before.device != now.device:
         return False
     same = before.data_ptr() == now.data_ptr() and before.stride() == now.stride()
-    if same or (now.is_cuda and torch.cuda.is_current_stream_capturing()):  # a CUDA graph passes copies
+    if same or _is_capturing(now):  # a CUDA graph passes copies
         return True
     return torch.equal(before, now)

@@ -115,7 +115,7 @@ def is_unchanged(seen: Seen) -> bool:
 
 
 def are_unchanged(before: AnyOf) -> bool:
-    """Return whether a tensor that was seen, or one of its copies, is unchanged. Those that exist decide."""
+    """Return whether a tensor that was seen, or one of its copies, is unchanged. Freed tensors are ignored."""
     exist = [seen for seen in before if seen[0]() is not None]
     return not exist or any(map(is_unchanged, exist))
 

@@ -16,7 +16,7 @@ _HALF = (torch.float16, torch.bfloat16)
 def blocks_read(mask: BlockMask, query: Tensor, kernel_options: Mapping[str, object] | None) -> BlockMask:
     """Return the mask itself, or the same mask in the blocks of Hopper kernels. Dynamo traces this function."""
     other = mask._for_hopper
-    if other is None or other.seq_lengths != mask.seq_lengths:
+    if other is None:
         return mask
     kind, dtype = query.device.type, query.dtype
     if dtype == torch.float32 and torch.is_autocast_enabled(kind):

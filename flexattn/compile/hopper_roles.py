@@ -83,14 +83,16 @@ EARLY = 3
 RECORDS = 2
 # Tiles per program at the end that are claimed late even if they have at most EARLY streamed tiles.
 TAIL = 2
-# With two buffers of keys and values: how many values of a tile of queries are loaded right after their keys. Others
-# are loaded after the next keys. Causal, D 128, 2,048 tokens: 264 -> 255 us. With 0, a window of 1,024 is 2 % slower.
+# With two buffers of keys and values, the first TRAIL tiles of values are loaded with their keys, later ones after the
+# next keys. Causal, D 128, 2,048 tokens: 264 -> 255 us. With 0, a window of 1,024 is 2 % slower. With three buffers, at
+# D 64, this order is 1 to 3 % slower.
 TRAIL = 2
 
 
 def _hopper_forward_names(plan: KernelPlan) -> _Own:
     consumers, pairs, registers = plan.consumers, plan.pairs, FORWARD_REGISTERS[plan.consumers * plan.pairs]
-    skips, trails = HALVES.name in plan.features, plan.tile.num_stages == 2
+    skips, trails = HALVES.name in plan.features, plan.tile.num_stages == consumers == 2
+    assert not (skips and trails), "a tile that skips halves has more buffers"
     shared_lists = (*(["starts"] if plan.blocks else []), *(["halves"] if skips else []))
     parts = split_head_dim(plan.widths[0])
     buffers = (

@@ -167,9 +167,10 @@ def _fused_or_pair(
 
 
 def _pair_is_faster(fused: KernelPlan, problems: KernelProblems, tensors: Tensors, target: Target) -> bool:
-    """Return whether Hopper kernels compute dq, and dk and dv, in less time than one kernel for all.
+    """Return whether separate kernels for dq and for dk and dv are faster than the fused kernel.
 
-    HOPPER_BACKWARD_WIDE is bound by what it adds to dq in L2 (docs/kernels.md).
+    HOPPER_BACKWARD_WIDE is limited by its atomic adds to dq in L2 (docs/kernels.md). With softcap the pair is 2 %
+    slower.
     """
     if fused.spec is not HOPPER_BACKWARD_WIDE or fused.widths not in DKDV_TILES:
         return False
@@ -214,12 +215,14 @@ def wants_backward(problem: Problem) -> bool:
 
 
 def with_expected_gradients(problem: Problem, tensors: Tensors) -> dict[str, Tensor]:
-    """Return the tensors of a forward and those of its backward: the gradients that are required, all if none is.
+    """Return the tensors of a forward and those of its backward.
 
-    Gradients are assumed to be laid out like their tensors, and d_out like the output.
+    These include the required gradients, or all gradients if none is required. Gradients are assumed to be laid out
+    like their tensors, and d_out like the output.
     """
     q, k, v = problem.query.requires_grad, problem.key.requires_grad, problem.value.requires_grad
     learns = problem.score_grad is not None and bool(problem.score_grad.sites)
+    learns = learns or (problem.sink is not None and problem.sink.requires_grad)
     everything = not (q or k or v or learns)
     of_queries = {"dq": tensors["q"]} if q or everything else {}
     of_keys = {"dk": tensors["k"], "dv": tensors["v"]} if k or v or everything else {}

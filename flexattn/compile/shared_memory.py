@@ -380,10 +380,10 @@ def shared_bytes(plan: KernelPlan) -> int:
 
 
 def smaller_tiles(plan: KernelPlan) -> Iterator[KernelPlan]:
-    """Yield the plan, then plans with smaller and smaller tiles, down to 16 x 16 with one stage.
+    """Yield the plan. For a portable kernel, also yield smaller and smaller tiles, down to 16 x 16 with one stage.
 
     Without matrix units, the axis that a program owns goes down to 8 rows: its tiles are held for the whole loop.
-    A Hopper kernel has only its tile: with smaller rings its warps could wait for each other forever.
+    Hopper kernels have one tile. With fewer stages, their warps could deadlock.
     """
     yield plan
     if plan.spec.gluon:

@@ -36,7 +36,7 @@ class LoadedKernel:
 def load(wanted: KernelPlan) -> LoadedKernel:
     """Build and load the plan's kernel. Try smaller tiles while the device has too few resources for it."""
     failures: list[OutOfResources] = []
-    for plan in smaller_tiles(fit(wanted)):  # Hopper tiles, and kernels without products, were not fitted before
+    for plan in smaller_tiles(fit(wanted)):  # Hopper tiles and kernels without products are checked here
         source = render(plan)
         kernel = build(source, plan.target)
         try:

@@ -52,8 +52,9 @@ def _with_untraced_mod(body: Callable[..., Any], query: Tensor, key: Tensor, val
     """Compute the call whose body Dynamo could not trace, because one of its mods breaks the graph."""
     given = inspect.getclosurevars(body).nonlocals
     options = dict(text.split("=", 1) for text in given["options"])
-    seed, below = given["seed"], drop_below(given["dropout_p"])
-    dropout = given["dropout_p"] if seed is None or below is None else Dropout(below, seed)  # drawn before the break
+    dropout = given["dropout_p"]
+    if (below := drop_below(dropout)) is not None:
+        dropout = Dropout(below, given["seed"])  # which was drawn before the break
     return _apart(
         "Dynamo cannot trace a mod",
         query, key, value, given["score_mod"], given["block_mask"], given["scale"], given["enable_gqa"],

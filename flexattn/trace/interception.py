@@ -377,7 +377,7 @@ def explain_failure(error: Exception, kind: str, name: str, captured: Sequence[t
         found = f"{error.count} indices into {called} of shape {shape}"
         fix = "Leave out the indices of dimensions that it does not have, for example b or h."
         return ModError(message(f"{name} at {where}", found, f"at most {error.source.ndim}", fix))
-    if type(error).__name__.startswith("PendingUnbacked"):  # torch reads the number of a 0-d index of other integers
+    if type(error).__name__.startswith("PendingUnbacked"):  # torch calls .item() on a 0-d index of any other integer
         found, fix = "an index in another integer dtype", "Convert it with .long()."
         return ModError(message(f"{name} at {where}", found, "int32 or int64", fix))
     said = f"{name} at {where} raised {type(error).__name__}: {text or 'no message'}"

@@ -43,6 +43,9 @@ _FUNCTION_FIELDS = {
 _LAYOUT_OF_TENSOR = frozenset(("is_leaf", "grad", "grad_fn", "data_ptr", "_version", "_base", "storage_offset"))
 
 
+_DATA = ("__get__", "__set__", "__delete__")
+
+
 class Unfollowable(Exception):
     """The interpreter cannot run this code, so Python must run it."""
 
@@ -153,10 +156,11 @@ class Attributes:
         return self.record.read(value, "object.__getattribute__({}, '__dict__')", own)
 
     def _is_data(self, descriptor: type) -> bool:
-        """Return whether a class has __set__ or __delete__. Its instances precede the object's own dict."""
+        """Whether a class has __get__, and __set__ or __delete__. Its instances precede the object's own dict."""
         if not descriptor.__flags__ & HEAP_TYPE:
-            return hasattr(descriptor, "__set__")
-        return any(self.class_attribute(descriptor, n) is not MISSING for n in ("__set__", "__delete__"))
+            return hasattr(descriptor, "__set__") and hasattr(descriptor, "__get__")
+        has_get, *writes = (self.class_attribute(descriptor, n) is not MISSING for n in _DATA)
+        return has_get and any(writes)
 
     def _bind(self, found: Any, value: Any, owner: type, name: str) -> Any:
         """Return the result of binding a class attribute to its instance `value`, or to the class itself (None)."""

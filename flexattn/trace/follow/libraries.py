@@ -9,8 +9,12 @@ from pathlib import Path
 _PACKAGES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton", "sympy", "functorch"}
 _OURS = "flexattn"
 _FOLDER = str(Path(__file__).parents[2] / "x")[:-1]  # with the separator
-# The modules of the package that define mods (test_follow.py). Functions of the others run without a guard.
-OUR_MODS = ("flexattn.mods", "flexattn.layout", "flexattn.block_mask.slices", "flexattn.integrations")
+# The modules of the package that define mods (test_follow.py), or what mods may read of a mask. Functions of the others
+# run without a guard.
+OUR_MODS = (
+    "flexattn.mods", "flexattn.layout", "flexattn.block_mask.slices", "flexattn.block_mask.mask",
+    "flexattn.integrations",
+)  # fmt: skip
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: types without it are static C types and cannot be changed
 
 
