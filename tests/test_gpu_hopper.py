@@ -131,7 +131,11 @@ def test_wide_heads(dims: tuple[int, int], mask: str | None) -> None:
 def test_heads_of_192(dims: tuple[int, int], score: str | None, mask: str | None) -> None:
     """Two kernels compute the gradients. If score_mod loads from a table for each pair, it is one."""
     at = replace(BF16, options=(("bwd_BACKEND", "HOPPER"),)) if score == "fixed_bias" else BF16
-    check(make_call(at, Sizes(2, 4, 2, 300, 290, *dims), score, mask), loose=True)
+    call = make_call(at, Sizes(2, 4, 2, 300, 290, *dims), score, mask)
+    plans = explain(call.query, call.key, call.value, call.score_mod, call.mask, enable_gqa=True).plans
+    gradients = {"hopper_backward_wide"} if score == "fixed_bias" else {"hopper_dq", "hopper_dkdv"}
+    assert gradients <= {plan.spec.name for plan in plans}
+    check(call, loose=True)
 
 
 def between_heads(x: Tensor) -> Tensor:

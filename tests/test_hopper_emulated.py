@@ -275,15 +275,15 @@ def test_warps_in_any_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         check(make_call(AT, Sizes(1, 1, 1, 390, 400, 64, 64), None, "causal"), loose=True)
 
 
-def check_trailing_values(fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check a forward with two buffers of keys, whose tiles of queries have one to seven tiles of keys."""
+def check_trailing_values(fixed: bool, monkeypatch: pytest.MonkeyPatch, D: int = 128, Dv: int = 128) -> None:
+    """Check a forward with two buffers of keys, whose tiles of queries have one to seven tiles of keys (D 128)."""
     monkeypatch.setattr(launch, "processors", lambda device: 2)
     monkeypatch.setattr(fixed_reference, "_FEWEST_KEYS", 0 if fixed else 1 << 30)
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 1, 780, 128, generator=generator).bfloat16() for _ in range(3))
+    q, k, v = (torch.randn(1, 1, 780, width, generator=generator).bfloat16() for width in (D, D, Dv))
     mask = create_block_mask(mods.causal, None, None, 780, 780, device="cpu")
     plan, source = (made := explain(q, k, v, None, mask, target="sm_90")).plans[0], made.sources[0]
-    assert (plan.fixed_reference, plan.tile.num_stages) == (fixed, 2) and "TRAIL" in source.text
+    assert (plan.fixed_reference, plan.tile.num_stages) == (fixed, 2) and "n0_before = n0" in source.text
     out = flex_attention(q, k, v, block_mask=mask, kernel_options={"BACKEND": "HOPPER"})
     expected, _ = reference.attention(q.double(), k.double(), v.double(), None, mods.causal)
     assert relative_rmse(out, expected) < 5e-3
@@ -294,6 +294,13 @@ def check_trailing_values(fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_values_that_trail_in_any_order(seed: int, fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with any_order(seed):
         check_trailing_values(fixed, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [(96, 96), (192, 128), (256, 256)], ids=str)
+def test_values_of_other_head_dims_that_trail(dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    with any_order(0):
+        check_trailing_values(True, monkeypatch, *dims)
 
 
 @pytest.mark.slow

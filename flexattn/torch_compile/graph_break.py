@@ -86,7 +86,7 @@ def _refused(block_mask: Any) -> NoReturn:
 prepared = uncompiled(
     _prepared,
     "this BlockMask is not prepared for compiled graphs: it was not made by flexattn.create_block_mask, or was sliced, "
-    "expanded or moved since. Call block_mask.prepare() before the compiled function",
+    "expanded, moved or edited since. Call block_mask.prepare() before the compiled function",
 )
 refused = uncompiled(
     _refused, "block_mask is not a BlockMask. Make one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
