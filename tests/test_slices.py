@@ -137,6 +137,7 @@ def test_longer_assigned_lengths():
     assert mask.is_built and mask.seq_lengths == (50, 60)
     mask.seq_lengths = (64, 40)
     assert mask.seq_lengths == (64, 40) and not mask.is_built
+    assert mask.build_counts is None and mask.reach is None
     check_consistent(mask)
 
 

@@ -55,13 +55,15 @@ def _cut_to(mask: BlockMask, lengths: tuple[int, int]) -> None:
     if any(new > end for new, end in zip(lengths, ends, strict=True)):
         fix = "Build a mask for these lengths with create_block_mask."
         raise MaskError(message("seq_lengths", lengths, f"at most {ends}, where the mask's blocks end", fix))
+    if lengths == mask.seq_lengths:
+        return
     kept = copy.copy(mask)
     if any(new > old for new, old in zip(lengths, mask.seq_lengths, strict=True)):
         kept._was_edited()
         kept.__dict__["seq_lengths"] = ends
     if lengths != kept.seq_lengths:
         kept = kept._adjust(*lengths)
-    mask.__dict__.update({"build_counts": None, "reach": None} | kept.__dict__)
+    mask.__dict__.update(kept.__dict__ | {"build_counts": None, "reach": None})
 
 
 def _refuse_block_size(mask: BlockMask, size: object) -> None:
