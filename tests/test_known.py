@@ -30,7 +30,7 @@ ALLOCATING = frozenset((
 # Functions that complete the arguments of kernels for a new set of addresses. On a CPU addresses differ by chance.
 COMPLETING = frozenset((
     ("launch.py", "descriptor"), ("launch.py", "__init__"), ("launch.py", "data_ptr"), ("known.py", "filled"),
-    ("known.py", "expanded"),
+    ("known.py", "expanded"), ("known.py", "<listcomp>"),
 ))  # fmt: skip
 # By call: calls of Python functions of flexattn, allocations, and launches of a known call, at most.
 BOUNDS = {
