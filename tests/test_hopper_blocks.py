@@ -95,16 +95,14 @@ def _with_mod(mask: BlockMask) -> None:
     mask.mask_mod = mods.causal
 
 
-@pytest.mark.parametrize("edit", [_with_lists, _with_mod])
+def _with_lengths(mask: BlockMask) -> None:
+    mask.seq_lengths = (T - 64, T)
+
+
+@pytest.mark.parametrize("edit", [_with_lists, _with_mod, _with_lengths])
 def test_edited_masks_are_read_as_they_are(edit: Callable[[BlockMask], None]) -> None:
     mask = mask_of()
     edit(mask)
-    assert mask._for_hopper is None and blocks_read(mask, some(), None) is mask
-
-
-def test_a_mask_with_assigned_lengths_is_read_itself() -> None:
-    mask = mask_of()
-    mask.seq_lengths = (T - 64, T)
     assert mask._for_hopper is None and blocks_read(mask, some(), None) is mask
 
 

@@ -137,13 +137,7 @@ class Origin:
 
     def has_passed(self, captures: Sequence[Tensor]) -> bool:
         """Return whether a mod that passed the check still does. `captures` are the tensors that it captures now."""
-        record = self.record
-        if record is None:
-            return True
-        if not all(map(are_unchanged, self._watched)):
-            return False
-        pairs = zip(record.captures, captures, strict=True)
-        return all(any(is_same(seen, now) for seen in before) for before, now in pairs)
+        return self.record is None or _are_same(self.record, captures)
 
     def check(self, mask: BoundMod) -> None:
         """Raise MutationError if values of mask_mod changed since the lists were built.
@@ -176,12 +170,18 @@ class Origin:
                 raise changed(f"mask_mod's captured tensor {described.name!r}", "was changed, or is another tensor")
         if asks_mod:
             record.check(trace(record.mod, "mask"))
-        pairs = zip(record.captures, mask.captures, strict=True)
-        if all(any(is_same(seen, now) for seen in before) for before, now in pairs):
+        if _are_same(record, mask.captures):
             self._passed = passed
 
 
 _ATTRIBUTE = "_flexattn_origin"
+
+
+def _are_same(record: CaptureRecord, captures: Sequence[Tensor]) -> bool:
+    """Return whether these are the tensors of a record, unchanged. Computed captures are new tensors at each call."""
+    return all(
+        any(is_same(seen, now) for seen in before) for before, now in zip(record.captures, captures, strict=True)
+    )
 
 
 def is_computed(record: CaptureRecord, capture: AnyOf) -> bool:

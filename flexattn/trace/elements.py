@@ -30,6 +30,7 @@ from flexattn.trace.operator_calls import (
     concrete,
     entry,
     is_symbol,
+    meta_of,
     operator_name,
 )
 
@@ -177,7 +178,7 @@ class Elements:
         dtype = {"result": result, "common": wide(common_dtype(args)), "bool": torch.bool, "own": None}[row.computes]
         extra = (self, result) if row.computes == "own" else ()
         check_arguments(row.compute, node, *extra, *args, **kwargs)
-        if row.literal_divisor and not isinstance(_meta(args[1]), Tensor):
+        if row.literal_divisor and not isinstance(meta_of(args[1]), Tensor):
             args = [args[0], concrete(args[1]), *args[2:]]
         for value in (*args, *kwargs.values()):
             if type(value) is int and dtype is not None and not _holds(dtype, value):
@@ -191,16 +192,13 @@ class Elements:
         if isinstance(arg, fx.Node) and isinstance(arg.meta["val"], Tensor):
             value = self.at(arg, self.broadcast(index, arg.meta["val"].shape))
             return value if dtype is None else self.cast(value, dtype)
-        if isinstance(arg, fx.Node) or is_symbol(arg):
-            symbol = arg.meta["val"] if isinstance(arg, fx.Node) else arg
-            return self.scalar(symbol, dtype)
-        if isinstance(arg, (bool, int, float)):
+        if isinstance(arg, (fx.Node, bool, int, float)) or is_symbol(arg):
             return self.scalar(arg, dtype)
         return arg
 
     def scalar(self, value: Any, dtype: torch.dtype | None) -> Expr:
         """Return a Python number or a symbolic number as an expression."""
-        value = value.meta["val"] if isinstance(value, fx.Node) else value
+        value = meta_of(value)
         if is_symbol(value):
             found = self.number(value)
             return found if dtype is None else self.cast(found, dtype)
@@ -255,10 +253,6 @@ class Elements:
             value = self.at(source, tuple((outer | chosen)[d] for d in range(len(shape))))
             values.append(value if reduction.keeps_dtype else self.cast(value, dtype))
         return self.cast(reduction.combine(self, node, values, dtype, *over.options), dtype)
-
-
-def _meta(arg: Any) -> Any:
-    return arg.meta["val"] if isinstance(arg, fx.Node) else arg
 
 
 def _holds(dtype: torch.dtype, value: int) -> bool:

@@ -84,10 +84,14 @@ def _signature(compute: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(compute)
 
 
+def meta_of(arg: Any) -> Any:
+    """Return the fake value of a node's result, or the argument itself."""
+    return arg.meta["val"] if isinstance(arg, fx.Node) else arg
+
+
 def concrete(value: Any) -> Any:
     """Return a symbolic number as a Python number. The trace is then valid only for this value (a guard)."""
-    if isinstance(value, fx.Node):
-        value = value.meta["val"]
+    value = meta_of(value)
     if isinstance(value, torch.SymFloat):
         return float(value)
     if isinstance(value, torch.SymBool):
@@ -97,7 +101,7 @@ def concrete(value: Any) -> Any:
 
 def common_dtype(args: Sequence[Any]) -> torch.dtype:
     """Return the dtype in which torch computes with these operands."""
-    values = [a.meta["val"] if isinstance(a, fx.Node) else a for a in args]
+    values = [meta_of(a) for a in args]
     stand_ins: list[Any] = [
         1.5 if isinstance(v, torch.SymFloat) else 1 if isinstance(v, torch.SymInt) else v
         for v in values

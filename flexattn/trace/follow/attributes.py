@@ -41,8 +41,6 @@ _FUNCTION_FIELDS = {
     "__closure__": "closure", "__dict__": "attributes",
 }  # fmt: skip
 _LAYOUT_OF_TENSOR = frozenset(("is_leaf", "grad", "grad_fn", "data_ptr", "_version", "_base", "storage_offset"))
-
-
 _DATA = ("__get__", "__set__", "__delete__")
 
 
