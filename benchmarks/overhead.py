@@ -1,4 +1,4 @@
-"""Costs around the kernels: mask building, host time per call, guards of mods, first call, recompiles.
+"""Costs around the kernels: masks, host time of calls and inside compiled functions, guards, first call, recompiles.
 
 `python -m benchmarks.overhead --parts masks,host`
 """
@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 import flexattn
+from benchmarks import host_time
 from benchmarks.harness import (
     Config,
     Result,
     Run,
     environment,
-    host_sample,
-    measure,
     synchronize,
     table,
     write_json,
@@ -46,14 +45,14 @@ from benchmarks.masks import (
 )
 from benchmarks.peers import PEERS, prepare_torch, torch_flex_module
 from benchmarks.stubbed import stubbed
-from benchmarks.works import WORKS, Mods, Work, causal_mask, make_inputs
+from benchmarks.works import make_inputs
 from flexattn.block_mask.captures import survey
 from flexattn.trace import memo
 from flexattn.trace.trace import trace, variant_of
 
-PARTS = ("masks", "host", "stubbed", "guard", "first_call", "recompiles")
-KNOWN = ("flexattn", "torch_flex", "torch_flex_eager")
-MOST_LAUNCHES = 100  # between two waits for the device, so that its queue is never full
+PARTS = ("masks", "host", "compiled", "stubbed", "guard", "first_call", "recompiles")
+WITH_MODS = ("flexattn", "torch_flex", "torch_flex_eager")
+KNOWN = (*WITH_MODS, "sdpa")
 GPU_LENGTHS = "8192,32768,65536,131072,1048576"  # of masks
 CPU_LENGTHS = "2048,8192,65536"
 _SEEDS = itertools.count()  # for document masks, so that no two are equal
@@ -63,7 +62,7 @@ _SEEDS = itertools.count()  # for document masks, so that no two are equal
 class Settings:
     """Settings from the command line."""
 
-    peers: tuple[str, ...]
+    peers: tuple[str, ...]  # of `host` and `compiled`; other parts leave out those without mods
     device: torch.device
     dtype: torch.dtype
     rounds: int
@@ -100,7 +99,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     rounds = 2 if options.quick else options.rounds
     masks = MaskSettings(
-        peers=peers,
+        peers=_with_mods(peers),
         device=device,
         dtype=dtype,
         rounds=rounds,
@@ -119,6 +118,10 @@ def settings_of(options: argparse.Namespace) -> Settings:
     )
 
 
+def _with_mods(peers: Sequence[str]) -> tuple[str, ...]:
+    return tuple(peer for peer in peers if peer in WITH_MODS)
+
+
 def milliseconds(run: Run, device: torch.device) -> float:
     """Return the time of one run, including its work on the device."""
     synchronize(device)
@@ -128,43 +131,14 @@ def milliseconds(run: Run, device: torch.device) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def host_works(settings: Settings) -> dict[str, tuple[Work, Mods]]:
-    """Return small workloads: no captures; numbers only; captured tensors in both mods."""
-    work = replace(WORKS["alibi"], batch=1, heads=4, length=settings.length, head_dim=64)
-    alibi = work.mods(work, settings.device).score_mod
-    return {
-        "plain": (work, Mods()),
-        "causal": (work, Mods(mask_mod=causal_mask)),
-        "alibi + documents": (work, Mods(alibi, documents(work.length, next(_SEEDS), settings.device))),
-    }
-
-
 def host(settings: Settings) -> list[Result]:
     """Time many calls on the host, without waiting for the device."""
-    runs: dict[Config, Run] = {}
-    notes: list[Result] = []
-    for name, (work, mods) in host_works(settings).items():
-        inputs = make_inputs(work, settings.device, settings.dtype)
-        for peer in settings.peers:
-            config = Config(f"call, {name}", peer, "forward")
-            try:
-                attend = PEERS[peer](work, mods, settings.device)
-                trains = attend(*inputs.qkv).requires_grad
-            except Exception as error:
-                notes.append(Result(config, note=failure(peer, error)))
-                continue
+    return host_time.calls(settings.peers, settings.length, settings.device, settings.dtype, settings.rounds)
 
-            def forward(attend: Any = attend, inputs: Any = inputs) -> Tensor:
-                return attend(*inputs.qkv)
 
-            def both(forward: Any = forward, inputs: Any = inputs) -> object:
-                return torch.autograd.grad(forward(), inputs.qkv, inputs.d_out)
-
-            runs[config] = forward
-            if trains:
-                runs[replace(config, direction="forward + backward")] = both
-    clock = {"clock": host_sample, "most_launches": MOST_LAUNCHES}
-    return [*measure(runs, settings.device, settings.rounds, **clock).values(), *notes]
+def compiled(settings: Settings) -> list[Result]:
+    """Time one more call in a compiled function on the host."""
+    return host_time.compiled_calls(settings.peers, settings.length, settings.device, settings.dtype, settings.rounds)
 
 
 def stubs(settings: Settings) -> list[Result]:
@@ -217,7 +191,7 @@ def guards(settings: Settings) -> list[Result]:
 def first_call(settings: Settings) -> list[Result]:
     """Time the first call of a fresh process, with an empty cache and with the cache left by the first one."""
     results = []
-    for peer in settings.peers:
+    for peer in _with_mods(settings.peers):
         with tempfile.TemporaryDirectory() as folder:
             for state in ("empty cache", "warm cache"):
                 times = _first_call_elsewhere(peer, settings, Path(folder))
@@ -237,7 +211,7 @@ def _first_call_elsewhere(peer: str, settings: Settings, folder: Path) -> Mappin
 
 def first_call_here(peer: str, settings: Settings) -> dict[str, float]:
     """Build a mask and call forward and backward for the first time in this process."""
-    work, mods = host_works(settings)["alibi + documents"]
+    work, mods = host_time.works(settings.length, settings.device)["alibi + documents"]
     inputs = make_inputs(work, settings.device, settings.dtype)
     times: dict[str, float] = {}
     found: dict[str, Any] = {}
@@ -265,7 +239,7 @@ class Recompiles:
 
 def recompiles(settings: Settings) -> list[Recompiles]:
     """Call each peer with one length after the other, with a new mask and a new closure each time."""
-    return [_recompiles(peer, settings) for peer in settings.peers if peer != "torch_flex_eager"]
+    return [_recompiles(peer, settings) for peer in _with_mods(settings.peers) if peer != "torch_flex_eager"]
 
 
 def _recompiles(peer: str, settings: Settings) -> Recompiles:
@@ -273,7 +247,7 @@ def _recompiles(peer: str, settings: Settings) -> Recompiles:
     before, taken = _compiled(peer), []
     compiled = torch.compile(torch_flex_module().flex_attention)  # with torch's default choice of dynamic shapes
     builder = mask_builders([peer], settings.device)[peer]
-    base, _ = host_works(settings)["alibi + documents"]
+    base, _ = host_time.works(settings.length, settings.device)["alibi + documents"]
 
     def call(length: int) -> None:
         work = replace(base, length=length)
@@ -328,7 +302,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = options.parts.split(",")
     masks = measure_masks(settings.masks) if "masks" in parts else None  # before other parts build masks
     results: list[Result] = []
-    for name, part in (("first_call", first_call), ("host", host), ("stubbed", stubs), ("guard", guards)):
+    timed = {"first_call": first_call, "host": host, "compiled": compiled, "stubbed": stubs, "guard": guards}
+    for name, part in timed.items():
         results += part(settings) if name in parts else []
     found = recompiles(settings) if "recompiles" in parts else []
     where = environment(settings.device, options.label)

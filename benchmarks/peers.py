@@ -69,19 +69,24 @@ def _torch_flex(work: Work, mods: Mods, device: torch.device, call: Callable[...
     return attend_forward_only if device.type == "cpu" else attend  # PyTorch rejects tensors with gradients on a CPU
 
 
-def _sdpa(backend: SDPBackend) -> Peer:
+def _sdpa(backend: SDPBackend | None) -> Peer:
+    """scaled_dot_product_attention with one backend, or with torch's own choice."""
+
     def peer(work: Work, mods: Mods, device: torch.device) -> Attend:
         native = _native(work)
         if native.window or native.softcap or native.documents:
             raise NotApplicable("SDPA knows full and causal only")
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(backend):
-                return torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, is_causal=native.causal, enable_gqa=q.size(1) != k.size(1)
-                )
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=native.causal, enable_gqa=q.size(1) != k.size(1)
+            )
 
-        return attend
+        def attend_with_backend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return attend(q, k, v)
+
+        return attend if backend is None else attend_with_backend
 
     return peer
 
@@ -138,6 +143,7 @@ PEERS: dict[str, Peer] = {
     "flexattn": flexattn_peer,
     "torch_flex": torch_flex,
     "torch_flex_eager": torch_flex_eager,
+    "sdpa": _sdpa(None),
     "sdpa_flash": _sdpa(SDPBackend.FLASH_ATTENTION),
     "sdpa_cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
     "fa3": _flash("flash_attn_interface"),

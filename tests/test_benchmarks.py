@@ -189,6 +189,19 @@ def test_unknown_names_are_refused() -> None:
 
 
 @pytest.mark.slow
+def test_host_time_of_compiled_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "o.json"
+    argv = [*QUICK, "--parts", "host,compiled", "--peers", "flexattn,sdpa,torch_flex_eager", "--json", str(path)]
+    assert overhead.main(argv) == 0, capsys.readouterr().out
+    found = {(r["work"], r["peer"], r["direction"]): r for r in json.loads(path.read_text())["results"]}
+    for peer, work in (("flexattn", "alibi + causal"), ("sdpa", "causal")):
+        for what in ("call", "one more call in a compiled function"):
+            assert len(found[f"{what}, {work}", peer, "forward + backward"]["milliseconds"]) == 2
+    assert "needs a mod" in found["one more call in a compiled function, alibi + causal", "sdpa", "forward"]["note"]
+    assert {peer for what, peer, _ in found if "compiled" in what} == {"flexattn", "sdpa"}
+
+
+@pytest.mark.slow
 def test_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "o.json"
     argv = [*QUICK, "--parts", "masks,host,recompiles", "--peers", "flexattn,torch_flex_eager", "--json", str(path)]
