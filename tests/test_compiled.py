@@ -589,6 +589,18 @@ def test_a_mask_that_was_pickled():
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize("mask_mod", [
+    lambda b, h, i, j: (i >= j) | (j < 3),
+    lambda b, h, i, j: i // 16 == (j + 5).clamp(max=70) // 16,
+    lambda b, h, i, j: torch.where(i > j, i * 0.5, 2.0) > 1.5,
+])  # fmt: skip
+def test_a_mask_with_literals_that_was_pickled(mask_mod):
+    mask = create_block_mask(mask_mod, None, None, T, T, device="cpu")
+    loaded = pickle.loads(pickle.dumps(mask))
+    compiled = torch.compile(lambda q, k, v, m: flex_attention(q, k, v, None, m), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*qkv(0), loaded), flex_attention(*qkv(0), None, mask))
+
+
 def test_masks_that_were_built_in_inference_mode():
     doc, inputs = documents(0)[0], qkv(0)
     with torch.inference_mode():
@@ -634,6 +646,9 @@ class WithinDistance(nn.Module):
         return flex_attention(q[:, :, : self.mask.seq_lengths[0]], k, v, None, self.mask)
 
 
+ORIGINAL = WithinDistance()
+
+
 def _in_place(module):
     module.ids.zero_()
 
@@ -651,7 +666,8 @@ def _number(module):
     lambda: WithinDistance((slice(None), slice(None), slice(1, 3))),
     lambda: copy.deepcopy(WithinDistance()),
     lambda: copy.deepcopy(WithinDistance((slice(None), slice(None), 2))),
-], ids=["slice", "copy", "copy of a slice"])  # fmt: skip
+    lambda: copy.deepcopy(ORIGINAL),
+], ids=["slice", "copy", "copy of a slice", "copy, as of a teacher"])  # fmt: skip
 def test_slices_and_copies_are_not_stale(make, change):
     module = make()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

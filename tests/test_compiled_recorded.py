@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -184,3 +186,29 @@ def test_meta_tensors():
     k = torch.empty(B, 2, 50, D, device="meta", dtype=torch.bfloat16)
     out = flex_attention(q.transpose(1, 2).contiguous().transpose(1, 2), k, k, enable_gqa=True)
     assert out.is_meta and out.shape == q.shape and out.stride() == (4 * T * D, D, 4 * D, 1)
+
+
+@pytest.mark.parametrize("record", ["export", "make_fx", "fake"])
+def test_nothing_of_a_mode_is_kept(record):
+    """Constants of graphs are kept for all calls. Those of a mode have no values."""
+    literal = {"export": 0.125, "make_fx": 0.375, "fake": 0.625}[record]  # that no other test has
+    x = qkv()
+    mask = create_block_mask(lambda b, h, i, j: (i >= j) | (j * literal < 1), None, None, T, T, device="cpu")
+    loaded = pickle.loads(pickle.dumps(mask))
+
+    class Module(nn.Module):
+        def forward(self, q, k, v):
+            return flex_attention(q, k, v, None, loaded)
+
+    match record:
+        case "export":
+            torch.export.export(Module(), tuple(x))
+        case "make_fx":
+            make_fx(Module(), _allow_non_fake_inputs=True)(*x)
+        case "fake":
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                Module()(*map(mode.from_tensor, x))
+    b, q_idx, kv_idx = torch.tensor(0), torch.arange(T)[:, None], torch.arange(T)
+    found = loaded.mask_mod(b, b, q_idx, kv_idx)
+    assert type(found) is torch.Tensor
+    assert torch.equal(found, (q_idx >= kv_idx) | (kv_idx * literal < 1))

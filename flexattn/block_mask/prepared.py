@@ -106,7 +106,7 @@ class Origin:
         # Values of captures that mask_mod computes from other tensors: on a CPU, and if they still exist. On a GPU the
         # host would wait to compare them.
         self._computed = () if record is None else tuple(_computed(record, seen) for seen in record.captures)
-        self._passed: tuple[Any, ...] = ()  # the mod that passed the check last
+        self._passed: tuple[Any, ...] = ()  # the last mod that passed, with captures of the record
         # `reached` also has tensors of which mask_mod reads only the shape. Watch them only if a capture is computed.
         computes = record is not None and any(is_computed(record, seen) for seen in record.captures)
         self._watched = () if record is None else (*(record.reached if computes else ()), *record.captures)
@@ -151,7 +151,7 @@ class Origin:
         if not all(map(are_unchanged, self._watched)):
             raise changed("a tensor that mask_mod captures", "was changed in place")
         passed = (mask.graph, repr(mask.numbers), *map(id, mask.captures))
-        if passed == self._passed:  # ids: the captures of the record that are compared below are alive
+        if passed == self._passed and _are_same(record, mask.captures):
             return
         if not self.is_graph_of(mask):
             raise changed("what mask_mod computes, or a number that it captures,", "has changed")

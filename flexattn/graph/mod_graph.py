@@ -194,8 +194,14 @@ def _first_outside(source: Tensor, index: tuple[Tensor, ...]) -> tuple[int, int,
     return None
 
 
-@partial(cached_on_device, most=1024)
 def _constant(node: Const, device: torch.device) -> Tensor:
+    if torch.compiler.is_dynamo_compiling():  # an operation of the graph. Dynamo cannot trace `outside`
+        return torch.full((), node.value, dtype=node.dtype, device=device)
+    return _kept_constant(node, device)
+
+
+@partial(cached_on_device, most=1024)
+def _kept_constant(node: Const, device: torch.device) -> Tensor:
     with torch.inference_mode(False), outside():
         return torch.full((), node.value, dtype=node.dtype, device=device)
 

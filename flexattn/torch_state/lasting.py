@@ -9,6 +9,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from flexattn.torch_state.modes import is_in_mode, is_recording
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -38,9 +40,10 @@ def lasting(device: torch.device, make: Callable[P, R], *args: P.args, **kwargs:
 
 
 def cached_on_device(make: Callable[..., R], most: int = 64) -> Callable[..., R]:
-    """Cache what a function of hashable arguments makes on a device, which is the last one; but not in a capture.
+    """Cache what a function of hashable arguments makes on a device, which is the last one; `most` results are kept.
 
-    `most` results are kept.
+    Nothing is cached in a capture, whose memory is the graph's, or in a mode that records a graph, whose tensors have
+    no values.
     """
 
     @lru_cache(most)
@@ -49,7 +52,8 @@ def cached_on_device(make: Callable[..., R], most: int = 64) -> Callable[..., R]
 
     @wraps(make)
     def called(*args: Any) -> R:
-        return make(*args) if is_capturing(args[-1]) else cached(*args)
+        belongs_to_graph = is_capturing(args[-1]) or (is_in_mode() and is_recording())
+        return make(*args) if belongs_to_graph else cached(*args)
 
     called.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
     return called

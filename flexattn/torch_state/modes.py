@@ -35,7 +35,7 @@ def undisturbed(name: str, when_recording: Callable[..., Any] | None = None) -> 
     def decorate(function: F) -> F:
         @wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
-            if not _function_modes() and not _dispatch_modes():
+            if not is_in_mode():
                 return function(*args, **kwargs)
             if when_recording is not None and is_recording():
                 return when_recording(*args, **kwargs)
@@ -45,6 +45,11 @@ def undisturbed(name: str, when_recording: Callable[..., Any] | None = None) -> 
         return called  # type: ignore[return-value]
 
     return decorate
+
+
+def is_in_mode() -> bool:
+    """Return whether any mode of torch is active."""
+    return bool(_function_modes() or _dispatch_modes())
 
 
 def is_recording() -> bool:
