@@ -173,3 +173,22 @@ def test_explain_names_the_blocks_that_are_read(monkeypatch: pytest.MonkeyPatch)
     assert note in str(found) and note in found.full() and found.reasons[0] is None
     for page in (explain(x, x, x, block_mask=mask_of(), target="sm_80"), explain(x, x, x, block_mask=mask_of())):
         assert page.blocks_note is None and "BLOCK_SIZE=(64, 64)" in str(page)
+
+
+def test_explain_without_hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel would read blocks of 128 or bits."""
+    x, grid = torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16), mods.natten_2d(16, 16, 5)
+    neighborhoods = create_block_mask(grid, None, None, 256, 256, device="cpu")
+    monkeypatch.setattr(create, "needs_hopper_blocks", lambda device, size: False)  # a mask of a CPU
+    assert "bytes" in str(explain(x, x, x, block_mask=neighborhoods, target="sm_90"))
+    monkeypatch.setenv("FLEXATTN_WITHOUT", "hopper")
+    settings.cache_clear()
+    try:
+        found = explain(some(), some(), some(), block_mask=mask_of(), target="sm_90")
+        of_grid = explain(x, x, x, block_mask=neighborhoods, target="sm_90")
+    finally:
+        monkeypatch.undo()
+        settings.cache_clear()
+    assert found.blocks_note is None and found.plans[0].blocks == (64, 64)
+    assert of_grid.block_mask is not None and of_grid.block_mask.bits is None
+    assert "only Hopper kernels read them" in str(of_grid)

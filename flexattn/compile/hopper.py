@@ -33,9 +33,8 @@ from flexattn.compile.plan import has_descriptor, token_tile
 from flexattn.compile.stripes import stripe_of
 from flexattn.compile.tiles import Tile
 from flexattn.graph.dependence import computed_from, loads_per_pair
-from flexattn.machine.triton_versions import has_gluon
+from flexattn.machine.hopper_kernels import no_hopper_kernels
 from flexattn.options import option
-from flexattn.process.config import settings
 from flexattn.process.frozen_class import frozen
 
 # Forward tiles by widths. BLOCK_M is HOPPER_ROWS per consumer.
@@ -200,7 +199,7 @@ def _in_form(form: HopperForm, plan: KernelPlan, problem: Problem, tensors: Tens
 def _refusal(plan: KernelPlan, problem: Problem, tensors: Tensors) -> str | None:
     """Return why no Gluon kernel can compute a plan; None if one may."""
     phase = plan.spec.phase
-    target, lengths = plan.target, (problem.query.size(2), problem.N)
+    none, lengths = no_hopper_kernels(plan.target), (problem.query.size(2), problem.N)
     asked = [
         n for n in (*_TILE_OPTIONS[phase], "num_warps", "num_stages") if option(problem.options, n, phase) is not None
     ]
@@ -209,11 +208,9 @@ def _refusal(plan: KernelPlan, problem: Problem, tensors: Tensors) -> str | None
             (option(problem.options, "BACKEND", phase) == name, f"BACKEND is {name}")
             for name in ("TRITON", "TRITON_DECODE")
         ),
-        (not target.is_hopper, f"{target} is not sm_90"),
-        ("hopper" in settings().without, "FLEXATTN_WITHOUT has hopper"),
+        (bool(none), none),
         (plan.dtype not in (torch.float16, torch.bfloat16), f"{plan.dtype} is not float16 or bfloat16"),
         (plan.exact, "EXACT is True"),
-        (not has_gluon(), "this release of Triton is not known to compile it"),
         (bool(asked), f"{', '.join(asked)} chooses a tile of the portable kernel"),
         (option(problem.options, "USE_TMA", phase) is False, "USE_TMA is False"),
         (not plan.aligned or not all(map(has_descriptor, tensors.values())), "TMA cannot address the tensors' rows"),

@@ -350,7 +350,10 @@ class Writer:
         reads = self.graph.dependence[position]
         guarded = _varies_by_score(self.graph, position)
         address = self.address(node, index, name)
-        scattered = bool(node.args) and "q_idx" in self.graph.dependence[node.args[-1]]
+        # Unaligned rows are loaded element by element too. tl.load would do so through shared memory: 255 registers in
+        # a forward of Swin windows (49 x 49 integers), with gathers 162.
+        aligned = self.mod.layouts[capture_position].aligned
+        scattered = bool(node.args) and ("q_idx" in self.graph.dependence[node.args[-1]] or not aligned)
         if not node.args or position in self.mod.inside:
             guard = "None"
         elif position in loads_where_live(self.mod) and not self.dialect.checked:

@@ -16,15 +16,12 @@ from __future__ import annotations
 import torch
 
 from flexattn.block_mask.bits import BITS_BLOCK
+from flexattn.machine.hopper_kernels import no_hopper_kernels
 from flexattn.machine.target import target_of
-from flexattn.machine.triton_versions import has_gluon
-from flexattn.process.config import settings
 
 HOPPER_BLOCKS = (BITS_BLOCK, BITS_BLOCK)
 
 
 def needs_hopper_blocks(device: torch.device, block_size: tuple[int, int]) -> bool:
     """Return whether Hopper kernels compute on this device, and read other blocks than these."""
-    if block_size == HOPPER_BLOCKS or device.type != "cuda" or "hopper" in settings().without:
-        return False
-    return target_of(device).is_hopper and has_gluon()
+    return block_size != HOPPER_BLOCKS and device.type == "cuda" and not no_hopper_kernels(target_of(device))

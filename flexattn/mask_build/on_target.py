@@ -10,6 +10,7 @@ from flexattn.block_mask import BlockMask
 from flexattn.block_mask.mask import NO_BITS
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import captures_compared
+from flexattn.machine.hopper_kernels import no_hopper_kernels
 from flexattn.machine.target import Target
 from flexattn.mask_build.bits_by_pairs import evaluated_bits
 from flexattn.mask_build.create import built_mask, sizes_read, with_tiles
@@ -27,7 +28,8 @@ def as_on_target(mask: BlockMask, target: Target) -> tuple[BlockMask, ...]:
         return (mask,)
     copied = copy.copy(mask)
     copied._forget_derived()
-    if not target.is_hopper:
+    if no_hopper_kernels(target):
+        copied._no_bits = unwanted(trace(mask.mask_mod, "mask").graph, mask.BLOCK_SIZE, (), target)
         return (copied,)
     bound = trace(mask.mask_mod, "mask")
     mask.check_captures(bound)

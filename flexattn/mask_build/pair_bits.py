@@ -10,6 +10,7 @@ from flexattn.block_mask.bits import BITS_BLOCK, BLOCK_BYTES, BLOCK_WORDS, MaskB
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.pair_cost import pair_cost
+from flexattn.machine.hopper_kernels import no_hopper_kernels
 from flexattn.machine.target import Target
 from flexattn.process.config import settings
 
@@ -27,7 +28,7 @@ def unwanted(graph: ModGraph, block_size: tuple[int, int], runs: tuple[int, ...]
 
     `runs`: the captures in which runs of equal elements are known.
     """
-    if not target.is_hopper:
+    if no_hopper_kernels(target):
         return "only Hopper kernels read them"
     if "bits" in settings().without:
         return "FLEXATTN_WITHOUT=bits"

@@ -7,7 +7,6 @@ from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.narrow import specialized
 from flexattn.graph.token_grid import token_grid
 from flexattn.layout import TiledGrid
-from flexattn.machine.triton_versions import has_gluon
 from flexattn.process.config import settings
 
 # A tile has the 128 tokens of a block, and each half of them is as square as possible (docs/layout.md). The first one
@@ -24,7 +23,7 @@ def tiles_of(mask: BlockMask, bound: BoundMod) -> TiledGrid | None:
     Only masks with bits have one: kernels read them, and so do not compute the row-major positions of each pair.
     """
     tokens, keys = mask.seq_lengths
-    if mask.bits is None or tokens != keys or settings().without & {"hopper", "tiles"} or not has_gluon():
+    if mask.bits is None or tokens != keys or "tiles" in settings().without:
         return None
     shape = token_grid(specialized(bound.wide or bound.graph, bound.numbers), tokens)
     grids = (TiledGrid(shape, tile) for tile in _TILES if shape is not None and len(tile) == len(shape))
