@@ -23,7 +23,7 @@ def tiles_of(mask: BlockMask, bound: BoundMod) -> TiledGrid | None:
     Only masks with bits have one: kernels read them, and so do not compute the row-major positions of each pair.
     """
     tokens, keys = mask.seq_lengths
-    if mask.bits is None or tokens != keys or "tiles" in settings().without:
+    if mask.bits is None or tokens != keys or settings().without & {"hopper", "tiles"}:
         return None
     shape = token_grid(specialized(bound.wide or bound.graph, bound.numbers), tokens)
     grids = (TiledGrid(shape, tile) for tile in _TILES if shape is not None and len(tile) == len(shape))
