@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexattn.errors import ArgumentError, message
+from flexattn.errors import ArgumentError, DtypeError, IndexRangeError, ModError, message
+from flexattn.mods.arguments import described
 from flexattn.mods.kinds import is_score_mod, named
 
 
@@ -29,7 +31,9 @@ class TiledGrid:
         shape: the grid, for example (height, width) or (depth, height, width).
         tile: the shape of a tile. Its product should be the BLOCK_SIZE of masks. Tiles at the ends may be smaller.
 
-    Raises ArgumentError for other numbers of dims, for sizes below 1, and for tensors with other numbers of tokens.
+    Raises ArgumentError for other numbers of dims, for sizes below 1, and for tensors with other numbers of tokens,
+    DtypeError for arguments of other types, ModError for what is no mod, and IndexRangeError for an int that is no
+    position. Positions in tensors are not checked.
 
     Example:
         >>> import torch
@@ -62,6 +66,9 @@ class TiledGrid:
 
     def row_major(self, position: Any) -> Any:
         """Return the row-major position of the token at a position in this order. Both are ints or integer tensors."""
+        if isinstance(position, int) and not 0 <= position < self.tokens:
+            expected = f"one of the {self.tokens} tokens, 0 to {self.tokens - 1}"
+            raise IndexRangeError(message("position", position, expected, "Pass the position of a token of the grid."))
         rest, outside = self.tokens, 1  # tokens of a slice of the dims that follow, and of a tile in those before
         starts, sizes = [], []
         for n, tile in zip(self.shape, self.tile, strict=True):
@@ -120,12 +127,19 @@ class TiledGrid:
         return x.unflatten(dim, (*counts, *self.tile))
 
     def _check_tokens(self, x: Tensor, dim: int) -> None:
+        if not isinstance(x, Tensor):
+            raise DtypeError(message("x", described(x), "a tensor", "Convert it with torch.as_tensor."))
+        if isinstance(dim, bool) or not isinstance(dim, (int, Integral)):
+            raise DtypeError(message("dim", repr(dim), "an int", "Pass the dim of the tokens, -2 by default."))
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.tokens:
             fix = "Pass the dim of the tokens. Split off tokens that are not of the grid, and add them afterwards."
             raise ArgumentError(message("x", f"shape {tuple(x.shape)}", f"{self.tokens} tokens along dim {dim}", fix))
 
     def mod(self, mod: Callable[..., Any]) -> Callable[..., Any]:
         """Return a mask_mod or score_mod of row-major positions as one of positions in this order."""
+        if not callable(mod):
+            expected = "a callable mask_mod(b, h, q_idx, kv_idx) or score_mod(score, b, h, q_idx, kv_idx)"
+            raise ModError(message("mod", described(mod), expected, "Pass the function."))
 
         def score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
             return mod(score, b, h, self.row_major(q_idx), self.row_major(kv_idx))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from numbers import Integral
 from typing import Any, NamedTuple, Never
 
 import torch
@@ -21,7 +23,8 @@ from flexattn.block_mask.from_torch import from_torch
 from flexattn.call.call import Mod
 from flexattn.call.pose import autocast
 from flexattn.call.unknown_arguments import unknown_arguments
-from flexattn.errors import ArgumentError, UnsupportedError, message
+from flexattn.call.validate import check_tensors
+from flexattn.errors import ArgumentError, DtypeError, UnsupportedError, message
 from flexattn.process.frozen_class import frozen
 from flexattn.reference import IndexByTensor
 from flexattn.torch_state.uncompiled import uncompiled
@@ -32,17 +35,17 @@ _ULPS = 4.0  # allowed in any case, of what rounding affects
 
 @frozen
 class Comparison:
-    """The largest error of one result over the sampled rows."""
+    """The sampled row of one result whose error is largest relative to the bound of this row."""
 
     name: str  # out, lse, dq, dk or dv
     error: float
     bound: float
-    at: tuple[int, ...]  # batch, head and row of the largest error
+    at: tuple[int, ...]  # batch, head and row
     nan_rows: int = 0  # sampled rows with NaN in the same elements as float64, which are no errors
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within its bound. It is not if the error is NaN."""
+        """Whether the error is within its bound, and with it those of all sampled rows. It is not if it is NaN."""
         return self.error <= self.bound
 
 
@@ -56,7 +59,7 @@ class Verification:
         return all(c.passed for c in self.comparisons)
 
     def __str__(self) -> str:
-        lines = [f"{'':4}  {'error':>9}  {'bound':>9}  batch, head, row of the largest error"]
+        lines = [f"{'':4}  {'error':>9}  {'bound':>9}  batch, head, row of the largest error / bound"]
         for c in self.comparisons:
             verdict = "" if c.passed else "  TOO LARGE"
             if c.nan_rows:
@@ -89,6 +92,12 @@ class _Call(NamedTuple):
         own = self.query.dtype
         return _wide(dtype), torch.finfo(own).eps, torch.finfo(_wide(own)).eps
 
+    @property
+    def least(self) -> float:
+        """What may be lost of a number that is too small for all bits of its dtype, or that a device takes for 0."""
+        own, wide = (torch.finfo(d) for d in (self.query.dtype, _wide(self.query.dtype)))
+        return own.tiny * own.eps + wide.tiny / wide.eps
+
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
@@ -114,8 +123,9 @@ def verify(
 
     Sampled are rows of query for out, lse and dq, and rows of key for dk and dv, among them the first and the last, and
     those with the largest element, or NaN, of each result. A row costs as much as one row of attention in plain torch.
-    An error may be 3 times that of a dense computation of the same rows in the same dtype, whose scores are at least
-    float32, and a few units in the last place. Blocks of block_mask decide what is skipped, as in the call.
+    The error of a row may be 3 times that of a dense computation of this row in the same dtype, whose scores are at
+    least float32, and a few units in the last place of what it is computed from. The row with the largest error
+    relative to its bound is shown. Blocks of block_mask decide what is skipped, as in the call.
 
     Args:
         query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options: as in flex_attention.
@@ -128,7 +138,8 @@ def verify(
         are NaN both in the call and in float64, as with NaN in query.
 
     Raises:
-        What flex_attention raises, ArgumentError for other `rows`, and UnsupportedError for nested tensors.
+        What flex_attention raises, ArgumentError for other `rows`, ArgumentError or DtypeError for other seeds, and
+        DeviceError or UnsupportedError for tensors without values and nested tensors.
 
     Example:
         >>> import torch
@@ -142,14 +153,18 @@ def verify(
         raise unknown_arguments(verify, unknown)
     if type(rows) is not int or rows < 1:
         raise ArgumentError(message("rows", repr(rows), "an int from 1 on", "Leave it out, for 32 rows."))
+    if not isinstance(seed, Integral) or isinstance(seed, bool):
+        raise DtypeError(message("seed", repr(seed), "an int", "Leave it out, for 0."))
+    if not -(2**63) <= seed < 2**64:
+        raise ArgumentError(message("seed", seed, "an int of 64 bits", "Leave it out, for 0."))
     if getattr(query, "is_nested", False):
         fix = "Verify a call with the tensors of one sequence, [1, H, length, D]."
         raise UnsupportedError(message("query", "a nested tensor", "a dense tensor", fix))
-    query, key, value = autocast(query, key, value)  # type: ignore[assignment]  # as the call
+    query, key, value = check_tensors(*autocast(query, key, value), enable_gqa)  # as the call
     with torch.inference_mode(False), torch.autocast(query.device.type, enabled=False):
         return _verified(
-            query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, rows, gradients, seed
-        )
+            query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, rows, gradients, int(seed)
+        )  # fmt: skip
 
 
 def _verified(
@@ -223,19 +238,21 @@ def _compared(
     exact, dense = ([row(call, place, d) for place in at] for d in (torch.float64, call.query.dtype))
     comparisons = []
     for i, (name, result) in enumerate(found.items()):
-        largest, worst, allowed, rounding = 0.0, at[0] if at else (), 0.0, 0.0
+        largest, worst = -1.0, Comparison(name, 0.0, 0.0, ())
+        nan_rows = 0
         for place, expected, other in zip(at, exact, dense, strict=True):
-            error = _distance(result[place], expected[i].row)
-            if error > largest:
-                largest, worst = error, place
-            own = _distance(other[i].row, expected[i].row)
-            allowed = max(allowed, own if math.isfinite(own) else 0.0)  # one that overflows allows nothing
-            rounding = max(rounding, expected[i].rounding)
-        nan_rows = sum(
-            bool((result[place].isnan() & e[i].row.isnan()).any()) for place, e in zip(at, exact, strict=True)
-        )
-        comparisons.append(Comparison(name, largest, _FACTOR * allowed + _ULPS * rounding, worst, nan_rows))
+            wanted, rounding = expected[i]
+            error, own = (_distance(x, wanted) for x in (result[place], other[i].row))
+            bound = _FACTOR * _finite(own) + _ULPS * (_finite(rounding) + call.least)  # what overflows allows nothing
+            if error / bound > largest:
+                largest, worst = error / bound, Comparison(name, error, bound, place)
+            nan_rows += bool((result[place].isnan() & wanted.isnan()).any())
+        comparisons.append(replace(worst, nan_rows=nan_rows))
     return tuple(comparisons)
+
+
+def _finite(x: float) -> float:
+    return x if math.isfinite(x) else 0.0
 
 
 def _distance(x: Tensor, exact: Tensor) -> float:
@@ -251,23 +268,45 @@ def _size(x: Tensor) -> float:
     return float(torch.where(x.isfinite(), x, 0.0).abs().max()) if x.numel() else 0.0
 
 
+def _magnitude(x: Tensor, y: Tensor, wide: torch.dtype) -> Tensor:
+    """Return the size of x @ y if its terms do not cancel."""
+    return x.to(wide).abs() @ y.to(wide).abs()
+
+
+def _squares(weights: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of squares of the terms of weights @ x. The weights are no less than normal numbers of `dtype`.
+
+    Its root is the size of the sum if the signs of the terms are random, as those of rounding errors are.
+    """
+    return torch.where(weights == 0, 0.0, weights.abs().clamp(min=torch.finfo(dtype).tiny)).square() @ x.square()
+
+
+def _norm(x: Tensor) -> float:
+    """Return the root of the sum of the finite squares."""
+    return float(torch.where(x.isfinite(), x, 0.0).norm())
+
+
 def _row_of_query(call: _Call, at: tuple[int, int, int], dtype: torch.dtype) -> tuple[_Value, ...]:
     """Return out, lse and dq of one row of query."""
     b, h, i = at
     wide, eps, eps_wide = call.precisions(dtype)
-    query = call.query[at].to(dtype)
+    own, query = call.query.dtype, call.query[at].to(dtype)
     key, value = (x[b if x.size(0) > 1 else 0, h // call.group].to(dtype) for x in (call.key, call.value))
     kv_idx = torch.arange(key.size(0), device=query.device)
     raw = ((key.to(wide) @ query.to(wide)) * call.scale).requires_grad_()  # [N]
     with torch.enable_grad():
         modified = _modified(call, raw, (b, h), torch.full_like(kv_idx, i), kv_idx)
-    score = modified.detach()
+    score, slope = modified.detach(), _slope(call, modified, raw)
     lse = torch.logsumexp(score, 0) if score.numel() else score.new_tensor(-math.inf)
     weight = torch.where(lse == -math.inf, 0.0, torch.exp(score - lse))
     out = weight.to(dtype) @ value
-    exponent = eps_wide * (1.0 + _size(score))  # relative error of a weight
-    of_out = eps * _size(out) + exponent * _size(weight @ value.to(wide).abs())
-    values = _Value(out, of_out), _Value(lse, torch.finfo(call.lse.dtype).eps * (1.0 + _size(score)))
+    of_score = 1.0 + _size(score) + _size(lse) + _size(slope * _magnitude(key, query, wide)) * abs(call.scale)
+    exponent = eps_wide * of_score  # relative error of a weight
+    of_out = eps * (_size(out) + _size(_squares(weight, value.to(wide), own).sqrt()))
+    values = (
+        _Value(out, of_out + exponent * _size(_magnitude(weight, value, wide))),
+        _Value(lse, torch.finfo(call.lse.dtype).eps * of_score),
+    )
     if call.d_out is None:
         return values
     if lse == -math.inf:
@@ -277,9 +316,11 @@ def _row_of_query(call: _Call, at: tuple[int, int, int], dtype: torch.dtype) -> 
     d_score = torch.where(weight == 0, 0.0, weight * (value.to(wide) @ d_out - terms.sum()))
     d_raw, mean = (_gradient(modified, raw, x) for x in (d_score, weight))
     dq = ((d_raw.to(dtype) @ key).to(wide) * call.scale).to(dtype)
-    of_sum = _size(mean @ key.to(wide)) * float(terms.abs().sum())
-    of_weights = exponent * _size(d_raw.abs() @ key.to(wide).abs())
-    return *values, _Value(dq, eps * _size(dq) + (eps * of_sum + of_weights) * abs(call.scale))
+    of_sum = _size(mean @ key.to(wide)) * _norm(terms) + _size(_squares(d_raw, key.to(wide), own).sqrt())
+    of_d_score = terms.abs().sum() + _magnitude(value, d_out, wide)
+    of_d_raw = exponent * d_raw.abs() + eps_wide * (mean * of_d_score).abs()
+    of_dq = (eps * of_sum + _size(_magnitude(of_d_raw, key, wide))) * abs(call.scale)
+    return *values, _Value(dq, eps * _size(dq) + of_dq)
 
 
 def _row_of_key(call: _Call, at: tuple[int, int, int], dtype: torch.dtype) -> tuple[_Value, ...]:
@@ -288,7 +329,7 @@ def _row_of_key(call: _Call, at: tuple[int, int, int], dtype: torch.dtype) -> tu
     assert call.d_out is not None
     wide, eps, eps_wide = call.precisions(dtype)
     key, value = call.key[at].to(wide), call.value[at].to(wide)
-    dk, dv, of_dk, of_dv = (torch.zeros_like(x) for x in (key, value, key, value))
+    dk, dv, of_dk, of_dv, dk_squares, dv_squares = (torch.zeros_like(x) for x in (key, value) * 3)
     q_idx = torch.arange(call.query.size(2), device=key.device)
     batches = [b_kv] if call.key.size(0) == call.query.size(0) else range(call.query.size(0))
     for b in batches:
@@ -298,23 +339,38 @@ def _row_of_key(call: _Call, at: tuple[int, int, int], dtype: torch.dtype) -> tu
             raw = ((query.to(wide) @ key) * call.scale).requires_grad_()  # [M]
             with torch.enable_grad():
                 modified = _modified(call, raw, (b, h), q_idx, torch.full_like(q_idx, j))
-            score = modified.detach()
+            score, slope = modified.detach(), _slope(call, modified, raw)
             weight = torch.where(lse == -math.inf, 0.0, torch.exp(score - lse))
             d_score = torch.where(weight == 0, 0.0, weight * (d_out.to(wide) @ value - terms.sum(-1)))
-            d_raw, of_sum = (_gradient(modified, raw, x) for x in (d_score, weight * terms.abs().sum(-1)))
+            d_raw = _gradient(modified, raw, d_score)
             dv += (weight.to(dtype) @ d_out).to(wide)
             dk += (d_raw.to(dtype) @ query).to(wide) * call.scale
-            exponent = eps_wide * (1.0 + torch.where(score.isfinite(), score, 0.0).abs())  # relative error of a weight
-            of_dv += (exponent * weight) @ d_out.to(wide).abs()
-            of_raw = exponent * d_raw.abs() + eps_wide * of_sum.abs()
-            of_dk += of_raw @ query.to(wide).abs() * abs(call.scale)
-    return _Value(dk.to(dtype), eps * _size(dk) + _size(of_dk)), _Value(dv.to(dtype), eps * _size(dv) + _size(of_dv))
+            of_score = 1.0 + sum(torch.where(x.isfinite(), x, 0.0).abs() for x in (score, lse))
+            of_score += (slope * call.scale).abs() * _magnitude(query, key, wide)
+            exponent = eps_wide * of_score  # relative error of a weight
+            of_d_score = terms.abs().sum(-1) + _magnitude(d_out, value, wide)
+            of_d_raw = exponent * d_raw.abs() + eps_wide * (slope * weight).abs() * of_d_score
+            of_dv += _magnitude(exponent * weight, d_out, wide)
+            of_dk += _magnitude(of_d_raw, query, wide) * abs(call.scale)
+            dk_squares += _squares(d_raw, query.to(wide), call.query.dtype) * call.scale**2
+            dv_squares += _squares(weight, d_out.to(wide), call.query.dtype)
+    sums = (dk, dk_squares, of_dk), (dv, dv_squares, of_dv)
+    dk_value, dv_value = (
+        _Value(x.to(dtype), eps * (_size(x) + _size(squares.sqrt())) + _size(rounding)) for x, squares, rounding in sums
+    )
+    return dk_value, dv_value
 
 
 def _gradient(y: Tensor, x: Tensor, d_y: Tensor) -> Tensor:
     """Return the gradient of x, 0 if y does not depend on it."""
     found = torch.autograd.grad(y, x, d_y, allow_unused=True, retain_graph=True)[0] if y.requires_grad else None
     return torch.zeros_like(x) if found is None else found
+
+
+def _slope(call: _Call, modified: Tensor, raw: Tensor) -> Tensor:
+    """Return what a rounding error of a score is multiplied by in score_mod. It is 1 if gradients are not compared."""
+    ones = torch.ones_like(raw)
+    return ones if call.d_out is None else _gradient(modified, raw, ones).nan_to_num(0.0, 0.0, 0.0)
 
 
 def _modified(call: _Call, raw: Tensor, head: tuple[int, int], q_idx: Tensor, kv_idx: Tensor) -> Tensor:

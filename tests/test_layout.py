@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from flexattn import create_block_mask, create_mask, flex_attention, mods
-from flexattn.errors import ArgumentError
+from flexattn.errors import ArgumentError, DtypeError, FlexAttentionError, IndexRangeError, ModError
 from flexattn.layout import TiledGrid
 
 GRIDS = [
@@ -103,3 +106,41 @@ def test_tensors_with_other_numbers_of_tokens(shape: tuple[int, ...], dim: int) 
     for order in (grid.permute, grid.restore):
         with pytest.raises(ArgumentError, match=f"x: found shape .*, expected 16 tokens along dim {dim}"):
             order(x, dim)
+
+
+GRID = TiledGrid((4, 6), (2, 4))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "text"),
+    [
+        (lambda x: x([1] * 24), DtypeError, "x: found a list, expected a tensor"),
+        (lambda x: x(torch.zeros(24, 2), 0.5), DtypeError, "dim: found 0.5, expected an int"),
+        (lambda x: x(torch.zeros(24, 2), "a"), DtypeError, "dim: found 'a', expected an int"),
+        (lambda x: x(torch.zeros(2, 24), True), DtypeError, "dim: found True, expected an int"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("order", [GRID.permute, GRID.restore, TiledGrid((4, 6), (2, 3)).permute])
+def test_arguments_of_other_types(
+    order: Callable[..., Tensor], wrong: Callable[[Any], object], kind: type[FlexAttentionError], text: str
+) -> None:
+    with pytest.raises(kind, match=text):
+        wrong(order)
+
+
+def test_dims_of_numpy() -> None:
+    x = torch.randn(2, 24)
+    for grid in (GRID, TiledGrid((4, 6), (2, 3))):
+        assert torch.equal(grid.restore(grid.permute(x, np.int64(1)), np.int64(1)), x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("mod", "found"), [(3, "a int"), (None, "a NoneType"), (torch.ones(2), r"float32 \[2\]")])
+def test_what_is_no_mod(mod: Any, found: str) -> None:
+    with pytest.raises(ModError, match=f"mod: found {found}, expected a callable mask_mod"):
+        GRID.mod(mod)
+
+
+@pytest.mark.parametrize("position", [24, 25, -1])
+def test_positions_that_do_not_exist(position: int) -> None:
+    with pytest.raises(IndexRangeError, match=f"position: found {position}, expected one of the 24 tokens, 0 to 23"):
+        GRID.row_major(position)

@@ -241,6 +241,20 @@ def test_masks_without_captures_pickle():
         ),
         (lambda: mods.padding([3, 4]), "lengths: found a list, expected integers \\[B\\]"),
         (lambda: mods.natten_2d(4, 4, -1), "natten_2d, kernel: found"),
+        (
+            lambda: mods.natten_2d(8, 8, 4),
+            "natten_2d, kernel: found \\(4, 4\\), expected odd sizes of at most \\(8, 8\\)",
+        ),
+        (lambda: mods.natten_2d(8, 8, 3.0), "natten_2d, kernel: found 3.0, expected an int from 1 on"),
+        (lambda: mods.natten_2d(8, 8, True), "natten_2d, kernel: found True, expected an int from 1 on"),
+        (lambda: mods.natten_2d(8, 8, "3"), "natten_2d, kernel: found '3', expected an int from 1 on"),
+        (lambda: mods.natten_2d(8, 8, (3, None)), "natten_2d, kernel: found a NoneType, expected an int from 1 on"),
+        (lambda: mods.natten_2d(8, 8, (3, 3, 3)), "natten_2d, kernel: found \\(3, 3, 3\\), expected odd sizes"),
+        (lambda: mods.natten_2d("8", 8, 3), "height: found '8', expected an int from 1 on"),
+        (lambda: mods.natten_2d(8, 8.0, 3), "width: found 8.0, expected an int from 1 on"),
+        (lambda: mods.natten_2d(0, 8, 1), "height: found 0, expected an int from 1 on"),
+        (lambda: mods.natten_3d(True, 8, 8, 3), "depth: found True, expected an int from 1 on"),
+        (lambda: mods.natten_3d(8, 8, 8, 3.5), "natten_3d, kernel: found 3.5, expected an int from 1 on"),
         (lambda: mods.tree([-1, 0]), "parents: found a list"),
     ],
 )
@@ -248,6 +262,19 @@ def test_refusals(build, text):
     with pytest.raises(ValueError, match=text) as found:
         build()
     assert isinstance(found.value, FlexAttentionError)
+
+
+def test_sizes_of_numpy():
+    three, eight = np.int64(3), np.int32(8)
+    i = torch.arange(64)
+    for mod in (
+        mods.natten_2d(eight, eight, three),
+        mods.natten_2d(8, 8, (three, 3)),
+        mods.natten_2d(8, 8, [3, three]),
+    ):
+        assert mod.__name__ == "natten_2d_3x3"
+        assert torch.equal(mod(i, i, i[:, None], i), mods.natten_2d(8, 8, 3)(i, i, i[:, None], i))
+    assert mods.natten_3d(eight, 4, 2, np.int8(1)).__name__ == "natten_3d_1x1x1"
 
 
 def test_masks_of_one_kind_are_combined():

@@ -20,6 +20,7 @@ from flexattn.errors import ArgumentError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.boxes import Bounds
 from flexattn.graph.interval_bounds import FULL, PARTIAL, UNKNOWN, bound
+from flexattn.graph.quotients import split_for_bounds
 from flexattn.process.frozen_class import frozen
 from flexattn.process.progress import Progress
 
@@ -227,7 +228,7 @@ class _Search:
         self.lengths, self.block_size = (Q, KV), block_size
         self.blocks = (-(-Q // block_size[0]), -(-KV // block_size[1]))
         granule = min(128, *((size & -size) for size in block_size))
-        self.bounds = Bounds(bound(mask.graph), mask.captures, mask.numbers, max(granule, 16))
+        self.bounds = Bounds(bound(split_for_bounds(mask)), mask.captures, mask.numbers, max(granule, 16))
         self.evaluate, self.heads = evaluate, H
         self.found = _Found((B, H, *self.blocks), block_size)
         self.unknown: list[np.ndarray] = []  # int32 [n, 3], not evaluated yet

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from flexattn.errors import ArgumentError, message
+from flexattn.mods.arguments import checked_int
 from flexattn.mods.kinds import MaskMod, named
 
 
@@ -16,15 +17,15 @@ def natten_2d(height: int, width: int, kernel: int | tuple[int, int]) -> MaskMod
     >>> natten_2d(3, 3, (1, 3))(i, i, i[:1, None], i).int().tolist()  # the first pixel sees its row
     [[1, 1, 1, 0, 0, 0, 0, 0, 0]]
     """
-    kernel = (kernel, kernel) if isinstance(kernel, int) else kernel
-    _check("natten_2d", (height, width), kernel)
-    reach_y, reach_x = (size // 2 for size in kernel)
+    height, width = _checked_sizes(height=height, width=width)
+    window = _checked_kernel("natten_2d", kernel, (height, width))
+    reach_y, reach_x = (size // 2 for size in window)
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         near_y = _near(q_idx // width, kv_idx // width, height, reach_y)
         return near_y & _near(q_idx % width, kv_idx % width, width, reach_x)
 
-    return named(mask, f"natten_2d_{kernel[0]}x{kernel[1]}")
+    return named(mask, f"natten_2d_{window[0]}x{window[1]}")
 
 
 def natten_3d(depth: int, height: int, width: int, kernel: int | tuple[int, int, int]) -> MaskMod:
@@ -35,9 +36,9 @@ def natten_3d(depth: int, height: int, width: int, kernel: int | tuple[int, int,
     >>> natten_3d(2, 2, 2, 1)(i, i, i[:1, None], i).int().tolist()
     [[1, 0, 0, 0, 0, 0, 0, 0]]
     """
-    kernel = (kernel, kernel, kernel) if isinstance(kernel, int) else kernel
-    _check("natten_3d", (depth, height, width), kernel)
-    reach_z, reach_y, reach_x = (size // 2 for size in kernel)
+    depth, height, width = _checked_sizes(depth=depth, height=height, width=width)
+    window = _checked_kernel("natten_3d", kernel, (depth, height, width))
+    reach_z, reach_y, reach_x = (size // 2 for size in window)
     area = height * width
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -45,7 +46,7 @@ def natten_3d(depth: int, height: int, width: int, kernel: int | tuple[int, int,
         near_y = _near(q_idx // width % height, kv_idx // width % height, height, reach_y)
         return near_z & near_y & _near(q_idx % width, kv_idx % width, width, reach_x)
 
-    return named(mask, f"natten_3d_{kernel[0]}x{kernel[1]}x{kernel[2]}")
+    return named(mask, f"natten_3d_{window[0]}x{window[1]}x{window[2]}")
 
 
 def _near(q: Tensor, kv: Tensor, size: int, reach: int) -> Tensor:
@@ -53,6 +54,15 @@ def _near(q: Tensor, kv: Tensor, size: int, reach: int) -> Tensor:
     return (q.clamp(reach, size - 1 - reach) - kv).abs() <= reach
 
 
-def _check(name: str, sizes: tuple[int, ...], kernel: tuple[int, ...]) -> None:
-    if len(kernel) != len(sizes) or any(k < 1 or k % 2 == 0 or k > size for k, size in zip(kernel, sizes, strict=True)):
-        raise ArgumentError(message(f"{name}, kernel", kernel, f"odd sizes of at most {sizes}", "Use odd sizes."))
+def _checked_sizes(**sizes: int) -> tuple[int, ...]:
+    return tuple(checked_int(name, size, 1, "It is a size of the grid.") for name, size in sizes.items())
+
+
+def _checked_kernel(name: str, kernel: int | tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return one size for each dim."""
+    argument, fix = f"{name}, kernel", "Use odd sizes."
+    given = kernel if isinstance(kernel, (tuple, list)) else (kernel,) * len(sizes)
+    window = tuple(checked_int(argument, size, 1, fix) for size in given)
+    if len(window) != len(sizes) or any(k % 2 == 0 or k > size for k, size in zip(window, sizes, strict=True)):
+        raise ArgumentError(message(argument, window, f"odd sizes of at most {sizes}", fix))
+    return window
