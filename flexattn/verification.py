@@ -25,12 +25,15 @@ from flexattn.call.pose import autocast
 from flexattn.call.unknown_arguments import unknown_arguments
 from flexattn.call.validate import check_tensors
 from flexattn.errors import ArgumentError, DtypeError, UnsupportedError, message
+from flexattn.options import option
 from flexattn.process.frozen_class import frozen
 from flexattn.reference import IndexByTensor
 from flexattn.torch_state.uncompiled import uncompiled
 
 _FACTOR = 3.0  # allowed error relative to that of a dense computation of the same rows in the same dtype
 _ULPS = 4.0  # allowed in any case, of what rounding affects
+_TF32 = 2.0**-10  # eps of products of float32, if torch allows TF32
+_APPROXIMATION = 2.0**-11  # of tanh.approx in half precision on GPUs (PTX ISA)
 
 
 @frozen
@@ -81,6 +84,7 @@ class _Call(NamedTuple):
     lse: Tensor
     d_out: Tensor | None  # None: gradients are not compared
     blocks: tuple[Tensor, Tensor] | None  # partial and full, bool [B, H, blocks, blocks]
+    approximation: float  # relative error of tanh and similar functions of score_mod (docs/limits.md)
 
     @property
     def group(self) -> int:
@@ -90,6 +94,8 @@ class _Call(NamedTuple):
     def precisions(self, dtype: torch.dtype) -> tuple[torch.dtype, float, float]:
         """Return the dtype of scores computed in `dtype`, and eps of the call's own dtype and of that of its scores."""
         own = self.query.dtype
+        if own == torch.float32 and self.query.is_cuda and torch.backends.cuda.matmul.allow_tf32:
+            return _wide(dtype), _TF32, _TF32
         return _wide(dtype), torch.finfo(own).eps, torch.finfo(_wide(own)).eps
 
     @property
@@ -191,7 +197,7 @@ def _verified(
     scale = 1.0 / math.sqrt(query.size(-1)) if scale is None else scale
     call = _Call(
         q.detach(), k.detach(), v.detach(), score_mod, mask, scale, found["out"], found["lse"], d_out,
-        None if mask is None else dense_blocks(mask),
+        None if mask is None else dense_blocks(mask), _approximation(query, score_mod, kernel_options),
     )  # fmt: skip
     of_queries = {name: found[name] for name in (("out", "lse", "dq") if gradients else ("out", "lse"))}
     comparisons = _compared(of_queries, call, _sample(query, of_queries, rows, generator), _row_of_query)
@@ -199,6 +205,11 @@ def _verified(
         of_keys = {name: found[name] for name in ("dk", "dv")}
         comparisons += _compared(of_keys, call, _sample(key, of_keys, rows, generator), _row_of_key)
     return Verification(comparisons)
+
+
+def _approximation(query: Tensor, score_mod: Mod | None, options: Mapping[str, object] | None) -> float:
+    exact = score_mod is None or option(tuple((options or {}).items()), "EXACT", "fwd") is True
+    return 0.0 if exact or not query.is_cuda or query.dtype.itemsize != 2 else _APPROXIMATION
 
 
 def _sample(
@@ -301,11 +312,12 @@ def _row_of_query(call: _Call, at: tuple[int, int, int], dtype: torch.dtype) -> 
     weight = torch.where(lse == -math.inf, 0.0, torch.exp(score - lse))
     out = weight.to(dtype) @ value
     of_score = 1.0 + _size(score) + _size(lse) + _size(slope * _magnitude(key, query, wide)) * abs(call.scale)
-    exponent = eps_wide * of_score  # relative error of a weight
+    of_mod = call.approximation * (_size(score) + _size(raw.detach()))
+    exponent = eps_wide * of_score + of_mod  # relative error of a weight
     of_out = eps * (_size(out) + _size(_squares(weight, value.to(wide), own).sqrt()))
     values = (
         _Value(out, of_out + exponent * _size(_magnitude(weight, value, wide))),
-        _Value(lse, torch.finfo(call.lse.dtype).eps * of_score),
+        _Value(lse, eps_wide * of_score + of_mod),
     )
     if call.d_out is None:
         return values
@@ -347,7 +359,8 @@ def _row_of_key(call: _Call, at: tuple[int, int, int], dtype: torch.dtype) -> tu
             dk += (d_raw.to(dtype) @ query).to(wide) * call.scale
             of_score = 1.0 + sum(torch.where(x.isfinite(), x, 0.0).abs() for x in (score, lse))
             of_score += (slope * call.scale).abs() * _magnitude(query, key, wide)
-            exponent = eps_wide * of_score  # relative error of a weight
+            of_mod = call.approximation * (_size(score) + _size(raw.detach()))
+            exponent = eps_wide * of_score + of_mod  # relative error of a weight
             of_d_score = terms.abs().sum(-1) + _magnitude(d_out, value, wide)
             of_d_raw = exponent * d_raw.abs() + eps_wide * (slope * weight).abs() * of_d_score
             of_dv += _magnitude(exponent * weight, d_out, wide)

@@ -31,6 +31,7 @@ from oracle import assert_close_to_oracle
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
+import flexattn
 from flexattn import AuxRequest, BlockMask, create_block_mask, flex_attention, mods
 from flexattn.machine.target import target_of
 from flexattn.reference import attention
@@ -514,3 +515,32 @@ def test_aux_of_the_engine() -> None:
     torch.testing.assert_close(aux.max_scores, scores.amax(-1), rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(aux.lse, scores.logsumexp(-1), rtol=1e-3, atol=1e-3)
     assert out.dtype == torch.bfloat16 and set(SCORES) and set(CASES)
+
+
+@pytest.mark.parametrize("score", ["none", "softcap", "alibi"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("tf32", [False, True])
+def test_verify(score: str, dtype: torch.dtype, tf32: bool) -> None:
+    score_mod = {"none": None, "softcap": mods.softcap(20.0), "alibi": mods.alibi(4)}[score]
+    query, key, value = (2 * randn(2, heads, 700, 64, seed=heads, dtype=dtype) for heads in (4, 2, 2))
+    products = torch.backends.cuda.matmul
+    before, products.allow_tf32 = products.allow_tf32, tf32
+    try:
+        found = flexattn.verify(query, key, value, score_mod, causal(700), enable_gqa=True, rows=64)
+        assert found, str(found)
+    finally:
+        products.allow_tf32 = before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+@pytest.mark.parametrize("size", [49, 301])
+def test_elements_of_rows_that_are_not_aligned(dtype: torch.dtype, size: int) -> None:
+    """They are gathered into registers."""
+    table = (4 * randn(2, size, size, seed=1)).to(dtype)
+    query, key, value = (randn(3, 2, size, 32, seed=i) for i in range(3))
+
+    def bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + table[h, q_idx, kv_idx]
+
+    found = flexattn.verify(query, key, value, bias, rows=64)
+    assert found, str(found)

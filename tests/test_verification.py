@@ -188,6 +188,24 @@ def test_kernels_that_round_pass(call: Drawn, seed: int) -> None:
     assert found, str(found)
 
 
+def test_a_gpus_tanh_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, tanh of half precision has a relative error of 2 ** -11. Here the results are those of such scores."""
+    call, cap = flexattn.flex_attention, 20.0
+
+    def rough(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        sign = torch.where((q_idx * 7 + kv_idx * 5) % 3 == 0, 1.0, -1.0)
+        return cap * torch.tanh(score / cap) * (1 + sign * 2.0**-11)
+
+    def on_gpu(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, *rest: Any, **options: Any) -> Any:
+        return call(query, key, value, rough, *rest, **options)
+
+    monkeypatch.setattr(verification, "flex_attention", on_gpu)
+    query, key, value = (3 * x for x in inputs(torch.bfloat16))
+    assert not verify(query, key, value, mods.softcap(cap), enable_gqa=True)
+    monkeypatch.setattr(verification, "_approximation", lambda *call: verification._APPROXIMATION)
+    assert verify(query, key, value, mods.softcap(cap), enable_gqa=True)
+
+
 def late(x: Tensor) -> Tensor:
     return torch.cat([x[:, :, : x.size(2) // 2], torch.zeros_like(x[:, :, x.size(2) // 2 :])], 2)
 
