@@ -19,6 +19,7 @@ import flexattn
 from flexattn import create_block_mask, flex_attention, mods
 from flexattn.block_mask.from_torch import from_torch
 from flexattn.block_mask.prepared import Origin
+from flexattn.errors import RetraceWarning
 
 B, H, T, D = 2, 2, 160, 16
 Step = tuple[tuple[Any, ...], list[Tensor]]  # arguments, and the tensors whose gradients are compared
@@ -162,6 +163,34 @@ def test_new_lengths():
 
 def test_dynamic_shapes():
     assert compilations(closure, with_tables([160, 192, 224, 96]), dynamic=True) == [1, 1, 1, 1]
+
+
+def test_mods_that_read_strides():
+    """With dynamic shapes Dynamo asks for a trace before it makes symbols of them."""
+
+    def f(q, k, v, table):
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s * table.stride(0) + table.T.contiguous().stride()[0])
+
+    def offset(q, k, v, table):
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s * table[1].storage_offset())
+
+    tables = [torch.rand(4, 6), torch.rand(6, 4).T, torch.rand(4, 8), torch.rand(4, 6)]
+    given = [((*x, table), x) for table in tables for x in [qkv(0)]]
+    assert compilations(f, given, dynamic=True) == [1, 2, 2, 2]
+    with pytest.warns(RetraceWarning, match="storage_offset"):
+        x, table = qkv(0), torch.rand(6, 4)[2:]
+        assert compilations(offset, [((*x, table), x)], dynamic=True) == [3]
+
+
+def test_data_of_a_parameter():
+    """Dynamo reads it with a function that no mode of torch sees. It has no gradient."""
+    table = nn.Parameter(torch.rand(T))
+
+    def f(q, k, v):
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s * table[j] + table.data[i - j])
+
+    x = qkv(0)
+    assert compilations(f, [(tuple(x), [*x, table])]) == [1]
 
 
 def test_mod_passed_as_an_argument():

@@ -48,7 +48,7 @@ def _traced(source: ModInGraph, kind: Kind, score_dtype: torch.dtype) -> tuple[T
     """Return the trace of a mod, and the nodes of what it captures, with an example of each."""
     body, lifted = _cut(source)
     with outside_of_modes():
-        leaves = [Leaf(_name(n), _hint(n, source.values)) for n in lifted]
+        leaves = [_leaf(n, source.values) for n in lifted]
         return trace_body(body, kind, leaves, *_location(source.result, kind), score_dtype), lifted, leaves
 
 
@@ -118,10 +118,14 @@ def _cut(source: ModInGraph) -> tuple[Callable[..., Any], list[fx.Node]]:
     for node in order:
         if node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.target is _DATA:  # no mode of torch sees this function
+                copies[node].target = torch.detach
     graph.output(copies[source.result])
     module = fx.GraphModule(source.module, graph)
     return module.forward, lifted
 
+
+_DATA: Any = getattr(getattr(torch._C, "_autograd"), "_get_data_attr", _cut)  # noqa: B009  (what Dynamo makes of x.data)
 
 # The file and the name of the function that calls the mods. call.py cannot be imported here: it imports higher_order.
 _BODY = "torch_compile/call.py", "body"
@@ -147,13 +151,14 @@ def _name(node: fx.Node) -> str:
     return "captured" if isinstance(node.meta.get("example_value"), Tensor) else "number"
 
 
-def _hint(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """Return an example of a value: a tensor without memory, or a number."""
+def _leaf(node: fx.Node, values: dict[fx.Node, Any]) -> Leaf:
+    """Return an example of a captured value: a tensor without memory, or a number."""
     value = node.meta["example_value"] if is_item(node) else values[node]
     if not isinstance(value, Tensor):
-        return example(value)
+        return Leaf(_name(node), example(value))
     empty = torch.empty((), dtype=value.dtype, device=value.device)
-    return empty.expand([int(example(s)) for s in value.shape]).requires_grad_(value.requires_grad)
+    empty = empty.expand([int(example(s)) for s in value.shape]).requires_grad_(value.requires_grad)
+    return Leaf(_name(node), empty, value)
 
 
 def _as_float(number: Any) -> Any:
