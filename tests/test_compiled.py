@@ -165,6 +165,41 @@ def test_dynamic_shapes():
     assert compilations(closure, with_tables([160, 192, 224, 96]), dynamic=True) == [1, 1, 1, 1]
 
 
+def of_data(q, k, v, keep, weights):
+    """Captured tensors and numbers whose sizes and values depend on data."""
+    i = keep.nonzero().squeeze(1)
+    n, mean = keep.sum().item(), weights.mean().item()
+    out = flex_attention(q, k[:, :, i], v[:, :, i], lambda s, b, h, x, y: s * mean + (i * 2 + i)[y] * weights[x])
+    return out + flex_attention(q, k, v, lambda s, b, h, x, y: torch.where(y < n, s * mean, 0.5), scale=mean)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_captures_that_depend_on_data(backend):
+    weights = torch.rand(T, requires_grad=True)
+    given = [((*x, torch.rand(T) > share, weights), [*x, weights]) for share in (0.5, 0.2) for x in [qkv(0)]]
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+        assert compilations(of_data, given, backend) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (lambda q, k, v, n: flex_attention(q, k, v, lambda s, b, h, i, j: s * min(n, 2.0)), r"score_mod at .*\.py:\d+"),
+        (lambda q, k, v, n: flex_attention(q, k, v, lambda s, b, h, i, j: s * (i // int(n))), r"score_mod at .*\.py:\d+"),
+        (lambda q, k, v, n: flex_attention(q, k, v, lambda s, b, h, i, j: s, scale=2 * n), "flex_attention"),
+        (lambda q, k, v, n: flex_attention(q, k, v, sink=n), "sink"),
+    ],
+    ids=["min", "divisor", "computed", "sink"],
+)
+def test_values_that_depend_on_data(call, what):
+    compiled = torch.compile(lambda q, k, v, x: call(q, k, v, x.sum().item()), backend="aot_eager", fullgraph=True)
+    with (
+        torch._dynamo.config.patch(capture_scalar_outputs=True),
+        pytest.raises(Exception, match=rf"{what}: found a number or size that depends on the values of tensors"),
+    ):
+        compiled(*qkv(0), torch.rand(4))
+
+
 def test_mods_that_read_strides():
     """With dynamic shapes Dynamo asks for a trace before it makes symbols of them."""
 

@@ -15,7 +15,7 @@ from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.nodes import MASK_INPUTS
 from flexattn.process.frozen_class import frozen
 from flexattn.torch_state.modes import outside_of_modes
-from flexattn.torch_state.symbols import example
+from flexattn.torch_state.symbols import example, valued
 from flexattn.trace.recording import Leaf
 from flexattn.trace.scalarize import Kind, Traced
 from flexattn.trace.trace import trace_body
@@ -49,7 +49,7 @@ def _traced(source: ModInGraph, kind: Kind, score_dtype: torch.dtype) -> tuple[T
     body, lifted = _cut(source)
     with outside_of_modes():
         leaves = [_leaf(n, source.values) for n in lifted]
-        return trace_body(body, kind, leaves, *_location(source.result, kind), score_dtype), lifted, leaves
+        return trace_body(body, kind, leaves, *location_of_result(source.result, kind), score_dtype), lifted, leaves
 
 
 def floats_by_value(source: ModInGraph, kind: Kind, score_dtype: torch.dtype) -> list[fx.Node]:
@@ -76,7 +76,9 @@ def bind(traced: Traced, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> B
     """Return a traced mod with values that may be symbolic. The conditions of the trace become guards of the graph."""
     names = {"t": tensors, "n": numbers}
     for condition in traced.conditions:
-        if not eval(condition, _NAMES, names):
+        with valued(f"{traced.graph.name} at {traced.graph.location}"):
+            holds = bool(eval(condition, _NAMES, names))
+        if not holds:
             raise UnsupportedError(f"{traced.graph.name}: found other numbers than it was traced for ({condition}).")
     if traced.picks is not None:
         captures = [tensors[i] for i in traced.picks]
@@ -90,10 +92,18 @@ def bind(traced: Traced, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> B
     return BoundMod(traced.graph, tuple(captures), values, tuple(tensors), traced.tensor_names)
 
 
-def is_item(node: fx.Node) -> bool:
-    """Return whether a node is a captured float: Dynamo passes a 0-d tensor on the CPU and reads its item."""
+def is_item(node: fx.Node, of_data: bool = False) -> bool:
+    """Return whether a node is a captured float: Dynamo passes a 0-d tensor on the CPU and reads its item.
+
+    `of_data`: or whether it is the item of any tensor.
+    """
     source = node.args[0] if node.op == "call_method" and node.target == "item" else None
-    return isinstance(source, fx.Node) and source.op == "placeholder"
+    return isinstance(source, fx.Node) and (of_data or source.op == "placeholder")
+
+
+def as_float64(source: Tensor) -> Tensor:
+    """Return the tensor that a captured float is an item of as the operators take it."""
+    return (source.detach() if source.requires_grad else source).to("cpu", torch.float64)
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -132,7 +142,7 @@ _BODY = "torch_compile/call.py", "body"
 _FRAME = re.compile(r'File "(.*)", line (\d+), in (\S+)')
 
 
-def _location(result: fx.Node, kind: Kind) -> tuple[str, str]:
+def location_of_result(result: fx.Node, kind: Kind) -> tuple[str, str]:
     """Return the name of the user's function, and file:line of its result, from the stack that Dynamo recorded."""
     frames = _FRAME.findall(result.stack_trace or "")
     called = [i for i, (file, _, name) in enumerate(frames) if file.endswith(_BODY[0]) and name == _BODY[1]]
