@@ -185,7 +185,7 @@ def test_captures_that_depend_on_data(backend):
     ("call", "what"),
     [
         (lambda q, k, v, n: flex_attention(q, k, v, lambda s, b, h, i, j: s * min(n, 2.0)), r"score_mod at .*\.py:\d+"),
-        (lambda q, k, v, n: flex_attention(q, k, v, lambda s, b, h, i, j: s * (i // int(n))), r"score_mod at .*\.py:\d+"),
+        (lambda q, k, v, n: flex_attention(q, k, v, lambda s, *i: s * (i[2] // int(n))), r"score_mod at .*\.py:\d+"),
         (lambda q, k, v, n: flex_attention(q, k, v, lambda s, b, h, i, j: s, scale=2 * n), "flex_attention"),
         (lambda q, k, v, n: flex_attention(q, k, v, sink=n), "sink"),
     ],

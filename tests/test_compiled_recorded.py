@@ -122,6 +122,29 @@ def test_transforms_of_an_exported_program():
         loaded(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)), k, v)
 
 
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda f, q: make_fx(torch.vmap(f))(q[None]),
+        lambda f, q: make_fx(torch.func.grad(lambda q: f(q).sum()))(q),
+        lambda f, q: make_fx(torch.func.functionalize(f))(q),
+        lambda f, q: torch.func.linearize(f, q),
+    ],
+    ids=["vmap", "grad", "functionalize", "linearize"],
+)
+def test_transforms_of_a_recorded_call(transformed):
+    with pytest.raises(
+        UnsupportedError, match="flex_attention: found a transform of torch.func or forward mode inside"
+    ):
+        transformed(lambda q: flex_attention(q, q, q), qkv()[0])
+
+
+def test_functionalize():
+    for q in qkv()[0], qkv(requires_grad=True)[0]:
+        with pytest.raises(UnsupportedError, match=r"flex_attention: found .* inside of torch\.func\.functionalize"):
+            torch.func.functionalize(lambda q: flex_attention(q, q, q))(q)
+
+
 @pytest.mark.parametrize("mode", ["real", "symbolic"])
 def test_gradients_of_a_recorded_graph(mode):
     module, x = Attention(), qkv()

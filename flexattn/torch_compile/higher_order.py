@@ -27,8 +27,13 @@ from flexattn.torch_compile.call_marker import CALL_MARKER, MarkedCall, make_con
 from flexattn.torch_compile.graph_break import body_with_graph_break
 from flexattn.torch_compile.spec import revision
 from flexattn.torch_compile.subgraph import (
-    ModInGraph, as_float64, bind_mod, floats_by_value, is_item, location_of_result
-)  # fmt: skip
+    ModInGraph,
+    as_float64,
+    bind_mod,
+    floats_by_value,
+    is_item,
+    location_of_result,
+)
 from flexattn.torch_state.symbols import valued
 from flexattn.trace.interception import gather
 

@@ -10,7 +10,6 @@ import torch
 
 from flexattn.errors import UnsupportedError, message
 
-
 _OF_DATA = 1009
 
 
