@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention as upstream
+from torch.utils.checkpoint import checkpoint
 
 import flexattn
 from flexattn import create_block_mask, flex_attention, mods
@@ -259,6 +261,35 @@ def test_floats_that_are_read_before_the_call():
     given = [((*x, n), x) for n in (0.3, 0.4, 0.5, 0.3) for x in [qkv(3)]]
     assert compilations(before, given) == [1, 2, 2, 2]
     assert compilations(computed, given)[-1] <= 6
+
+
+def capped(q, k, v, n):
+    return flex_attention(q, k, v, lambda s, b, h, i, j: torch.tanh(s / n) * n)
+
+
+def checkpointed(q, k, v, n):
+    return checkpoint(capped, q, k, v, n, use_reentrant=False)
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.product((capped, checkpointed), repeat=2)))
+def test_calls_that_share_a_float(first, second):
+    """Dynamo reads its item once. It must not be in the body of the first call, which the second cannot reach."""
+
+    def f(q, k, v, n):
+        return (first(q, k, v, n) + second(k, q, v, n)) * n
+
+    given = [((*x, n), x) for n in (0.3, 0.4, 0.5, 0.3) for x in [qkv(3)]]
+    assert compilations(f, given) == [1, 2, 2, 2]
+    assert compilations(f, given, dynamic=True) == [3, 3, 3, 3]
+
+
+def test_a_default_is_no_symbol():
+    """A symbol that is read in a checkpointed region cannot be read in another one."""
+
+    def f(q, k, v):
+        return sum(checkpoint(flex_attention, x, k, v, mods.softcap(20.0), use_reentrant=False) for x in (q, k))
+
+    assert compilations(f, steps(1), dynamic=True) == [1]
 
 
 @pytest.mark.parametrize("name", ["dropout_p", "sink"])

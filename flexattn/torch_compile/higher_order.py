@@ -11,7 +11,8 @@ so only a call that Dynamo traces imports it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -88,14 +89,40 @@ class FlexAttentionHOPVariable(BaseHOPVariable):  # type: ignore[misc]
     supports_aliasing = True  # query, key and value are often views of one tensor
 
     def create_wrapped_node(self, *args: Any, **kwargs: Any) -> Any:
-        with Gathers():  # `body` cannot enter it itself: Dynamo would refuse the side effect
-            operands, *rest = super().create_wrapped_node(*args, **kwargs)
         translator = args[0]
+        with Gathers(), _items_outside(translator.output):  # `body` cannot enter a mode: Dynamo would refuse it
+            operands, *rest = super().create_wrapped_node(*args, **kwargs)
         body = translator.output.nn_modules[operands[0].node.target]
         make_constant(body.graph)
         found = _without_floats(body.graph, operands[1:])
         _guard_values(body)
         return (operands[0], *found), *rest
+
+
+@contextmanager
+def _items_outside(output: Any) -> Iterator[None]:
+    """Read items of captured floats in the graph around a body. `_without_floats` moves them into the body.
+
+    Dynamo reads an item where it first meets the float, and uses it everywhere: another call cannot reach one that is
+    in a body (torch 2.13).
+    """
+    create, outer = output.create_proxy, output.root_tracer
+
+    def created(kind: str, target: Any, args: Any, *rest: Any, **others: Any) -> fx.Proxy:
+        if kind == "call_method" and target == "item" and _is_float(args[0].node):
+            return outer.create_proxy(kind, target, args, *rest, **others)
+        return create(kind, target, args, *rest, **others)
+
+    output.create_proxy = created
+    try:
+        yield
+    finally:
+        del output.create_proxy
+
+
+def _is_float(node: fx.Node) -> bool:
+    """Return whether a node is the tensor that stands for a Python float."""
+    return getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False)
 
 
 def _without_floats(graph: fx.Graph, operands: Sequence[fx.Proxy]) -> list[Any]:
