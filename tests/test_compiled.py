@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import pickle
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -672,6 +673,32 @@ def test_a_mod_that_branches_on_a_value():
 def assert_equal_compiled(f, *args):
     found = torch.compile(f, fullgraph=True, backend="aot_eager")(*args)
     assert torch.equal(found, f(*args))
+
+
+TABLE = torch.rand(T)
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda s, b, h, i, j: s * TABLE.sum().item(),
+        lambda s, b, h, i, j: s + torch.gcd(i, j),
+        lambda s, b, h, i, j: s + torch.rand(()),
+        lambda s, b, h, i, j: s * 1j,
+        lambda s, b, h, i, j: s + (TABLE * i).sum(),
+        lambda s, b, h, i, j: s + TABLE,
+        lambda s, b, h, i, j: s.softmax(-1),
+    ],
+    ids=["item", "operator", "random", "complex", "sum", "shape", "reduction"],
+)
+def test_errors_of_mods_name_the_line(mod):
+    x = [t.detach() for t in qkv(0)]
+    with pytest.raises(flexattn.FlexAttentionError) as uncompiled:
+        flex_attention(*x, mod)
+    line = f"{__file__}:{mod.__code__.co_firstlineno}"
+    assert line in str(uncompiled.value)
+    with pytest.raises(Exception, match=re.escape(line)):
+        torch.compile(lambda q, k, v: flex_attention(q, k, v, mod), fullgraph=True, backend="aot_eager")(*x)
 
 
 def test_a_mask_that_was_pickled():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import types
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from flexattn.graph.nodes import MASK_INPUTS
 from flexattn.process.frozen_class import frozen
 from flexattn.torch_state.modes import outside_of_modes
 from flexattn.torch_state.symbols import example, valued
+from flexattn.trace.interception import LINES, is_user_file
 from flexattn.trace.recording import Leaf
 from flexattn.trace.scalarize import Kind, Traced
 from flexattn.trace.trace import trace_body
@@ -132,7 +134,9 @@ def _cut(source: ModInGraph) -> tuple[Callable[..., Any], list[fx.Node]]:
                 copies[node].target = torch.detach
     graph.output(copies[source.result])
     module = fx.GraphModule(source.module, graph)
-    return module.forward, lifted
+    body: Any = module.forward
+    body.__globals__[LINES] = _lines(body, {copy.name: node for node, copy in copies.items()})
+    return body, lifted
 
 
 _DATA: Any = getattr(getattr(torch._C, "_autograd"), "_get_data_attr", _cut)  # noqa: B009  (what Dynamo makes of x.data)
@@ -144,12 +148,33 @@ _FRAME = re.compile(r'File "(.*)", line (\d+), in (\S+)')
 
 def location_of_result(result: fx.Node, kind: Kind) -> tuple[str, str]:
     """Return the name of the user's function, and file:line of its result, from the stack that Dynamo recorded."""
-    frames = _FRAME.findall(result.stack_trace or "")
-    called = [i for i, (file, _, name) in enumerate(frames) if file.endswith(_BODY[0]) and name == _BODY[1]]
-    if not called or called[-1] + 1 == len(frames):
+    frames = _frames(result)
+    if not frames:
         return f"{kind}_mod", ""
-    file, line, name = frames[called[-1] + 1]
+    file, line, name = frames[0]
     return name if name.isidentifier() else f"{kind}_mod", f"{file}:{line}"
+
+
+def _lines(code: Any, nodes: dict[str, fx.Node]) -> dict[int, str]:
+    """Return the user's line for each line of generated code. `nodes` are by the names that the code assigns to."""
+    found = {}
+    for at, line in enumerate(linecache.getlines(code.__code__.co_filename), 1):
+        node = nodes.get(line.partition("=")[0].partition(":")[0].strip())
+        if node is not None and (where := _line_of(node)) is not None:
+            found[at] = where
+    return found
+
+
+def _line_of(node: fx.Node) -> str | None:
+    """Return file:line of the innermost frame in the user's code."""
+    return next((f"{file}:{line}" for file, line, _ in reversed(_frames(node)) if is_user_file(file)), None)
+
+
+def _frames(node: fx.Node) -> list[tuple[str, str, str]]:
+    """Return file, line and function of the frames that Dynamo recorded, from that of the mod on."""
+    frames = _FRAME.findall(node.stack_trace or "")
+    called = [i for i, (file, _, name) in enumerate(frames) if file.endswith(_BODY[0]) and name == _BODY[1]]
+    return frames[called[-1] + 1 :] if called else []
 
 
 def _name(node: fx.Node) -> str:
