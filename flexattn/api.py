@@ -211,7 +211,7 @@ def flex_attention(
     *,
     return_aux: AuxRequest | upstream.AuxRequest | None = None,
     sink: Tensor | float | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,  # no 0.0: Dynamo makes a symbol of a default that is a float (dynamic=True)
     seqused_k: Tensor | None = None,
     q_offsets: Tensor | None = None,
     kv_positions: Tensor | None = None,

@@ -94,7 +94,7 @@ def varlen_attn(
     score_mod: Mod | None = None,
     mask_mod: Mod | None = None,
     sink: Tensor | float | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,  # no 0.0: Dynamo makes a symbol of a default that is a float (dynamic=True)
     kernel_options: Mapping[str, object] | None = None,
     kv_layout: KVLayout = "NHD",
     **unknown: object,

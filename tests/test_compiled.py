@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import pickle
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention as upstream
+from torch.utils.checkpoint import checkpoint
 
 import flexattn
 from flexattn import create_block_mask, flex_attention, mods
 from flexattn.block_mask.from_torch import from_torch
 from flexattn.block_mask.prepared import Origin
+from flexattn.errors import RetraceWarning
 
 B, H, T, D = 2, 2, 160, 16
 Step = tuple[tuple[Any, ...], list[Tensor]]  # arguments, and the tensors whose gradients are compared
@@ -164,6 +168,69 @@ def test_dynamic_shapes():
     assert compilations(closure, with_tables([160, 192, 224, 96]), dynamic=True) == [1, 1, 1, 1]
 
 
+def of_data(q, k, v, keep, weights):
+    """Captured tensors and numbers whose sizes and values depend on data."""
+    i = keep.nonzero().squeeze(1)
+    n, mean = keep.sum().item(), weights.mean().item()
+    out = flex_attention(q, k[:, :, i], v[:, :, i], lambda s, b, h, x, y: s * mean + (i * 2 + i)[y] * weights[x])
+    return out + flex_attention(q, k, v, lambda s, b, h, x, y: torch.where(y < n, s * mean, 0.5), scale=mean)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_captures_that_depend_on_data(backend):
+    weights = torch.rand(T, requires_grad=True)
+    given = [((*x, torch.rand(T) > share, weights), [*x, weights]) for share in (0.5, 0.2) for x in [qkv(0)]]
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+        assert compilations(of_data, given, backend) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (lambda q, k, v, n: flex_attention(q, k, v, lambda s, b, h, i, j: s * min(n, 2.0)), r"score_mod at .*\.py:\d+"),
+        (lambda q, k, v, n: flex_attention(q, k, v, lambda s, *i: s * (i[2] // int(n))), r"score_mod at .*\.py:\d+"),
+        (lambda q, k, v, n: flex_attention(q, k, v, lambda s, b, h, i, j: s, scale=2 * n), "flex_attention"),
+        (lambda q, k, v, n: flex_attention(q, k, v, sink=n), "sink"),
+    ],
+    ids=["min", "divisor", "computed", "sink"],
+)
+def test_values_that_depend_on_data(call, what):
+    compiled = torch.compile(lambda q, k, v, x: call(q, k, v, x.sum().item()), backend="aot_eager", fullgraph=True)
+    with (
+        torch._dynamo.config.patch(capture_scalar_outputs=True),
+        pytest.raises(Exception, match=rf"{what}: found a number or size that depends on the values of tensors"),
+    ):
+        compiled(*qkv(0), torch.rand(4))
+
+
+def test_mods_that_read_strides():
+    """With dynamic shapes Dynamo asks for a trace before it makes symbols of them."""
+
+    def f(q, k, v, table):
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s * table.stride(0) + table.T.contiguous().stride()[0])
+
+    def offset(q, k, v, table):
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s * table[1].storage_offset())
+
+    tables = [torch.rand(4, 6), torch.rand(6, 4).T, torch.rand(4, 8), torch.rand(4, 6)]
+    given = [((*x, table), x) for table in tables for x in [qkv(0)]]
+    assert compilations(f, given, dynamic=True) == [1, 2, 2, 2]
+    with pytest.warns(RetraceWarning, match="storage_offset"):
+        x, table = qkv(0), torch.rand(6, 4)[2:]
+        assert compilations(offset, [((*x, table), x)], dynamic=True) == [3]
+
+
+def test_data_of_a_parameter():
+    """Dynamo reads it with a function that no mode of torch sees. It has no gradient."""
+    table = nn.Parameter(torch.rand(T))
+
+    def f(q, k, v):
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s * table[j] + table.data[i - j])
+
+    x = qkv(0)
+    assert compilations(f, [(tuple(x), [*x, table])]) == [1]
+
+
 def test_mod_passed_as_an_argument():
     def make(t):
         return lambda s, b, h, i, j: s + t[h]
@@ -195,6 +262,35 @@ def test_floats_that_are_read_before_the_call():
     given = [((*x, n), x) for n in (0.3, 0.4, 0.5, 0.3) for x in [qkv(3)]]
     assert compilations(before, given) == [1, 2, 2, 2]
     assert compilations(computed, given)[-1] <= 6
+
+
+def capped(q, k, v, n):
+    return flex_attention(q, k, v, lambda s, b, h, i, j: torch.tanh(s / n) * n)
+
+
+def checkpointed(q, k, v, n):
+    return checkpoint(capped, q, k, v, n, use_reentrant=False)
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.product((capped, checkpointed), repeat=2)))
+def test_calls_that_share_a_float(first, second):
+    """Dynamo reads its item once. It must not be in the body of the first call, which the second cannot reach."""
+
+    def f(q, k, v, n):
+        return (first(q, k, v, n) + second(k, q, v, n)) * n
+
+    given = [((*x, n), x) for n in (0.3, 0.4, 0.5, 0.3) for x in [qkv(3)]]
+    assert compilations(f, given) == [1, 2, 2, 2]
+    assert compilations(f, given, dynamic=True) == [3, 3, 3, 3]
+
+
+def test_a_default_is_no_symbol():
+    """A symbol that is read in a checkpointed region cannot be read in another one."""
+
+    def f(q, k, v):
+        return sum(checkpoint(flex_attention, x, k, v, mods.softcap(20.0), use_reentrant=False) for x in (q, k))
+
+    assert compilations(f, steps(1), dynamic=True) == [1]
 
 
 @pytest.mark.parametrize("name", ["dropout_p", "sink"])
@@ -577,6 +673,32 @@ def test_a_mod_that_branches_on_a_value():
 def assert_equal_compiled(f, *args):
     found = torch.compile(f, fullgraph=True, backend="aot_eager")(*args)
     assert torch.equal(found, f(*args))
+
+
+TABLE = torch.rand(T)
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda s, b, h, i, j: s * TABLE.sum().item(),
+        lambda s, b, h, i, j: s + torch.gcd(i, j),
+        lambda s, b, h, i, j: s + torch.rand(()),
+        lambda s, b, h, i, j: s * 1j,
+        lambda s, b, h, i, j: s + (TABLE * i).sum(),
+        lambda s, b, h, i, j: s + TABLE,
+        lambda s, b, h, i, j: s.softmax(-1),
+    ],
+    ids=["item", "operator", "random", "complex", "sum", "shape", "reduction"],
+)
+def test_errors_of_mods_name_the_line(mod):
+    x = [t.detach() for t in qkv(0)]
+    with pytest.raises(flexattn.FlexAttentionError) as uncompiled:
+        flex_attention(*x, mod)
+    line = f"{__file__}:{mod.__code__.co_firstlineno}"
+    assert line in str(uncompiled.value)
+    with pytest.raises(Exception, match=re.escape(line)):
+        torch.compile(lambda q, k, v: flex_attention(q, k, v, mod), fullgraph=True, backend="aot_eager")(*x)
 
 
 def test_a_mask_that_was_pickled():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from flexattn import AuxRequest, create_block_mask, flex_attention, mods
-from flexattn.errors import UnsupportedError
+from flexattn.errors import FormatError, UnsupportedError
+from flexattn.torch_compile.spec import FORMAT
 
 B, H, T, D = 2, 2, 96, 16
 
@@ -120,6 +123,27 @@ def test_transforms_of_an_exported_program():
         loaded(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)), k, v)
 
 
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda f, q: make_fx(torch.vmap(f))(q[None]),
+        lambda f, q: make_fx(torch.func.grad(lambda q: f(q).sum()))(q),
+        lambda f, q: make_fx(torch.func.functionalize(f))(q),
+        lambda f, q: torch.func.linearize(f, q),
+    ],
+    ids=["vmap", "grad", "functionalize", "linearize"],
+)
+def test_transforms_of_a_recorded_call(transformed):
+    with pytest.raises(UnsupportedError, match=r"flex_attention: found a transform of torch\.func or forward mode"):
+        transformed(lambda q: flex_attention(q, q, q), qkv()[0])
+
+
+def test_functionalize():
+    for q in qkv()[0], qkv(requires_grad=True)[0]:
+        with pytest.raises(UnsupportedError, match=r"flex_attention: found .* inside of torch\.func\.functionalize"):
+            torch.func.functionalize(lambda q: flex_attention(q, q, q))(q)
+
+
 @pytest.mark.parametrize("mode", ["real", "symbolic"])
 def test_gradients_of_a_recorded_graph(mode):
     module, x = Attention(), qkv()
@@ -136,6 +160,37 @@ def test_a_saved_program(tmp_path):
     assert torch.equal(torch.export.load(tmp_path / "program.pt2").module()(*x), module(*x))
 
 
+def damaged(text: str) -> dict[str, str]:
+    parts = json.loads(text)
+    inner = json.loads(parts[1])
+    return {
+        "another format": json.dumps([FORMAT + 1, *parts[1:]]),
+        "another format of a graph": json.dumps([FORMAT, json.dumps([inner[0] + 1, *inner[1:]]), *parts[2:]]),
+        "truncated": text[:-20],
+        "too few parts": json.dumps(parts[:-1]),
+        "no form of a mask": json.dumps([*parts[:3], "[1]", *parts[4:]]),
+        "options": json.dumps([*parts[:4], [1], *parts[5:]]),
+        "a sink": json.dumps([*parts[:5], "x", *parts[6:]]),
+        "null": "null",
+        "garbage": "xx",
+        "a string": '"xx"',
+        "deep": "[" * 100_000,
+        "empty": "",
+    }
+
+
+def test_a_damaged_program():
+    module, x = Attention(), qkv()
+    program = torch.export.export(module, tuple(x))
+    (node,) = (n for n in program.graph.nodes if "flexattn.forward" in str(n.target))
+    *others, spec = node.args
+    for name, text in damaged(spec).items():
+        node.args = (*others, text)
+        program.graph_module.recompile()
+        with pytest.raises(FormatError, match="found"):
+            print(name, program.module()(*x))
+
+
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_make_fx(mode):
     slopes = torch.rand(H)
@@ -148,6 +203,19 @@ def test_make_fx(mode):
     assert names(graph.graph).count("flexattn.forward.default") == 1
     y = (*qkv(), torch.rand(H))
     assert torch.equal(graph(*y), f(*y))
+
+
+def test_a_recorded_mod_that_reads_strides():
+    """The graph is then one for these sizes and strides."""
+
+    def f(q, k, v, table):
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s * table.stride(0))
+
+    given = (*qkv(), torch.rand(6, 4).T)
+    graph = make_fx(f, tracing_mode="symbolic")(*given)
+    assert torch.equal(graph(*given), f(*given))
+    *_, table = (n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder")
+    assert all(statically_known_true(size == n) for size, n in zip(table.shape, (4, 6), strict=True))
 
 
 def test_make_fx_of_a_mask():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flexattn
-from flexattn import counters, flex_attention
+from flexattn import counters, create_block_mask, flex_attention, mods
 from flexattn.errors import RetraceWarning
 from flexattn.process import events
 from flexattn.trace import memo
@@ -129,6 +129,15 @@ def test_a_graph_break_is_a_fallback():
     torch._dynamo.reset()
     torch.compile(lambda x: flex_attention(x, x, x, mod), backend="eager")(X)
     assert any(text.startswith("torch.compile: ") for text in counters().fallbacks)
+
+
+def test_a_mask_that_is_not_prepared_is_a_fallback():
+    torch._dynamo.reset()
+    mask = create_block_mask(mods.causal, None, None, 32, 32, device="cpu")[:]
+    compiled = torch.compile(lambda x: flex_attention(x, x, x, None, mask), backend="eager")
+    for _ in range(2):  # it is prepared once
+        compiled(X)
+    assert counters().fallbacks == {"torch.compile: a call breaks the graph: block_mask is not prepared": 1}
 
 
 def test_reasons_are_bounded(monkeypatch):

@@ -15,7 +15,7 @@ from eager_comparison import POINTS, H, N, Straight, check_score, values
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from flexattn.errors import UnsupportedError
+from flexattn.errors import RetraceWarning, UnsupportedError
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.nodes import Const
 from flexattn.trace import recording
@@ -162,6 +162,12 @@ def sliding(b, h, q_idx, kv_idx, window: int):
     t4 = t0 & t3          # bool
     return t4""",
     )
+
+
+def test_the_offset_of_a_view_in_its_storage():
+    table = torch.rand(N + 2, N)[2:]
+    with pytest.warns(RetraceWarning, match="storage_offset"):
+        check_score(lambda s, b, h, q, k: s + table[1].storage_offset() * 1e-2)
 
 
 def test_a_watched_run_starts_again_with_another_setting():

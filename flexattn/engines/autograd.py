@@ -22,7 +22,13 @@ from flexattn.graph.bound_mod import BoundMod
 from flexattn.process.config import settings
 from flexattn.process.events import debug
 from flexattn.torch_state.modes import undisturbed
-from flexattn.torch_state.transforms import is_transforming, one_by_one, refuse_batched, tangent_rule
+from flexattn.torch_state.transforms import (
+    is_transforming,
+    one_by_one,
+    refuse_batched,
+    refuse_functionalize,
+    tangent_rule,
+)
 from flexattn.torch_state.uncompiled import uncompiled
 
 
@@ -52,6 +58,7 @@ def attention(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor, Tensor 
         mods = tuple(m.graph.name for m in (problem.score, problem.mask) if m is not None)
         _tell(getattr(engine, "__name__", type(engine).__name__), problem.query.dtype, mods)
     if is_transforming():
+        refuse_functionalize()
         return _TransformedAttention.apply(engine, problem, *tensors_of(problem))[:3]
     tensors = tensors_of(problem)
     if _requires_gradient(tensors):

@@ -16,6 +16,7 @@ from flexattn.call.wide_dtype import wide_dtype
 from flexattn.errors import UnsupportedError, message
 from flexattn.process.frozen_class import frozen
 from flexattn.torch_compile.operators import LIBRARY, OPS, with_lists
+from flexattn.torch_state.transforms import refuse_in_graphs
 
 Symbolic = Any  # an int or a float, or a symbol for one
 
@@ -45,6 +46,7 @@ class Operands:
 
 def call_operators(operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return out, lse as the user sees it and, if requested, the row maxima."""
+    refuse_in_graphs(*operands.differentiable)
     out, lse, *largest = _Attention.apply(operands, *operands.differentiable)
     wide = wide_dtype(operands.query)
     return out, lse.to(wide), largest[0] if largest else None

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from flexattn.call.wide_dtype import wide_dtype
 from flexattn.process.frozen_class import frozen
 from flexattn.torch_compile.call_arguments import CallArguments, check_given
+from flexattn.torch_state.symbols import valued
 from flexattn.trace.scalarize import Kind, wrong_result
 
 _LIBRARY = torch.library.Library("flexattn", "FRAGMENT")
@@ -64,7 +65,9 @@ def make_constant(graph: fx.Graph) -> None:
     names = list(_FIELDS)
     for name in ("dropout_p", "sink_number"):
         given = node.args[names.index(name)]
-        if isinstance(given, fx.Node):
+        if not isinstance(given, fx.Node):
+            continue
+        with valued(name.removesuffix("_number")):
             node.update_arg(names.index(name), float(given.meta["example_value"]))
 
 

@@ -70,7 +70,8 @@ body_with_graph_break = uncompiled(
 )
 
 
-def _prepared(block_mask: Any) -> BlockMask:
+def as_prepared(block_mask: Any) -> BlockMask:
+    """Return a mask of flexattn that is prepared for graphs."""
     if isinstance(block_mask, BlockMask):
         return block_mask.prepare()
     if isinstance(block_mask, upstream.BlockMask):
@@ -81,6 +82,11 @@ def _prepared(block_mask: Any) -> BlockMask:
 def _refused(block_mask: Any) -> NoReturn:
     fix = "Make one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)."
     raise DtypeError(message("block_mask", f"a {type(block_mask).__name__}", "a BlockMask or None", fix))
+
+
+def _prepared(block_mask: Any) -> BlockMask:
+    fallback("torch.compile", "a call breaks the graph: block_mask is not prepared")
+    return as_prepared(block_mask)
 
 
 prepared = uncompiled(

@@ -11,7 +11,8 @@ so only a call that Dynamo traces imports it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,13 +21,21 @@ from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
 from flexattn.call.wide_dtype import wide_dtype
-from flexattn.errors import FlexAttentionError
+from flexattn.errors import FlexAttentionError, mod_in_messages
 from flexattn.torch_compile.attention import call_operators
 from flexattn.torch_compile.call_arguments import operands_of
 from flexattn.torch_compile.call_marker import CALL_MARKER, MarkedCall, make_constant
 from flexattn.torch_compile.graph_break import body_with_graph_break
 from flexattn.torch_compile.spec import revision
-from flexattn.torch_compile.subgraph import ModInGraph, bind_mod, floats_by_value, is_item
+from flexattn.torch_compile.subgraph import (
+    ModInGraph,
+    as_float64,
+    bind_mod,
+    floats_by_value,
+    is_item,
+    location_of_result,
+)
+from flexattn.torch_state.symbols import valued
 from flexattn.trace.interception import gather
 
 try:
@@ -53,7 +62,9 @@ class FlexAttentionHOP(HigherOrderOperator):
         ):  # a mod breaks the graph: Python calls this with the function `body`
             return tuple(x for x in body_with_graph_break(subgraph, *operands[:3]) if x is not None)
         placeholders = [n for n in subgraph.graph.nodes if n.op == "placeholder"]
-        values = dict(zip(placeholders, operands, strict=True))
+        values = {
+            n: as_float64(x) if any(map(is_item, n.users)) else x for n, x in zip(placeholders, operands, strict=True)
+        }
         (node,) = (n for n in subgraph.graph.nodes if n.target is CALL_MARKER)
         marked = MarkedCall(node, values)
         given = marked.given
@@ -78,9 +89,9 @@ class FlexAttentionHOPVariable(BaseHOPVariable):  # type: ignore[misc]
     supports_aliasing = True  # query, key and value are often views of one tensor
 
     def create_wrapped_node(self, *args: Any, **kwargs: Any) -> Any:
-        with Gathers():  # `body` cannot enter it itself: Dynamo would refuse the side effect
-            operands, *rest = super().create_wrapped_node(*args, **kwargs)
         translator = args[0]
+        with Gathers(), _items_outside(translator.output):  # `body` cannot enter a mode: Dynamo would refuse it
+            operands, *rest = super().create_wrapped_node(*args, **kwargs)
         body = translator.output.nn_modules[operands[0].node.target]
         make_constant(body.graph)
         found = _without_floats(body.graph, operands[1:])
@@ -88,19 +99,46 @@ class FlexAttentionHOPVariable(BaseHOPVariable):  # type: ignore[misc]
         return (operands[0], *found), *rest
 
 
+@contextmanager
+def _items_outside(output: Any) -> Iterator[None]:
+    """Read items of captured floats in the graph around a body. `_without_floats` moves them into the body.
+
+    Dynamo reads an item where it first meets the float, and uses it everywhere: another call cannot reach one that is
+    in a body (torch 2.13).
+    """
+    create, outer = output.create_proxy, output.root_tracer
+
+    def created(kind: str, target: Any, args: Any, *rest: Any, **others: Any) -> fx.Proxy:
+        if kind == "call_method" and target == "item" and _is_float(args[0].node):
+            return outer.create_proxy(kind, target, args, *rest, **others)
+        return create(kind, target, args, *rest, **others)
+
+    output.create_proxy = created
+    try:
+        yield
+    finally:
+        del output.create_proxy
+
+
+def _is_float(node: fx.Node) -> bool:
+    """Return whether a node is the tensor that stands for a Python float."""
+    return getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False)
+
+
 def _without_floats(graph: fx.Graph, operands: Sequence[fx.Proxy]) -> list[Any]:
     """Return the operands of a body without symbolic floats, and change its graph accordingly.
 
     A captured float is an item of a 0-d tensor. If the user's function read it before the call, the item is an operand.
     AOTAutograd would make it a constant of the graph that it caches on disk, without the guard (torch 2.11 and 2.13).
-    So the operand becomes the tensor, and the body reads its item. Any other symbolic float becomes a guarded constant.
+    So the operand becomes the tensor, and the body reads its item. So does an item of another tensor, which depends on
+    data. Any other symbolic float becomes a guarded constant.
     """
     found: list[Any] = []
     for node, operand in zip([n for n in graph.nodes if n.op == "placeholder"], operands, strict=True):
         number = node.meta["example_value"]
         if not isinstance(number, torch.SymFloat):
             found.append(operand)
-        elif is_item(operand.node):
+        elif is_item(operand.node, of_data=number.node.hint is None):
             source: Any = operand.node.args[0]
             with graph.inserting_after(node):
                 item = graph.call_method("item", (node,))
@@ -108,7 +146,8 @@ def _without_floats(graph: fx.Graph, operands: Sequence[fx.Proxy]) -> list[Any]:
             item.meta["example_value"], node.meta["example_value"] = number, source.meta["example_value"]
             found.append(fx.Proxy(source, operand.tracer))
         else:
-            node.replace_all_uses_with(float(number))  # guards it
+            with valued("flex_attention"):
+                node.replace_all_uses_with(float(number))
             graph.erase_node(node)
     return found
 
@@ -130,7 +169,9 @@ def _guard_values(body: fx.GraphModule) -> None:
         except FlexAttentionError:  # it is raised again when the mod is bound
             continue
         for item in found:
-            value: Any = float(item.meta["example_value"])  # guards it
+            name, location = location_of_result(result, kind)
+            with valued(f"{mod_in_messages(kind, name)} at {location}"):
+                value: Any = float(item.meta["example_value"])
             item.replace_all_uses_with(value)
             graph.erase_node(item)
 

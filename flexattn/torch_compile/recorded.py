@@ -23,7 +23,7 @@ from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.narrow import specialized
 from flexattn.torch_compile.attention import call_operators
 from flexattn.torch_compile.call_arguments import CallArguments, check_given, operands_of, option_texts
-from flexattn.torch_compile.graph_break import prepared
+from flexattn.torch_compile.graph_break import as_prepared
 from flexattn.torch_compile.sequence_form import described
 from flexattn.torch_compile.subgraph import bind
 from flexattn.torch_state.modes import is_recording, outside_of_modes
@@ -74,7 +74,7 @@ def _mask(block_mask: Any) -> BlockMask | None:
     if block_mask is None:
         return None
     with outside_of_modes():
-        return prepared(block_mask)
+        return as_prepared(block_mask)
 
 
 def _bound(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> BoundMod:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import NoneType
 
 import torch
 from torch import Tensor
@@ -65,17 +66,33 @@ class Spec:
 
 @lru_cache(1024)
 def loads(text: str) -> Spec:
-    """Inverse of `Spec.dumps`. Raise FormatError if another version of flexattn wrote the text."""
-    version, *parts = json.loads(text)
-    if version != FORMAT:
-        fix = "Compile or export the model again with this version of flexattn."
-        raise FormatError(message("spec", f"format {version} of a compiled graph", f"format {FORMAT}", fix))
-    score, mask, form, options, sink, drop_below, max_scores, has_scale, sequences = parts
+    """Inverse of `Spec.dumps`. Raise FormatError if another version of flexattn wrote the text, or if it is damaged."""
+    fix = "Compile or export the model again with this version of flexattn."
+    try:
+        version, *parts = json.loads(text)
+        if type(version) is int and version != FORMAT:
+            raise FormatError(message("spec", f"format {version} of a compiled graph", f"format {FORMAT}", fix))
+        return _spec(*parts)
+    except FormatError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise FormatError(message("spec", f"a text that is no spec ({error!r})", "one of `Spec.dumps`", fix)) from error
+
+
+def _spec(
+    score: str | None, mask: str | None, form: str | None, options: list[list[object]], sink: float | None,
+    drop_below: int | None, max_scores: bool, has_scale: bool, sequences: str | None,
+) -> Spec:  # fmt: skip
+    if type(sink) not in (float, int, NoneType) or type(drop_below) not in (int, NoneType):
+        raise TypeError("sink or drop_below")
+    if type(max_scores) is not bool or type(has_scale) is not bool:
+        raise TypeError("max_scores or has_scale")
     graphs = [None if g is None else serialize.loads(g) for g in (score, mask)]
-    form = None if form is None else MaskForm.loads(form)
-    sequences = None if sequences is None else SequenceForm.loads(sequences)
-    options = tuple(map(tuple, options))
-    return Spec(graphs[0], graphs[1], form, options, sink, drop_below, max_scores, has_scale, sequences)
+    return Spec(
+        graphs[0], graphs[1], None if form is None else MaskForm.loads(form),
+        tuple((str(name), value) for name, value in options), sink, drop_below, max_scores, has_scale,
+        None if sequences is None else SequenceForm.loads(sequences),
+    )  # fmt: skip
 
 
 def bound_to(

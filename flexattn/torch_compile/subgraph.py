@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import types
 from collections.abc import Callable, Sequence
@@ -15,7 +16,8 @@ from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.nodes import MASK_INPUTS
 from flexattn.process.frozen_class import frozen
 from flexattn.torch_state.modes import outside_of_modes
-from flexattn.torch_state.symbols import example
+from flexattn.torch_state.symbols import example, valued
+from flexattn.trace.interception import LINES, is_user_file
 from flexattn.trace.recording import Leaf
 from flexattn.trace.scalarize import Kind, Traced
 from flexattn.trace.trace import trace_body
@@ -48,8 +50,8 @@ def _traced(source: ModInGraph, kind: Kind, score_dtype: torch.dtype) -> tuple[T
     """Return the trace of a mod, and the nodes of what it captures, with an example of each."""
     body, lifted = _cut(source)
     with outside_of_modes():
-        leaves = [Leaf(_name(n), _hint(n, source.values)) for n in lifted]
-        return trace_body(body, kind, leaves, *_location(source.result, kind), score_dtype), lifted, leaves
+        leaves = [_leaf(n, source.values) for n in lifted]
+        return trace_body(body, kind, leaves, *location_of_result(source.result, kind), score_dtype), lifted, leaves
 
 
 def floats_by_value(source: ModInGraph, kind: Kind, score_dtype: torch.dtype) -> list[fx.Node]:
@@ -76,7 +78,9 @@ def bind(traced: Traced, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> B
     """Return a traced mod with values that may be symbolic. The conditions of the trace become guards of the graph."""
     names = {"t": tensors, "n": numbers}
     for condition in traced.conditions:
-        if not eval(condition, _NAMES, names):
+        with valued(f"{traced.graph.name} at {traced.graph.location}"):
+            holds = bool(eval(condition, _NAMES, names))
+        if not holds:
             raise UnsupportedError(f"{traced.graph.name}: found other numbers than it was traced for ({condition}).")
     if traced.picks is not None:
         captures = [tensors[i] for i in traced.picks]
@@ -90,10 +94,18 @@ def bind(traced: Traced, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> B
     return BoundMod(traced.graph, tuple(captures), values, tuple(tensors), traced.tensor_names)
 
 
-def is_item(node: fx.Node) -> bool:
-    """Return whether a node is a captured float: Dynamo passes a 0-d tensor on the CPU and reads its item."""
+def is_item(node: fx.Node, of_data: bool = False) -> bool:
+    """Return whether a node is a captured float: Dynamo passes a 0-d tensor on the CPU and reads its item.
+
+    `of_data`: or whether it is the item of any tensor.
+    """
     source = node.args[0] if node.op == "call_method" and node.target == "item" else None
-    return isinstance(source, fx.Node) and source.op == "placeholder"
+    return isinstance(source, fx.Node) and (of_data or source.op == "placeholder")
+
+
+def as_float64(source: Tensor) -> Tensor:
+    """Return the tensor that a captured float is an item of as the operators take it."""
+    return (source.detach() if source.requires_grad else source).to("cpu", torch.float64)
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -118,24 +130,51 @@ def _cut(source: ModInGraph) -> tuple[Callable[..., Any], list[fx.Node]]:
     for node in order:
         if node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.target is _DATA:  # no mode of torch sees this function
+                copies[node].target = torch.detach
     graph.output(copies[source.result])
     module = fx.GraphModule(source.module, graph)
-    return module.forward, lifted
+    body: Any = module.forward
+    body.__globals__[LINES] = _lines(body, {copy.name: node for node, copy in copies.items()})
+    return body, lifted
 
+
+_DATA: Any = getattr(getattr(torch._C, "_autograd"), "_get_data_attr", _cut)  # noqa: B009  (what Dynamo makes of x.data)
 
 # The file and the name of the function that calls the mods. call.py cannot be imported here: it imports higher_order.
 _BODY = "torch_compile/call.py", "body"
 _FRAME = re.compile(r'File "(.*)", line (\d+), in (\S+)')
 
 
-def _location(result: fx.Node, kind: Kind) -> tuple[str, str]:
+def location_of_result(result: fx.Node, kind: Kind) -> tuple[str, str]:
     """Return the name of the user's function, and file:line of its result, from the stack that Dynamo recorded."""
-    frames = _FRAME.findall(result.stack_trace or "")
-    called = [i for i, (file, _, name) in enumerate(frames) if file.endswith(_BODY[0]) and name == _BODY[1]]
-    if not called or called[-1] + 1 == len(frames):
+    frames = _frames(result)
+    if not frames:
         return f"{kind}_mod", ""
-    file, line, name = frames[called[-1] + 1]
+    file, line, name = frames[0]
     return name if name.isidentifier() else f"{kind}_mod", f"{file}:{line}"
+
+
+def _lines(code: Any, nodes: dict[str, fx.Node]) -> dict[int, str]:
+    """Return the user's line for each line of generated code. `nodes` are by the names that the code assigns to."""
+    found = {}
+    for at, line in enumerate(linecache.getlines(code.__code__.co_filename), 1):
+        node = nodes.get(line.partition("=")[0].partition(":")[0].strip())
+        if node is not None and (where := _line_of(node)) is not None:
+            found[at] = where
+    return found
+
+
+def _line_of(node: fx.Node) -> str | None:
+    """Return file:line of the innermost frame in the user's code."""
+    return next((f"{file}:{line}" for file, line, _ in reversed(_frames(node)) if is_user_file(file)), None)
+
+
+def _frames(node: fx.Node) -> list[tuple[str, str, str]]:
+    """Return file, line and function of the frames that Dynamo recorded, from that of the mod on."""
+    frames = _FRAME.findall(node.stack_trace or "")
+    called = [i for i, (file, _, name) in enumerate(frames) if file.endswith(_BODY[0]) and name == _BODY[1]]
+    return frames[called[-1] + 1 :] if called else []
 
 
 def _name(node: fx.Node) -> str:
@@ -147,13 +186,14 @@ def _name(node: fx.Node) -> str:
     return "captured" if isinstance(node.meta.get("example_value"), Tensor) else "number"
 
 
-def _hint(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """Return an example of a value: a tensor without memory, or a number."""
+def _leaf(node: fx.Node, values: dict[fx.Node, Any]) -> Leaf:
+    """Return an example of a captured value: a tensor without memory, or a number."""
     value = node.meta["example_value"] if is_item(node) else values[node]
     if not isinstance(value, Tensor):
-        return example(value)
+        return Leaf(_name(node), example(value))
     empty = torch.empty((), dtype=value.dtype, device=value.device)
-    return empty.expand([int(example(s)) for s in value.shape]).requires_grad_(value.requires_grad)
+    empty = empty.expand([int(example(s)) for s in value.shape]).requires_grad_(value.requires_grad)
+    return Leaf(_name(node), empty, value)
 
 
 def _as_float(number: Any) -> Any:

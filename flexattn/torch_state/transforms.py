@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
     get_unwrapped,
     is_batchedtensor,
     is_functorch_wrapped_tensor,
@@ -28,6 +30,25 @@ outside = temporarily_clear_interpreter_stack  # a context in which new tensors 
 def is_transforming() -> bool:
     """Return whether tensors may carry more than `requires_grad` shows: tangents, or torch.func levels."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def refuse_functionalize() -> None:
+    """Reject torch.func.functionalize, for which torch has no rule of a Function."""
+    if any(level.key() == TransformType.Functionalize for level in get_interpreter_stack() or ()):
+        fix = "Leave it out: flex_attention changes nothing in place."
+        found = "a call inside of torch.func.functionalize"
+        raise UnsupportedError(message("flex_attention", found, "another transform of torch.func", fix))
+
+
+def refuse_in_graphs(*tensors: Tensor) -> None:
+    """Reject torch.func's transforms and forward mode around a call that is recorded in a graph."""
+    refuses = torch._C._are_functorch_transforms_active()
+    if not refuses and forward_ad._current_level >= 0:
+        refuses = any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    if refuses:
+        found, fix = "a transform of torch.func or forward mode inside of", "Transform the call without recording it."
+        where = "make_fx, torch.export, torch.func.linearize or a compiled function"
+        raise UnsupportedError(message("flex_attention", f"{found} {where}", "a call without one", fix))
 
 
 def tangent_rule(rule: Callable[..., Any]) -> Callable[..., Any]:

@@ -313,7 +313,7 @@ _PACKAGES = tuple(str(Path(m.__file__).parent) for m in (torch, inspect) if m.__
 _HERE = str(Path(__file__).parent)
 
 
-def _is_user_file(filename: str) -> bool:
+def is_user_file(filename: str) -> bool:
     if filename.startswith(_HERE):
         return "mods" in Path(filename).parts[-2:-1]
     inside = filename.startswith(_PACKAGES) and "site-packages" not in filename.removeprefix(_PACKAGES[1])
@@ -322,21 +322,29 @@ def _is_user_file(filename: str) -> bool:
 
 def user_line() -> str:
     """Return file:line of the innermost frame in the user's code."""
-    followed = current_line(_is_user_file)
+    followed = current_line(is_user_file)
     if followed is not None:
         return followed
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if _is_user_file(frame.f_code.co_filename):
-            return place(frame.f_code.co_filename, frame.f_lineno)
+        if (line := _place_of(frame, frame.f_lineno)) is not None:
+            return line
         frame = frame.f_back
     return "an unknown line"
 
 
+LINES = "_flexattn_lines"  # a global of generated code: its line -> the user's line that it was made from
+
+
+def _place_of(frame: FrameType, line: int) -> str | None:
+    """Return file:line, or None if a frame does not run the user's code."""
+    if (lines := frame.f_globals.get(LINES)) is not None:
+        return lines.get(line)
+    return place(frame.f_code.co_filename, line) if is_user_file(frame.f_code.co_filename) else None
+
+
 def _line_of(tb: TracebackType | None) -> str:
-    lines = [
-        place(f.f_code.co_filename, line) for f, line in traceback.walk_tb(tb) if _is_user_file(f.f_code.co_filename)
-    ]
+    lines = [found for f, line in traceback.walk_tb(tb) if (found := _place_of(f, line)) is not None]
     return lines[-1] if lines else "an unknown line"
 
 

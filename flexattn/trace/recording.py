@@ -54,6 +54,7 @@ class Leaf(NamedTuple):
 
     name: str
     value: Tensor | int | float
+    like: Tensor | None = None  # the tensor that `value` stands for, whose strides a mod may read
 
 
 class Restart(BaseException):
@@ -78,6 +79,7 @@ class Inputs:
         self.record: ReadLog | None = None
         self.sources: dict[str, str] = {}  # symbol -> Python text over t (tensors) and n (numbers)
         self.symbol_names: dict[str, str] = {}
+        self.conditions: list[str] = []  # on the layouts of tensors of a graph
         self.tensors: list[fx.Node] = []
         self.tensor_names: list[str] = []
         self.captured: list[tuple[str, Tensor]] = []  # the user's names and the fake tensors
@@ -110,8 +112,8 @@ class Inputs:
         self.numbers.append(_placeholder(f"number_{position}", found))
         return found
 
-    def tensor(self, value: Tensor, position: int, name: str) -> None:
-        """Make a tensor that the mod reads an input of the graph."""
+    def tensor(self, value: Tensor, position: int, name: str, like: Tensor | None = None) -> None:
+        """Make a tensor that the mod reads an input of the graph. `like` has its layout, if that is another tensor."""
         with self.interception.paused():  # these reads are not part of the mod
             if not self.setting.symbolic or not has_no_values(value):
                 check_plain(self.argument, value, name)
@@ -123,7 +125,7 @@ class Inputs:
             else:
                 if value.device.type != "cpu" and self.setting.device.type == "cpu":
                     raise Restart(replace(self.setting, device=value.device))
-                fake = self._fake(value, position)
+                fake = self._fake(value, position, value if like is None else like)
                 node = _placeholder(f"tensor_{position}", fake)
             self.tensors.append(node)
             self.tensor_names.append(name)
@@ -144,15 +146,23 @@ class Inputs:
         """Return the user's name of a number in a symbol's expression."""
         return next((self.symbol_names[str(s)] for s in sorted(symbol.node.expr.free_symbols, key=str)), "number")
 
-    def _fake(self, tensor: Tensor, position: int) -> Tensor:
+    def _fake(self, tensor: Tensor, position: int, like: Tensor) -> Tensor:
         from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
         with disable_proxy_modes_tracing(), self.fakes:
             if not self.setting.layouts:
                 return torch.empty(self._sizes(tensor.shape, position), dtype=tensor.dtype, device=tensor.device)
-            assert self.record is not None
-            self.record.check(tensor, "{0}.shape == {1} and {0}.stride() == {2}", tensor.shape, tensor.stride())
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            shape, strides = ([int(example(n)) for n in sizes] for sizes in (tensor.shape, like.stride()))
+            offset = int(example(like.storage_offset()))
+            if self.setting.symbolic:
+                t = f"t[{position}]"
+                found, expected = f"[*{t}.shape, *{t}.stride(), {t}.storage_offset()]", [*shape, *strides, offset]
+                self.conditions.append(f"{found} == {expected}")
+            else:
+                assert self.record is not None
+                self.record.check(tensor, "{0}.shape == {1} and {0}.stride() == {2}", tensor.shape, tensor.stride())
+            # Storage of fake tensors is not checked: it may be smaller.
+            return torch.empty((), dtype=tensor.dtype, device=tensor.device).as_strided(shape, strides, offset)
 
     def about_to(self, reason: str) -> None:
         """Stop a run on a tape before the mod draws or changes something: it must do so once."""
@@ -280,13 +290,24 @@ def record_body(
     Leaves of tensors are `t[i]` and leaves of numbers are `n[i]` in the sources of symbols, each in their order.
     """
     device = next((x.value.device for x in leaves if isinstance(x.value, Tensor) and not x.value.is_cpu), None)
-    inputs = Inputs(Setting(device or torch.device("cpu"), natively=True, symbolic=True), kind, name)
+    setting = Setting(device or torch.device("cpu"), natively=True, symbolic=True)
+    try:
+        return _run_body(body, kind, name, score_dtype, decompositions, leaves, setting)
+    except Restart as restart:  # it reads strides
+        return _run_body(body, kind, name, score_dtype, decompositions, leaves, restart.setting)
+
+
+def _run_body(
+    body: Callable[..., Any], kind: Kind, name: str, score_dtype: torch.dtype, decompositions: Decompositions,
+    leaves: Sequence[Leaf], setting: Setting,
+) -> RecordedGraph:  # fmt: skip
+    inputs = Inputs(setting, kind, name)
 
     def call(scalars: list[Tensor]) -> Any:
         given: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf.value, Tensor):
-                inputs.tensor(leaf.value, len(inputs.tensors), leaf.name)
+                inputs.tensor(leaf.value, len(inputs.tensors), leaf.name, leaf.like)
                 given.append(leaf.value)  # the interception replaces it
             else:
                 given.append(inputs.number(leaf.value, len(inputs.numbers), leaf.name))
@@ -336,6 +357,7 @@ def _recorded(
         names=dict(zip(inputs.tensors, inputs.tensor_names, strict=True)),
         sources=inputs.sources,
         symbol_names=inputs.symbol_names,
+        conditions=tuple(inputs.conditions),
         environment=inputs.environment,
     )
 

@@ -51,6 +51,7 @@ class RecordedGraph:
     names: dict[fx.Node, str]  # the user's names of the tensors
     sources: dict[str, str]  # symbol -> Python text over t (tensors) and n (numbers)
     symbol_names: dict[str, str]  # symbol -> the user's name
+    conditions: tuple[str, ...]  # on tensors t of a graph, whose layouts the mod reads
     environment: Any  # the ShapeEnv, whose guards may still grow, or the ScalarTape
 
 
@@ -404,7 +405,8 @@ def python_text(expression: Any, sources: dict[str, str]) -> str:
 
 
 def _conditions(recorded: RecordedGraph) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(python_text(g.expr, recorded.sources) for g in recorded.environment.guards))
+    guards = (python_text(g.expr, recorded.sources) for g in recorded.environment.guards)
+    return tuple(dict.fromkeys((*recorded.conditions, *guards)))
 
 
 def _compiled(text: str) -> Callable[..., Any]:
