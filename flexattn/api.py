@@ -69,7 +69,7 @@ from flexattn.call.call import Call, Mod
 from flexattn.call.jagged import from_jagged, to_jagged
 from flexattn.call.layout import KVLayout, LayoutArguments
 from flexattn.call.pose import pose
-from flexattn.call.unknown_arguments import unknown_arguments
+from flexattn.call.unknown_arguments import refuse_unknown
 from flexattn.call.varlen.arguments import batch_of_rows, rows_of_batch
 from flexattn.engines import triton
 from flexattn.engines.autograd import attention
@@ -269,7 +269,7 @@ def flex_attention(
         torch.Size([1, 2, 64, 32])
     """
     if unknown:
-        raise unknown_arguments(flex_attention, unknown)
+        refuse_unknown(flex_attention, unknown)
     request = _request(return_lse, return_aux)
     if getattr(query, "is_nested", False):
         compute = _jagged

@@ -20,7 +20,7 @@ from flexattn.block_mask import BlockMask
 from flexattn.call.call import Call, Mod
 from flexattn.call.pose import pose
 from flexattn.call.problem import Problem
-from flexattn.call.unknown_arguments import unknown_arguments
+from flexattn.call.unknown_arguments import refuse_unknown
 from flexattn.engines.cpu_scores import Scores
 from flexattn.engines.cpu_tiles import Strip, Tile
 from flexattn.errors import ArgumentError, DeviceError, IndexRangeError, message
@@ -131,7 +131,7 @@ def debug(
         0  0      1       2    4  1.9281  partial    no       0         -
     """
     if unknown:
-        raise unknown_arguments(debug, unknown)
+        refuse_unknown(debug, unknown)
     with torch.no_grad():
         problem = pose(Call(query, key, value, score_mod, block_mask, scale, enable_gqa, sink=sink), seeded=False)
         positions = _checked_positions(at, problem)

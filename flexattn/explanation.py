@@ -15,7 +15,7 @@ from flexattn.call.call import Call, Mod
 from flexattn.call.layout import KVLayout, LayoutArguments
 from flexattn.call.pose import pose
 from flexattn.call.problem import Problem
-from flexattn.call.unknown_arguments import unknown_arguments
+from flexattn.call.unknown_arguments import refuse_unknown
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.plan import tile_origin
@@ -285,7 +285,7 @@ def explain(
         (6, 4, 6)
     """
     if unknown:
-        raise unknown_arguments(explain, unknown)
+        refuse_unknown(explain, unknown)
     sizes = {"B": B, "H": H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
     if query is not None and key is None and not isinstance(query, Tensor):
         is_mask = isinstance(query, upstream.BlockMask)

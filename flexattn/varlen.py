@@ -11,7 +11,7 @@ from torch import Tensor
 from flexattn.api import attend_call, attend_rows
 from flexattn.call.call import Call, Mod
 from flexattn.call.layout import KVLayout, LayoutArguments
-from flexattn.call.unknown_arguments import unknown_arguments
+from flexattn.call.unknown_arguments import refuse_unknown
 from flexattn.call.varlen.arguments import PackedArguments, check_packed_forms
 from flexattn.errors import ArgumentError, DtypeError, UnsupportedError, message
 from flexattn.mods import and_masks, band
@@ -139,7 +139,7 @@ def varlen_attn(
         torch.Size([7, 2, 16])
     """
     if unknown:
-        raise unknown_arguments(varlen_attn, unknown)
+        refuse_unknown(varlen_attn, unknown)
     if return_aux is not None and not hasattr(return_aux, "lse"):
         fix = "Write return_aux=AuxRequest(lse=True)."
         raise DtypeError(message("return_aux", f"a {type(return_aux).__name__}", "an AuxRequest", fix))

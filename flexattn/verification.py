@@ -22,7 +22,7 @@ from flexattn.block_mask.dense import dense_blocks
 from flexattn.block_mask.from_torch import from_torch
 from flexattn.call.call import Mod
 from flexattn.call.pose import autocast
-from flexattn.call.unknown_arguments import unknown_arguments
+from flexattn.call.unknown_arguments import refuse_unknown
 from flexattn.call.validate import check_tensors
 from flexattn.errors import ArgumentError, DtypeError, UnsupportedError, message
 from flexattn.options import option
@@ -156,7 +156,7 @@ def verify(
         True
     """
     if unknown:
-        raise unknown_arguments(verify, unknown)
+        refuse_unknown(verify, unknown)
     if type(rows) is not int or rows < 1:
         raise ArgumentError(message("rows", repr(rows), "an int from 1 on", "Leave it out, for 32 rows."))
     if not isinstance(seed, Integral) or isinstance(seed, bool):

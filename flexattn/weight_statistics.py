@@ -16,7 +16,7 @@ from flexattn.block_mask import BlockMask
 from flexattn.call.call import Call, Mod
 from flexattn.call.pose import pose
 from flexattn.call.problem import Problem
-from flexattn.call.unknown_arguments import unknown_arguments
+from flexattn.call.unknown_arguments import refuse_unknown
 from flexattn.engines.cpu_scores import Scores
 from flexattn.engines.cpu_tiles import Strip, Tile, strips
 from flexattn.errors import ArgumentError, message
@@ -113,7 +113,7 @@ def statistics(
         ([0.5, 0.5, 0.0, 0.0], [0, -1, -1, -1])
     """
     if unknown:
-        raise unknown_arguments(statistics, unknown)
+        refuse_unknown(statistics, unknown)
     if type(largest) is not int or largest < 1:
         raise ArgumentError(message("largest", repr(largest), "an int from 1 on", "Leave it out, for 4 weights."))
     with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from flexattn.errors import UnknownArgumentError, message
 from flexattn.torch_state.uncompiled import uncompiled
@@ -71,8 +71,8 @@ _NOT_OF_CALLS = {
 }
 
 
-def _unknown_arguments(function: Callable[..., Any], names: Iterable[str]) -> UnknownArgumentError:
-    """Return the error for keyword arguments that a function does not have."""
+def _refuse_unknown(function: Callable[..., Any], names: Iterable[str]) -> NoReturn:
+    """Raise the error for keyword arguments that a function does not have."""
     name = next(iter(names))
     known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     called = getattr(function, "__name__", "")
@@ -88,10 +88,11 @@ def _unknown_arguments(function: Callable[..., Any], names: Iterable[str]) -> Un
         fix = f"Leave it out: its arguments are {', '.join(known)}."
     else:
         fix = "Leave it out."
-    return UnknownArgumentError(message(called, f"the keyword argument {name}", "one that it has", fix))
+    raise UnknownArgumentError(message(called, f"the keyword argument {name}", "one that it has", fix))
 
 
-unknown_arguments = uncompiled(
-    _unknown_arguments,
+# It raises, because Dynamo cannot raise what a function returns after a graph break (torch 2.11).
+refuse_unknown = uncompiled(
+    _refuse_unknown,
     "it has no such keyword argument. Without torch.compile, the error names it and says what to write instead",
 )

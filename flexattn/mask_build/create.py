@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import BlockMask, BuildCounts, BuiltMask, InTiles, RunLists, Runs, run_lists
-from flexattn.call.unknown_arguments import unknown_arguments
+from flexattn.call.unknown_arguments import refuse_unknown
 from flexattn.errors import ArgumentError, DeviceError, FlexAttentionError, UnsupportedError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.boxes import DTYPES
@@ -98,7 +98,7 @@ def create_block_mask(
     (6, 4, 6)
     """
     if unknown:
-        raise unknown_arguments(create_block_mask, unknown)
+        refuse_unknown(create_block_mask, unknown)
     if _compile:
         warnings.warn(
             "_compile on create_block_mask does nothing: masks are built in bounded memory without it. Leave it out.",
