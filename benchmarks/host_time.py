@@ -19,7 +19,7 @@ MOST_LAUNCHES = 100  # between two waits for the device, so that its queue is ne
 FEW, MANY = 2, 10  # calls of the compiled functions
 # Peers by the function that a graph of torch.compile contains.
 IN_GRAPH = {"flexattn": "flexattn", "torch_flex": "torch_flex_eager", "sdpa": "sdpa"}
-_SEEDS = itertools.count()  # for document masks, so that no two are equal
+SEEDS = itertools.count()  # for document masks, so that no two are equal
 
 
 def works(length: int, device: torch.device) -> dict[str, tuple[Work, Mods]]:
@@ -31,7 +31,7 @@ def works(length: int, device: torch.device) -> dict[str, tuple[Work, Mods]]:
         "plain": (plain, Mods()),
         "causal": (causal, causal.mods(causal, device)),
         "alibi + causal": (alibi, of_alibi),
-        "alibi + documents": (alibi, Mods(of_alibi.score_mod, documents(length, next(_SEEDS), device))),
+        "alibi + documents": (alibi, Mods(of_alibi.score_mod, documents(length, next(SEEDS), device))),
     }
 
 
@@ -66,8 +66,8 @@ def compiled_calls(
                     found |= _directions(config, torch.compile(_chain(attend, count), fullgraph=True), inputs)
             except Exception as error:
                 notes.append(Result(config, note=failure(peer, error)))
-    both = {replace(c, work=f"{count} {c.work}"): run for count, found in runs.items() for c, run in found.items()}
-    samples = {result.config: result for result in _measured(both, device, rounds)}
+    every = {replace(c, work=f"{count} {c.work}"): run for count, found in runs.items() for c, run in found.items()}
+    samples = {result.config: result for result in _measured(every, device, rounds)}
     return [*(_difference(config, samples) for config in runs[MANY]), *notes]
 
 

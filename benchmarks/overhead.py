@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import random
 import statistics
@@ -55,7 +54,6 @@ WITH_MODS = ("flexattn", "torch_flex", "torch_flex_eager")
 KNOWN = (*WITH_MODS, "sdpa")
 GPU_LENGTHS = "8192,32768,65536,131072,1048576"  # of masks
 CPU_LENGTHS = "2048,8192,65536"
-_SEEDS = itertools.count()  # for document masks, so that no two are equal
 
 
 @dataclass(frozen=True)
@@ -253,7 +251,7 @@ def _recompiles(peer: str, settings: Settings) -> Recompiles:
         work = replace(base, length=length)
         q, k, v = (x.detach() for x in make_inputs(work, settings.device, settings.dtype).qkv)
         alibi = base.mods(work, settings.device).score_mod
-        block_mask = builder(documents(length, next(_SEEDS), settings.device), length)
+        block_mask = builder(documents(length, next(host_time.SEEDS), settings.device), length)
         (flexattn.flex_attention if peer == "flexattn" else compiled)(q, k, v, alibi, block_mask)
 
     try:

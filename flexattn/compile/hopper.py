@@ -199,7 +199,7 @@ def _in_form(form: HopperForm, plan: KernelPlan, problem: Problem, tensors: Tens
 def _refusal(plan: KernelPlan, problem: Problem, tensors: Tensors) -> str | None:
     """Return why no Gluon kernel can compute a plan; None if one may."""
     phase = plan.spec.phase
-    none, lengths = no_hopper_kernels(plan.target), (problem.query.size(2), problem.N)
+    unavailable, lengths = no_hopper_kernels(plan.target), (problem.query.size(2), problem.N)
     asked = [
         n for n in (*_TILE_OPTIONS[phase], "num_warps", "num_stages") if option(problem.options, n, phase) is not None
     ]
@@ -208,7 +208,7 @@ def _refusal(plan: KernelPlan, problem: Problem, tensors: Tensors) -> str | None
             (option(problem.options, "BACKEND", phase) == name, f"BACKEND is {name}")
             for name in ("TRITON", "TRITON_DECODE")
         ),
-        (bool(none), none),
+        (bool(unavailable), unavailable),
         (plan.dtype not in (torch.float16, torch.bfloat16), f"{plan.dtype} is not float16 or bfloat16"),
         (plan.exact, "EXACT is True"),
         (bool(asked), f"{', '.join(asked)} chooses a tile of the portable kernel"),

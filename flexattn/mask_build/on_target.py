@@ -15,7 +15,7 @@ from flexattn.machine.target import Target
 from flexattn.mask_build.bits_by_pairs import evaluated_bits
 from flexattn.mask_build.create import built_mask, sizes_read, with_tiles
 from flexattn.mask_build.hopper_blocks import HOPPER_BLOCKS
-from flexattn.mask_build.pair_bits import NO_PARTIAL, impossible, unwanted
+from flexattn.mask_build.pair_bits import NO_PARTIAL, NO_READER, impossible, unwanted
 from flexattn.trace.trace import trace
 
 
@@ -29,7 +29,7 @@ def as_on_target(mask: BlockMask, target: Target) -> tuple[BlockMask, ...]:
     copied = copy.copy(mask)
     copied._forget_derived()
     if no_hopper_kernels(target):
-        copied._no_bits = unwanted(trace(mask.mask_mod, "mask").graph, mask.BLOCK_SIZE, (), target)
+        copied._no_bits = NO_READER
         return (copied,)
     bound = trace(mask.mask_mod, "mask")
     mask.check_captures(bound)

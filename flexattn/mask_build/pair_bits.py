@@ -19,6 +19,7 @@ MOST_BYTES = 2**26  # of the bits of one mask
 # 0.52 a forward takes 0.75 of the time, and with all of them 1.18.
 _MOST_QUARTERS = 0.75
 NO_PARTIAL = "no block is partial"
+NO_READER = "only Hopper kernels read them"
 # Testing a bit takes two instructions per pair. In partial blocks, its loads take as long as a few more.
 _CHEAPEST = 8
 
@@ -29,7 +30,7 @@ def unwanted(graph: ModGraph, block_size: tuple[int, int], runs: tuple[int, ...]
     `runs`: the captures in which runs of equal elements are known.
     """
     if no_hopper_kernels(target):
-        return "only Hopper kernels read them"
+        return NO_READER
     if "bits" in settings().without:
         return "FLEXATTN_WITHOUT=bits"
     if block_size != (BITS_BLOCK, BITS_BLOCK):

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from flexattn.torch_state.modes import is_in_mode, is_recording
+from flexattn.torch_state.modes import is_recording
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,8 +52,7 @@ def cached_on_device(make: Callable[..., R], most: int = 64) -> Callable[..., R]
 
     @wraps(make)
     def called(*args: Any) -> R:
-        belongs_to_graph = is_capturing(args[-1]) or (is_in_mode() and is_recording())
-        return make(*args) if belongs_to_graph else cached(*args)
+        return make(*args) if is_capturing(args[-1]) or is_recording() else cached(*args)
 
     called.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
     return called

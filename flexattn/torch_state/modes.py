@@ -54,7 +54,7 @@ def is_in_mode() -> bool:
 
 def is_recording() -> bool:
     """Return whether a mode records a graph, or gives tensors without values."""
-    modes = (*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack())
+    modes = (*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()) if is_in_mode() else ()
     return any(type(mode).__name__ in _RECORDING for mode in modes)
 
 
