@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexattn import BlockMask, create_mask
-from flexattn.block_mask.bits import BITS_BLOCK, BLOCK_WORDS, HALF, ROW_WORDS, MaskBits, PairBits
+from flexattn.block_mask.bits import BITS_BLOCK, BLOCK_WORDS, COUNTED, HALF, ROW_WORDS, MaskBits, PairBits
 from flexattn.block_mask.dense import dense_blocks
 from flexattn.mask_build.pair_bits import is_sparse
 from flexattn.reference import attention
@@ -25,10 +25,21 @@ def reference_bits(mask: BlockMask) -> MaskBits:
     dense = torch.nn.functional.pad(dense, (0, past[1], 0, past[0]))
     partial, full = dense_blocks(mask)
     by_query, by_key = _of_direction(dense, partial), _of_direction(dense.mT, partial.mT)
+    by_query = by_query._replace(count=by_query.count + (COUNTED + 1) * _taken_first(partial))
     needs = by_query.halves[:-1] & 3
     quarters, blocks, count = int((needs % 2 + needs // 2).sum()), len(needs) // 2, int(full.sum())
     sparse = is_sparse(quarters, blocks, count)
     return MaskBits(by_query, by_key, lengths, sparse, 4 * count + (quarters if sparse else 4 * blocks))
+
+
+def _taken_first(partial: Tensor) -> Tensor:
+    """Return which half of its partial blocks each row takes first: the last of the own block, or of the next ones."""
+    firsts = []
+    for row in range(partial.size(2)):
+        columns = [one.nonzero().flatten().tolist() for one in partial[:, :, row].flatten(0, 1)]
+        places = [sum(c < row for c in of_head) for of_head in columns]
+        firsts.append([max(2 * min(p, len(c) - 1) + 1, 0) for p, c in zip(places, columns, strict=True)])
+    return torch.tensor(firsts, dtype=torch.int32, device=partial.device).T.flatten()
 
 
 def _of_direction(dense: Tensor, partial: Tensor) -> PairBits:

@@ -335,6 +335,10 @@ class Cta:
         for i, source in enumerate(sources):
             self.write(this.space, self.address(target) + np.uint64(i * size), self.value(source), size, active)
 
+    def prefetch(self, this: Instruction, active: Values) -> None:
+        """Check that what is brought to a cache exists."""
+        self.read("global", self.address(this.operands[0]), 4, active)
+
     def copy(self, this: Instruction, active: Values) -> None:
         """cp.async: so many bytes, of which the last operand says how many are not zeros."""
         if "shared" not in this.op:
@@ -453,9 +457,9 @@ ALIKE = dict.fromkeys(("bar", "mma", "ldmatrix", "stmatrix", "shfl", "redux"), W
 READY: dict[str, Callable[[Cta, Instruction, Values], Values]] = {}  # which threads can do an instruction now
 _TURNS = ("bra", "brx", "ret", "bar", "barrier")  # after which other threads may be the next
 STEPS: dict[str, Callable[[Cta, Instruction, Values], None]] = {
-    "ld": Cta.load, "st": Cta.store, "cp": Cta.copy, "ldmatrix": Cta.load_matrices, "mov": Cta.move,
-    "stmatrix": Cta.store_matrices, "mma": Cta.multiply, "shfl": Cta.shuffle, "bar": Cta.meet, "barrier": Cta.meet,
-    "atom": Cta.atomic, "red": Cta.atomic, "redux": Cta.reduce,
+    "ld": Cta.load, "st": Cta.store, "cp": Cta.copy, "prefetch": Cta.prefetch, "ldmatrix": Cta.load_matrices,
+    "mov": Cta.move, "stmatrix": Cta.store_matrices, "mma": Cta.multiply, "shfl": Cta.shuffle, "bar": Cta.meet,
+    "barrier": Cta.meet, "atom": Cta.atomic, "red": Cta.atomic, "redux": Cta.reduce,
 }  # fmt: skip
 
 

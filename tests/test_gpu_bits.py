@@ -252,7 +252,8 @@ def test_grids_in_the_order_of_tiles(
             finite = z.isfinite()  # lse of rows without keys is not
             assert torch.equal(x.isfinite(), finite) and torch.equal(y.isfinite(), finite), name
             error, allowed = ((t.double() - z)[finite].norm() for t in (x, y))
-            assert error <= 1.02 * allowed, name  # rows are summed in another order
+            # Rows are summed in another order. With a fixed reference the largest weight is rounded too.
+            assert error <= (1.15 if dtype == torch.bfloat16 else 1.02) * allowed, name
 
 
 @pytest.mark.usefixtures("always_in_tiles")

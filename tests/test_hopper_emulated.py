@@ -33,6 +33,7 @@ from flexattn.mask_build import create, token_tiles
 from flexattn.mask_build.on_target import as_on_target
 from flexattn.runtime import launch, load
 from flexattn.runtime.launch import forget_launches
+from flexattn.runtime.redone import count_on
 from flexattn.torch_compile import operators
 
 # numpy's, of masked places and of scores of -inf
@@ -125,6 +126,38 @@ def test_a_tile_that_overflows_its_reference_is_computed_again(consumers: int, m
     out = flex_attention(q, k, v, kernel_options={"BACKEND": "HOPPER"})
     weights = torch.softmax(q.double() @ k.double().mT / 8, -1)
     torch.testing.assert_close(out.double(), weights @ v.double(), rtol=2e-2, atol=2e-2)
+
+
+FIRST_TILE = [("small", 0), ("far above", 1), ("far below", 1), ("no key", 1), ("deviation of 50", 0)]
+
+
+@pytest.mark.parametrize("D", slow_unless(lambda D: D == 64, [64, 128]))
+@pytest.mark.parametrize(("case", "redone"), slow_unless(lambda c: c[0] in ("small", "far below"), FIRST_TILE))
+def test_tiles_relative_to_the_first(D: int, case: str, redone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With halves that are skipped. Sums that overflow or may lack weights are computed again."""
+    monkeypatch.setattr(fixed_reference, "_FEWEST_KEYS", 0)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, D, generator=generator).bfloat16() for n in (128, 512, 512))
+    if case == "far above":
+        k[:, :, 300:310] *= 60
+    if case == "far below":
+        k[..., 0], q[:, :, :16, 0] = 8.0, -16.0 * D**0.5
+    if case == "deviation of 50":
+        q *= 50
+
+    def mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        """The first 16 queries have no key from 64 to 127, the first tile that kernels take."""
+        first = (q_idx < 16) & (kv_idx >= 64) & (kv_idx < 128)
+        pairs = (kv_idx * 17 + q_idx * 31) % 7 < 3
+        return pairs & (q_idx // 64 + kv_idx // 64 != 4) & ~first & ((q_idx != 40) | (case != "no key"))
+
+    mask = with_bits(create_block_mask(mod, None, None, 128, 512, device="cpu"), True)
+    count = count_on(q.device)
+    before = int(count)
+    out = flex_attention(q, k, v, block_mask=mask, kernel_options={"BACKEND": "HOPPER"})
+    assert int(count) - before == redone
+    expected = reference.attention(*(x.double() for x in (q, k, v)), None, mod)[0]
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
 
 
 Mod = Callable[..., Any]

@@ -16,6 +16,7 @@ BLOCK_WORDS = BITS_BLOCK * ROW_WORDS
 BLOCK_BYTES = 2 * BLOCK_WORDS
 HALF = BITS_BLOCK // 2  # rows of a warpgroup, and rows or columns that kernels can skip
 BITS_TENSORS = 8  # of a mask
+COUNTED = 2**16 - 1  # the part of PairBits.count that is a number of halves. A mask has at most 2**15 (MOST_BYTES).
 
 
 class PairBits(NamedTuple):
@@ -28,7 +29,9 @@ class PairBits(NamedTuple):
     # the first column in units of HALF, plus 1 if rows below HALF attend to any of the columns, plus 2 if other rows
     # do. One more is loaded, but never used.
     halves: Tensor
-    count: Tensor  # int32 [B * H * row blocks]: halves of a row that any row attends to
+    # int32 [B * H * row blocks]: halves of a row of blocks that any row attends to. By query, plus (COUNTED + 1) times
+    # the place in `halves` of the one that kernels take first: the last of the block on the diagonal, if it is partial.
+    count: Tensor
 
     def take(self, heads: Tensor, count: int) -> PairBits:
         """Return the bits for some (b, h) pairs of `count`, int64 [n]. They share the words."""

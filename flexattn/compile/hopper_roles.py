@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from flexattn.block_mask.bits import BITS_BLOCK, HALF
+from flexattn.block_mask.bits import BITS_BLOCK, COUNTED, HALF
 from flexattn.compile import fixed_reference
 from flexattn.compile.head_dims import HeadDimPart, pieces_of, split_head_dim
 from flexattn.compile.hopper import (
@@ -48,7 +48,7 @@ def hopper_names(plan: KernelPlan) -> dict[str, object]:
         "mods": hopper_mods(plan), "ends": ends_of(plan), "list_arguments": lists, "adds_dq": plan.adds_dq,
         "owns_dq": plan.spec.owns_dq, "fixed_reference": plan.fixed_reference, "dq_pieces": pieces_of(plan.D),
         "reads_bits": BITS.name in plan.features, "BITS_BLOCK": BITS_BLOCK,
-        "skips_halves": HALVES.name in plan.features, "HALF": HALF,
+        "skips_halves": HALVES.name in plan.features, "HALF": HALF, "COUNTED": COUNTED,
         "token_tiles": as_gluon(environment().get_template("token_tiles.py.jinja").render()),
         "prelude": as_gluon(environment().get_template("mod_functions.py.jinja").render(scatter_arguments=())),
         "loads_per_pair": any(loads_where_live(mod) for mod in (plan.score, plan.mask, gradient) if mod),
@@ -109,14 +109,14 @@ def _hopper_forward_names(plan: KernelPlan) -> _Own:
         [
             ("CONSUMERS", consumers), ("Q_STAGES", plan.tiles_of_queries), ("SAFE", plan.score is not None),
             ("RECORDS", RECORDS), ("EARLY", EARLY), ("TAIL", TAIL), *([("TRAIL", TRAIL)] if trails else []),
-            *(fixed_reference.CONSTANTS if plan.fixed_reference else ()),
+            *fixed_reference.constants(plan),
         ],
         buffers,
         {
             "maximum": _maximum(plan), "exponent": _exponent(plan),
             "parts": parts, "with_sink": as_gluon(environment().get_template("with_sink.py.jinja").render()),
             "is_interval": has_intervals_only(plan), "numbers": numbers,
-            "recorded": [*numbers, "b_kv", "h_kv", *runs],
+            "recorded": [*numbers, "b_kv", "h_kv", *runs, *(["first_half"] if skips else [])],
             "consumers": consumers, "shared_lists": shared_lists, "shares_output": plan.shares_output,
             "values_trail": trails,
             # (function, pair)

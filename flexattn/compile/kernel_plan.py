@@ -268,8 +268,8 @@ class KernelPlan:
         Where halves of blocks are skipped, a tile of queries has few tiles of keys, and most of the time of a pair is
         latency.
         """
-        plain = self.score is None and not self.fixed_reference
-        return 2 if self.is_forward and "halves" in self.features and self.widths == (64, 64) and plain else 1
+        narrow = self.widths == (64, 64) and self.score is None
+        return 2 if self.is_forward and "halves" in self.features and narrow else 1
 
     @property
     def weights_form(self) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import BlockMask
-from flexattn.block_mask.bits import BITS_BLOCK, BLOCK_WORDS, HALF, ROW_WORDS, MaskBits, PairBits
+from flexattn.block_mask.bits import BITS_BLOCK, BLOCK_WORDS, COUNTED, HALF, ROW_WORDS, MaskBits, PairBits
 from flexattn.block_mask.dense import dense_blocks
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.mask_build.pair_bits import computed_quarters, is_sparse
@@ -26,7 +26,8 @@ def evaluated_bits(mask: BlockMask, bound: BoundMod) -> MaskBits:
     quarters, blocks, whole = int(needs.sum()), len(places), int(full.sum())
     skips = is_sparse(quarters, blocks, whole)
     return MaskBits(
-        _of_direction(words, needs, partial), _of_direction(words_by_key[by_key], needs.mT[by_key], partial.mT),
+        _of_direction(words, needs, partial, True),
+        _of_direction(words_by_key[by_key], needs.mT[by_key], partial.mT, False),
         mask.seq_lengths, skips, computed_quarters(quarters, blocks, whole, skips),
     )  # fmt: skip
 
@@ -54,8 +55,8 @@ def _words(pairs: Tensor) -> Tensor:
     return (groups @ values).to(torch.int32).to(torch.int16).flatten(1)
 
 
-def _of_direction(words: Tensor, needs: Tensor, partial: Tensor) -> PairBits:
-    """Return the bits of the blocks in `partial`, whose rows are queries or keys."""
+def _of_direction(words: Tensor, needs: Tensor, partial: Tensor, by_query: bool) -> PairBits:
+    """Return the bits of the blocks in `partial`, whose rows are queries (by_query) or keys."""
     device, columns = words.device, partial.nonzero()[:, 3:]
     unused = torch.zeros(BLOCK_WORDS, dtype=torch.int16, device=device)
     counts = partial.sum(-1).flatten()  # of rows of blocks
@@ -64,6 +65,11 @@ def _of_direction(words: Tensor, needs: Tensor, partial: Tensor) -> PairBits:
     halves = (4 * starts + needs[:, 0] + 2 * needs[:, 1]).flatten()
     rows = torch.arange(len(counts), device=device).repeat_interleave(counts)
     needed = torch.zeros_like(counts).index_add_(0, rows, needs.any(1).sum(1))
+    if by_query:
+        own = torch.arange(partial.size(2), device=device)[:, None]
+        before = (partial & (torch.arange(partial.size(3), device=device) < own)).sum(-1).flatten()
+        start = (2 * torch.minimum(before, counts - 1) + 1).clamp(min=0)
+        needed = needed + start * (COUNTED + 1)
     return PairBits(
         first.int(), torch.cat((words.flatten(), unused)), torch.cat((halves, halves.new_zeros(1))).int(), needed.int()
     )

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from flexattn.block_mask.bits import BITS_BLOCK, ROW_WORDS
+from flexattn.block_mask.bits import BITS_BLOCK, COUNTED, ROW_WORDS
 from flexattn.compile.kernel_source import KernelSource, kernel_name
 from flexattn.compile.lower import Dialect, lower
 from flexattn.compile.lower_bounds import BoundsText, TableSpec, lower_bounds, table_dtype
@@ -103,7 +103,7 @@ class MaskPlan:
         sizes = tuple((n, "i32") for n in ("H", "Q", "KV"))
         names = {
             "functions": [self._mask_mod], "mask_arguments": self.mod.argument_names(), "PROGRAMS": BITS_PROGRAMS,
-            "BLOCK": BITS_BLOCK, "WORDS": ROW_WORDS, "STEP": 2, "RUNS": 32,
+            "COUNTED": COUNTED, "BLOCK": BITS_BLOCK, "WORDS": ROW_WORDS, "STEP": 2, "RUNS": 32,
         }  # fmt: skip
         return self._source("pair_bits", (*own, *sizes, *self.mod.signature()), names)
 
