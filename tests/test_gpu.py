@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
 
 import flexattn
-from flexattn import AuxRequest, BlockMask, create_block_mask, flex_attention, mods
+from flexattn import AuxOutput, AuxRequest, BlockMask, create_block_mask, flex_attention, mods
 from flexattn.machine.target import target_of
 from flexattn.reference import attention
 from flexattn.runtime.build import stats
@@ -511,6 +511,7 @@ def test_aux_of_the_engine() -> None:
     at = replace(BF16, options=())
     q, k, v = (randn(1, 2, 200, 64, seed=i) for i in range(3))
     out, aux = run(at, q, k, v, return_aux=AuxRequest(lse=True, max_scores=True))
+    assert isinstance(aux, AuxOutput)
     scores = (q.float() @ k.float().mT) / 8
     torch.testing.assert_close(aux.max_scores, scores.amax(-1), rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(aux.lse, scores.logsumexp(-1), rtol=1e-3, atol=1e-3)

@@ -171,7 +171,7 @@ LENGTHS = (700, 300, 24), (1, 1000, 23), (400, 400, 224), (1024, 0, 0)
 @pytest.mark.parametrize("mask_mod", [None, mods.sliding_window(200)], ids=["window", "mask_mod"])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_packed_sequences(mode, mask_mod):
-    mod_graph._constant.cache_clear()  # constants of a first call must not stay in the memory of a CUDA graph
+    mod_graph._kept_constant.cache_clear()  # constants of a first call must not stay in the memory of a CUDA graph
     layers = PackedLayers(mask_mod).requires_grad_(False)
     compiled = torch.compile(layers, fullgraph=True, mode=mode)
     for step in range(8):

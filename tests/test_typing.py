@@ -39,5 +39,22 @@ def test_pyright(tmp_path):
     run(tmp_path, "-m", "pyright", "--pythonpath", sys.executable, "--project", str(tmp_path))
 
 
+# CI runs no GPU tests, so what they import and call could be gone.
+NAMES = ("reportAttributeAccessIssue", "reportFunctionMemberAccess", "reportUndefinedVariable", "reportMissingImports")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("pyright") is None, reason="pyright is not installed")
+def test_names_in_gpu_tests_exist(tmp_path):
+    tests = Path(__file__).parent
+    settings = {
+        "typeCheckingMode": "off", **dict.fromkeys(NAMES, "error"), "extraPaths": [str(ROOT), str(tests)],
+    }  # fmt: skip
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    for file in tests.glob("test_gpu*.py"):
+        (tmp_path / file.name).symlink_to(file)
+    run(tmp_path, "-m", "pyright", "--pythonpath", sys.executable, "--project", str(tmp_path))
+
+
 def test_the_file_runs(tmp_path):
     run(tmp_path, "-W", "error::UserWarning", FILES[0])

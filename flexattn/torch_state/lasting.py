@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
@@ -13,6 +13,15 @@ from flexattn.torch_state.modes import is_recording
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Made = TypeVar("Made", covariant=True)
+
+
+class Cached(Protocol[Made]):
+    """A function whose results are cached."""
+
+    cache_clear: Callable[[], None]
+
+    def __call__(self, *args: Any) -> Made: ...
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -39,7 +48,7 @@ def lasting(device: torch.device, make: Callable[P, R], *args: P.args, **kwargs:
         return elsewhere.submit(made).result()
 
 
-def cached_on_device(make: Callable[..., R], most: int = 64) -> Callable[..., R]:
+def cached_on_device(make: Callable[..., R], most: int = 64) -> Cached[R]:
     """Cache what a function of hashable arguments makes on a device, which is the last one; `most` results are kept.
 
     Nothing is cached in a capture, whose memory is the graph's, or in a mode that records a graph, whose tensors have
@@ -54,5 +63,6 @@ def cached_on_device(make: Callable[..., R], most: int = 64) -> Callable[..., R]
     def called(*args: Any) -> R:
         return make(*args) if is_capturing(args[-1]) or is_recording() else cached(*args)
 
-    called.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
-    return called
+    result = cast(Cached[R], called)
+    result.cache_clear = cached.cache_clear
+    return result
