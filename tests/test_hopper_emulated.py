@@ -29,6 +29,7 @@ from flexattn.compile import fixed_reference, hopper, stripes
 from flexattn.engines import repeated_calls, triton
 from flexattn.errors import MutationError
 from flexattn.explanation import target_named
+from flexattn.layout import TiledGrid
 from flexattn.mask_build import create, token_tiles
 from flexattn.mask_build.on_target import as_on_target
 from flexattn.runtime import launch, load
@@ -158,6 +159,38 @@ def test_tiles_relative_to_the_first(D: int, case: str, redone: int, monkeypatch
     assert int(count) - before == redone
     expected = reference.attention(*(x.double() for x in (q, k, v)), None, mod)[0]
     torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+def check_two_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a program with two pairs of consumers that take eight tiles, six of which overflow."""
+    monkeypatch.setattr(launch, "processors", lambda device: 1)
+    monkeypatch.setattr(fixed_reference, "_FEWEST_KEYS", 0)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 1024, 64, generator=generator).bfloat16() for _ in range(3))
+    k[:, :, [20, 150, 500, 650, 900]] *= 60
+    mod = TiledGrid((32, 32), (16, 8)).mod(mods.natten_2d(32, 32, 13))
+    mask = with_bits(create_block_mask(mod, None, None, 1024, 1024, device="cpu"), True)
+    count = count_on(q.device)
+    before = int(count)
+    out = flex_attention(q, k, v, block_mask=mask, kernel_options={"BACKEND": "HOPPER"})
+    assert int(count) - before == 6
+    expected, _ = reference.attention(*(x.double() for x in (q, k, v)), None, mod)
+    assert relative_rmse(out, expected) < 5e-3
+
+
+@pytest.mark.parametrize("seed", slow_unless(lambda seed: seed == 0, range(4)))
+def test_two_pairs_in_any_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with any_order(seed):
+        check_two_pairs(monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "warps", [*(range(i, i + 4) for i in range(0, 16, 4)), *(range(i, i + 1) for i in range(16, 20))]
+)
+def test_two_pairs_with_one_role_behind(warps: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    with behind(warps):
+        check_two_pairs(monkeypatch)
 
 
 Mod = Callable[..., Any]
