@@ -33,6 +33,8 @@ from flexattn.torch_state.uncompiled import uncompiled
 _FACTOR = 3.0  # allowed error relative to that of a dense computation of the same rows in the same dtype
 _ULPS = 4.0  # allowed in any case, of what rounding affects
 _TF32 = 2.0**-10  # eps of products of float32, if torch allows TF32
+_LSE_ERROR = 2.0**-10  # relative error of a weight, from that of the lse of the call, from which lse is computed again
+_PAIRS = 2**20  # at a time
 _APPROXIMATION = 2.0**-11  # of tanh.approx in half precision on GPUs (PTX ISA)
 
 
@@ -330,7 +332,8 @@ def _row_of_query(call: _Call, at: tuple[int, int, int], dtype: torch.dtype) -> 
     dq = ((d_raw.to(dtype) @ key).to(wide) * call.scale).to(dtype)
     of_sum = _size(mean @ key.to(wide)) * _norm(terms) + _size(_squares(d_raw, key.to(wide), own).sqrt())
     of_d_score = terms.abs().sum() + _magnitude(value, d_out, wide)
-    of_d_raw = exponent * d_raw.abs() + eps_wide * (mean * of_d_score).abs()
+    of_terms = _magnitude(weight, value, wide) @ d_out.abs()  # its weights have errors too
+    of_d_raw = exponent * d_raw.abs() + mean.abs() * (eps_wide * of_d_score + exponent * of_terms)
     of_dq = (eps * of_sum + _size(_magnitude(of_d_raw, key, wide))) * abs(call.scale)
     return *values, _Value(dq, eps * _size(dq) + of_dq)
 
@@ -347,7 +350,7 @@ def _row_of_key(call: _Call, at: tuple[int, int, int], dtype: torch.dtype) -> tu
     for b in batches:
         for h in range(h_kv * call.group, (h_kv + 1) * call.group):
             query, d_out = call.query[b, h].to(dtype), call.d_out[b, h].to(dtype)
-            lse, terms = call.lse[b, h].to(wide), call.out[b, h].to(wide) * d_out.to(wide)
+            lse, terms = _lse(call, (b, h), dtype), call.out[b, h].to(wide) * d_out.to(wide)
             raw = ((query.to(wide) @ key) * call.scale).requires_grad_()  # [M]
             with torch.enable_grad():
                 modified = _modified(call, raw, (b, h), q_idx, torch.full_like(q_idx, j))
@@ -362,7 +365,9 @@ def _row_of_key(call: _Call, at: tuple[int, int, int], dtype: torch.dtype) -> tu
             of_mod = call.approximation * (_size(score) + _size(raw.detach()))
             exponent = eps_wide * of_score + of_mod  # relative error of a weight
             of_d_score = terms.abs().sum(-1) + _magnitude(d_out, value, wide)
-            of_d_raw = exponent * d_raw.abs() + eps_wide * (slope * weight).abs() * of_d_score
+            of_d_raw = exponent * d_raw.abs() + (slope * weight).abs() * (
+                eps_wide * of_d_score + exponent * terms.abs().sum(-1)
+            )
             of_dv += _magnitude(exponent * weight, d_out, wide)
             of_dk += _magnitude(of_d_raw, query, wide) * abs(call.scale)
             dk_squares += _squares(d_raw, query.to(wide), call.query.dtype) * call.scale**2
@@ -372,6 +377,22 @@ def _row_of_key(call: _Call, at: tuple[int, int, int], dtype: torch.dtype) -> tu
         _Value(x.to(dtype), eps * (_size(x) + _size(squares.sqrt())) + _size(rounding)) for x, squares, rounding in sums
     )
     return dk_value, dv_value
+
+
+def _lse(call: _Call, head: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return the lse of a head, [M]: that of the call, or in float64 if its last bits matter to weights of `dtype`."""
+    lse = call.lse[head]
+    if dtype != torch.float64 or _size(lse) * torch.finfo(lse.dtype).eps < _LSE_ERROR:
+        return lse.to(_wide(dtype))
+    b, h = head
+    key = call.key[b if call.key.size(0) > 1 else 0, h // call.group].to(dtype)
+    rows, columns = torch.arange(len(lse), device=key.device), torch.arange(len(key), device=key.device)
+    parts = []
+    for some in rows.split(max(1, _PAIRS // len(key))):
+        raw = (call.query[head][some].to(dtype) @ key.mT * call.scale).flatten()
+        pairs = some.repeat_interleave(len(columns)), columns.repeat(len(some))
+        parts.append(torch.logsumexp(_modified(call, raw, head, *pairs).unflatten(0, (len(some), -1)), 1))
+    return torch.cat(parts)
 
 
 def _gradient(y: Tensor, x: Tensor, d_y: Tensor) -> Tensor:

@@ -307,6 +307,26 @@ def test_rows_with_one_weight_pass(dtype: torch.dtype, rows: int) -> None:
         assert found, str(found)
 
 
+@pytest.mark.parametrize("D", [16, 64])
+@pytest.mark.parametrize("factor", [3, 10])
+def test_rows_with_one_weight_pass_in_float64(factor: float, D: int) -> None:
+    """There the dense computation has no error of its own: the estimates of rounding alone allow what is found."""
+    mask = create_block_mask(mods.causal, None, None, 128, 128, device="cpu")
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v = (torch.randn(1, 1, 128, D, generator=generator, dtype=torch.float64) for _ in range(3))
+        found = verify(q * factor, k * factor, v, None, mask, seed=seed)
+        assert found, found
+
+
+@pytest.mark.parametrize("factor", [1e2, 1e4, 1e5])
+def test_scores_whose_lse_needs_more_than_float32(factor: float) -> None:
+    q, k, v = (torch.randn(1, 1, 64, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    found = verify(q * factor, k * factor, v, rows=64)
+    assert found, found
+    assert all(math.isfinite(c.error) for c in found.comparisons)
+
+
 def test_contexts() -> None:
     with torch.inference_mode():
         tensors = inputs()

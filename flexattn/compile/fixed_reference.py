@@ -30,7 +30,7 @@ _CONSTANTS: tuple[tuple[str, object], ...] = (
     ("MOST_RISE", 24.0),
     # Where halves are skipped, a row without a key in the first tile has the reference of another row. A smaller sum
     # may lack weights, because those below 2 ** -126 are 0.
-    ("LEAST_SUM", 2.0**-70),
+    ("LEAST_SUM", 2.0**-31),
     # Tiles. Chunks of 8: 0.5 % slower with 2,048 tokens, the same with 8,192.
     ("LONGEST_CHUNK", 16),
 )

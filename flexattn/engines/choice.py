@@ -66,8 +66,7 @@ def _reads_layout(engine: Engine, problem: Problem) -> bool:
 def lse_dtype_of(query: Tensor, options: Options) -> torch.dtype:
     """Return the dtype of the lse that the engine returns. The CPU engine keeps more bits of it, for its backward."""
     on_cpu = query.device.type == "cpu" and (option(options, "BACKEND") or "AUTO") not in ON_TRITON
-    wide = query.dtype == torch.float64 or (on_cpu and query.dtype == torch.float32)
-    return torch.float64 if wide else torch.float32
+    return torch.float64 if on_cpu or query.dtype == torch.float64 else torch.float32
 
 
 def gpu_engine_of(problem: Problem) -> Engine:

@@ -31,14 +31,13 @@ _LOG2E = math.log2(math.e)
 def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return out in the dtype and stride order of query, lse, and the row maxima if requested.
 
-    For float32 problems lse is float64. Half an ulp of a float32 lse would scale every weight of the backward.
+    lse is float64, because half an ulp of a float32 lse would scale every weight of the backward.
     """
     query, value = problem.query, problem.value
     problem = _in_lines(problem)
     wide = wide_dtype(query)
     out = _zeros_in_order_of(query, (*query.shape[:3], value.shape[3]), query.dtype)
-    of_lse = torch.float64 if query.dtype == torch.float32 else wide
-    lse = torch.full(query.shape[:3], -torch.inf, dtype=of_lse, device=query.device)
+    lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float64, device=query.device)
     largest = torch.full_like(lse, -torch.inf, dtype=wide) if problem.max_scores else None
     if problem.sink is not None:  # for rows without a key
         lse.copy_(problem.sink[..., None].expand(lse.shape))

@@ -30,6 +30,7 @@ def tiles_redone() -> int:
 
     A Hopper forward in bfloat16 with 2,048 keys or more computes most weights relative to an earlier maximum
     (docs/numerics.md). A tile of queries whose sums overflow is computed again, which takes as long as with all maxima.
+    So is one with a row without any key, if the mask has bits and its empty halves of blocks are skipped.
 
     Example:
         >>> flexattn.tiles_redone()
