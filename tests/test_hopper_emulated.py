@@ -178,16 +178,14 @@ def check_two_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert relative_rmse(out, expected) < 5e-3
 
 
-@pytest.mark.parametrize("seed", slow_unless(lambda seed: seed == 0, range(4)))
+@pytest.mark.parametrize("seed", slow_unless(lambda seed: seed == 0, range(2)))
 def test_two_pairs_in_any_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with any_order(seed):
         check_two_pairs(monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "warps", [*(range(i, i + 4) for i in range(0, 16, 4)), *(range(i, i + 1) for i in range(16, 20))]
-)
+@pytest.mark.parametrize("warps", [range(4), range(12, 16), range(16, 17), range(17, 18)])  # two consumers, other roles
 def test_two_pairs_with_one_role_behind(warps: range, monkeypatch: pytest.MonkeyPatch) -> None:
     with behind(warps):
         check_two_pairs(monkeypatch)
