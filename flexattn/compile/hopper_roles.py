@@ -61,6 +61,9 @@ def hopper_names(plan: KernelPlan) -> dict[str, object]:
     return names | own.names | {
         "constants": [*constants, *own.constants], "arguments": (*descriptors, *others),
         "role_arguments": (*descriptors, *own.buffers, *others), "pairs": plan.pairs,
+        # Each pair claims tiles like a program. The first one of each is known.
+        "claimers": "gl.num_programs(0)" if plan.pairs == 1 else f"{plan.pairs} * gl.num_programs(0)",
+        "first_claimed": "gl.program_id(0)" if plan.pairs == 1 else "first_tile",
         "arguments_of": lambda pair: (
             *descriptors, *(name if pair == 0 else f"{name}_pair_{pair}" for name in own.buffers), *others
         ),
