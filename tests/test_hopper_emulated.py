@@ -729,6 +729,7 @@ def test_compiled_calls_of_grids_in_tiles(
     """The lists in the order of tiles are arguments of the graph. The second call repeats the launches of the first."""
     torch._dynamo.reset()
     monkeypatch.setattr(operators, "engine_of", lambda problem: triton)
+    monkeypatch.setattr(operators, "lse_dtype_of", lambda query, options: torch.float32)  # as on a GPU
     grid = replace(GRIDS["packed"], sizes=(2, 1, 1))
     masks = [replace(grid, mask=name).block_mask(monkeypatch) for name in ("window", "narrow window")]
     B, heads, _ = grid.sizes
