@@ -19,7 +19,6 @@ from flexattn.block_mask import BlockMask
 from flexattn.call.call import Call
 from flexattn.call.layout import LayoutArguments
 from flexattn.compile.kernel_source import KernelSource
-from flexattn.compile.kernels import DELTA
 from flexattn.errors import ArgumentError, message
 from flexattn.explanation import explain_call, mask_sources, target_named
 from flexattn.machine.kernel_store import open_store
@@ -131,7 +130,7 @@ def _sources(
         masks = built(call.block_mask)
         call = replace(call, block_mask=masks[0])
     for plan in explain_call(call, name).plans:
-        if plan.spec is DELTA and not _has_backward(call):  # it begins the backward
+        if not plan.is_forward and not _has_backward(call):
             break
         yield first_source(plan)
     for mask in masks:

@@ -28,7 +28,7 @@ from flexattn.call.dropout import Dropout, drop_below
 from flexattn.call.layout import Layout, LayoutArguments
 from flexattn.call.pose import pose
 from flexattn.call.problem import Problem
-from flexattn.compile import scalars
+from flexattn.compile import scalars, small
 from flexattn.compile.arguments import DescriptorOf
 from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
 from flexattn.compile.kernels import DELTA, FORWARD, KERNELS
@@ -245,7 +245,8 @@ def variants(call: Call) -> Iterator[Call]:
             yield other
 
 
-BASES = (PLAIN, TABLE, EXACT, DROPPED, PAIRS, GATE, SHORT, NARROW, CACHE, WIDE)
+SMALL_ONE = Call(B=1, Bkv=1, D=32, Dv=32)
+BASES = (PLAIN, TABLE, EXACT, DROPPED, PAIRS, GATE, SHORT, NARROW, CACHE, WIDE, SMALL_ONE)
 CALLS = [
     *dict.fromkeys(itertools.chain.from_iterable(map(variants, BASES))),
     LATENT,
@@ -356,6 +357,7 @@ def on_sm90() -> Iterator[None]:
             launch, load=lambda plan: LoadedKernel(fit(plan), None, None),
             target_of=lambda device: SM90, processors=lambda device: 100,
         ),
+        patch.multiple(small, PER_PROCESSOR=2, _WIDEST=32),  # other calls here are wider
         patch.multiple(scalars, l2_bytes=lambda device: 40 << 20, processors=lambda device: 100),
     ):  # fmt: skip
         yield

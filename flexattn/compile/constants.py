@@ -48,7 +48,7 @@ def _has_loop(plan: KernelPlan) -> bool:
 
 
 def _of_backward(plan: KernelPlan) -> bool:
-    return not plan.is_forward and plan.spec.fixed_tile is None
+    return not plan.is_forward and (plan.spec.products or plan.spec.fixed_tile is None)
 
 
 def _of_forward(plan: KernelPlan) -> bool:

@@ -74,6 +74,7 @@ class KernelSpec:
     owns_keys: bool = False  # programs own keys and loop over queries, instead of the reverse
     products: bool = True  # computes scores, so it has mods and masks
     dims: tuple[str, str] = ("q", "v")  # the tensors whose head dims are its plan's D and Dv
+    owns_both: bool = False  # other programs own queries; needs owns_keys
     streams: tuple[str, ...] = ()  # tensors that the inner loop may load through TMA
     gradients: tuple[str, ...] = ()  # which of dq, dk and dv it computes
     # What it does with gradients of captured tensors: adds them to buffers, sums them over the batch and adds the sums,

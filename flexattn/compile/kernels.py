@@ -1,9 +1,10 @@
 """kernels: the table of kernels. An operand adds its arguments to the template, the signature and the launch.
 
 The forward is FORWARD or HOPPER_FORWARD. For short queries it is FORWARD_SPLIT (on Hopper with latent keys
-HOPPER_LATENT) and MERGE_SPLITS. The backward starts with DELTA, followed by HOPPER_BACKWARD (or its WIDE or STRIPES
-form) and DQ_ROWS, or by DQ and DKDV, which have Hopper forms too. DQ also computes the gradients of captured tensors.
-CAPTURES computes them without dQ, BATCH_CAPTURES sums them over the batch first, SIZES bounds them for integer sums.
+HOPPER_LATENT) and MERGE_SPLITS. The backward is SMALL, or it starts with DELTA, followed by HOPPER_BACKWARD (or its
+WIDE or STRIPES form) and DQ_ROWS, or by DQ and DKDV, which have Hopper forms too. DQ also computes the gradients of
+captured tensors. CAPTURES computes them without dQ, BATCH_CAPTURES sums them over the batch first, SIZES bounds them
+for integer sums.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from flexattn.compile.shared_memory import (
     hopper_keys_bytes,
     hopper_latent_bytes,
     product_bytes,
+    small_bytes,
 )
 from flexattn.compile.tiles import Tile
 from flexattn.options import option
@@ -335,6 +337,28 @@ DKDV = KernelSpec(
     tile_options=("BLOCK_M1", "BLOCK_N1"),
 )  # fmt: skip
 
+_WHOLE = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
+# All of a small backward. Its tile fits every mask block that is a multiple of 64.
+SMALL = KernelSpec(
+    "backward_small",
+    phase="bwd",
+    tensors=_WHOLE,
+    operands=(
+        Pointers(_WHOLE), DLSE, _LSE, Strides(_WHOLE),
+        Scalars(("M", "N", "heads", "heads_q", "heads_kv", "group_size", "batch_repeats", "dq_scale", "dk_scale")),
+        ScoreScale(), MaskLists(),
+        When(lambda plan: plan.blocks is not None, (
+            ListPointers("kv_runs", "kv"), Scalars(("stride_rows_b", "stride_rows_h")),
+        )),
+        ModArguments(),
+    ),
+    shared_bytes=small_bytes,
+    owns_keys=True,
+    owns_both=True,
+    gradients=("dq", "dk", "dv"),
+    fixed_tile=Tile(64, 64, 8, 1),
+)  # fmt: skip
+
 # Hopper kernels, in Gluon. `hopper_roles.py` has their roles and buffers. `hopper.py` decides when they run.
 
 HOPPER_FORWARD = KernelSpec(
@@ -451,7 +475,7 @@ DQ_ROWS = KernelSpec(
 KERNELS: dict[str, KernelSpec] = {
     spec.name: spec
     for spec in (
-        FORWARD, FORWARD_SPLIT, MERGE_SPLITS, DELTA, DQ, CAPTURES, SIZES, BATCH_CAPTURES, DKDV, HOPPER_FORWARD,
+        FORWARD, FORWARD_SPLIT, MERGE_SPLITS, DELTA, DQ, CAPTURES, SIZES, BATCH_CAPTURES, DKDV, SMALL, HOPPER_FORWARD,
         HOPPER_LATENT, HOPPER_DQ, HOPPER_DKDV, HOPPER_BACKWARD, HOPPER_BACKWARD_STRIPES, HOPPER_BACKWARD_WIDE, DQ_ROWS,
     )
 }  # fmt: skip

@@ -130,6 +130,8 @@ def tile_origin(plan: KernelPlan, problem: Problem) -> str:
     if plan.spec.splits_keys:
         tile, origin = _split_tile(problem, plan.D, plan.Dv), "by the number of rows"
         return origin if plan.tile == tile else f"instead of {tile}, {origin}"
+    if plan.spec.owns_both:
+        return "the largest that spills nothing"
     if plan.is_hopper or plan.spec.fixed_tile:
         return "measured on sm_90"
     choice = choose(tile_key(plan), plan.target, tuned=not plan.batch_invariant)

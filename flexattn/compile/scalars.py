@@ -14,6 +14,7 @@ from flexattn.compile.arguments import block_mask_of
 from flexattn.compile.head_dims import pieces_of
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.stripes import stripe_of
+from flexattn.compile.tiles import Tile
 from flexattn.graph.row_bounds import longest_row
 from flexattn.machine.target import l2_bytes, processors
 from flexattn.options import LARGEST_TILE, option
@@ -78,9 +79,17 @@ def tiles_of(plan: KernelPlan, problem: Problem) -> int:
         return _touched(problem) * plan.tiles_per_block * _heads(plan, problem)
     if plan.spec.owns_dq:
         return -(-rows // stripe_of(problem)) * _heads(plan, problem)
+    if plan.spec.owns_both:
+        return tiles_of_both(plan.tile, problem)
     if plan.spec.fills_padding:
         return padded(rows) // plan.tile.BLOCK_M * _heads(plan, problem)
     return -(-rows // plan.outer[0]) * plan.tiles_per_block * _heads(plan, problem)
+
+
+def tiles_of_both(tile: Tile, problem: Problem) -> int:
+    """Return the tiles of keys of all key heads, and the tiles of queries of all heads."""
+    (B, Hq, M, _), k = problem.query.shape, problem.key
+    return k.size(0) * k.size(1) * -(-k.size(2) // tile.BLOCK_N) + B * Hq * -(-M // tile.BLOCK_M)
 
 
 def _row_tiles(plan: KernelPlan, problem: Problem) -> int:

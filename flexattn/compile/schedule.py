@@ -27,11 +27,13 @@ from flexattn.compile.kernels import (
     HOPPER_BACKWARD_WIDE,
     PAIR,
     SIZES,
+    SMALL,
     SPLIT,
 )
 from flexattn.compile.plan import plan_kernel
 from flexattn.compile.scalars import pays_to_split
 from flexattn.compile.scatter import same_in_all_batches, without_sites
+from flexattn.compile.small import is_small
 from flexattn.compile.tiles import Tile
 from flexattn.errors import UnsupportedError, message
 from flexattn.graph.equal_runs import with_runs
@@ -126,8 +128,8 @@ def _refusal_of_split(problem: Problem) -> str | None:
 
 
 def backward_kernels(problems: KernelProblems, tensors: Tensors, target: Target) -> tuple[KernelSpec, ...]:
-    """Return the kernels that run after DELTA, in order: FUSED or FUSED_STRIPES, or the kernels of PAIR whose outputs
-    are in `tensors`.
+    """Return the kernels of a backward, in order: SMALL, or DELTA and then FUSED or FUSED_STRIPES, or the kernels of
+    PAIR whose outputs are in `tensors`.
 
     Gradients of captured tensors are computed by DQ or by a separate kernel. SIZES runs first if they are summed as
     integers and have no known bound.
@@ -137,9 +139,11 @@ def backward_kernels(problems: KernelProblems, tensors: Tensors, target: Target)
     if captures.score_grad is not None and captures.score_grad.sites:
         sizes = (SIZES,) if sums_integers(captures) and not has_known_bounds(captures) else ()
         if captures is not problems.owns_queries:  # summed over the batch, by a kernel of its own
-            return (*sizes, BATCH_CAPTURES, *_fused_or_pair(problems, possible, tensors, target))
-        return (*sizes, *(() if "dq" in tensors else (CAPTURES,)), *possible)
-    return _fused_or_pair(problems, possible, tensors, target)
+            return (DELTA, *sizes, BATCH_CAPTURES, *_fused_or_pair(problems, possible, tensors, target))
+        return (DELTA, *sizes, *(() if "dq" in tensors else (CAPTURES,)), *possible)
+    if possible == PAIR and is_small(problems.owns_keys, tensors, target):
+        return (SMALL,)
+    return (DELTA, *_fused_or_pair(problems, possible, tensors, target))
 
 
 def prepared_arrays(kernels: tuple[KernelSpec, ...], target: Target) -> tuple[str, ...]:
@@ -151,7 +155,7 @@ def prepared_arrays(kernels: tuple[KernelSpec, ...], target: Target) -> tuple[st
     return (
         *(("dq_sum_ptr",) if DQ_ROWS in kernels else ()),
         *(("spans_ptr",) if HOPPER_BACKWARD_STRIPES in kernels else ()),
-        *(("counter_ptr",) if target.is_hopper else ()),
+        *(("counter_ptr",) if DELTA in kernels and target.is_hopper else ()),
     )
 
 
@@ -238,7 +242,7 @@ def expected_backward(problem: Problem, tensors: Tensors, target: Target) -> tup
 def _backward_plans(problem: Problem, tensors: Tensors, target: Target) -> tuple[KernelPlan, ...]:
     """Return the plans of a backward, which reads and writes these tensors."""
     problems = KernelProblems.of(problem)
-    kernels = (DELTA, *backward_kernels(problems, tensors, target))
+    kernels = backward_kernels(problems, tensors, target)
     arrays = dict.fromkeys(prepared_arrays(kernels, target), tensors["q"])
     return tuple(
         plan_best_form(spec, problems.seen_by(spec), target, {name: tensors[name] for name in spec.tensors}, arrays)[0]

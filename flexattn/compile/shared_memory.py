@@ -330,6 +330,11 @@ def product_bytes(plan: KernelPlan) -> int:
     return taken + t.streamed + (0 if plan.is_forward else 2 * t.scores)
 
 
+def small_bytes(plan: KernelPlan) -> int:
+    """Programs that own keys need the most: they stream queries, dO and out."""
+    return product_bytes(plan) + plan.tile.BLOCK_M * plan.dtype.itemsize * sum(p.width for p in split_head_dim(plan.Dv))
+
+
 def batch_capture_bytes(plan: KernelPlan) -> int:
     """All four tiles are streamed, batch by batch. Then the sums change their layout to be added."""
     t, size = plan.tile, plan.dtype.itemsize

@@ -16,7 +16,7 @@ from flexattn.compile.arguments import Tensors
 from flexattn.compile.capture_sums import CaptureSums, largest_of_rows, sums_integers
 from flexattn.compile.head_dims import pieces_of
 from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
-from flexattn.compile.kernels import DELTA, FORWARD, SIZES, SPLIT
+from flexattn.compile.kernels import DELTA, FORWARD, SIZES, SMALL, SPLIT
 from flexattn.compile.plan import has_descriptor, is_aligned
 from flexattn.compile.scalars import padded, splits_of
 from flexattn.compile.scatter import capture_sum_name, scatter_captures
@@ -136,7 +136,7 @@ class KnownBackward:
 
     rows: int  # elements of delta, of shift, and of each column of the sums of dq
     spans: int  # elements of all of these
-    memory: int  # elements of the spans of stripes too, and of a counter at the end; both are int32
+    memory: int  # elements of the spans of stripes too, and of a counter at the end; both are int32. 0: one kernel
     learned: tuple[int, ...]  # the captured tensors that receive a gradient
     captured: tuple[None, ...]  # None for each tensor that score_mod captures
     results: tuple[Sizes | None, Sizes | None, Sizes | None]  # of dq, dk and dv; None if no kernel writes it
@@ -156,9 +156,9 @@ class KnownBackward:
         captured = (None,) * len(_captures(problem))
         written = (q, needs[0]), (k, needs[1] or needs[2]), (v, needs[1] or needs[2])
         of_q, of_k, of_v = [(tuple(x.shape), dense_strides(x.shape, x.stride())) if w else None for x, w in written]
-        rows = _padded_rows(q)
+        rows = _padded_rows(q) if "delta_ptr" in arrays else 0
         spans = rows * (2 + columns)
-        memory = spans + (_spans(rows) if "spans_ptr" in arrays else 0) + 1
+        memory = spans + (_spans(rows) if "spans_ptr" in arrays else 0) + 1 if rows else 0
         results = of_q, of_k, of_v
         return KnownBackward(rows, spans, memory, learned, captured, results, _grid(problem), needs, kernels)
 
@@ -188,12 +188,12 @@ class KnownBackward:
             dq = empty(*of_q, dtype)
         if of_k is not None and of_v is not None:
             dk, dv = empty(*of_k, dtype), empty(*of_v, dtype)
-        memory, rows = empty((self.memory,), (1,), torch.float32), self.rows
+        memory, rows = empty((self.memory,), (1,), torch.float32) if self.memory else lse, self.rows
         sums: list[Tensor] = []
         if self.learned:
             sums = [torch.zeros(captures[i].shape, dtype=torch.float32, device=lse.device) for i in self.learned]
         pointers = [*map(pointer, (query, key, value, out, d_out, dq, dk, dv, lse, dlse, memory))]
-        pointers += _parts_of(memory, (rows, 2 * rows, self.spans, self.memory - 1), pointers[-1])
+        pointers += _parts_of(memory, (rows, 2 * rows, self.spans, self.memory - 1 if rows else 0), pointers[-1])
         if sums:
             pointers += map(pointer, sums)
         pointers += parts
@@ -321,16 +321,20 @@ def _backward(
 ) -> tuple[Gradients, Iterable[str]]:
     """Return the gradients, and the names of the arrays of the last kernels. `tensors` are those of `_of_backward`."""
     q, d_out = problem.query, tensors["do"]
-    count = _padded_rows(q)
-    delta, shift = (q.new_empty(count, dtype=torch.float32) for _ in range(2))
-    arrays = {"delta_ptr": delta, "shift_ptr": shift}
     problems = KernelProblems.of(problem)
+    rows = {"lse_ptr": lse} if d_lse is None else {"lse_ptr": lse, "dlse_ptr": d_lse.float().contiguous()}
 
     def step(spec: KernelSpec, given: Tensors) -> None:
         run(spec, problems.seen_by(spec), {name: tensors[name] for name in spec.tensors}, given)
 
     kernels, prepared = scheduled_backward(problems, tensors)
-    rows = {"lse_ptr": lse} if d_lse is None else {"lse_ptr": lse, "dlse_ptr": d_lse.float().contiguous()}
+    dq, dk, dv = (tensors.get(name) if need else None for name, need in zip(("dq", "dk", "dv"), needs, strict=False))
+    if kernels == (SMALL,):
+        step(SMALL, rows)
+        return (dq, dk, dv, (None,) * len(_captures(problem)), None), ()
+    count = _padded_rows(q)
+    delta, shift = (q.new_empty(count, dtype=torch.float32) for _ in range(2))
+    arrays = {"delta_ptr": delta, "shift_ptr": shift}
     if "spans_ptr" in prepared:
         arrays["spans_ptr"] = q.new_empty(_spans(count), dtype=torch.int32)
     if "dq_sum_ptr" in prepared:
@@ -346,9 +350,8 @@ def _backward(
     scales = sums.scales(problem, largest)
     arrays |= _capture_arrays(problem, sums, grad=sums.buffers.values(), scale=scales, lost=sums.lost)
     for spec in kernels:
-        if spec is not SIZES:
+        if spec not in (DELTA, SIZES):
             step(spec, arrays)
-    dq, dk, dv = (tensors[name] if need else None for name, need in zip(("dq", "dk", "dv"), needs[:3], strict=True))
     of_sink = _sink_gradient(problem, lse, delta, needs, _grid(problem))
     return (dq, dk, dv, sums.gradients(problem, scales), of_sink), arrays
 
@@ -397,7 +400,7 @@ def plans(problem: Problem, target: Target) -> tuple[tuple[KernelPlan, str | Non
     steps = [(spec, forward_in_best_order(problem, target)) for spec in forward_kernels(problem)]
     if problem.layout is None or not (problem.is_paged or problem.layout.is_quantized):
         in_order = backward_in_best_order(problem, tensors, target)
-        kernels = DELTA, *backward_kernels(KernelProblems.of(in_order), tensors, target)
+        kernels = backward_kernels(KernelProblems.of(in_order), tensors, target)
         steps += [(spec, in_order) for spec in kernels]
     arrays = dict.fromkeys(prepared_arrays(tuple(spec for spec, _ in steps), target), out)
     return tuple(

@@ -210,7 +210,7 @@ _backward_schedules: OrderedDict[tuple[object, ...], Schedule] = OrderedDict()
 
 
 def scheduled_backward(problems: KernelProblems, tensors: Tensors) -> Schedule:
-    """Return the kernels that run after DELTA, in order, and the arrays that it prepares. Cached by key."""
+    """Return the kernels of a backward, in order, and the arrays that DELTA prepares. Cached by key."""
     # The names of `tensors` say which gradients are requested, so they are part of the key, like those of arrays.
     key = launch_key(DELTA, problems.capture_gradients, tensors, tensors)
     schedule = _backward_schedules.get(key)
