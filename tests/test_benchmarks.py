@@ -29,6 +29,7 @@ from benchmarks import (
     sdpa,
     tables,
     tune,
+    variants,
     varlen,
 )
 from benchmarks.harness import Config, Result, geometric_mean, measure, table, write_json
@@ -538,6 +539,25 @@ def test_peers_of_varlen_agree() -> None:
     results = [found[name](q, k, v) for name in ("flexattn", "flexattn_new", "flexattn_mask")]
     for other in results[1:]:
         torch.testing.assert_close(results[0], other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_variants_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two checkouts, here the same, and a workload that fails in both."""
+    here = f"{Path(variants.__file__).parent.parent}"
+    sizes = ["--length", "32", "--rounds", "2", "--launches", "1", "--device", "cpu", "--dtype", "float32"]
+    works = "full_d64,causal_d64,natten_2d"
+    argv = [f"a={here}", f"b={here}", "--works", works, "--directions", "forward,backward", *sizes]
+    assert variants.main([*argv, "--json", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())["results"]
+    assert len(found) == 3 * 2 * 2 and all(len(result["milliseconds"]) == 2 for result in found)
+    assert " 1.000" in capsys.readouterr().out
+    assert variants.main([f"a={here}", "--works", "full_d64", *sizes, "--head-dim", "-1"]) == 1
+    assert "error: a: RuntimeError" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="NAME=CHECKOUT"):
+        variants.main([f"a={tmp_path}", "--works", "full_d64"])
+    with pytest.raises(SystemExit, match="unknown not_a_work"):
+        variants.main([f"a={here}", "--works", "not_a_work"])
 
 
 def test_the_picture_of_the_readme(tmp_path: Path) -> None:
