@@ -131,7 +131,7 @@ def test_without(value, names):
 
 def test_without_what_does_not_exist():
     with pytest.raises(
-        ArgumentError, match="FLEXATTN_WITHOUT: found 'tma', expected names of bits, fixed_reference, hopper, stripes"
+        ArgumentError, match="FLEXATTN_WITHOUT: found 'tma', expected names of bits, fixed_reference, hopper, one_launch, stripes"
     ):
         read_settings({"FLEXATTN_WITHOUT": "stripes,tma"})
 
