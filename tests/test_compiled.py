@@ -203,6 +203,19 @@ def test_values_that_depend_on_data(call, what):
         compiled(*qkv(0), torch.rand(4))
 
 
+def test_a_scale_of_numpy():
+    """torch.compile makes a tensor of it."""
+    scale = np.float32(0.5)
+
+    def f(q, k, v, scale):
+        return flex_attention(q, k, v, scale=scale)
+
+    with pytest.raises(Exception, match=r"flex_attention: found .*torch.compile makes tensors of NumPy's scalars"):
+        torch.compile(f, backend="aot_eager", fullgraph=True)(*qkv(0), scale)
+    x = qkv(0)
+    assert torch.equal(torch.compile(f, backend="aot_eager", fullgraph=True)(*x, float(scale)), f(*x, scale))
+
+
 def test_mods_that_read_strides():
     """With dynamic shapes Dynamo asks for a trace before it makes symbols of them."""
 

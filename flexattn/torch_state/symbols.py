@@ -36,5 +36,6 @@ def valued(what: str) -> Iterator[None]:
         if not type(error).__name__.startswith("GuardOnDataDependent"):
             raise
         found, fix = "a number or size that depends on the values of tensors", "Compute it before the compiled function"
+        fix += " (torch.compile makes tensors of NumPy's scalars: write float(x) there)"
         fix += ", or let the mod capture the tensor instead of its .item()."
         raise UnsupportedError(message(what, found, "one whose value is known when a graph is made", fix)) from None
