@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 import torch
 
-from flexattn.compile import fixed_reference, small, tile_choice
+from flexattn.compile import fixed_reference, small_backward, tile_choice
 from flexattn.process import config
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--fixed-reference"):
         fixed_reference._FEWEST_KEYS = 0
-    small.PER_PROCESSOR = 0  # most tests are small, and of other kernels; small_cases.py sets it
+    small_backward.PER_PROCESSOR = 0  # most tests are small, and of other kernels; small_cases.py sets it
     torch.set_num_threads(1)  # two workers share two cores, and small tensors gain nothing from threads
     cache = getattr(config, "cache", None)  # absent with -p no:cacheprovider
     if cache is not None:  # kept between runs and shared by the workers: that several processes may is a promise

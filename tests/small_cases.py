@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from kernel_cases import Setting, Sizes, check, make_call
 
-from flexattn.compile import small
+from flexattn.compile import small_backward
 from flexattn.compile.kernels import SMALL
 from flexattn.runtime import launch
 
@@ -37,7 +37,7 @@ def in_one_launch(limit: int = 10) -> Iterator[list[Any]]:
         return prepare(plan, *arguments)
 
     launch.forget_launches()
-    with patch.object(small, "PER_PROCESSOR", limit), patch.object(launch, "prepare", prepared):
+    with patch.object(small_backward, "PER_PROCESSOR", limit), patch.object(launch, "prepare", prepared):
         yield launched
     launch.forget_launches()
 

@@ -28,7 +28,7 @@ from flexattn.call.dropout import Dropout, drop_below
 from flexattn.call.layout import Layout, LayoutArguments
 from flexattn.call.pose import pose
 from flexattn.call.problem import Problem
-from flexattn.compile import scalars, small
+from flexattn.compile import scalars, small_backward
 from flexattn.compile.arguments import DescriptorOf
 from flexattn.compile.kernel_plan import KernelPlan, KernelSpec
 from flexattn.compile.kernels import DELTA, FORWARD, KERNELS
@@ -357,7 +357,7 @@ def on_sm90() -> Iterator[None]:
             launch, load=lambda plan: LoadedKernel(fit(plan), None, None),
             target_of=lambda device: SM90, processors=lambda device: 100,
         ),
-        patch.multiple(small, PER_PROCESSOR=2, _WIDEST=32),  # other calls here are wider
+        patch.multiple(small_backward, PER_PROCESSOR=2, _WIDEST=32),  # other calls here are wider
         patch.multiple(scalars, l2_bytes=lambda device: 40 << 20, processors=lambda device: 100),
     ):  # fmt: skip
         yield

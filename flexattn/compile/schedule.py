@@ -33,7 +33,7 @@ from flexattn.compile.kernels import (
 from flexattn.compile.plan import plan_kernel
 from flexattn.compile.scalars import pays_to_split
 from flexattn.compile.scatter import same_in_all_batches, without_sites
-from flexattn.compile.small import is_small
+from flexattn.compile.small_backward import is_small
 from flexattn.compile.tiles import Tile
 from flexattn.errors import UnsupportedError, message
 from flexattn.graph.equal_runs import with_runs

@@ -1,4 +1,4 @@
-"""small: which backwards run as one kernel, and what is compiled for them."""
+"""small_backward: which backwards run as one kernel, and what is compiled for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""small: which backwards run as one kernel, backward_small, because launches take longer than their work.
+"""small_backward: which backwards run as one kernel, backward_small, because launches take longer than their work.
 
 Other backwards launch three kernels. Each takes some microseconds of host time, and the GPU waits between them.
 """
