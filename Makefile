@@ -15,7 +15,8 @@ DOCS := .venv-docs
 tool = if $(or $(3),$(RUN)) -m $(1) --version >/dev/null 2>&1; then \
        echo "$(or $(3),$(RUN)) -m $(1) $(2)"; $(or $(3),$(RUN)) -m $(1) $(2); \
        else echo "$(1) is not installed here: left out"; fi
-pytest = $(RUN) -m pytest $(shell $(RUN) -c "import xdist" 2>/dev/null && echo "-n $(JOBS)")
+# worksteal: with the default, a worker may wait for minutes while the other one has slow tests left.
+pytest = $(RUN) -m pytest $(shell $(RUN) -c "import xdist" 2>/dev/null && echo "-n $(JOBS) --dist worksteal")
 
 .PHONY: demo test full lint notebooks docs clean
 .DELETE_ON_ERROR:
