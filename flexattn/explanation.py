@@ -21,7 +21,7 @@ from flexattn.compile.kernel_source import KernelSource
 from flexattn.compile.plan import tile_origin
 from flexattn.compile.render import render
 from flexattn.engines import triton
-from flexattn.engines.choice import engine_of, form_for, gpu_engine_of
+from flexattn.engines.choice import engine_of, form_for, gpu_engine_of, is_empty
 from flexattn.errors import ArgumentError, DtypeError, message, mod_in_messages
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.facts import ModFacts, analyze
@@ -322,7 +322,7 @@ def explain_call(call: Call, target: str | None) -> Explanation:
     score, mask = problem.score, problem.mask
     if score is not None and problem.score_grad is None:
         problem = replace(problem, score_grad=differentiate(score.graph, ()))
-    engine = gpu_engine_of(problem) if target else engine_of(problem)
+    engine = gpu_engine_of(problem) if target and not is_empty(problem) else engine_of(problem)
     problem = form_for(engine, problem)
     plans = (
         triton.plans(problem, target_named(target) if target else target_of(problem.query.device))

@@ -331,6 +331,13 @@ SCORES: dict[str, Any] = {
     "expanded": _expanded,
     "dtypes": _two_dtypes,
     "zero_d": _zero_d,
+    # Not finite in the rows of a tile that are past the end.
+    "over_rows": _table(lambda H, M, N: (M,), lambda s, b, h, i, j, t, M, N: s / (t[i].abs() + 1.0 * (i < M))),
+    "fixed_over_rows": _table(
+        lambda H, M, N: (M,), lambda s, b, h, i, j, t, M, N: s / (t[i].abs() + 1.0 * (i < M)), learn=False
+    ),
+    "log_of_rows": _table(lambda H, M, N: (H, M), lambda s, b, h, i, j, t, M, N: s + 0.1 * torch.log(t[h, i] ** 2)),
+    "before_the_end": _table(lambda H, M, N: (H,), lambda s, b, h, i, j, t, M, N: s * t[h] + 2.0 / (M - i)),
 }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ CASES: dict[str, tuple[Sizes, str | None, str | None]] = {
     "distances": (Sizes(1, 2, 2, 130, 60, 32, 64), "of_index", "causal"),
     "rows without a key": (Sizes(1, 1, 1, 130, 140, 64, 64), None, "holes"),
     "by batch and head": (Sizes(2, 2, 2, 130, 140, 64, 64), None, "per_head_and_batch"),
+    "over rows": (Sizes(1, 2, 2, 70, 65, 32, 32), "fixed_over_rows", None),
     "keys shared by the batch": (Sizes(2, 2, 1, 60, 70, 64, 64, Bkv=1), "of_index", None),
 }
 

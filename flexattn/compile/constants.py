@@ -113,6 +113,16 @@ def _loads_per_pair(plan: KernelPlan) -> bool:
     return any(loads_where_live(mod) or not mod.argument_names() for mod in mods)
 
 
+def _checks_queries(plan: KernelPlan) -> bool:
+    """Whether dK/dV masks queries past the end of a run. Those past M have shift +inf, which makes finite scores 0."""
+    return plan.cuts_blocks or "q_offsets" in plan.features or not plan.stays_finite
+
+
+def _sums_ask_live(plan: KernelPlan) -> bool:
+    """Whether score_scatter takes `live`. Otherwise the contributions of all other positions are already 0."""
+    return plan.grad is not None and (needs_live(plan.grad) or not plan.stays_finite)
+
+
 def _keys_together(plan: KernelPlan) -> int:
     """Return how many keys' dropout numbers a tile generates at once; 0 if tiles may split a group of counters.
 
@@ -154,7 +164,7 @@ CONSTANTS = (
     Constant("SCORES_IN_EXP2", _of_forward, lambda plan: plan.score is not None and not plan.exact),
     Constant("PRODUCTS_FIRST", _of_gradients, lambda plan: plan.tile.PRODUCTS_FIRST),
     Constant("PARTIAL_M", _of_keys, lambda plan: plan.tile.partial_m),
-    Constant("CUTS_BLOCKS", _of_keys, lambda plan: plan.cuts_blocks or "q_offsets" in plan.features),
+    Constant("CHECKS_QUERIES", _of_keys, _checks_queries),
     # Of queries, keys, weights and values in products, if keys and values are float8.
     Constant("PRODUCT_DTYPE", _is_quantized, lambda plan: "tl.float16" if plan.dtype.itemsize == 2 else "tl.float32"),
     # Units of queries in the unit of the strides of float8 keys and values.
@@ -162,8 +172,7 @@ CONSTANTS = (
     Constant("PAGE_SIZE", _has_pages, lambda plan: plan.page_size),
     Constant("PAGES_PER_TILE", _has_pages, lambda plan: plan.pages_per_tile),  # 0: looked up for each key
     Constant("DTYPE", _has_sums, lambda plan: f"tl.{TRITON_DTYPE[plan.dtype]}"),
-    # Whether score_scatter takes `live`. Otherwise the contributions of all other positions are already 0.
-    Constant("SUMS_ASK_LIVE", _has_sums, lambda plan: plan.grad is not None and needs_live(plan.grad)),
+    Constant("SUMS_ASK_LIVE", _has_sums, _sums_ask_live),
     Constant("LARGEST_UNITS", _has_integer_sums, lambda plan: LARGEST_UNITS),
     Constant("PHILOX_ROUNDS", _has_dropout, lambda plan: ROUNDS),
     Constant("TRANSPOSED", _has_dropout, lambda plan: plan.transposed),

@@ -131,7 +131,7 @@ def tile_origin(plan: KernelPlan, problem: Problem) -> str:
         tile, origin = _split_tile(problem, plan.D, plan.Dv), "by the number of rows"
         return origin if plan.tile == tile else f"instead of {tile}, {origin}"
     if plan.spec.owns_both:
-        return "the largest that spills nothing"
+        return "chosen by its registers on sm_90"
     if plan.is_hopper or plan.spec.fixed_tile:
         return "measured on sm_90"
     choice = choose(tile_key(plan), plan.target, tuned=not plan.batch_invariant)

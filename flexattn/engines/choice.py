@@ -24,7 +24,7 @@ ON_TRITON = frozenset(("TRITON", "HOPPER", "TRITON_DECODE"))  # values of BACKEN
 def engine_of(problem: Problem) -> Engine:
     """Return the engine for a problem, by emptiness, device, dtype and kernel_options["BACKEND"]."""
     query, backend = problem.query, option(problem.options, "BACKEND") or "AUTO"
-    if query.numel() == 0 or problem.N == 0:
+    if is_empty(problem):
         return empty
     if query.device.type == "cuda":
         engine = gpu_engine_of(problem)
@@ -32,6 +32,11 @@ def engine_of(problem: Problem) -> Engine:
             fallback("engine", "float64 on a GPU is computed block by block in torch operations")
         return engine if engine is gpu_float64 else _checked_triton(query.device, str(backend))
     return _checked_triton(query.device, str(backend)) if backend in ON_TRITON else cpu
+
+
+def is_empty(problem: Problem) -> bool:
+    """Whether there is nothing to compute: no kernel runs."""
+    return problem.query.numel() == 0 or problem.N == 0
 
 
 def form_for(engine: Engine, problem: Problem) -> Problem:

@@ -13,6 +13,7 @@ from flexattn.compile.kernels import SMALL
 from flexattn.engines import repeated_calls
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # numpy's, of masked places
 
 # Triton's interpreter computes bfloat16 wrong.
 AT = Setting("cpu", torch.float16, options=(("BACKEND", "TRITON"),))

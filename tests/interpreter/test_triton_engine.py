@@ -16,7 +16,7 @@ from test_against_reference import Case, assert_right, cases, compare
 from flexattn import api, flex_attention
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of masked places
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # numpy's, of masked places
 
 FP32, FP16 = Setting("cpu", torch.float32), Setting("cpu", torch.float16)
 # Triton's interpreter computes bfloat16 wrong. Each case runs in one dtype: there is time for few.
