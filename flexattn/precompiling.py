@@ -129,10 +129,10 @@ def _sources(
     if isinstance(call.block_mask, BlockMask):
         masks = built(call.block_mask)
         call = replace(call, block_mask=masks[0])
+    has_backward = _has_backward(call)
     for plan in explain_call(call, name).plans:
-        if not plan.is_forward and not _has_backward(call):
-            break
-        yield first_source(plan)
+        if plan.is_forward or has_backward:
+            yield first_source(plan)
     for mask in masks:
         yield from mask_sources(mask, target)
 

@@ -114,7 +114,7 @@ def _loads_per_pair(plan: KernelPlan) -> bool:
 
 
 def _checks_queries(plan: KernelPlan) -> bool:
-    """Whether dK/dV masks queries past the end of a run. Those past M have shift +inf, which makes finite scores 0."""
+    """Whether dK/dV masks queries past the end of a run. Past M shift is +inf: weights are 0 if scores are finite."""
     return plan.cuts_blocks or "q_offsets" in plan.features or not plan.stays_finite
 
 
