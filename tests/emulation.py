@@ -32,6 +32,7 @@ def load_in_emulator(request: Request, files: dict[str, Path]) -> LaunchFunction
     program = ptx.parse(files["ptx"].read_text())
     metadata = json.loads(files["json"].read_text())
     threads, shared = program.threads or 32 * metadata["num_warps"], metadata["shared"]
+    cta = ptx.Cta(program, threads, shared)
     is_described = [kind.startswith("tensordesc") for _, kind in request.signature]
     forms = metadata.get("tensordesc_meta") or []
 
@@ -48,7 +49,7 @@ def load_in_emulator(request: Request, files: dict[str, Path]) -> LaunchFunction
         memory = ptx.Memory([a for a in arguments if isinstance(a, Tensor)], boxes)
         parameters += [0, 0]  # Triton's scratch memory, which these kernels do not use
         for index in range(programs):
-            ptx.run(program, parameters, index, programs, memory, threads, shared)
+            cta.run(parameters, index, programs, memory)
 
     return launch
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from ptx import ALIKE, READY, STEPS, WARP, Cta, Instruction, Values, _bits, _float, _numbers
+from ptx import ALIKE, READY, STEPS, Cta, copy, nothing, terms
+from ptx_rules import WARP, Instruction, Values, widened
 
 WARPGROUP = 128
 HANDLES = 1 << 62  # of descriptors; no tensor is there
@@ -54,22 +55,21 @@ def swizzled(addresses: Values, width: int) -> Values:
 # Barriers in shared memory. A phase ends when all arrivals and all bytes have come.
 
 
-def _init(cta: Cta, this: Instruction, active: Values) -> None:
-    (place,), (count,) = this.operands
-    for address in np.unique(cta.address((place,))[active]):
-        n = int(cta.value(count)[0])
-        cta.mbarriers[int(address)] = [0, n, n, 0]
+def _init(cta: Cta, this: Instruction, threads: Values) -> None:
+    place, (count,) = this.operands
+    n = int(cta.value(count, threads)[0])
+    for address in {*cta.address(place, threads).tolist()}:
+        cta.mbarriers[address] = [0, n, n, 0]
 
 
-def _arrive(cta: Cta, this: Instruction, active: Values) -> None:
+def _arrive(cta: Cta, this: Instruction, threads: Values) -> None:
     """mbarrier.arrive, also with bytes to expect."""
     operands = [x for (x,) in this.operands if x != "_"]
-    amount = cta.value(operands[1]) if len(operands) > 1 else cta.all(1)
-    for thread in np.nonzero(active)[0]:
-        address = int(cta.address((operands[0],))[thread])
+    amounts = cta.value(operands[1], threads).tolist() if len(operands) > 1 else [1] * len(threads)
+    for address, amount in zip(cta.address((operands[0],), threads).tolist(), amounts, strict=True):
         if "expect_tx" in this.parts:
-            cta.mbarriers[address][3] += int(amount[thread])
-        cta.mbarriers[address][1] -= 1 if "expect_tx" in this.parts else int(amount[thread])
+            cta.mbarriers[address][3] += amount
+        cta.mbarriers[address][1] -= 1 if "expect_tx" in this.parts else amount
         _end_phase(cta, address)
 
 
@@ -80,13 +80,13 @@ def _end_phase(cta: Cta, address: int) -> None:
         cta.mbarriers[address] = [phase ^ 1, count, count, 0]
 
 
-def _mbarrier(cta: Cta, this: Instruction, active: Values) -> None:
+def _mbarrier(cta: Cta, this: Instruction, threads: Values, at: int) -> None:
     if "try_wait" in this.parts:  # threads come here when the phase has ended
-        cta.put(this.operands[0][0], cta.all(1), active)
+        cta.put(this.operands[0][0], np.uint64(1), threads)
     elif "init" in this.parts:
-        _init(cta, this, active)
+        _init(cta, this, threads)
     elif "arrive" in this.parts:
-        _arrive(cta, this, active)
+        _arrive(cta, this, threads)
     elif "inval" not in this.parts:
         raise NotImplementedError(this.text)
 
@@ -94,44 +94,47 @@ def _mbarrier(cta: Cta, this: Instruction, active: Values) -> None:
 def _phase_has_ended(cta: Cta, this: Instruction, here: Values) -> Values:
     if "try_wait" not in this.parts or not here.any():
         return here
-    waits = here if this.guard is None else cta.guarded(this, here)
+    threads = np.nonzero(here)[0]
+    if this.guard is not None:
+        threads = threads[cta.value(this.guard[0], threads, "pred") == this.guard[1]]
     _, place, (parity,) = this.operands
-    addresses, wanted = cta.address(place), cta.value(parity)
-    for address in np.unique(addresses[waits]):
-        phase = cta.mbarriers[int(address)][0]
-        here = here & ~(waits & (addresses == address) & (wanted == phase))
-    return here
+    addresses, wanted = cta.address(place, threads), cta.value(parity, threads)
+    ended = here.copy()
+    for address in {*addresses.tolist()}:
+        ended[threads[(addresses == address) & (wanted == cta.mbarriers[address][0])]] = False
+    return ended
 
 
 # Copies of boxes.
 
 
-def _copy(cta: Cta, this: Instruction, active: Values) -> None:
+@functools.cache
+def _parts_of_copy(text: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Return the names of (the descriptor, the coordinates from the first dimension, other addresses)."""
+    places = re.findall(r"\[([^\[\]]*)\]", text)
+    handle, names = next(p for p in places if "{" in p).split(",", 1)
+    coordinates = tuple(n.strip() for n in reversed(names.strip(" {}").split(",")))
+    return handle.strip(), coordinates, tuple(p.strip() for p in places if "{" not in p)
+
+
+def _copy(cta: Cta, this: Instruction, threads: Values, at: int) -> None:
     global _copies
     if "tensor" not in this.parts:
-        if "bulk" in this.parts:
-            _bulk_group(cta, this, active)
-            return
-        Cta.copy(cta, this, active)
+        (_bulk_group if "bulk" in this.parts else copy)(cta, this, threads, at)
         return
-    places = re.findall(r"\[([^\[\]]*)\]", this.text)
-    described = next(p for p in places if "{" in p)
-    plain = [p.strip() for p in places if "{" not in p]
-    handle, names = described.split(",", 1)
-    coordinates = [n.strip() for n in names.strip(" {}").split(",")]
-    for thread in np.nonzero(active)[0]:
-        box = cta.memory.boxes[int(cta.value(handle.strip())[thread])]
-        at = tuple(
-            np.array([cta.value(n)[thread] for n in reversed(coordinates)]).astype(np.uint32).view(np.int32).tolist()
-        )
-        start = int(cta.address((plain[0],))[thread])
-        there, here = box.overlap(at)
+    handle, coordinates, plain = _parts_of_copy(this.text)
+    for thread in threads:
+        one = np.array([thread])
+        box = cta.memory.boxes[int(cta.value(handle, one)[0])]
+        first = tuple(int(cta.value(n, one, "s32")[0]) for n in coordinates)
+        start = int(cta.address((plain[0],), one)[0])
+        there, here = box.overlap(first)
         data = torch.zeros(box.shape, dtype=box.tensor.dtype)
         shared = box.places(start)
         if "mbarrier::complete_tx::bytes" in this.parts or "complete_tx::bytes" in this.op:
             data[here] = box.tensor[there]
             found = data.contiguous().view(torch.uint8).numpy().reshape(shared.shape)
-            land = functools.partial(_land, cta, shared, found, int(cta.address((plain[1],))[thread]))
+            land = functools.partial(_land, cta, shared, found, int(cta.address((plain[1],), one)[0]))
             if _copies == _late:
                 cta.to_land.append(land)
             else:
@@ -149,15 +152,16 @@ def _store(
     box.tensor[there] = box.tensor[there] + found[here] if adds else found[here]
 
 
-def _bulk_group(cta: Cta, this: Instruction, active: Values) -> None:
+def _bulk_group(cta: Cta, this: Instruction, threads: Values, at: int) -> None:
     """Stores read shared memory when their thread waits for them."""
-    for thread, groups in cta.stores.items():
-        if active[thread] and "commit_group" in this.parts:
+    for thread in threads.tolist():
+        groups = cta.stores.get(thread, [[]])
+        if "commit_group" in this.parts:
             groups.append([])
-        elif active[thread]:
-            while len(groups) - 1 > int(this.operands[0][0]):
-                for store in groups.pop(0):
-                    store()
+            continue
+        while len(groups) - 1 > int(this.operands[0][0]):
+            for store in groups.pop(0):
+                store()
 
 
 def _land(cta: Cta, places: Values, data: Values, barrier: int) -> None:
@@ -184,8 +188,12 @@ def late_copy(number: int) -> Iterator[None]:
 # Products.
 
 
-def _operand(cta: Cta, descriptor: int, rows: int, is_contiguous_in_k: bool, kind: str) -> Values:
-    """Return a matrix [rows, 16] from shared memory. A row has all terms of one row of a, or of one column of b."""
+@functools.lru_cache(maxsize=4096)
+def _elements(descriptor: int, rows: int, is_contiguous_in_k: bool) -> Values:
+    """Return which halves of shared memory a matrix [rows, 16] has, whose descriptor this is.
+
+    A row has all terms of one row of a, or of one column of b.
+    """
     width = {0: 16, 1: 128, 2: 64, 3: 32}[descriptor >> 62 & 3]
     start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
     row, term = np.arange(rows)[:, None], np.arange(16)[None, :]
@@ -196,11 +204,15 @@ def _operand(cta: Cta, descriptor: int, rows: int, is_contiguous_in_k: bool, kin
     else:
         across = width // 2  # elements
         places = start + row % across * 2 + row // across * leading + term % 8 * width + term // 8 * stride
-    where = swizzled(places, width)[..., None] + np.arange(2)
-    words = cta.shared[where].view(np.uint16)[..., 0]
-    if kind == "f16":
-        return words.view(np.float16).astype(np.float64)
-    return (words.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    return swizzled(places, width) // 2
+
+
+@functools.cache
+def _accumulators(count: int) -> tuple[Values, Values]:
+    """Return which element (row, column) of a product of 64 rows each accumulator has, [accumulators, threads]."""
+    lane, i = np.arange(WARPGROUP) % WARP, np.arange(count)[:, None]
+    row, column = np.arange(WARPGROUP) // WARP * 16 + lane // 4, 2 * (lane % 4)
+    return row + 8 * (i // 2 % 2), i // 4 * 8 + column + i % 2
 
 
 IN_FLIGHT = np.uint64(0x7FC0DEAD)  # a NaN, in accumulators that nothing may read before a wait
@@ -211,16 +223,16 @@ class Products:
     """The products of a warpgroup that were issued and not waited for: groups, and accumulators by their first name."""
 
     groups: list[list[tuple[str, Callable[[], None]]]]
-    accumulators: dict[str, list[Values]]
+    accumulators: dict[str, Values]  # [accumulators, threads]
 
 
-def _multiply(cta: Cta, this: Instruction, active: Values) -> None:
+def _multiply(cta: Cta, this: Instruction, threads: Values, at: int) -> None:
     """wgmma m64nNk16: products of each warpgroup. They are computed when they are waited for."""
-    for warpgroup in np.unique(np.nonzero(active)[0] // WARPGROUP):
-        threads = slice(warpgroup * WARPGROUP, (warpgroup + 1) * WARPGROUP)
-        products = cta.products.setdefault(int(warpgroup), Products([[]], {}))
+    for warpgroup in {*(threads // WARPGROUP).tolist()}:
+        lanes = slice(warpgroup * WARPGROUP, (warpgroup + 1) * WARPGROUP)
+        products = cta.products.setdefault(warpgroup, Products([[]], {}))
         if "mma_async" in this.parts:
-            _issue(cta, this, threads, products)
+            _issue(cta, this, lanes, products)
         elif "commit_group" in this.parts:
             products.groups.append([])
         elif "wait_group" in this.parts:
@@ -231,59 +243,57 @@ def _multiply(cta: Cta, this: Instruction, active: Values) -> None:
                 products.accumulators = {x: sums for x, sums in products.accumulators.items() if x in left}
 
 
-def _issue(cta: Cta, this: Instruction, threads: slice, products: Products) -> None:
+def _issue(cta: Cta, this: Instruction, lanes: slice, products: Products) -> None:
     targets, _, _, (adds,), *_ = this.operands
+    rows = np.array([cta.registers.rows[x] for x in targets])
     sums = products.accumulators.get(targets[0])
-    accumulates = bool(cta.value(adds)[threads][0])
+    accumulates = bool(cta.registers.view(adds, "pred", lanes)[0])
     if sums is None:
-        sums = [_float(cta.value(x)[threads]) if accumulates else np.zeros(WARPGROUP) for x in targets]
+        sums = cta.registers.of_kind["f32"][rows, lanes] * np.float32(1 if accumulates else 0)
         products.accumulators[targets[0]] = sums
-    chosen = np.zeros(cta.threads, bool)
-    chosen[threads] = True
-    for target in targets:
-        cta.put(target, np.full(cta.threads, IN_FLIGHT), chosen)
-    named = {x: int(cta.value(x)[threads][0]) for (x, *more) in this.operands[1:3] if not more}  # descriptors
-    compute = functools.partial(_compute, cta, this, chosen, sums, named, accumulates=accumulates)
+    cta.registers.words[rows, lanes] = IN_FLIGHT
+    # Descriptors, which may change before the wait.
+    named = {x: int(cta.registers.view(x, "u64", lanes)[0]) for (x, *more) in this.operands[1:3] if not more}
+    compute = functools.partial(_compute, cta, this, lanes, rows, sums, named, accumulates=accumulates)
     products.groups[-1].append((targets[0], compute))
 
 
 def _compute(
-    cta: Cta, this: Instruction, chosen: Values, sums: list[Values], descriptors: dict[str, int], *, accumulates: bool
-) -> None:
+    cta: Cta, this: Instruction, lanes: slice, rows: Values, sums: Values, descriptors: dict[str, int], *,
+    accumulates: bool,
+) -> None:  # fmt: skip
     shape = next(p for p in this.parts if p.startswith("m64n"))
     n, kind = int(shape.removeprefix("m64n").removesuffix("k16")), this.parts[-1]
-    targets, a, (b,), _, *flags = this.operands
+    _, a, (b,), _, *flags = this.operands
     transposed = [int(x) for (x,) in flags[2:]]  # of a, if it is in shared memory, and of b
-    lane = np.arange(WARPGROUP) % WARP
-    row, column = np.arange(WARPGROUP) // WARP * 16 + lane // 4, 2 * (lane % 4)
+
+    def operand(descriptor: int, count: int, is_transposed: int) -> Values:
+        return widened(cta.shared_of[2][_elements(descriptor, count, not is_transposed)], kind)
+
     if len(a) == 4:
-        left = np.zeros((64, 16))
+        left = np.zeros((64, 16), np.float32)
+        row, column = _accumulators(8)
         for i, name in enumerate(a):
-            terms = _numbers(cta.value(name)[chosen], kind)
+            given = terms(cta.registers.view(name, "u32", lanes), kind)
             for e in range(2):
-                left[row + 8 * (i % 2), column + e + 8 * (i // 2)] = terms[..., e]
+                left[row[2 * i + e], column[2 * i + e]] = given[:, e]
     else:
-        left = _operand(cta, descriptors[a[0]], 64, not transposed[0], kind)
-    right = _operand(cta, descriptors[b], n, not transposed[-1], kind)
-    with np.errstate(invalid="ignore", over="ignore"):
-        product = left @ right.T  # [64, n]
-        for i, target in enumerate(targets):
-            part = product[row + 8 * (i // 2 % 2), i // 4 * 8 + column + i % 2]
-            sums[i] = (part + sums[i] if accumulates else part).astype(np.float32)
-            value = cta.value(target).copy()
-            value[chosen] = _bits(sums[i])
-            cta.put(target, value, chosen)
+        left = operand(descriptors[a[0]], 64, transposed[0])
+    right = operand(descriptors[b], n, transposed[-1])
+    product = left.astype(np.float64) @ right.astype(np.float64).T  # [64, n]
+    part = product[_accumulators(len(rows))]
+    sums[...] = part + sums if accumulates else part
+    cta.registers.of_kind["f32"][rows, lanes] = sums
 
 
-def _elect(cta: Cta, this: Instruction, active: Values) -> None:
+def _elect(cta: Cta, this: Instruction, threads: Values, at: int) -> None:
     """elect.sync: the first thread of each warp."""
     _, predicate = this.operands[0][0].split("|")
-    cta.put(predicate, (np.arange(cta.threads) % WARP == 0).astype(np.uint64), active)
+    cta.put(predicate, threads % WARP == 0, threads)
 
 
 STEPS |= {
-    "mbarrier": _mbarrier, "cp": _copy, "wgmma": _multiply, "elect": _elect, "setmaxnreg": Cta.nothing,
-    "fence": Cta.nothing,
+    "mbarrier": _mbarrier, "cp": _copy, "wgmma": _multiply, "elect": _elect, "setmaxnreg": nothing, "fence": nothing,
 }  # fmt: skip
 READY["mbarrier"] = _phase_has_ended
 ALIKE |= {"wgmma": WARPGROUP, "elect": WARP, "setmaxnreg": WARP}
