@@ -23,12 +23,17 @@ class Counters:
     retraced: dict[str, int]  # traces of mods that are traced at each call, by the place of the mod and the reason
     kernels_compiled: int
     kernels_from_disk: int
-    kernel_cache_bytes: int  # of the directory, which other processes share
     fallbacks: dict[str, int]  # slower ways that were taken, by reason
+
+    @property
+    def kernel_cache_bytes(self) -> int:
+        """Return the size of the cache directory, which other processes share. It takes 30 us per kernel in it."""
+        store = open_store(settings().cache_dir)
+        return 0 if store is None else sum(item.bytes for item in items(store))
 
     def __str__(self) -> str:
         lines = []
-        for name, value in vars(self).items():
+        for name, value in {**vars(self), "kernel_cache_bytes": self.kernel_cache_bytes}.items():
             if isinstance(value, dict):
                 lines += [
                     f"{name}: {'none' if not value else ''}".rstrip(),
@@ -64,12 +69,9 @@ def counters(reset: bool = False) -> Counters:
         {k: n - _before.get(k, 0) for k, n in counts.items() if n > _before.get(k, 0)}
         for counts in (trace.failed_guards(), trace.retraced())
     )
-    store = open_store(settings().cache_dir)
-    size = 0 if store is None else sum(item.bytes for item in items(store))
     found = Counters(
-        since["traces"], since["hits"], failed, retraced, since["compiles"], since["disk_hits"], size,
-        events.fallbacks(),
-    )  # fmt: skip
+        since["traces"], since["hits"], failed, retraced, since["compiles"], since["disk_hits"], events.fallbacks()
+    )
     if reset:
         _before.update({**now, **trace.failed_guards(), **trace.retraced()})
         events.forget_fallbacks()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import sys
@@ -15,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 import flexattn
 from flexattn import AuxRequest, create_block_mask, distributed, mods
@@ -42,6 +44,9 @@ one_process: Any = flexattn.flex_attention
 
 # On ranks.
 
+# Ranks are forked from a process that has imported what takes two seconds.
+multiprocessing.set_forkserver_preload(["torch.distributed.tensor", "torch.distributed.fsdp", "flexattn.distributed"])
+
 
 def started(rank: int, ranks: int, port: int, function: Worker, arguments: tuple[Any, ...]) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -63,7 +68,7 @@ def on_ranks(ranks: int, function: Worker, *arguments: Any) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    spawn(started, (ranks, port, function, arguments), ranks)
+    start_processes(started, (ranks, port, function, arguments), ranks, start_method="forkserver")
 
 
 def mesh_of(ranks: int) -> Any:
@@ -184,8 +189,10 @@ def test_all_masks_on_two_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_all_masks_on_four_ranks() -> None:
-    on_ranks(4, equal_to_one_process, tuple(MASKS), SCHEMES, S, False)
+@pytest.mark.parametrize("i", range(3), ids=SCHEMES)
+def test_all_masks_on_four_ranks(i: int) -> None:
+    """Each mask with one of the schemes, as two ranks have all pairs of them."""
+    on_ranks(4, equal_to_one_process, tuple(MASKS)[i::3], (SCHEMES[i],), S, False)
 
 
 @pytest.mark.slow
@@ -646,28 +653,22 @@ def test_wrong_calls_name_their_argument() -> None:
 def one_is_missing(rank: int, ranks: int, how: str) -> None:
     plan = create_cp_plan(mods.causal, None, None, 512, 512, mesh_of(ranks), scheme="gather")
     q, k, v = (plan.shard(x, 2) for x in inputs(512, torch.float32))
-    group: Any = plan.device_mesh.get_group()
-    group._set_default_timeout(timedelta(seconds=5))
+    distributed_c10d._set_pg_timeout(timedelta(seconds=2), plan.device_mesh.get_group())
     if rank == 1:
         if how == "killed":
-            os._exit(1)
-        time.sleep(12)
+            os._exit(0)
+        time.sleep(6)
         return
     began = time.monotonic()
-    try:
+    with pytest.raises(RuntimeError, match=r"(?i)timed out|closed"):
         flex_attention(q, k, v, enable_gqa=True, plan=plan)
-    except RuntimeError:
-        assert time.monotonic() - began < 11
-        raise
-    raise AssertionError("it returned without the other rank")
+    assert time.monotonic() - began < 5.5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "late"])
 def test_a_missing_rank_is_an_error_within_the_timeout(how: str) -> None:
-    with pytest.raises(Exception) as caught:  # a killed process and a raising one differ
-        on_ranks(2, one_is_missing, how)
-    assert "AssertionError" not in str(caught.value)
+    on_ranks(2, one_is_missing, how)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -33,23 +33,23 @@ def test_every_fragment_is_drawn_in_two_thousand_programs() -> None:
     assert len(FRAGMENTS) >= 100
 
 
-# Lines of the guard that are left out, and how many programs find that.
+# Lines of the guard that are left out, and a program that finds that.
 PLANTS = {
-    "the code of functions": (r"__code__", 80),
-    "the type of an object": (r"^if type\(\w+\) is not r\d+\(\)", 80),
-    "numbers and strings": (r"^if type\(\w+\) is not c\d+ or \w+ !=", 150),
-    "that a global is not set": (r"^if not \('\w+' not in v\d+\)", 80),
-    "the order of bases": (r"__mro__", 300),
-    "that a class has no such attribute": (r"not in v\d+\.__dict__", 300),
-    "lengths": (r"^if not \(len\(v\d+\) ==", 150),
-    "None and booleans": (r" is not (None|True|False): ", 400),
-    "the keys of dicts": (r"^if not \(list\(", 400),
-    "the dtypes of tensors": (r"\.dtype is ", 500),
-    "which object it is": (r"^if \S+ is not v\d+: ", 400),
+    "the code of functions": (r"__code__", 0),
+    "the type of an object": (r"^if type\(\w+\) is not r\d+\(\)", 6),
+    "numbers and strings": (r"^if type\(\w+\) is not c\d+ or \w+ !=", 133),
+    "that a global is not set": (r"^if not \('\w+' not in v\d+\)", 10),
+    "the order of bases": (r"__mro__", 7),
+    "that a class has no such attribute": (r"not in v\d+\.__dict__", 187),
+    "lengths": (r"^if not \(len\(v\d+\) ==", 4),
+    "None and booleans": (r" is not (None|True|False): ", 203),
+    "the keys of dicts": (r"^if not \(list\(", 39),
+    "the dtypes of tensors": (r"\.dtype is ", 177),
+    "which object it is": (r"^if \S+ is not v\d+: ", 3),
 }
 
 
-def first_failure(numbers: range) -> int | None:
+def first_failure(numbers: Iterable[int]) -> int | None:
     """Return the number of the first program that finds a difference."""
     return next((n for n in numbers if state.run_program(0, n).failure), None)
 
@@ -69,12 +69,12 @@ def without_lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield leave_out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_read_that_is_not_guarded_is_found(name: str, without_lines: Any) -> None:
-    pattern, most = PLANTS[name]
+    pattern, known = PLANTS[name]
     without_lines(pattern)
-    assert first_failure(range(most)) is not None
+    # A new fragment changes what the programs are. Then the first five hundred must find it, which takes a minute.
+    assert first_failure((known, *range(500))) is not None
 
 
 def test_a_guard_that_checks_nothing_is_found(without_lines: Any) -> None:
