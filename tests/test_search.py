@@ -111,7 +111,7 @@ def test_tuning_reads_well():
         "        1.000  1.000..1.000         64 x 64, warps 4, stages 2  (in use)",
         "                                    16 x 64, warps 4, stages 2: spills 900 bytes",
         "",
-        "hopper_backward: Hopper kernel, whose tile is fixed",
+        "hopper_backward: its tile is fixed",
     ]
 
 

@@ -69,7 +69,7 @@ class Tuning:
 
     device: str
     kernels: tuple[KernelTuning, ...]
-    fixed: tuple[str, ...] = ()  # kernels of the call with only one tile: the Hopper kernels
+    fixed: tuple[str, ...] = ()  # kernels of the call with only one tile: Hopper kernels, and the small backward
     file: Path | None = None  # where the best tiles were stored
 
     def rows(self) -> tuple[TileRow, ...]:
@@ -78,6 +78,6 @@ class Tuning:
         return tuple(TileRow(k.architecture, k.key, k.best.tile, self.device, date) for k in self.kernels)
 
     def __str__(self) -> str:
-        fixed = [f"{name}: Hopper kernel, whose tile is fixed" for name in self.fixed]
+        fixed = [f"{name}: its tile is fixed" for name in self.fixed]
         kept = f"remembered in {self.file}" if self.file else "not remembered"
         return "\n\n".join([f"tiles on {self.device}, {kept}", *map(str, self.kernels), *fixed])

@@ -74,6 +74,10 @@ class _Call:
     def kernel(self) -> str:
         return self.spec.name
 
+    @property
+    def has_one_tile(self) -> bool:
+        return self.plan.is_hopper or self.spec.fixed_tile is not None
+
     def run(self) -> None:
         run_kernel(self.spec, self.problem, self.tensors, self.arrays)
 
@@ -91,14 +95,15 @@ def tune_problem(problem: Problem, effort: Effort, keep: bool) -> Tuning:
     with_backward = wants_gradient(problem)
     with torch.no_grad(), _current(problem.query.device):
         calls = _calls(problem, with_backward)
-        tuned = [call for call in calls if call.kernel in effort.kernels and not call.plan.is_hopper]
+        tuned = [call for call in calls if call.kernel in effort.kernels and not call.has_one_tile]
         plans = {call.kernel: candidates(call.plan, call.problem, call.tensors) for call in tuned}
         needed = [*(call.plan for call in calls), *(plan for some in plans.values() for plan in some)]
         notes = build_apart(list(map(render, needed)), needed[0].target, effort.processes, effort.seconds)
         for call in calls:
             call.run()
         kernels = tuple(_tune(call, plans[call.kernel], notes, effort) for call in tuned)
-    tuning = Tuning(_device_name(problem.query.device), kernels, tuple(c.kernel for c in calls if c.plan.is_hopper))
+    fixed = tuple(call.kernel for call in calls if call.spec.products and call.has_one_tile)
+    tuning = Tuning(_device_name(problem.query.device), kernels, fixed)
     if keep and kernels:
         tuning = replace(tuning, file=remember(tuning.rows()))
         forget_launches()

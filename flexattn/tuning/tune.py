@@ -43,8 +43,8 @@ def tune(
 
     Later calls, in this and other processes, use a saved tile if architecture, kernel, dtype, head dims, kind of
     score_mod and presence of a mask are the same. `explain` prints where a tile comes from. The backward is measured
-    too if a tensor requires a gradient. Calling tune again continues from the best tiles. Hopper kernels have one tile
-    each and are not tuned.
+    too if a tensor requires a gradient. Calling tune again continues from the best tiles. Hopper kernels and the
+    one-kernel backward of small problems have one tile each and are not tuned.
 
     Args:
         query, key, value, score_mod, block_mask, scale, enable_gqa: as in flex_attention. They are not changed.
