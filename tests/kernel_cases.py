@@ -321,7 +321,6 @@ SCORES: dict[str, Any] = {
     "score_in_index": _table(
         lambda H, M, N: (9,),
         lambda s, b, h, i, j, t, M, N: s + t[(s.detach() * 2).to(torch.int32).clamp(-4, 4)],
-        learn=False,
     ),
     "nested": _nested,
     "nested_pairs": _nested_pairs,
@@ -335,6 +334,9 @@ SCORES: dict[str, Any] = {
     "over_rows": _table(lambda H, M, N: (M,), lambda s, b, h, i, j, t, M, N: s / (t[i].abs() + 1.0 * (i < M))),
     "fixed_over_rows": _table(
         lambda H, M, N: (M,), lambda s, b, h, i, j, t, M, N: s / (t[i].abs() + 1.0 * (i < M)), learn=False
+    ),
+    "one_over_rows": _table(  # the gradient of the score does not change
+        lambda H, M, N: (M,), lambda s, b, h, i, j, t, M, N: s + 0.3 / (t[i].abs() + 1.0 * (i < M)), learn=False
     ),
     "log_of_rows": _table(lambda H, M, N: (H, M), lambda s, b, h, i, j, t, M, N: s + 0.1 * torch.log(t[h, i] ** 2)),
     "before_the_end": _table(lambda H, M, N: (H,), lambda s, b, h, i, j, t, M, N: s * t[h] + 2.0 / (M - i)),

@@ -179,11 +179,12 @@ class Cta:
         if not len(threads):
             return False
         lanes = slice(int(threads[0]), int(threads[-1]) + 1)
-        stretch = self.stretch(at, lanes)
         active = None
         if len(threads) < lanes.stop - lanes.start:
             active = np.zeros(lanes.stop - lanes.start, bool)
             active[threads - lanes.start] = True
+        in_turns = active is not None or _order is not None or bool(_behind)
+        stretch = self.stretch(at, lanes, in_turns)
         self.registers.words[self.registers.rows["%clock64"]] += np.uint64(stretch.end - at)
         self.at[threads] = stretch.end
         done = 0
@@ -195,9 +196,8 @@ class Cta:
             raise type(error)(f"{self.program.code[at + done].text}: {error}") from error
         return True
 
-    def stretch(self, at: int, lanes: slice) -> Stretch:
-        """Return what these threads do from here until others may be the next."""
-        in_turns = _order is not None or bool(_behind)
+    def stretch(self, at: int, lanes: slice, in_turns: bool) -> Stretch:
+        """Return what threads do from here until others may be next: with `in_turns`, before they meet."""
         key = (at, lanes.start, lanes.stop, in_turns)
         if key not in self.stretches:
             steps, end = [self.step_of(self.program.code[at], at, lanes)], at + 1
@@ -213,7 +213,7 @@ class Cta:
         if before.parts[0] in _TURNS or place in self.targets or this.parts[0] in READY:
             return False
         alike = ALIKE.get(this.parts[0], 1)
-        return alike == 1 or not in_turns and lanes.start % alike == 0 and lanes.stop % alike == 0
+        return alike == 1 or (not in_turns and lanes.start % alike == 0 and lanes.stop % alike == 0)
 
     def step_of(self, this: Instruction, at: int, lanes: slice) -> Callable[[Values], None]:
         """Return what does an instruction for threads of a range."""

@@ -57,6 +57,11 @@ CASES: dict[str, tuple[Sizes, str | None, str | None]] = {  # sizes, score_mod a
     "D 192 and a table": (Sizes(1, 2, 1, 150, 140, 192, 128), "fixed_bias", "causal"),
     "D 144 and 40": (Sizes(2, 2, 1, 150, 140, 144, 40), "softcap", "document"),
     "D 256": (Sizes(1, 1, 1, 150, 140, 256, 256), "softcap", "causal"),
+    "infinite past the end": (NARROW, "one_over_rows", None),
+    "infinite past the end, causal": (WIDE, "one_over_rows", "causal"),
+    "infinite past the end, any mask": (NARROW, "one_over_rows", "holes"),
+    "infinite past the end, D 192": (Sizes(1, 2, 1, 150, 140, 192, 128), "one_over_rows", "causal"),
+    "infinite past the end, D 256": (Sizes(1, 1, 1, 150, 140, 256, 256), "one_over_rows", "causal"),
 }
 
 

@@ -14,7 +14,7 @@ from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.lower import loads_where_live
 from flexattn.compile.mod_plan import TRITON_DTYPE
 from flexattn.compile.scalars import FEW_SPLITS
-from flexattn.compile.scatter import LARGEST_UNITS, needs_live
+from flexattn.compile.scatter import LARGEST_UNITS
 
 
 class Constant(NamedTuple):
@@ -114,13 +114,12 @@ def _loads_per_pair(plan: KernelPlan) -> bool:
 
 
 def _checks_queries(plan: KernelPlan) -> bool:
-    """Whether dK/dV masks queries past the end of a run. Past M shift is +inf: weights are 0 if scores are finite."""
-    return plan.cuts_blocks or "q_offsets" in plan.features or not plan.stays_finite
+    """Whether dK/dV masks queries past the end of a run.
 
-
-def _sums_ask_live(plan: KernelPlan) -> bool:
-    """Whether score_scatter takes `live`. Otherwise the contributions of all other positions are already 0."""
-    return plan.grad is not None and (needs_live(plan.grad) or not plan.stays_finite)
+    Past M shift is +inf, so weights are 0 unless scores are infinite or NaN. Those of a score_mod may be:
+    `score / row[q_idx]`, where a row past M is 0 or what the memory contains.
+    """
+    return plan.cuts_blocks or "q_offsets" in plan.features or plan.score is not None
 
 
 def _keys_together(plan: KernelPlan) -> int:
@@ -172,7 +171,6 @@ CONSTANTS = (
     Constant("PAGE_SIZE", _has_pages, lambda plan: plan.page_size),
     Constant("PAGES_PER_TILE", _has_pages, lambda plan: plan.pages_per_tile),  # 0: looked up for each key
     Constant("DTYPE", _has_sums, lambda plan: f"tl.{TRITON_DTYPE[plan.dtype]}"),
-    Constant("SUMS_ASK_LIVE", _has_sums, _sums_ask_live),
     Constant("LARGEST_UNITS", _has_integer_sums, lambda plan: LARGEST_UNITS),
     Constant("PHILOX_ROUNDS", _has_dropout, lambda plan: ROUNDS),
     Constant("TRANSPOSED", _has_dropout, lambda plan: plan.transposed),

@@ -42,8 +42,8 @@ def _lowered(plan: KernelPlan) -> list[str]:
         ends, mask_mod = lower_with_ends(plan.mask, dialect.of_masks(ptx=True))
         found += [ends] if has_intervals_only(plan) else [ends, mask_mod]
     elif plan.mask is not None:
-        # Weights of queries past the end are 0 without a limit, but the derivative of score_mod may be anything there.
-        limited = not plan.transposed or plan.scales_gradient
+        # Weights of queries past the end are 0 without a limit, unless score_mod is infinite or NaN there.
+        limited = not plan.transposed or plan.score is not None
         found.append(
             lower_row_bounds(plan.mask, "mask_mod", dialect.of_masks(ptx=True), limited=limited, rows=plan.transposed)
         )

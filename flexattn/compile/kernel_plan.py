@@ -19,7 +19,6 @@ from flexattn.compile.head_dims import pieces_of, smallest_widths, split_head_di
 from flexattn.compile.kernel_source import kernel_name
 from flexattn.compile.mod_plan import ModPlan
 from flexattn.compile.tiles import Tile
-from flexattn.graph.finite import stays_finite
 from flexattn.machine.target import Target
 from flexattn.process.frozen_class import frozen
 
@@ -317,11 +316,6 @@ class KernelPlan:
             return False
         output = self.grad.graph.outputs[0]
         return output is None or not self.grad.graph.is_input(output, "grad")
-
-    @property
-    def stays_finite(self) -> bool:
-        """Whether scores and their gradients are finite in rows past the end, where all that is read is 0."""
-        return all(mod is None or stays_finite(mod.graph) for mod in (self.score, self.grad))
 
     @property
     def sums(self) -> str:

@@ -70,17 +70,6 @@ def scatter_arguments(mod: ModPlan, sums: str) -> tuple[tuple[str, str], ...]:
     return tuple((a.name, a.type) for a in capture_sum_arguments(mod, sums))
 
 
-def needs_live(mod: ModPlan) -> bool:
-    """Return whether a site needs `live`.
-
-    It does not if it receives the unchanged gradient of the score, which is 0 where `live` is false, and its index does
-    not load from another captured tensor per (q, kv) pair, which is allowed only where `live` is true.
-    """
-    graph = mod.graph
-    passed = all(o is not None and graph.is_input(o, "grad") for o in graph.outputs[1:])
-    return not passed or any(after_loads_per_pair(graph)[a] for site in graph.sites for a in graph.nodes[site].args)
-
-
 def scatter_loads(mod: ModPlan, sums: str) -> tuple[tuple[str, str], ...]:
     """Return (value, pointer) of the scalars that a program loads once for all of its tiles."""
     pointers = [name for name, _ in scatter_arguments(mod, sums) if name.endswith("_scale_ptr")]
@@ -117,8 +106,7 @@ def lower_sizes(mod: ModPlan, function: str, dialect: Dialect) -> str:
 def lower_scatter(mod: ModPlan, function: str, dialect: Dialect, sums: str) -> str:
     """Return the text of a function that adds the gradient of each captured tensor to its buffer.
 
-    `live` is None if no site needs it (`needs_live`). m0 and n0 are the first q_idx and kv_idx of the tile, which has
-    queries along axis 0 and keys along axis 1.
+    m0 and n0 are the first q_idx and kv_idx of the tile, which has queries along axis 0 and keys along axis 1.
     """
     graph = mod.graph
     writer = Writer(mod, dialect)
@@ -133,7 +121,7 @@ def lower_scatter(mod: ModPlan, function: str, dialect: Dialect, sums: str) -> s
             body += _add_diagonals(i, f"{function}_pointers{i}", arguments, one_cell, _ADD[sums], name)
             continue
         for axis, index in ((0, "q_idx"), (1, "kv_idx")):
-            if index not in graph.dependence[site]:
+            if not graph.dependence[site] & {index, "score"}:
                 body.append(f"d{i} = tl.sum(d{i}, {axis}, keep_dims=True)")
         body += _add(mod, i, f"{function}_pointers{i}", arguments, sums)
     text = writer.function(function, [*mod_parameters(graph), "live", "m0", "n0"], [*body, "return"], buffers)
@@ -196,7 +184,7 @@ def _add(mod: ModPlan, i: int, function: str, arguments: str, sums: str) -> list
     name = mod.capture_name(graph.loads[site].capture)
     pointers, inside = (f"tl.broadcast_to({x}, d{i}.shape)" for x in ("pointers", "inside"))
     return [
-        f"pointers, inside = {function}(b, h, q_idx, kv_idx, live, {arguments})",
+        f"pointers, inside = {function}({', '.join(_of_index(graph, site))}, {arguments})",
         *(["if live is not None:", "    inside = inside & live"] if varies_per_pair(graph, site) else []),
         _ADD[sums].format(pointers=pointers, value=f"d{i}", inside=inside, name=name),
     ]
@@ -237,7 +225,12 @@ def _pointers(mod: ModPlan, dialect: Dialect, node: Load, site: int, function: s
     if not index or site in mod.inside:
         inside = "b >= 0"
     result = f"return {' + '.join([f'{name}_grad_ptr', *terms])}, {inside}"
-    return writer.function(function, ["b", "h", "q_idx", "kv_idx", "live"], [result], buffers)
+    return writer.function(function, _of_index(mod.graph, site), [result], buffers)
+
+
+def _of_index(graph: ModGraph, site: int) -> list[str]:
+    """Return the inputs of the function that computes the address of a site. Few indices depend on the score."""
+    return [*(["score", "sm_scale"] if "score" in graph.dependence[site] else []), "b", "h", "q_idx", "kv_idx", "live"]
 
 
 def _add_diagonals(i: int, function: str, arguments: str, one_cell: bool, adder: str, name: str) -> list[str]:
