@@ -163,6 +163,7 @@ class Cta:
         self.registers.words[self.registers.rows["%tid.x"]] = np.arange(self.threads)
         self.at = np.zeros(self.threads, int)  # the instruction that each thread does next
         self.blocked = np.zeros(self.threads, bool)  # at a barrier, behind which `at` is
+        self.asleep = np.zeros(self.threads, bool)  # found not READY, and nothing has happened that would change it
         self.arrived: dict[int, Values] = {}  # which threads, by barrier
         self.turns, self.first = 0, 0  # of `any_order`
         self.to_land: list[Callable[[], None]] = []  # copies that were issued and have not arrived
@@ -257,7 +258,7 @@ class Cta:
     def next(self) -> tuple[int, Values]:
         """Return the first place at which threads can go on, and which ones."""
         end = len(self.program.code)
-        free = ~self.blocked & (self.at < end)
+        free = ~(self.blocked | self.asleep) & (self.at < end)
         for place, among in self.places(free):
             here = among & (self.at == place)
             this = self.program.code[place]
@@ -274,7 +275,8 @@ class Cta:
             self.to_land.pop()()
             return self.next()
         if (self.at < end).any():
-            raise RuntimeError(f"all threads wait, at {[self.program.code[p].text for p in np.unique(self.at[free])]}")
+            waiting = np.unique(self.at[self.at < end])
+            raise RuntimeError(f"all threads wait, at or before {[self.program.code[p].text for p in waiting]}")
         return end, np.nonzero(free)[0]
 
     def places(self, free: Values) -> Iterator[tuple[int, Values]]:
@@ -285,10 +287,11 @@ class Cta:
         warps = sorted(range(self.threads // WARP), key=lambda warp: warp in _behind)
         if _order is not None:
             warps = self.in_any_order(_order, warps)
+        end = len(self.program.code)
+        first = np.where(free, self.at, end).reshape(-1, WARP).min(1).tolist()
         for warp in warps:
-            among = free & (self.of_warps == warp)
-            if among.any():
-                yield int(self.at[among].min()), among
+            if first[warp] < end:
+                yield first[warp], free & (self.of_warps == warp)
 
     def in_any_order(self, order: random.Random, warps: list[int]) -> list[int]:
         """Return warps in random order, after one that stays the first for a while."""

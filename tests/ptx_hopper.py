@@ -60,6 +60,7 @@ def _init(cta: Cta, this: Instruction, threads: Values) -> None:
     n = int(cta.value(count, threads)[0])
     for address in {*cta.address(place, threads).tolist()}:
         cta.mbarriers[address] = [0, n, n, 0]
+    cta.asleep[:] = False
 
 
 def _arrive(cta: Cta, this: Instruction, threads: Values) -> None:
@@ -78,6 +79,7 @@ def _end_phase(cta: Cta, address: int) -> None:
     assert left >= 0, f"too many arrivals at the barrier {address}"
     if left == 0 and to_come == 0:
         cta.mbarriers[address] = [phase ^ 1, count, count, 0]
+        cta.asleep[:] = False
 
 
 def _mbarrier(cta: Cta, this: Instruction, threads: Values, at: int) -> None:
@@ -102,6 +104,7 @@ def _phase_has_ended(cta: Cta, this: Instruction, here: Values) -> Values:
     ended = here.copy()
     for address in {*addresses.tolist()}:
         ended[threads[(addresses == address) & (wanted == cta.mbarriers[address][0])]] = False
+    cta.asleep |= here & ~ended
     return ended
 
 
