@@ -26,7 +26,10 @@ class Instruction:
     @property
     def kind(self) -> str:
         """The type that is named last."""
-        return next(p for p in reversed(self.parts) if p in KINDS)
+        found = next((p for p in reversed(self.parts) if p in KINDS), None)
+        if found is None:
+            raise NotImplementedError(self.text)
+        return found
 
     @property
     def bits(self) -> int:
@@ -126,10 +129,21 @@ def moved(this: Instruction, registers: Registers, lanes: slice) -> Callable[[],
     return split
 
 
+def _in_halves(function: np.ufunc) -> Callable[..., Values]:
+    """Return a function of the two 16-bit numbers in each word."""
+
+    def halves(x: Values) -> Values:
+        return np.ascontiguousarray(x).view(np.int16).reshape(-1, 2)
+
+    return lambda x, y: np.ascontiguousarray(function(halves(x), halves(y))).view(np.uint32)[:, 0]
+
+
 def _alike(on_floats: Callable[..., Values], on_whole: Callable[..., Values]) -> Callable[[Instruction], Rule]:
     """Return the rule of an operation that floats and whole numbers have, on as many operands as it is given."""
 
     def rule(this: Instruction) -> Rule:
+        if this.parts[-1] == "s16x2" and isinstance(on_whole, np.ufunc):
+            return Rule(("u32", "u32"), "u32", _in_halves(on_whole))
         kinds = (this.kind,) * (len(this.operands) - 1)
         return Rule(kinds, this.kind, on_floats if this.kind[0] == "f" else on_whole)
 

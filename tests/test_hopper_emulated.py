@@ -305,6 +305,22 @@ def test_empty_halves_of_blocks_are_skipped(form: str, D: int, monkeypatch: pyte
         assert relative_rmse(x, y) < 4e-3, of
 
 
+@pytest.mark.slow
+def test_weights_without_a_product_are_kept_until_dv_has_read_them() -> None:
+    """The portable backward, with a score_mod that ignores the score."""
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return torch.sin(0.75 * q_idx + kv_idx)
+
+    q, k, v, d_out = drawn(Sizes(1, 1, 1, 128, 64, 16, 96))
+    out = flex_attention(q, k, v.requires_grad_(), score_mod, kernel_options={"BACKEND": "TRITON"})
+    wide = v.detach().double().requires_grad_()
+    expected, _ = reference.attention(q, k, wide, score_mod)
+    assert relative_rmse(out, expected) < 4e-3
+    (dv,), (d_wide,) = torch.autograd.grad(out, v, d_out), torch.autograd.grad(expected, wide, d_out.double())
+    assert relative_rmse(dv, d_wide) < 4e-3
+
+
 def relative_rmse(x: Tensor, y: Tensor) -> float:
     finite = y.isfinite()
     assert torch.equal(x.isfinite(), finite)
