@@ -218,6 +218,12 @@ def _field(this: Instruction) -> Rule:
     return Rule((kind, "u32", "u32"), kind, function)
 
 
+def _inserted(a: Values, b: Values, first: Values, count: Values) -> Values:
+    """bfi: b with the lowest bits of a at a place."""
+    mask = np.uint32((1 << int(count[0])) - 1)
+    return b & ~(mask << first) | (a & mask) << first
+
+
 def _logic(a: Values, b: Values, c: Values, table: Values) -> Values:
     """lop3: the bits whose row of the table is 1."""
     found = np.zeros_like(a)
@@ -309,7 +315,7 @@ RULES: dict[str, Callable[[Instruction], Rule]] = {
     "or": _alike(np.bitwise_or, np.bitwise_or), "xor": _alike(np.bitwise_xor, np.bitwise_xor),
     "not": _alike(np.invert, np.invert), "shl": _shift(left=True), "shr": _shift(left=False),
     "popc": lambda this: Rule((this.kind,), "u32", np.bitwise_count), "cvta": _alike(np.positive, np.positive),
-    "bfe": _field, "lop3": lambda this: Rule(("u32",) * 4, "u32", _logic),
+    "bfe": _field, "bfi": lambda this: Rule(("u32",) * 4, "u32", _inserted), "lop3": lambda this: Rule(("u32",) * 4, "u32", _logic),
     "prmt": lambda this: Rule(("u32",) * 3, "u32", _permute), "cvt": _convert, "setp": _compare,
     "selp": lambda this: Rule((this.kind, this.kind, "pred"), this.kind, lambda x, y, which: np.where(which, x, y)),
 }  # fmt: skip
