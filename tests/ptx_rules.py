@@ -315,7 +315,8 @@ RULES: dict[str, Callable[[Instruction], Rule]] = {
     "or": _alike(np.bitwise_or, np.bitwise_or), "xor": _alike(np.bitwise_xor, np.bitwise_xor),
     "not": _alike(np.invert, np.invert), "shl": _shift(left=True), "shr": _shift(left=False),
     "popc": lambda this: Rule((this.kind,), "u32", np.bitwise_count), "cvta": _alike(np.positive, np.positive),
-    "bfe": _field, "bfi": lambda this: Rule(("u32",) * 4, "u32", _inserted), "lop3": lambda this: Rule(("u32",) * 4, "u32", _logic),
+    "bfe": _field, "bfi": lambda this: Rule(("u32",) * 4, "u32", _inserted),
+    "lop3": lambda this: Rule(("u32",) * 4, "u32", _logic),
     "prmt": lambda this: Rule(("u32",) * 3, "u32", _permute), "cvt": _convert, "setp": _compare,
     "selp": lambda this: Rule((this.kind, this.kind, "pred"), this.kind, lambda x, y, which: np.where(which, x, y)),
 }  # fmt: skip
