@@ -173,13 +173,14 @@ def _tile(
         # Triton 3.6 cannot pipeline a load whose address depends on a dot product.
         tile = replace(tile, num_stages=1)
     if problem.score is not None and spec.owns_keys and target.is_hopper and _ignores_score(problem.score.graph):
-        # Weights then depend on no product of the loop, and Triton waits for those of dv too late: they read weights
-        # from registers that the next iteration writes. In the emulator dv is wrong (Dv 96).
+        # The weights then depend on no product of the loop, and Triton pipelines the products of dv. These may still
+        # read weights from registers when the next iteration overwrites them: dv is wrong in the emulator at Dv 96.
         tile = replace(tile, num_stages=1)
     return tile
 
 
 def _ignores_score(graph: ModGraph) -> bool:
+    """Return whether the result of a score_mod does not depend on the score."""
     output = graph.outputs[0]
     return output is not None and "score" not in graph.dependence[output]
 
