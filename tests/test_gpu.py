@@ -33,9 +33,12 @@ from torch.nn.attention import flex_attention as upstream
 
 import flexattn
 from flexattn import AuxOutput, AuxRequest, BlockMask, create_block_mask, flex_attention, mods
+from flexattn.graph.bound_mod import _literal_on
+from flexattn.graph.tables_by_distance import read_tables_by_distance
 from flexattn.machine.target import target_of
 from flexattn.reference import attention
 from flexattn.runtime.build import stats
+from flexattn.trace.trace import trace
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -478,6 +481,32 @@ def test_cuda_graphs() -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(out, flex_attention(q, k, v, mods.softcap(9.0), mask))
+
+
+def test_a_cuda_graph_keeps_what_it_reads() -> None:
+    """Constants of mods and masks that the package caches: they are evicted, and their memory is written to."""
+    q, k, v = (randn(1, 4, 256, 64, seed=i) for i in range(3))
+    alibi, t5 = mods.alibi(4), mods.t5_bias(randn(32, 4))
+
+    def window(size: int) -> BlockMask:
+        return create_block_mask(mods.sliding_window(size), None, None, 256, 256, device="cuda")
+
+    def attend() -> list[Tensor]:
+        return [flex_attention(q, k, v, score, window(100)) for score in (alibi, t5)]
+
+    with torch.no_grad():
+        want, graph = attend(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = attend()
+        for i in range(300):
+            window(i % 90 + 3)
+            _literal_on(bytes([i % 256, i // 256, 0, 0]), torch.float32, torch.Size([1]), q.device)
+            read_tables_by_distance(trace(t5, "score"), 256 + i, 256)
+        torch.cuda.empty_cache()
+        torch.full((2**26,), -1, dtype=torch.int32, device="cuda")
+        graph.replay()
+        torch.cuda.synchronize()
+    assert all(map(torch.equal, found, want))
 
 
 def test_autocast() -> None:

@@ -7,25 +7,34 @@ import gc
 import linecache
 import sys
 import types
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
 import flexattn
-from flexattn import create_block_mask, flex_attention
-from flexattn.process.tensor_cache import kept
+from flexattn import create_block_mask, flex_attention, mods
+from flexattn.errors import UnsupportedError
+from flexattn.mask_build import cache as mask_cache
 from flexattn.runtime import launch
 from flexattn.runtime.build import build
+from flexattn.torch_state import lasting, tensor_cache
+from flexattn.torch_state.tensor_cache import kept
+
+CPU = torch.device("cpu")
 
 
 def test_tensors_that_were_used_last_are_kept():
     made: list[int] = []
 
     @kept(4000)
-    def ones(n: int, copy: int = 0) -> torch.Tensor:
+    def ones_on(n: int, device: torch.device) -> torch.Tensor:
         made.append(n)
-        return torch.ones(n)
+        return torch.ones(n, device=device)
+
+    def ones(n: int) -> torch.Tensor:
+        return ones_on(n, CPU)
 
     first = ones(300)
     assert ones(300) is first and ones(301) is ones(301)
@@ -40,17 +49,71 @@ def test_tensors_that_were_used_last_are_kept():
 
 def test_the_number_of_tensors_is_bounded_too():
     @kept(2**20)
-    def nothing(n: int) -> torch.Tensor | None:
+    def nothing(n: int, device: torch.device) -> torch.Tensor | None:
         made.append(n)
         return None
 
     made: list[int] = []
     for n in range(300):
-        nothing(n)
-    nothing(299)
+        nothing(n, CPU)
+    nothing(299, CPU)
     assert len(made) == 300
-    nothing(0)
+    nothing(0, CPU)
     assert len(made) == 301
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether a CUDA graph is captured, which a test may change."""
+    captures = [False]
+    for module in (lasting, tensor_cache):
+        monkeypatch.setattr(module, "is_capturing", lambda device: captures[0])
+    return captures
+
+
+def test_a_cuda_graph_keeps_what_it_reads(capture: list[bool]) -> None:
+    """An evicted tensor may be freed, unless it was found in a capture: replays read its memory."""
+
+    @kept(4000)
+    def ones(n: int, device: torch.device) -> torch.Tensor:
+        return torch.ones(n, device=device)
+
+    read, other = weakref.ref(ones(300, CPU)), weakref.ref(ones(301, CPU))
+    capture[0] = True
+    assert ones(300, CPU) is read()
+    capture[0] = False
+    for n in range(400, 405):
+        ones(n, CPU)
+    assert read() is not None and other() is None
+    assert ones(300, CPU) is not read()
+
+
+def test_a_first_call_in_a_capture_is_an_error(capture: list[bool]) -> None:
+    @kept(4000)
+    def ones(n: int, device: torch.device) -> torch.Tensor:
+        return torch.ones(n, device=device)
+
+    capture[0] = True
+    with pytest.raises(UnsupportedError, match="one such call before the capture"):
+        ones(3, CPU)
+
+
+def test_a_mask_found_in_a_capture_stays(capture: list[bool]) -> None:
+    def build(window: int) -> flexattn.BlockMask:
+        return create_block_mask(mods.sliding_window(window), None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+
+    mask_cache.clear()
+    lists = []
+    for window in (3, 5):
+        capture[0] = window == 3
+        build(window)
+        capture[0] = window == 3
+        lists.append(weakref.ref(build(window).kv_runs.partial.runs))
+    capture[0] = False
+    for window in range(7, 100):
+        build(window)
+    gc.collect()
+    assert [ref() is not None for ref in lists] == [True, False]
 
 
 _OPENED = (dict, list, tuple, set, frozenset, types.CellType)

@@ -10,7 +10,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.process.frozen_class import frozen
-from flexattn.process.tensor_cache import kept
+from flexattn.torch_state.lasting import kept_for_graphs
+from flexattn.torch_state.tensor_cache import kept
 from flexattn.torch_state.transforms import outside
 
 
@@ -62,10 +63,10 @@ def _on(device: torch.device, capture: Tensor, literal: bool) -> Tensor:
     placed = _placed.get(capture) if capture.numel() > _LARGE else None
     if placed is None or placed.device != device:
         data = capture.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
-        placed = _literal_on(device, data, capture.dtype, capture.shape)
+        placed = _literal_on(data, capture.dtype, capture.shape, device)
         if capture.numel() > _LARGE:
             _placed[capture] = placed
-    return placed
+    return kept_for_graphs(device, placed)
 
 
 _LARGE = 1024  # elements; larger literals have one tensor per trace, so they are cached by tensor instead of by bytes
@@ -73,6 +74,6 @@ _placed = WeakTensorKeyDictionary()  # literal -> its copy on a GPU
 
 
 @kept(2**26)
-def _literal_on(device: torch.device, data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+def _literal_on(data: bytes, dtype: torch.dtype, shape: torch.Size, device: torch.device) -> Tensor:
     with torch.inference_mode(False), outside():
         return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape).to(device, copy=True)

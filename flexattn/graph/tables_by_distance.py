@@ -19,7 +19,7 @@ from flexattn.graph.dependence import PAIR_INDICES, computed_from
 from flexattn.graph.linear import shift_invariant
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Capture, Load, Number
-from flexattn.process.tensor_cache import kept
+from flexattn.torch_state.tensor_cache import kept
 from flexattn.torch_state.transforms import outside
 
 _LARGEST = 2**24  # elements of a tensor by distance

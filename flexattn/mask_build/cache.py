@@ -17,6 +17,7 @@ from torch import Tensor
 from flexattn.block_mask import BuiltMask, Seen, is_same, seen
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.process.forks import Lock
+from flexattn.torch_state.lasting import kept_for_graphs
 
 MEMORY = 2**28  # bytes of lists, and of copies of tensors
 _LARGEST = MEMORY // 4  # bytes of one mask
@@ -58,7 +59,7 @@ def clear() -> None:
         _stats.update(dict.fromkeys(_stats, 0))
 
 
-def find(key: object, bound: BoundMod) -> BuiltMask | None:
+def find(key: object, bound: BoundMod, device: torch.device) -> BuiltMask | None:
     """Return the lists built for the key from unchanged tensors. The host waits for the comparison.
 
     The key contains the ids of the tensors. Ids can be reused, so `Built.is_of` checks the tensors themselves.
@@ -74,7 +75,7 @@ def find(key: object, bound: BoundMod) -> BuiltMask | None:
         _stats["hits" if found else "builds"] += 1
         if found and (again := _built.pop(key, None)) is not None:
             _built[key] = again
-    return built.mask if found and built is not None else None
+    return kept_for_graphs(device, built.mask) if found and built is not None else None
 
 
 def keep(key: object, bound: BoundMod, mask: BuiltMask) -> None:

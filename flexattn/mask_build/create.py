@@ -152,7 +152,7 @@ def built_mask(
     sizes = sizes_read(bound, shape)
     origin = bound.origin
     key = (origin, sizes, block_size, separate, *_where(device), *map(id, bound.reached))
-    built = mask_cache.find(key, bound) if origin else None
+    built = mask_cache.find(key, bound, device) if origin else None
     if built is None:
         built = classify(bound, sizes, block_size, device, separate)
         if origin:

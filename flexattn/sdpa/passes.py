@@ -33,7 +33,7 @@ from flexattn.process.config import settings
 from flexattn.process.events import fallback
 from flexattn.runtime.known import Pointer
 from flexattn.runtime.launch import CACHES, allows_tf32, is_deterministic, remember
-from flexattn.torch_state.lasting import is_capturing, lasting
+from flexattn.torch_state.lasting import is_capturing, kept_for_graphs, lasting
 from flexattn.torch_state.modes import undisturbed
 from flexattn.torch_state.subclasses import PLAIN
 
@@ -209,7 +209,7 @@ def mask_for(query: Tensor, key: Tensor, window: Window) -> BlockMask | None:
     sizes = window, M, N, query.device
     mask = _masks.get(sizes)
     if mask is not None:
-        return mask
+        return kept_for_graphs(query.device, mask)
     if is_capturing(query.device):
         fallback("sdpa in a CUDA graph", "no block is skipped: call once with these lengths before the capture")
         return _mask_without_lists(*sizes)

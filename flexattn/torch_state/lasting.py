@@ -29,6 +29,19 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+_in_graphs: dict[int, object] = {}  # by id
+
+
+def kept_for_graphs(device: torch.device, cached: R) -> R:
+    """Return what a cache found. In a capture, it stays in memory until the process ends, though the cache evicts it.
+
+    Replays read its memory, and nothing tells when the last graph that does is gone.
+    """
+    if is_capturing(device):
+        _in_graphs[id(cached)] = cached
+    return cached
+
+
 def lasting(device: torch.device, make: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Call a function whose tensors on a device are cached, and wait for them.
 
