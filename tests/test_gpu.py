@@ -33,6 +33,7 @@ from torch.nn.attention import flex_attention as upstream
 
 import flexattn
 from flexattn import AuxOutput, AuxRequest, BlockMask, create_block_mask, flex_attention, mods
+from flexattn.errors import UnsupportedError
 from flexattn.graph.bound_mod import _literal_on
 from flexattn.graph.tables_by_distance import read_tables_by_distance
 from flexattn.machine.target import target_of
@@ -494,10 +495,14 @@ def test_a_cuda_graph_keeps_what_it_reads() -> None:
     def attend() -> list[Tensor]:
         return [flex_attention(q, k, v, score, window(100)) for score in (alibi, t5)]
 
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.no_grad():
-        want, graph = attend(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.stream(stream):
+            want = attend()
+        with torch.cuda.graph(graph, stream=stream):
             found = attend()
+        stream.synchronize()
         for i in range(300):
             window(i % 90 + 3)
             _literal_on(bytes([i % 256, i // 256, 0, 0]), torch.float32, torch.Size([1]), q.device)
@@ -507,6 +512,14 @@ def test_a_cuda_graph_keeps_what_it_reads() -> None:
         graph.replay()
         torch.cuda.synchronize()
     assert all(map(torch.equal, found, want))
+
+
+def test_a_mask_is_not_built_in_a_cuda_graph() -> None:
+    with (
+        pytest.raises(UnsupportedError, match="Build it before the capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        create_block_mask(mods.sliding_window(77), None, None, 256, 256, device="cuda")
 
 
 def test_autocast() -> None:

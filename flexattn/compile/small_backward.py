@@ -17,10 +17,9 @@ from flexattn.options import option
 from flexattn.process.config import settings
 
 # It computes scores twice, for dq and for dk and dv, and does not overlap loads with products as Hopper kernels do. So
-# its programs must run at the same time and be short. Not measured yet: the limits are chosen such that it computes for
-# less time than two launches take.
-PER_PROCESSOR = 2  # programs
-_MOST_STEPS = 8  # tiles that a program reads
+# its programs must run at the same time and be short. Measured in CUDA graphs (docs/kernels.md).
+PER_PROCESSOR = 1  # programs; with two, 16 heads of 512 tokens take 1.06 to 1.36 of the time of three kernels
+_MOST_STEPS = 8  # tiles that a program reads; with 16, 4 heads of 1,024 tokens take 0.82 to 1.12
 _WIDEST = 64  # head dims; at 128 its programs would spill up to 816 bytes
 _MULTIPROCESSORS = 132  # of an H200, for plans that are made without a GPU
 _OF_TILES = ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_warps", "num_stages")

@@ -30,6 +30,7 @@ from flexattn.mask_build.token_tiles import MOST_LEFT, part_left, tiles_of
 from flexattn.mods.kinds import is_score_mod
 from flexattn.process.events import debug, fallback, is_logging
 from flexattn.runtime.build import current_stream, expect_kernels
+from flexattn.torch_state.lasting import is_capturing
 from flexattn.torch_state.modes import undisturbed
 from flexattn.torch_state.transforms import is_batched, is_transforming, outside
 from flexattn.torch_state.uncompiled import uncompiled
@@ -154,6 +155,10 @@ def built_mask(
     key = (origin, sizes, block_size, separate, *_where(device), *map(id, bound.reached))
     built = mask_cache.find(key, bound, device) if origin else None
     if built is None:
+        if is_capturing(device):
+            expected = "the mask of an earlier call on the stream of the capture"
+            fix = "Build it before the capture, or warm up on the stream that you pass to torch.cuda.graph."
+            raise UnsupportedError(message("create_block_mask", "a CUDA graph that is captured", expected, fix))
         built = classify(bound, sizes, block_size, device, separate)
         if origin:
             mask_cache.keep(key, bound, built)
