@@ -234,11 +234,14 @@ def _logic(a: Values, b: Values, c: Values, table: Values) -> Values:
 
 
 def _permute(a: Values, b: Values, chosen: Values) -> Values:
-    """prmt: bytes of two words."""
+    """prmt: bytes of two words, or their first bits."""
     both, found = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32), np.uint64(0)
     for i in range(4):
         byte = (chosen >> np.uint32(4 * i) & np.uint32(7)).astype(np.uint64)
-        found = found | (both >> byte * np.uint64(8) & np.uint64(255)) << np.uint64(8 * i)
+        of = both >> byte * np.uint64(8) & np.uint64(255)
+        repeats = chosen >> np.uint32(4 * i + 3) & np.uint32(1)  # the first bit of the byte
+        of = np.where(repeats == 1, (of >> np.uint64(7)) * np.uint64(255), of)
+        found = found | of << np.uint64(8 * i)
     return np.asarray(found).astype(np.uint32)
 
 

@@ -514,6 +514,7 @@ def test_a_cuda_graph_keeps_what_it_reads() -> None:
     assert all(map(torch.equal, found, want))
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_a_mask_is_not_built_in_a_cuda_graph() -> None:
     with (
         pytest.raises(UnsupportedError, match="Build it before the capture"),

@@ -156,7 +156,7 @@ def _most_registers(plan: KernelPlan) -> int | None:
     """
     if plan.reads_column_pairs and plan.spec.splits_keys and plan.tile.num_warps == 4 and plan.tile.BLOCK_M <= 32:
         return 168
-    if plan.sums != "integer" or plan.grad is None or not adds_along_diagonals(plan.grad.graph):
+    if plan.sums not in ("integer", "float") or plan.grad is None or not adds_along_diagonals(plan.grad.graph):
         return None
     fits = plan.tile.num_warps == 4 and plan.tile.BLOCK_M * plan.tile.BLOCK_N <= 4096 and max(plan.D, plan.Dv) <= 64
     return 168 if fits and plan.target.is_hopper else None

@@ -70,6 +70,17 @@ def scatter_arguments(mod: ModPlan, sums: str) -> tuple[tuple[str, str], ...]:
     return tuple((a.name, a.type) for a in capture_sum_arguments(mod, sums))
 
 
+def needs_live(mod: ModPlan) -> bool:
+    """Return whether a site needs `live`.
+
+    It does not if it receives the unchanged gradient of the score, which is 0 where `live` is false, and its index does
+    not load from another captured tensor per (q, kv) pair, which is allowed only where `live` is true.
+    """
+    graph = mod.graph
+    passed = all(o is not None and graph.is_input(o, "grad") for o in graph.outputs[1:])
+    return not passed or any(after_loads_per_pair(graph)[a] for site in graph.sites for a in graph.nodes[site].args)
+
+
 def scatter_loads(mod: ModPlan, sums: str) -> tuple[tuple[str, str], ...]:
     """Return (value, pointer) of the scalars that a program loads once for all of its tiles."""
     pointers = [name for name, _ in scatter_arguments(mod, sums) if name.endswith("_scale_ptr")]
@@ -106,7 +117,8 @@ def lower_sizes(mod: ModPlan, function: str, dialect: Dialect) -> str:
 def lower_scatter(mod: ModPlan, function: str, dialect: Dialect, sums: str) -> str:
     """Return the text of a function that adds the gradient of each captured tensor to its buffer.
 
-    m0 and n0 are the first q_idx and kv_idx of the tile, which has queries along axis 0 and keys along axis 1.
+    `live` is None if no site needs it (`needs_live`). m0 and n0 are the first q_idx and kv_idx of the tile, which has
+    queries along axis 0 and keys along axis 1.
     """
     graph = mod.graph
     writer = Writer(mod, dialect)
