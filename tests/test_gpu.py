@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import kernel_cases
 import pytest
@@ -512,6 +515,15 @@ def test_a_cuda_graph_keeps_what_it_reads() -> None:
         graph.replay()
         torch.cuda.synchronize()
     assert all(map(torch.equal, found, want))
+
+
+def test_the_cuda_graph_of_the_docs() -> None:
+    page = (Path(__file__).parent.parent / "docs/caches.md").read_text()
+    (code,) = re.findall(r"```python\n(# cuda_graph.py\n.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, "cuda_graph.py", "exec"), names)
+    torch.cuda.synchronize()
+    assert torch.equal(names["out"], names["attend"]())
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
