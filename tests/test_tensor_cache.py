@@ -12,15 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention as upstream
 
 import flexattn
 from flexattn import create_block_mask, flex_attention, mods
+from flexattn.block_mask.from_torch import from_torch
 from flexattn.errors import UnsupportedError
+from flexattn.graph import bound_mod
 from flexattn.mask_build import cache as mask_cache
+from flexattn.mask_build import create
 from flexattn.runtime import launch
 from flexattn.runtime.build import build
 from flexattn.torch_state import lasting, tensor_cache
 from flexattn.torch_state.tensor_cache import kept
+from flexattn.trace.trace import trace
 
 CPU = torch.device("cpu")
 
@@ -66,7 +71,7 @@ def test_the_number_of_tensors_is_bounded_too():
 def capture(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether a CUDA graph is captured, which a test may change."""
     captures = [False]
-    for module in (lasting, tensor_cache):
+    for module in (lasting, tensor_cache, bound_mod, create):
         monkeypatch.setattr(module, "is_capturing", lambda device: captures[0])
     return captures
 
@@ -105,7 +110,7 @@ def test_a_mask_found_in_a_capture_stays(capture: list[bool]) -> None:
     mask_cache.clear()
     lists = []
     for window in (3, 5):
-        capture[0] = window == 3
+        capture[0] = False
         build(window)
         capture[0] = window == 3
         lists.append(weakref.ref(build(window).kv_runs.partial.runs))
@@ -114,6 +119,36 @@ def test_a_mask_found_in_a_capture_stays(capture: list[bool]) -> None:
         build(window)
     gc.collect()
     assert [ref() is not None for ref in lists] == [True, False]
+
+
+def test_a_mask_of_captured_tensors_is_not_found_in_a_capture(capture: list[bool]) -> None:
+    ids = torch.arange(64) // 20
+    for _ in range(3):
+        capture[0] = False
+        create_block_mask(mods.document(ids), None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+        capture[0] = True
+        with pytest.raises(UnsupportedError, match="Build the mask before the capture and keep it"):
+            create_block_mask(mods.document(ids), None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+
+
+def test_the_conversion_of_a_torch_mask_stays(capture: list[bool]) -> None:
+    mask = upstream.create_block_mask(lambda b, h, i, j: i >= j, None, None, 256, 256, device="cpu")
+    lists = []
+    for capture[0] in (True, False):
+        lists.append(weakref.ref(from_torch(mask).kv_runs.partial.runs))
+        mask.kv_num_blocks.add_(0)
+        capture[0] = False
+        from_torch(mask)
+    gc.collect()
+    assert [ref() is not None for ref in lists] == [True, False]
+
+
+def test_a_cpu_scalar_in_a_capture_is_an_error(capture: list[bool]) -> None:
+    scale = torch.tensor(2.0)
+    bound = trace(lambda score, b, h, q_idx, kv_idx: score * scale, "score")
+    capture[0] = True
+    with pytest.raises(UnsupportedError, match="'scale': found a CPU scalar in a CUDA graph"):
+        bound.on(torch.device("meta"))
 
 
 _OPENED = (dict, list, tuple, set, frozenset, types.CellType)

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from flexattn.errors import UnsupportedError, message
 from flexattn.graph.mod_graph import ModGraph
+from flexattn.graph.nodes import Capture
 from flexattn.process.frozen_class import frozen
-from flexattn.torch_state.lasting import kept_for_graphs
+from flexattn.torch_state.lasting import is_capturing, kept_for_graphs
 from flexattn.torch_state.tensor_cache import kept
 from flexattn.torch_state.transforms import outside
 
@@ -44,7 +46,7 @@ class BoundMod:
         else:
             return self
         described = zip(self.captures, self.graph.captures, strict=True)
-        moved = tuple(_on(device, c, about.literal) for c, about in described)
+        moved = tuple(_on(device, c, about) for c, about in described)
         return BoundMod(self.graph, moved, self.numbers)
 
     def __call__(self, *inputs: Tensor) -> Tensor:
@@ -54,11 +56,16 @@ class BoundMod:
         return out
 
 
-def _on(device: torch.device, capture: Tensor, literal: bool) -> Tensor:
+def _on(device: torch.device, capture: Tensor, about: Capture) -> Tensor:
     capture = capture.resolve_neg()
-    if capture.device.type != "cpu" or (capture.dim() and not literal):
+    if capture.device.type != "cpu" or (capture.dim() and not about.literal):
         return capture
-    if not literal or capture.numel() == 0:
+    if not about.literal and is_capturing(device):
+        fix = "Move it to the GPU before the capture, or capture a number."
+        raise UnsupportedError(
+            message(f"captured tensor {about.name!r}", "a CPU scalar in a CUDA graph", f"{device}", fix)
+        )
+    if not about.literal or capture.numel() == 0:
         return capture.to(device)
     placed = _placed.get(capture) if capture.numel() > _LARGE else None
     if placed is None or placed.device != device:

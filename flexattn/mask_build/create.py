@@ -153,12 +153,16 @@ def built_mask(
     sizes = sizes_read(bound, shape)
     origin = bound.origin
     key = (origin, sizes, block_size, separate, *_where(device), *map(id, bound.reached))
+    if bound.reached and is_capturing(device):  # comparing their values waits for the device
+        expected = "a mask_mod that captures no tensors"
+        fix = "Build the mask before the capture and keep it. Replays would not build it again for other values."
+        raise UnsupportedError(message("mask_mod", "captured tensors in a CUDA graph", expected, fix))
     built = mask_cache.find(key, bound, device) if origin else None
     if built is None:
         if is_capturing(device):
             expected = "the mask of an earlier call on the stream of the capture"
             fix = "Build it before the capture, or warm up on the stream that you pass to torch.cuda.graph."
-            raise UnsupportedError(message("create_block_mask", "a CUDA graph that is captured", expected, fix))
+            raise UnsupportedError(message("create_block_mask", "a mask to build in a CUDA graph", expected, fix))
         built = classify(bound, sizes, block_size, device, separate)
         if origin:
             mask_cache.keep(key, bound, built)

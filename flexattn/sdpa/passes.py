@@ -80,7 +80,8 @@ def _may_repeat(form: Form, *tensors: Tensor) -> bool:
 
 def _repeated(form: Form, *tensors: Tensor) -> _Repeated | None:
     """Return the dense pass of this kind, unless it must not be launched directly."""
-    return _passes.get(_kind(form, *tensors)) if _may_repeat(form, *tensors) else None
+    known = _passes.get(_kind(form, *tensors)) if _may_repeat(form, *tensors) else None
+    return None if known is None else kept_for_graphs(tensors[0].device, known)
 
 
 def _may_keep(form: Form, *tensors: Tensor) -> bool:

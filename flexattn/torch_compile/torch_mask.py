@@ -17,6 +17,7 @@ from flexattn.block_mask import BlockMask
 from flexattn.block_mask.from_torch import LISTS, have_values, values_of, version
 from flexattn.block_mask.one_tensor import most_runs, pack, packed_size
 from flexattn.block_mask.prepared import MaskForm
+from flexattn.torch_state.lasting import kept_for_graphs
 
 _LIBRARY = torch.library.Library("flexattn", "FRAGMENT")
 _LIBRARY.define(
@@ -63,7 +64,8 @@ def _pack_lists(*arguments: Any) -> Tensor:
         # The other lists are kept, so that another tensor cannot have the id of one of them.
         packed = pack(directions, most_runs(mask.B * mask.H, *_grid(lengths, block_size)))
         known = _packed[lists[1]] = (state, packed, (lists[0], *lists[2:]), values_of(lists))
-    return known[1].clone()  # compiled code may reuse the memory of an operator's result
+    # A copy, because compiled code may reuse the memory of an operator's result.
+    return kept_for_graphs(lists[1].device, known[1]).clone()
 
 
 def _states(lists: Sequence[Tensor | None]) -> list[tuple[int, int] | None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -14,7 +16,11 @@ from flexattn import api, dropout_mask
 from flexattn.call.dropout import check_dropout
 from flexattn.call.varlen.arguments import PackedArguments
 from flexattn.engines import triton
+from flexattn.mask_build import cache as mask_cache
+from flexattn.runtime.launch import forget_launches
+from flexattn.sdpa import passes
 from flexattn.sdpa.passes import Form, backward, forward, repeated_backward, repeated_forward
+from flexattn.torch_state import lasting
 
 ON_TRITON = (("BACKEND", "TRITON"),)
 
@@ -123,3 +129,28 @@ def test_a_known_backward_is_only_for_an_lse_of_the_call() -> None:
     assert repeated_backward(query, key, value, form, out, lse, out) is not None
     for other in (lse[:, :, 1:].contiguous(), lse[:, :1], lse.double(), lse.mT.contiguous().mT, lse.to("meta")):
         assert repeated_backward(query, key, value, form, out, other, out) is None
+
+
+def test_a_cuda_graph_keeps_the_lists_of_a_repeated_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call in a capture may launch known kernels without asking for the mask, whose caches may evict it later."""
+    captures = [False]
+    for module in (lasting, passes):
+        monkeypatch.setattr(module, "is_capturing", lambda device: captures[0])
+    kept = []
+    forget_launches()  # of other tests
+    for window in ((-1, 0), (20, 0)):
+        tensors = [torch.randn(1, 1, 64, 16, dtype=torch.float16) for _ in range(3)]
+        form = Form(window, None, None, ON_TRITON)
+        with torch.no_grad():
+            forward(*tensors, form, None)
+            captures[0] = window == (-1, 0)
+            assert repeated_forward(*tensors, form) is not None
+            captures[0] = False
+        (mask,) = passes._masks.values()
+        kept.append(weakref.ref(mask.kv_runs.partial.runs))
+        del mask
+        forget_launches()
+        passes._problem_of_sizes.cache_clear()
+        mask_cache.clear()
+    gc.collect()
+    assert [ref() is not None for ref in kept] == [True, False]
