@@ -186,7 +186,7 @@ def test_gluon(work: str, kernel: str) -> None:
 # The forward with a fixed reference spills numbers of a tile of queries, outside of its inner loops.
 # Weights in float32 take 32 registers more at D 128, and are faster.
 FIXED_REFERENCE = {
-    "full 128": 44, "causal 128": 140, "softcap causal 128": 190, "document 128": 140, "document runs 128": 190,
+    "full 128": 44, "causal 128": 140, "softcap causal 128": 200, "document 128": 160, "document runs 128": 200,
 }  # fmt: skip
 
 

@@ -126,9 +126,11 @@ def _sums_ask_live(plan: KernelPlan) -> bool:
     """Whether score_scatter takes `live`.
 
     Otherwise ds is 0 at all other positions: a tile with rows past the end clears theirs. With a comparison per pair,
-    the backward of relative_bias took 1.13 of the time, that of T5 1.17 to 1.19.
+    the backward of relative_bias took 1.13 of the time on an H200, that of T5 1.17 to 1.19. For other GPUs, Triton puts
+    more into shared memory around that branch (sm_89: 16 KB instead of 12), so they compare.
     """
-    return plan.grad is not None and needs_live(plan.grad)
+    has_branch = plan.target.is_hopper or plan.target.backend == "interpreter"
+    return plan.grad is not None and (needs_live(plan.grad) or not has_branch)
 
 
 def _keys_together(plan: KernelPlan) -> int:
