@@ -62,9 +62,8 @@ def _on(device: torch.device, capture: Tensor, about: Capture) -> Tensor:
         return capture
     if not about.literal and is_capturing(device):
         fix = "Move it to the GPU before the capture, or capture a number."
-        raise UnsupportedError(
-            message(f"captured tensor {about.name!r}", "a CPU scalar in a CUDA graph", f"{device}", fix)
-        )
+        what = f"captured tensor {about.name!r}"
+        raise UnsupportedError(message(what, "a CPU scalar in a CUDA graph", f"a tensor on {device}", fix))
     if not about.literal or capture.numel() == 0:
         return capture.to(device)
     placed = _placed.get(capture) if capture.numel() > _LARGE else None

@@ -38,11 +38,9 @@ def kept(most: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
                     found[key] = result = found.pop(key)
                     return kept_for_graphs(device, result[0])
             if is_capturing(device):
-                found_in, fix = (
-                    "a first call, which copies constants of a mod",
-                    "Make one such call before the capture.",
-                )
-                raise UnsupportedError(message("CUDA graph", found_in, "constants that are on the GPU already", fix))
+                what = "a first call, which copies constants of a mod"
+                fix = "Make one such call before the capture."
+                raise UnsupportedError(message("CUDA graph", what, "constants that are on the GPU already", fix))
             made = lasting(device, make, *key)
             with lock:
                 found[key] = (made, 0 if made is None else made.nbytes)
