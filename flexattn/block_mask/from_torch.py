@@ -22,10 +22,10 @@ _converted: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], Values, BlockM
 def from_torch(mask: Any) -> BlockMask:
     """Return a torch BlockMask as a flexattn BlockMask. It is converted again only if it or its tensors changed."""
     lists, state = _torch_state(mask)
-    lists_device = mask.kv_indices.device
+    device = mask.kv_indices.device
     known = _converted.get(mask)
     if known is not None and _same_state(known[0], state) and have_values(lists, known[1]):
-        return kept_for_graphs(lists_device, known[2])
+        return kept_for_graphs(device, known[2])
     mod = mask.mask_mod
     if getattr(mod, "__module__", "") == "torch.nn.attention.flex_attention" and mod.__name__ == "noop_mask":
         mod = noop_mask
@@ -34,7 +34,7 @@ def from_torch(mask: Any) -> BlockMask:
     fields |= {name: getattr(mask, name, None) for name in (*METADATA, "dq_kv_order_spt")}
     converted = BlockMask(**fields, mask_mod=mod)
     _converted[mask] = (state, values_of(lists), converted)
-    return kept_for_graphs(lists_device, converted)
+    return kept_for_graphs(device, converted)
 
 
 LISTS = (

@@ -21,6 +21,7 @@ from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.narrow import specialized
 from flexattn.process.forks import cached_property
 from flexattn.process.frozen_class import frozen
+from flexattn.torch_state.lasting import is_capturing
 from flexattn.trace.trace import trace
 
 
@@ -165,7 +166,7 @@ class Origin:
                 # Inductor may have changed the last bits, or the values differ.
                 asks_mod = asks_mod or not torch.equal(value, now)
             elif is_computed(record, before):
-                asks_mod = asks_mod or not _is_capturing(now)
+                asks_mod = asks_mod or not is_capturing(now.device)
             elif not any(_is_equal(seen, now) for seen in before):
                 raise changed(f"mask_mod's captured tensor {described.name!r}", "was changed, or is another tensor")
         if asks_mod:
@@ -202,16 +203,12 @@ def _are_close(before: Tensor, now: Tensor) -> bool:
     return torch.allclose(before, now, rtol=ulps * torch.finfo(now.dtype).eps, atol=0, equal_nan=True)
 
 
-def _is_capturing(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def _is_equal(seen: Seen, now: Tensor) -> bool:
     """Return whether a tensor has the values of the one that was captured, if that exists and did not change."""
     before = seen[0]() if is_unchanged(seen) else None
     if before is None or before.shape != now.shape or before.dtype != now.dtype or before.device != now.device:
         return False
     same = before.data_ptr() == now.data_ptr() and before.stride() == now.stride()
-    if same or _is_capturing(now):  # a CUDA graph passes copies
+    if same or is_capturing(now.device):  # a CUDA graph passes copies
         return True
     return torch.equal(before, now)

@@ -129,7 +129,7 @@ def _sums_ask_live(plan: KernelPlan) -> bool:
     the backward of relative_bias took 1.13 of the time on an H200, that of T5 1.17 to 1.19. For other GPUs, Triton puts
     more into shared memory around that branch (sm_89: 16 KB instead of 12), so they compare.
     """
-    has_branch = plan.target.is_hopper or plan.target.backend == "interpreter"
+    has_branch = plan.target.is_hopper or plan.target.is_interpreter
     return plan.grad is not None and (needs_live(plan.grad) or not has_branch)
 
 

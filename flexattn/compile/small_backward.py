@@ -27,7 +27,7 @@ _OF_TILES = ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_warps", "num_s
 
 def is_small(problem: Problem, tensors: Tensors, target: Target) -> bool:
     """Whether backward_small computes the gradients of query, key and value. Captured tensors receive none."""
-    is_known = target.is_hopper or target.backend == "interpreter"  # on others its registers were not looked at
+    is_known = target.is_hopper or target.is_interpreter  # on others its registers were not looked at
     return is_known and _is_plain(problem) and _is_short(problem) and _has_plan(problem, tensors, target)
 
 

@@ -50,7 +50,7 @@ def choose(key: TileKey, target: Target, tuned: bool = True) -> TileChoice:
 @lru_cache(512)
 def _measured(key: TileKey, target: Target) -> TileChoice:
     """Return the tile for `key` from the package's table."""
-    if target.backend == "interpreter":
+    if target.is_interpreter:
         return TileChoice(_INTERPRETER_TILE, "for the interpreter")
     rows = list(_candidates(key, target))
     fitting = (row for row in rows if key.D <= row.key.D and key.Dv <= row.key.Dv)

@@ -66,13 +66,17 @@ def _on(device: torch.device, capture: Tensor, about: Capture) -> Tensor:
         raise UnsupportedError(message(what, "a CPU scalar in a CUDA graph", f"a tensor on {device}", fix))
     if not about.literal or capture.numel() == 0:
         return capture.to(device)
-    placed = _placed.get(capture) if capture.numel() > _LARGE else None
+    if capture.numel() <= _LARGE:
+        return _copied(capture, device)
+    placed = _placed.get(capture)
     if placed is None or placed.device != device:
-        data = capture.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
-        placed = _literal_on(data, capture.dtype, capture.shape, device)
-        if capture.numel() > _LARGE:
-            _placed[capture] = placed
+        placed = _placed[capture] = _copied(capture, device)
     return kept_for_graphs(device, placed)
+
+
+def _copied(literal: Tensor, device: torch.device) -> Tensor:
+    data = literal.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return _literal_on(data, literal.dtype, literal.shape, device)
 
 
 _LARGE = 1024  # elements; larger literals have one tensor per trace, so they are cached by tensor instead of by bytes

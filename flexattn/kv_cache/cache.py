@@ -14,6 +14,7 @@ from flexattn.graph.nodes import short_dtype
 from flexattn.graph.ranges import INDEX_LIMIT
 from flexattn.kv_cache.append import FLOAT8, Pages, Tokens, append
 from flexattn.kv_cache.page_pool import Changes, Need, PagePool
+from flexattn.torch_state.lasting import is_capturing
 from flexattn.torch_state.subclasses import check_plain
 from flexattn.torch_state.transforms import outside
 from flexattn.torch_state.uncompiled import uncompiled
@@ -281,7 +282,7 @@ class PagedKVCache:
             self.synchronize()
 
     def _reserve(self, rows: list[int], tokens: list[int]) -> None:
-        if self.key.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_capturing(self.key.device):
             self._is_captured = True
             for row, n in zip(rows, tokens, strict=True):
                 if self._most[row] + n > len(self._pool.of[row]) * self.page_size:

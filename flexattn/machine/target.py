@@ -34,6 +34,10 @@ class Target:
         return self.backend == "cuda" and self.arch == 90
 
     @property
+    def is_interpreter(self) -> bool:
+        return self.backend == "interpreter"
+
+    @property
     def shared_memory(self) -> int:
         """Bytes of shared memory that a plan may use."""
         if self.backend == "cuda":

@@ -61,7 +61,7 @@ class Step:
 
 def as_argument(tensor: Tensor, target: Target) -> Any:
     """Return a tensor as a kernel argument: its address, which costs less host time than the tensor."""
-    return tensor.detach() if target.backend == "interpreter" else tensor.data_ptr()
+    return tensor.detach() if target.is_interpreter else tensor.data_ptr()
 
 
 @frozen

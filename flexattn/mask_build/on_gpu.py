@@ -264,7 +264,7 @@ def _allocate(words: int, device: torch.device) -> Tensor:
 
 def _parts(memory: Tensor, starts: Sequence[int], target: Target) -> list[Any]:
     """Return pointers to the parts of memory, given their starts and the end of the last."""
-    if target.backend == "interpreter":
+    if target.is_interpreter:
         return [memory[start:end] for start, end in itertools.pairwise(starts)]
     address = memory.data_ptr()
     return [address + 4 * start for start in starts[:-1]]

@@ -253,7 +253,7 @@ def build_ahead(sources: Sequence[KernelSource], target: Target, here: Sequence[
     Those that take longest come first. This process compiles the kernels of `here` meanwhile. The C code that launches
     them is compiled in other processes, like that of `sources`.
     """
-    if target.backend == "interpreter" or not compile_workers.processes():
+    if target.is_interpreter or not compile_workers.processes():
         return
     missing = {s: key for s in dict.fromkeys((*sources, *here)) if not _is_built(key := digest(s, target))}
     for source, key in missing.items():
@@ -315,7 +315,7 @@ def _triple(target: Target) -> tuple[str, int | str, int]:
 
 
 def _kernel(source: KernelSource, target: Target, key: str, loader: Loader) -> Kernel:
-    kind = _InterpretedKernel if target.backend == "interpreter" else functools.partial(_GpuKernel, loader=loader)
+    kind = _InterpretedKernel if target.is_interpreter else functools.partial(_GpuKernel, loader=loader)
     for _ in range(_ATTEMPTS):
         try:
             with _compiling.step(functools.partial(_what_is_compiled, source, target, key)):
@@ -392,7 +392,7 @@ _counts = {"compiles": 0, "disk_hits": 0, "memory_hits": 0}
 
 def _check(source: KernelSource, target: Target) -> None:
     interpreting = triton_versions.is_interpreting()
-    if interpreting != (target.backend == "interpreter"):
+    if interpreting != target.is_interpreter:
         found = "TRITON_INTERPRET=1" if interpreting else "no TRITON_INTERPRET"
         raise CompileError(
             message(f"target {target.backend}", found, "the opposite", "Set it before importing triton.")
@@ -454,7 +454,7 @@ def _tell_unwritable(folder: Path, reason: str) -> None:
 def _compile(source: KernelSource, target: Target, key: str, store: KernelStore, compile_with: Compile) -> Path:
     text = _file_text(source, target, key)
     files = {f"{source.name}.py": text.encode()}
-    if target.backend != "interpreter":
+    if not target.is_interpreter:
         path = str(store.root / key / f"{source.name}.py")
         with store.staging() as folder:
             compiled = compile_with(

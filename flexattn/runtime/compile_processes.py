@@ -32,7 +32,7 @@ def build_apart(
     A compiler that crashes or does not terminate does not affect the other kernels.
     """
     store = open_store(settings().cache_dir)
-    if store is None or target.backend == "interpreter":  # no shared folder, or nothing to compile
+    if store is None or target.is_interpreter:  # no shared folder, or nothing to compile
         return {}
     until = time.monotonic() + seconds
     wanted = list(dict.fromkeys(sources))

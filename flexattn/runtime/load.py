@@ -40,7 +40,7 @@ def load(wanted: KernelPlan) -> LoadedKernel:
         source = render(plan)
         kernel = build(source, plan.target)
         try:
-            if plan.target.backend != "interpreter":
+            if not plan.target.is_interpreter:
                 kernel.load()
         except OutOfResources as error:
             failures.append(error)

@@ -176,7 +176,7 @@ def _refusal(plan: KernelPlan) -> str:
     """Return why a compiled candidate is not worth running, or cannot run."""
     try:
         kernel = build(render(plan), plan.target)
-        if plan.target.backend != "interpreter":
+        if not plan.target.is_interpreter:
             kernel.load()
     except OutOfResources as error:
         return f"takes {error.asked} of {error.resource}, there are {error.available}"
