@@ -140,10 +140,10 @@ class Origin:
         """Return whether a mod that passed the check still does. `captures` are the tensors that it captures now."""
         return self.record is None or _are_same(self.record, captures)
 
-    def check(self, mask: BoundMod) -> None:
+    def check(self, mask: BoundMod | None) -> None:
         """Raise MutationError if values of mask_mod changed since the lists were built.
 
-        `mask` is what an operator of a graph was given. Its captures may be other tensor objects with the same memory,
+        `mask` is what an operator of a graph was given, None if every pair attends. Its captures may be other tensor objects with the same memory,
         or copies of it that the compiler made, so they are compared by memory and version, then by value.
         """
         record = self.record
@@ -151,6 +151,10 @@ class Origin:
             return
         if not all(map(are_unchanged, self._watched)):
             raise changed("a tensor that mask_mod captures", "was changed in place")
+        if mask is None:
+            if not specialized(record.wide, record.numbers).is_true:
+                raise changed("what mask_mod computes, or a number that it captures,", "has changed")
+            return
         passed = (mask.graph, repr(mask.numbers), *map(id, mask.captures))
         if passed == self._passed and _are_same(record, mask.captures):
             return

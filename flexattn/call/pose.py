@@ -33,7 +33,6 @@ from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.capture_axes import pair_axes_last
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.mod_graph import ModGraph
-from flexattn.graph.nodes import Const
 from flexattn.graph.tables_by_distance import read_tables_by_distance
 from flexattn.options import validate_options
 from flexattn.torch_state.transforms import is_transforming
@@ -180,11 +179,10 @@ def score_of(score_mod: Mod | None, query: Tensor) -> BoundMod | None:
 def mask_of(blocks: BlockMask, query: Tensor, by_hand: bool = False) -> BoundMod | None:
     """Trace the mask_mod of a mask. Return None if it is always true. `by_hand`: the user provided the lists."""
     bound = trace(blocks.mask_mod, "mask")
-    result = bound.graph.nodes[bound.graph.output]
-    if isinstance(result, Const) and result.value:
+    blocks.check_captures(bound)
+    if bound.graph.is_true:
         return None
     check_mask_reads(blocks.B, blocks.H, bound, query, by_hand)
-    blocks.check_captures(bound)
     return place_captures(bound, query.device, "mask_mod")
 
 

@@ -99,6 +99,12 @@ class ModGraph:
         return isinstance(node, Input) and node.name in names
 
     @property
+    def is_true(self) -> bool:
+        """Whether it is a mask_mod for which every pair attends."""
+        result = self.nodes[self.output]
+        return isinstance(result, Const) and bool(result.value)
+
+    @property
     def output(self) -> int:
         """The node of the result of a score_mod or a mask_mod."""
         output = self.outputs[0]

@@ -32,4 +32,4 @@ def alibi(slopes: int | Tensor) -> ScoreMod:
 
     if type(heads) is int and not torch.compiler.is_dynamo_compiling():
         standard.heads = heads  # type: ignore[attr-defined]  # calls compare it with query
-    return named(standard, f"alibi_{heads}")
+    return named(standard, "alibi", heads)

@@ -32,4 +32,4 @@ def band(left: int, right: int) -> MaskMod:
         return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
 
     mask = (noop_mask if right < 0 else after) if left < 0 else before if right < 0 else between
-    return named(mask, f"band_{left}_{right}") if mask is not noop_mask else mask
+    return named(mask, "band", left, right) if mask is not noop_mask else mask

@@ -30,4 +30,4 @@ def block_diffusion(length: int, block: int) -> MaskMod:
         clean_to_clean = q_clean & kv_clean & (q_block >= kv_block)
         return noised_itself | noised_to_clean | clean_to_clean
 
-    return named(mask, f"block_diffusion_{length}_{block}")
+    return named(mask, "block_diffusion", length, block)

@@ -33,4 +33,4 @@ def causal_lower_right(q_len: int, kv_len: int) -> MaskMod:
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return q_idx + offset >= kv_idx
 
-    return named(mask, f"causal_lower_right_{q_len}_{kv_len}")
+    return named(mask, "causal_lower_right", q_len, kv_len)

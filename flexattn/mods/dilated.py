@@ -24,4 +24,4 @@ def dilated(window: int, dilation: int) -> MaskMod:
         distance = q_idx - kv_idx
         return (distance >= 0) & (distance < reach) & (distance % dilation == 0)
 
-    return named(mask, f"dilated_{window}_{dilation}")
+    return named(mask, "dilated", window, dilation)

@@ -30,4 +30,4 @@ def global_tokens(tokens: int | Tensor) -> MaskMod:
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx < tokens) | (kv_idx < tokens)
 
-    return named(mask, f"global_tokens_{tokens}")
+    return named(mask, "global_tokens", tokens)

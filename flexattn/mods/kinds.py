@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (b, h, q_idx, kv_idx) -> bool
@@ -14,10 +15,20 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # (score,
 Mod = TypeVar("Mod", MaskMod, ScoreMod)
 
 
-def named(mod: Mod, name: str) -> Mod:
-    """Give a closure a descriptive name, which graphs, masks and kernels show."""
+def named(mod: Mod, name: str, *parts: object, between: str = "_") -> Mod:
+    """Give a closure a descriptive name, which graphs, masks and kernels show: the name and these parts.
+
+    In torch.compile the parts are left out: numbers may be symbols there, which Dynamo does not convert to text.
+    """
+    if parts and not torch.compiler.is_dynamo_compiling():
+        name = f"{name}_{between.join(map(_text, parts))}"
     mod.__name__ = mod.__qualname__ = name
     return mod
+
+
+def _text(part: object) -> str:
+    text = str(part) if isinstance(part, (int, str)) else f"{part:g}"
+    return text.replace(".", "p").replace("-", "m").replace("+", "")
 
 
 def is_score_mod(mod: Callable[..., Any]) -> bool:

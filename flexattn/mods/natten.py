@@ -25,7 +25,7 @@ def natten_2d(height: int, width: int, kernel: int | tuple[int, int]) -> MaskMod
         near_y = _near(q_idx // width, kv_idx // width, height, reach_y)
         return near_y & _near(q_idx % width, kv_idx % width, width, reach_x)
 
-    return named(mask, f"natten_2d_{window[0]}x{window[1]}")
+    return named(mask, "natten_2d", *window, between="x")
 
 
 def natten_3d(depth: int, height: int, width: int, kernel: int | tuple[int, int, int]) -> MaskMod:
@@ -46,7 +46,7 @@ def natten_3d(depth: int, height: int, width: int, kernel: int | tuple[int, int,
         near_y = _near(q_idx // width % height, kv_idx // width % height, height, reach_y)
         return near_z & near_y & _near(q_idx % width, kv_idx % width, width, reach_x)
 
-    return named(mask, f"natten_3d_{window[0]}x{window[1]}x{window[2]}")
+    return named(mask, "natten_3d", *window, between="x")
 
 
 def _near(q: Tensor, kv: Tensor, size: int, reach: int) -> Tensor:

@@ -29,4 +29,4 @@ def prefix_lm(prefix: int | Tensor) -> MaskMod:
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (kv_idx < prefix) | (q_idx >= kv_idx)
 
-    return named(mask, f"prefix_lm_{prefix}")
+    return named(mask, "prefix_lm", prefix)

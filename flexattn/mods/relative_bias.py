@@ -24,4 +24,4 @@ def relative_bias(table: Tensor) -> ScoreMod:
     def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + table[h, (q_idx - kv_idx).clamp(-reach, reach) + reach]
 
-    return named(mod, f"relative_bias_{reach}")
+    return named(mod, "relative_bias", reach)

@@ -24,4 +24,4 @@ def sliding_window(window: int, causal: bool = True) -> MaskMod:
     def both_sides(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx - kv_idx).abs() < window
 
-    return named(mask if causal else both_sides, f"sliding_window_{window}{'' if causal else '_both_sides'}")
+    return named(mask if causal else both_sides, "sliding_window", window, *(() if causal else ("both_sides",)))

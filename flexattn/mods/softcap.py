@@ -26,4 +26,4 @@ def softcap(cap: float) -> ScoreMod:
     def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
 
-    return named(mod, f"softcap_{cap:g}".replace(".", "p").replace("-", "m").replace("+", ""))
+    return named(mod, "softcap", cap)

@@ -22,4 +22,4 @@ def strided(stride: int) -> MaskMod:
         distance = q_idx - kv_idx
         return (distance >= 0) & ((distance < stride) | (distance % stride == 0))
 
-    return named(mask, f"strided_{stride}")
+    return named(mask, "strided", stride)

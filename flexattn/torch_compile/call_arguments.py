@@ -16,7 +16,6 @@ from flexattn.call.sinks import check_sink, number_of_sink
 from flexattn.call.validate import DEVICES, check_forms, check_mask_reads, check_mask_sizes, check_scale
 from flexattn.call.varlen.arguments import check_packed_forms, used_rows, without_unused
 from flexattn.graph.bound_mod import BoundMod
-from flexattn.graph.nodes import Const
 from flexattn.options import Options, validate_options
 from flexattn.process.frozen_class import frozen
 from flexattn.torch_compile.attention import Operands
@@ -102,8 +101,7 @@ def operands_of(given: CallArguments, score: BoundMod | None, mask: BoundMod | N
     if mask is not None and form is not None:
         by_hand = not form.is_built and not form.is_torchs  # PyTorch's masks do not tell, and most of them are built
         check_mask_reads(given.sizes[2], given.sizes[3], mask, query, by_hand)
-        result = mask.graph.nodes[mask.graph.output]
-        mask = None if isinstance(result, Const) and result.value else mask
+        mask = None if mask.graph.is_true else mask
     bounds = [b for b in (score, mask) if b is not None]
     captures = tuple(_placed(c, query) for b in bounds for c in b.captures)
     ints, floats = _numbers(bounds)

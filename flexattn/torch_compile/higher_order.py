@@ -10,6 +10,7 @@ so only a call that Dynamo traces imports it.
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -131,25 +132,49 @@ def _without_floats(graph: fx.Graph, operands: Sequence[fx.Proxy]) -> list[Any]:
     A captured float is an item of a 0-d tensor. If the user's function read it before the call, the item is an operand.
     AOTAutograd would make it a constant of the graph that it caches on disk, without the guard (torch 2.11 and 2.13).
     So the operand becomes the tensor, and the body reads its item. So does an item of another tensor, which depends on
-    data. Any other symbolic float becomes a guarded constant.
+    data. What is computed from items (`-x`) is computed in the body. Any other symbolic float becomes a guarded constant.
     """
     found: list[Any] = []
     for node, operand in zip([n for n in graph.nodes if n.op == "placeholder"], operands, strict=True):
         number = node.meta["example_value"]
         if not isinstance(number, torch.SymFloat):
             found.append(operand)
-        elif is_item(operand.node, of_data=number.node.hint is None):
-            source: Any = operand.node.args[0]
-            with graph.inserting_after(node):
-                item = graph.call_method("item", (node,))
-            node.replace_all_uses_with(item, delete_user_cb=lambda user, item=item: user is not item)
-            item.meta["example_value"], node.meta["example_value"] = number, source.meta["example_value"]
-            found.append(fx.Proxy(source, operand.tracer))
         else:
-            with valued("flex_attention"):
-                node.replace_all_uses_with(float(number))
+            value: Any = None
+            if _is_of_items(operand.node, of_data=number.node.hint is None):
+                with graph.inserting_before(node):
+                    value, sources = _computed_in(graph, operand.node)
+                found += [fx.Proxy(source, operand.tracer) for source in sources]
+            else:
+                with valued("flex_attention"):
+                    value = float(number)
+            node.replace_all_uses_with(value)
             graph.erase_node(node)
     return found
+
+
+_ARITHMETIC = (operator.neg, operator.pos, operator.abs, abs, operator.add, operator.sub, operator.mul, operator.truediv)
+
+
+def _is_of_items(node: Any, of_data: bool) -> bool:
+    """Return whether a node is the item of a tensor, or is computed from such items and numbers by arithmetic."""
+    if not isinstance(node, fx.Node):
+        return isinstance(node, (int, float))
+    return is_item(node, of_data) or (node.target in _ARITHMETIC and all(_is_of_items(x, of_data) for x in node.args))
+
+
+def _computed_in(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """Compute a number in the graph of a body. Return its node, and the tensors around it that are new operands."""
+    if node.target not in _ARITHMETIC:
+        source: Any = node.args[0]
+        tensor = graph.placeholder(f"{source.name}_{len(graph.nodes)}")  # its name is that of an argument: no two are equal
+        computed, sources = graph.call_method("item", (tensor,)), [source]
+        tensor.meta["example_value"] = source.meta["example_value"]
+    else:
+        parts = [_computed_in(graph, x) if isinstance(x, fx.Node) else (x, []) for x in node.args]
+        computed, sources = graph.call_function(node.target, tuple([x for x, _ in parts])), sum([s for _, s in parts], [])
+    computed.meta["example_value"] = node.meta["example_value"]
+    return computed, sources
 
 
 def _guard_values(body: fx.GraphModule) -> None:

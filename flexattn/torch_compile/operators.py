@@ -239,8 +239,8 @@ def _problem(
     if parsed.form is not None:
         M, N = lengths or (query.shape[2], key.shape[2])
         blocks = mask_of_lists(lists, parsed.form, query, M, N, mask)
+        Origin.of(lists[0]).check(mask)
         if mask is not None:
-            Origin.of(lists[0]).check(mask)
             equal_runs = equal_runs_of(lists, parsed.form, mask)
     if parsed.sink is not None:
         sink = constant_sink(parsed.sink, query)

@@ -28,6 +28,7 @@ from flexattn.torch_compile.sequence_form import described
 from flexattn.torch_compile.subgraph import bind
 from flexattn.torch_state.modes import is_recording, outside_of_modes
 from flexattn.torch_state.subclasses import has_no_values
+from flexattn.torch_state.symbols import valued
 from flexattn.trace.interception import Interception
 from flexattn.trace.scalarize import Kind
 from flexattn.trace.trace import trace_symbolic
@@ -81,10 +82,15 @@ def _bound(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> BoundMod:
     """Trace a mod, and bind it to the tensors that it captures."""
     with outside_of_modes():
         traced, record = trace_symbolic(mod, kind, score_dtype)
+        if record.computes_from_sizes:  # then numbers of the record are those of this length only: it is guarded
+            with valued(traced.graph.name):
+                for size in (*record.numbers, *[n for t in record.tensors for n in t.shape]):
+                    float(size)
     bound = bind(traced, [_in_the_mode(t) for t in record.tensors], record.numbers)
     if not all(type(n) in (int, float) for n in bound.numbers):
         return bound
-    return BoundMod(specialized(bound.graph, bound.numbers), bound.captures)  # these numbers are literals of the graph
+    with outside_of_modes():
+        return BoundMod(specialized(bound.graph, bound.numbers), bound.captures)  # these numbers are literals of the graph
 
 
 def _in_the_mode(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import operator
 import re
 import types
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from flexattn.errors import UnsupportedError
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.nodes import MASK_INPUTS
 from flexattn.process.frozen_class import frozen
-from flexattn.torch_state.modes import outside_of_modes
+from flexattn.torch_state.modes import outside_of_modes, without_autocast
 from flexattn.torch_state.symbols import example, valued
 from flexattn.trace.interception import LINES, is_user_file
 from flexattn.trace.recording import Leaf
@@ -87,7 +88,8 @@ def bind(traced: Traced, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> B
     else:
         assert isinstance(traced.prologue, types.MethodType)
         module: Any = traced.prologue.__self__
-        captures = _Prologue(module).run(*tensors, *(_as_symbol(n) for n in numbers))
+        with without_autocast([t.device.type for t in tensors]):
+            captures = _Prologue(module).run(*tensors, *(_as_symbol(n) for n in numbers))
     if traced.graph.inputs is MASK_INPUTS:
         captures = [c.detach() if c.requires_grad else c for c in captures]
     values = tuple(eval(text, _NAMES, names) for text in traced.number_texts)
@@ -116,12 +118,7 @@ def _source(node: fx.Node) -> fx.Node:
 
 def _cut(source: ModInGraph) -> tuple[Callable[..., Any], list[fx.Node]]:
     """Return the mod as a function of its scalars and of the nodes that the rest of the graph passes to it."""
-    needed, todo = set(), [source.result]
-    while todo:
-        node = todo.pop()
-        needed.add(node)
-        if node not in source.scalars and not is_item(node):
-            todo += [n for n in node.all_input_nodes if n not in needed]
+    needed = _needed(source)
     order = [n for n in source.module.graph.nodes if n in needed and n not in source.scalars]
     lifted = [n for n in order if n.op == "placeholder" or is_item(n)]
     graph = fx.Graph()
@@ -139,6 +136,54 @@ def _cut(source: ModInGraph) -> tuple[Callable[..., Any], list[fx.Node]]:
     return body, lifted
 
 
+def _needed(source: ModInGraph) -> set[fx.Node]:
+    """Return the nodes that the result depends on: through their values, what changes these in place, and the modes."""
+    nodes = list(source.module.graph.nodes)
+    captured = {s for n in nodes if n.op == "placeholder" and n not in source.scalars for s in _storages(n)}
+    needed: set[fx.Node] = set()
+    todo = [source.result, *(n for n in nodes if n.target in _MODES)]
+    while todo:
+        while todo:
+            node = todo.pop()
+            needed.add(node)
+            if node not in source.scalars and not is_item(node):
+                todo += [n for n in node.all_input_nodes if n not in needed]
+        read = captured.union(*map(_storages, needed))
+        todo = [n for n in nodes if n not in needed and any(not read.isdisjoint(_storages(x)) for x in _changed(n))]
+    return needed
+
+
+# Functions with which Dynamo's graph enters and leaves modes that change what operations compute.
+_MODES: frozenset[Any] = frozenset((
+    torch._C._set_grad_enabled, torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast,
+    torch.autograd.grad_mode._enter_inference_mode, torch.autograd.grad_mode._exit_inference_mode,
+))  # fmt: skip
+
+
+def _storages(node: fx.Node) -> set[int]:
+    """Return the storage of a node's tensor."""
+    value = node.meta.get("example_value")
+    return {value.untyped_storage()._cdata} if isinstance(value, Tensor) else set()
+
+
+def _changed(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes whose values an operation changes in place."""
+    if node.op not in ("call_function", "call_method"):
+        return []
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    changed: list[Any] = [node.kwargs.get("out")]
+    if _IN_PLACE.fullmatch(name) or node.target in _OPERATORS or node.kwargs.get("inplace"):
+        changed += node.args[:1]
+    found: list[fx.Node] = []
+    fx.map_arg(changed, found.append)
+    return found
+
+
+_IN_PLACE = re.compile(r"\w*[^\W_]_|__(setitem|i[a-z]+)__")
+_OPERATORS: frozenset[Any] = frozenset((
+    operator.setitem, operator.iadd, operator.iand, operator.ifloordiv, operator.ilshift, operator.imod, operator.imul,
+    operator.ior, operator.ipow, operator.irshift, operator.isub, operator.itruediv, operator.ixor,
+))  # fmt: skip
 _DATA: Any = getattr(getattr(torch._C, "_autograd"), "_get_data_attr", _cut)  # noqa: B009  (what Dynamo makes of x.data)
 
 # The file and the name of the function that calls the mods. call.py cannot be imported here: it imports higher_order.
@@ -159,7 +204,9 @@ def _lines(code: Any, nodes: dict[str, fx.Node]) -> dict[int, str]:
     """Return the user's line for each line of generated code. `nodes` are by the names that the code assigns to."""
     found = {}
     for at, line in enumerate(linecache.getlines(code.__code__.co_filename), 1):
-        node = nodes.get(line.partition("=")[0].partition(":")[0].strip())
+        # An assignment to an element is followed by one to the node's name.
+        names = [part.partition("=")[0].partition(":")[0].strip() for part in line.split(";")]
+        node = next((nodes[name] for name in names if name in nodes), None)
         if node is not None and (where := _line_of(node)) is not None:
             found[at] = where
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar
@@ -66,6 +66,15 @@ def outside_of_modes() -> Iterator[None]:
         for _ in range(_function_modes()):
             stack.enter_context(_pop_mode_temporarily())
         yield
+
+
+def without_autocast(device_types: Iterable[str]) -> AbstractContextManager[object]:
+    """Return the context for what a mod computes: without autocast of these types of devices."""
+    stack = ExitStack()
+    for device_type in {*device_types}:
+        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+    return stack
 
 
 def users_device() -> AbstractContextManager[object]:

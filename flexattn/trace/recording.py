@@ -24,7 +24,7 @@ from flexattn.errors import FlexAttentionError, ModError, UnsupportedError
 from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS
 from flexattn.process.forks import temporary
 from flexattn.process.frozen_class import frozen
-from flexattn.torch_state.modes import users_device
+from flexattn.torch_state.modes import users_device, without_autocast
 from flexattn.torch_state.subclasses import check_plain, has_no_values
 from flexattn.torch_state.symbols import example
 from flexattn.trace.follow import IS_KNOWN_VERSION, Follower, ReadLog, Refusal, Unfollowable, symbolic
@@ -335,7 +335,7 @@ def _recorded(
     custom = refused_functions(name) if kind == "score" else contextlib.nullcontext()
     try:
         undone = temporary(lambda: _set_module_methods(methods))
-        with torch.enable_grad(), inputs.fakes, _no_autocast(setting.device.type), custom, undone:
+        with torch.enable_grad(), inputs.fakes, without_autocast((setting.device.type, "cpu")), custom, undone:
             graph = (
                 _make_fx(run, decompositions, scalars) if inputs.tape is None else _on_tape(run, inputs.tape, scalars)
             )
@@ -415,10 +415,6 @@ def _placeholder(name: str, value: Any) -> fx.Node:
         proxy = mode.tracer.create_proxy("placeholder", name, (), {}, name=name)
     track_tensor_tree(value, proxy, constant=None, tracer=mode.tracer)
     return proxy.node
-
-
-def _no_autocast(device_type: str) -> torch.autocast:
-    return torch.autocast(device_type if torch.amp.is_autocast_available(device_type) else "cpu", enabled=False)
 
 
 def _result_node(graph: fx.Graph, result: Any) -> Any:

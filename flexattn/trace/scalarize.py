@@ -23,6 +23,7 @@ from flexattn.graph.narrow import narrowed
 from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS, Capture, Load, Number, wide
 from flexattn.graph.ranges import ranges
 from flexattn.process.frozen_class import frozen
+from flexattn.torch_state.modes import without_autocast
 from flexattn.torch_state.symbols import example
 from flexattn.trace.aten import TABLES, has_row
 from flexattn.trace.elements import Elements, Index
@@ -78,7 +79,8 @@ class Traced:
             captures = tuple([tensors[i] for i in self.picks])
         else:
             assert self.prologue is not None
-            captures = tuple(self.prologue(*tensors, *numbers))
+            with without_autocast([t.device.type for t in tensors]):
+                captures = tuple(self.prologue(*tensors, *numbers))
         return captures, () if self.numbers is None else self.numbers(tensors, numbers)
 
     def graph_of(self, values: tuple[int | float, ...]) -> ModGraph:

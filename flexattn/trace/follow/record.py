@@ -75,9 +75,10 @@ class ReadLog:
     constants: dict[str, Any] = field(default_factory=dict)
     tensors: list[Tensor] = field(default_factory=list)
     tensor_variables: list[str] = field(default_factory=list)
-    numbers: list[int | float] = field(default_factory=list)
+    numbers: list[Any] = field(default_factory=list)  # ints and floats, or symbols of a graph that is recorded
     number_variables: list[str] = field(default_factory=list)
     reason: str = ""  # why the guard cannot prove that nothing changed; empty if it can
+    computes_from_sizes: bool = False  # a number is computed from a size by more than integer arithmetic
     may_end: bool = False  # the mod has only set something that it had not read, which it may do once
     _variables: dict[int, tuple[Any, str]] = field(default_factory=dict)  # id -> the object, its variable
     _known: dict[str, Any] = field(default_factory=dict)  # text of a read -> the object found
@@ -101,6 +102,7 @@ class ReadLog:
 
     def computed(self, template: str, operands: Sequence[Any], value: Any) -> Any:
         """Return the number computed by `template` from other numbers, lifted. The guard recomputes it."""
+        self.computes_from_sizes |= any(isinstance(o, LIFTED) and not o.text for o in operands)
         texts = [self._text_of_number(o) for o in operands]
         name = next((self.symbols.name_of(o.symbol) for o in operands if isinstance(o, LIFTED)), "number")
         return self._at(template.format(*texts), value, name, literal=False)
@@ -247,6 +249,8 @@ class ReadLog:
             return self._lift(text, value, value, name)
         if isinstance(value, np.generic) and isinstance(value, (np.integer, np.floating)) and not literal:
             return self._lift_numpy(text, value, name)
+        if isinstance(value, (torch.SymInt, torch.SymFloat)):
+            return self._lift_symbol(text, value, name)
         if any(value is s for s in _SINGLETONS):
             self._line(f"if {text} is not {value!r}: return None")
             return value
@@ -292,6 +296,14 @@ class ReadLog:
             self._line(f"if {variable}.tobytes() != {self.constant(value.tobytes())}: return None")
             return value
         return self._new_number(f"{variable}.item()", number, value, name, variable)
+
+    def _lift_symbol(self, text: str, value: torch.SymInt | torch.SymFloat, name: str) -> Any:
+        """Lift a size of a graph that is recorded around this trace. No guard will read it again."""
+        number = example(value)
+        symbol = self.symbols.number(number, len(self.numbers), name)
+        self.numbers.append(value)
+        self.number_variables.append(text)
+        return lifted(number, symbol)  # without a text, like the size of a tensor that the mod reads
 
     def _new_number(self, variable: str, value: int | float, original: Any, name: str, text: str = "") -> Any:
         symbol = self.symbols.number(value, len(self.numbers), name)
