@@ -27,8 +27,9 @@ def named(mod: Mod, name: str, *parts: object, between: str = "_") -> Mod:
 
 
 def _text(part: object) -> str:
-    text = str(part) if isinstance(part, (int, str)) else f"{part:g}"
-    return text.replace(".", "p").replace("-", "m").replace("+", "")
+    if isinstance(part, (int, str)):
+        return str(part)
+    return f"{part:g}".replace(".", "p").replace("-", "m").replace("+", "")
 
 
 def is_score_mod(mod: Callable[..., Any]) -> bool:

@@ -7,6 +7,7 @@ in AOTAutograd's cache on disk is not used by other code of this package.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ _FIELDS = {
 }  # fmt: skip
 _LIBRARY.define(f"call_marker({', '.join(f'{kind} {name}' for name, kind in _FIELDS.items())}) -> Tensor[]")
 CALL_MARKER = torch.ops.flexattn.call_marker
+# What the graph of a body computes of captured floats.
+ARITHMETIC = (operator.neg, operator.pos, operator.abs, abs, operator.add, operator.sub, operator.mul, operator.truediv)
 _OWN = 5  # fields that are not those of CallArguments
 
 
@@ -55,6 +58,8 @@ class MarkedCall:
     def _value(self, node: fx.Node) -> Any:
         if node in self.values:
             return self.values[node]
+        if node.target in ARITHMETIC:
+            return node.target(*fx.map_arg(node.args, self._value))  # type: ignore[operator]
         assert node.op == "call_method" and node.target == "item", node  # a float: see subgraph.is_item
         return self.values[node.args[0]]  # type: ignore[index]
 

@@ -10,7 +10,6 @@ so only a call that Dynamo traces imports it.
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from flexattn.call.wide_dtype import wide_dtype
 from flexattn.errors import FlexAttentionError, mod_in_messages
 from flexattn.torch_compile.attention import call_operators
 from flexattn.torch_compile.call_arguments import operands_of
-from flexattn.torch_compile.call_marker import CALL_MARKER, MarkedCall, make_constant
+from flexattn.torch_compile.call_marker import ARITHMETIC, CALL_MARKER, MarkedCall, make_constant
 from flexattn.torch_compile.graph_break import body_with_graph_break
 from flexattn.torch_compile.spec import revision
 from flexattn.torch_compile.subgraph import (
@@ -153,26 +152,28 @@ def _without_floats(graph: fx.Graph, operands: Sequence[fx.Proxy]) -> list[Any]:
     return found
 
 
-_ARITHMETIC = (operator.neg, operator.pos, operator.abs, abs, operator.add, operator.sub, operator.mul, operator.truediv)
-
-
 def _is_of_items(node: Any, of_data: bool) -> bool:
     """Return whether a node is the item of a tensor, or is computed from such items and numbers by arithmetic."""
     if not isinstance(node, fx.Node):
         return isinstance(node, (int, float))
-    return is_item(node, of_data) or (node.target in _ARITHMETIC and all(_is_of_items(x, of_data) for x in node.args))
+    return is_item(node, of_data) or (node.target in ARITHMETIC and all(_is_of_items(x, of_data) for x in node.args))
 
 
 def _computed_in(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     """Compute a number in the graph of a body. Return its node, and the tensors around it that are new operands."""
-    if node.target not in _ARITHMETIC:
+    if node.target not in ARITHMETIC:
         source: Any = node.args[0]
-        tensor = graph.placeholder(f"{source.name}_{len(graph.nodes)}")  # its name is that of an argument: no two are equal
+        tensor = graph.placeholder(
+            f"{source.name}_{len(graph.nodes)}"
+        )  # its name is that of an argument: no two are equal
         computed, sources = graph.call_method("item", (tensor,)), [source]
         tensor.meta["example_value"] = source.meta["example_value"]
     else:
         parts = [_computed_in(graph, x) if isinstance(x, fx.Node) else (x, []) for x in node.args]
-        computed, sources = graph.call_function(node.target, tuple([x for x, _ in parts])), sum([s for _, s in parts], [])
+        computed, sources = (
+            graph.call_function(node.target, tuple([x for x, _ in parts])),
+            sum([s for _, s in parts], []),
+        )
     computed.meta["example_value"] = node.meta["example_value"]
     return computed, sources
 

@@ -139,7 +139,6 @@ def _cut(source: ModInGraph) -> tuple[Callable[..., Any], list[fx.Node]]:
 def _needed(source: ModInGraph) -> set[fx.Node]:
     """Return the nodes that the result depends on: through their values, what changes these in place, and the modes."""
     nodes = list(source.module.graph.nodes)
-    captured = {s for n in nodes if n.op == "placeholder" and n not in source.scalars for s in _storages(n)}
     needed: set[fx.Node] = set()
     todo = [source.result, *(n for n in nodes if n.target in _MODES)]
     while todo:
@@ -148,7 +147,7 @@ def _needed(source: ModInGraph) -> set[fx.Node]:
             needed.add(node)
             if node not in source.scalars and not is_item(node):
                 todo += [n for n in node.all_input_nodes if n not in needed]
-        read = captured.union(*map(_storages, needed))
+        read = set().union(*map(_storages, needed))
         todo = [n for n in nodes if n not in needed and any(not read.isdisjoint(_storages(x)) for x in _changed(n))]
     return needed
 

@@ -1,0 +1,327 @@
+"""What mods do inside torch.compile besides computing: operations in place, modes of torch, and numbers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn.attention import flex_attention as upstream
+
+from flexattn import create_block_mask, flex_attention, mods
+from flexattn.errors import ModError, MutationError
+
+T = 48
+TABLE, SLOPES = torch.randn(2, 8), torch.rand(2)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def qkv(seed: int = 0, t: int = T, **kwargs: Any) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, 2, t, 16, generator=generator).requires_grad_(**kwargs) for _ in range(3)]
+
+
+def compiled(f: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
+    return torch.compile(f, backend="aot_eager", fullgraph=True, **kwargs)
+
+
+def results(f: Callable[..., Tensor], x: list[Tensor], *arguments: Any) -> list[Tensor]:
+    out = f(*x, *arguments)
+    return [out, *torch.autograd.grad(out.square().sum(), x)]
+
+
+def assert_same(f: Callable[..., Tensor], call: Callable[..., Tensor], *arguments: Any) -> None:
+    """Compare a compiled and an uncompiled call bitwise."""
+    x = qkv()
+    for one, other in zip(results(call, x, *arguments), results(f, x, *arguments), strict=True):
+        assert torch.equal(one, other)
+
+
+def masked_fill(s, b, h, i, j):
+    z = s * 1.5
+    z.masked_fill_(i < j, -1e9)
+    return z
+
+
+def fill_and_add(s, b, h, i, j):
+    z = s * 0.5
+    other = z * 2
+    z.fill_(1.0)
+    z.add_(other).clamp_(max=0.5)
+    return z * other
+
+
+def copy(s, b, h, i, j):
+    z = torch.zeros_like(s)
+    z.copy_(s * SLOPES[h])
+    return z
+
+
+def inplace_relu(s, b, h, i, j):
+    z = s + 0.1
+    nn.functional.relu(z, inplace=True)
+    return z
+
+
+@pytest.mark.parametrize("mod", [masked_fill, fill_and_add, copy, inplace_relu])
+def test_operations_in_place(mod):
+    def f(q, k, v):
+        return flex_attention(q, k, v, mod)
+
+    assert_same(f, compiled(f))
+
+
+@pytest.mark.parametrize("of_torch", [False, True])
+def test_a_mask_mod_with_an_operation_in_place(of_torch):
+    def keep(b, h, q_idx, kv_idx):
+        z = q_idx >= kv_idx
+        z.logical_and_(q_idx - kv_idx < 9)
+        return z
+
+    def plain(b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (q_idx - kv_idx < 9)
+
+    if of_torch:
+        mask: Any = upstream.create_block_mask(plain, None, None, T, T, device="cpu")
+        mask.mask_mod = keep
+    else:
+        mask = create_block_mask(keep, None, None, T, T, device="cpu")
+    f = compiled(lambda q, k, v: flex_attention(q, k, v, masked_fill, mask))
+    other = create_block_mask(plain, None, None, T, T, device="cpu")
+    assert_same(lambda q, k, v: flex_attention(q, k, v, masked_fill, other), f)
+
+
+def set_elements(s, b, h, i, j):
+    z = torch.zeros(2)
+    z[0] = s  # here
+    z[1] = SLOPES[h]
+    return z.sum()
+
+
+def into_out(s, b, h, i, j):
+    z = s * 2
+    torch.mul(s, 2, out=z)  # here
+    return z
+
+
+@pytest.mark.parametrize("mod", [set_elements, into_out])
+def test_operations_in_place_that_are_refused(mod):
+    """Also if no value of the result depends on them in Dynamo's graph. The error names the user's line."""
+    source, first = inspect.getsourcelines(mod)
+    line = first + next(n for n, text in enumerate(source) if "# here" in text)
+    x = qkv()
+    with pytest.raises(ModError, match="in place"):
+        flex_attention(*x, mod)
+    with pytest.raises(
+        Exception, match=rf"{mod.__name__} at \S*{__file__.rpartition('/')[2]}:{line} changes"
+    ) as raised:
+        compiled(lambda q, k, v: flex_attention(q, k, v, mod))(*x)
+    assert "ModError" in str(raised.value)
+
+
+def gated(context):
+    def mod(s, b, h, i, j):
+        with context():
+            gate = torch.sigmoid(s) * SLOPES[h]
+        return s * gate
+
+    return mod
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad, lambda: torch.set_grad_enabled(False)])
+def test_gradient_modes_in_a_mod(context):
+    mod = gated(context)
+
+    def f(q, k, v):
+        return flex_attention(q, k, v, mod)
+
+    assert_same(f, compiled(f))
+
+
+def test_a_mod_without_gradients():
+    @torch.no_grad()
+    def mod(s, b, h, i, j):
+        return torch.tanh(s)
+
+    def f(q, k, v):
+        return flex_attention(q, k, v, mod)
+
+    (x, call) = qkv(), compiled(f)
+    assert torch.equal(call(*x), f(*x))
+    for attend in (f, call):
+        gradients = torch.autograd.grad(attend(*x).sum(), x, allow_unused=True)
+        assert all(g is None or not g.any() for g in gradients[:2])
+
+
+def product(enabled):
+    def mod(s, b, h, i, j):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            z = (TABLE @ TABLE.t())[h, 0]
+        return s + z * (i - j) * 0.1
+
+    return mod
+
+
+def with_table(table):
+    return lambda s, b, h, i, j: s + table[h, 0] * (i - j) * 0.1
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("inside", [False, True, None])
+def test_autocast_in_and_around_a_mod(inside, around):
+    """Inside of a mod autocast is off, unless the mod turns it on."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=bool(inside)):
+        table = TABLE @ TABLE.t()
+    mod = (lambda s, b, h, i, j: s + (TABLE @ TABLE.t())[h, 0] * (i - j) * 0.1) if inside is None else product(inside)
+
+    def f(q, k, v):
+        return flex_attention(q, k, v, mod)
+
+    x = qkv(requires_grad=False)
+    with torch.autocast("cpu", torch.bfloat16, enabled=around):
+        expected = flex_attention(*x, with_table(table))
+        assert torch.equal(f(*x), expected)
+        assert torch.equal(compiled(f)(*x), expected)
+
+
+class Switched(nn.Module):
+    """A module whose mask can come to be true everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window, self.factor, self.off = 5, 1, False
+        self.mask = create_block_mask(self.keep, None, None, T, T, BLOCK_SIZE=16, device="cpu")
+
+    def keep(self, b, h, q_idx, kv_idx):
+        near = (q_idx - kv_idx).abs() * self.factor < self.window
+        return near | (self.window < 0) | self.off
+
+    def forward(self, q, k, v):
+        return flex_attention(q, k, v, None, self.mask)
+
+
+@pytest.mark.parametrize(("name", "value"), [("window", -1), ("factor", 0), ("off", True)])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_mask_whose_mod_has_become_true_is_stale(name, value, is_compiled):
+    module, x = Switched(), qkv()
+    call = compiled(module) if is_compiled else module
+    call(*x)
+    setattr(module, name, value)
+    for _ in range(2):
+        with pytest.raises(MutationError):
+            call(*x)
+    module.mask = create_block_mask(module.keep, None, None, T, T, BLOCK_SIZE=16, device="cpu")
+    torch.testing.assert_close(call(*x), flex_attention(*x))
+
+
+READY: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "softcap": (lambda n: (mods.softcap(n), None), (20.0, 30.0, 50.0)),
+    "softcap of a product": (lambda n: (mods.softcap(2 * n), None), (20.0, 30.0, 50.0)),
+    "alibi": (lambda n: (mods.alibi(n), None), (2, 2)),
+    "band": (lambda n: (None, mods.band(n, 2)), (3, 4, 5)),
+    "sliding_window": (lambda n: (None, mods.sliding_window(n)), (3, 4, 5)),
+    "prefix_lm": (lambda n: (None, mods.prefix_lm(n)), (3, 4, 5)),
+    "global_tokens": (lambda n: (None, mods.global_tokens(n)), (3, 4, 5)),
+}
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", READY)
+def test_ready_mods_made_in_a_compiled_function(name, dynamic):
+    """Their names contain numbers, which are symbols there."""
+    make, numbers = READY[name]
+
+    def f(q, k, v, n):
+        score_mod, mask_mod = make(n)
+        if mask_mod is not None:
+            return flex_attention(q, k, v, lambda s, b, h, i, j: torch.where(mask_mod(b, h, i, j), s, -float("inf")))
+        return flex_attention(q, k, v, score_mod)
+
+    call = compiled(f, dynamic=dynamic)
+    for n in numbers:
+        assert_same(f, call, n)
+
+
+FLOATS: dict[str, Callable[[float], Callable[..., Tensor]]] = {
+    "-n": lambda n: lambda s, b, h, i, j: s * (-n),
+    "+n": lambda n: lambda s, b, h, i, j: s * (+n),
+    "abs(n)": lambda n: lambda s, b, h, i, j: s * abs(n),
+    "clamp": lambda n: lambda s, b, h, i, j: s.clamp(-abs(n), abs(n)),
+    "several": lambda n: lambda s, b, h, i, j: torch.tanh(s / (n / 2)) * (1.0 - n * 2) + (-n) * (j - i),
+}
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_arithmetic_with_a_float_is_compiled_twice(name):
+    def f(q, k, v, n):
+        return flex_attention(q, k, v, FLOATS[name](n))
+
+    call, counts = compiled(f), []
+    for n in (0.5, -0.25, 0.7, 0.9):
+        assert_same(f, call, n)
+        counts.append(counters["stats"]["unique_graphs"])
+    assert counts == [1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("of_data", [False, True])
+def test_a_scale_computed_from_a_float(of_data):
+    def f(q, k, v, x):
+        n = x.sum().item() if of_data else x
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s * n, scale=-0.5 * n)
+
+    call, counts = compiled(f), []
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for n in (0.5, -0.25, 0.7):
+            assert_same(f, call, torch.full((4,), n / 4, dtype=torch.float64) if of_data else n)
+            counts.append(counters["stats"]["unique_graphs"])
+    assert counts == [1, 1, 1] if of_data else [1, 2, 2]
+
+
+EXPORTED: dict[str, Callable[[Tensor], Callable[..., Tensor]]] = {
+    "size ** 0.5": lambda k: lambda s, b, h, i, j: s * k.shape[2] ** 0.5,
+    "float(size)": lambda k: lambda s, b, h, i, j: s * float(k.shape[2]),
+    "round": lambda k: lambda s, b, h, i, j: s * round(k.shape[2] * 0.5) * 0.01,
+    "size + 3": lambda k: lambda s, b, h, i, j: s * (k.shape[2] + 3) * 0.01,
+    "a captured size": lambda k: (lambda n: lambda s, b, h, i, j: torch.where(j < n // 2, s, -s))(k.shape[2]),
+    "computed from a captured size": lambda k: (lambda n: lambda s, b, h, i, j: s * n**0.5)(k.shape[2]),
+    "a captured quotient": lambda k: (lambda n: lambda s, b, h, i, j: s * n)(1.0 / k.shape[2]),
+}
+# What more than integer arithmetic computes from a size is a number of the program: the length is guarded.
+ONE_LENGTH = ("size ** 0.5", "float(size)", "round", "computed from a captured size")
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_sizes_in_a_program_that_is_exported_without_dynamo(name):
+    class Module(nn.Module):
+        def forward(self, q, k, v):
+            return flex_attention(q, k, v, EXPORTED[name](k))
+
+    x, y = (qkv(seed, t, requires_grad=False) for seed, t in ((0, T), (1, 33)))
+    shapes = ({2: torch.export.Dim.AUTO},) * 3
+    program = torch.export.export(Module(), tuple(x), dynamic_shapes=shapes, strict=False).module()
+    assert torch.equal(program(*x), Module()(*x))
+    if name in ONE_LENGTH:
+        with pytest.raises(AssertionError, match="Guard failed"):
+            program(*y)
+    else:
+        assert torch.equal(program(*y), Module()(*y))
+
+
+def test_an_exported_program_has_no_analysis_of_a_mod():
+    class Module(nn.Module):
+        def forward(self, q, k, v):
+            return flex_attention(q, k, v, lambda s, b, h, i, j: s + torch.tensor([0.5, 0.25])[h] * (j - i).abs())
+
+    program = torch.export.export(Module(), tuple(qkv(requires_grad=False)), strict=False)
+    assert len(program.graph.nodes) <= 16
