@@ -97,10 +97,15 @@ CASES: dict[str, Call] = {
     "a mask of one head": masked(lambda b, h, i, j: i >= j + h),
     "a mask of more heads": masked(lambda b, h, i, j: i >= j, H=4),
     "`mask.seq_lengths = ": longer,
+    "a 0-d tensor as `Q_LEN`": lambda m: m.create_block_mask(
+        lambda b, h, i, j: i >= j, None, None, torch.tensor(128), 128, device="cpu"
+    ),
     "a mask_mod that returns numbers": lambda m: m.create_mask(
         lambda b, h, i, j: (i >= j).float(), None, None, 8, 8, device="cpu"
     ),
     "an unknown name": attend(kernel_options={"NO_SUCH_OPTION": 1}),
+    "`IS_DIVISIBLE`": attend(kernel_options={"IS_DIVISIBLE": True}),
+    "an option of None": attend(kernel_options={"BLOCK_M": None}),
     "`BACKEND=": attend(kernel_options={"BACKEND": "FLASH"}),
     "a tile": attend(kernel_options={"BLOCK_M": 48}),
     "a change in place": attend(in_place),
