@@ -143,8 +143,9 @@ class Origin:
     def check(self, mask: BoundMod | None) -> None:
         """Raise MutationError if values of mask_mod changed since the lists were built.
 
-        `mask` is what an operator of a graph was given, None if every pair attends. Its captures may be other tensor objects with the same memory,
-        or copies of it that the compiler made, so they are compared by memory and version, then by value.
+        `mask` is what an operator of a graph was given, None if every pair attends. Its captures may be other tensor
+        objects with the same memory, or copies of it that the compiler made, so they are compared by memory and
+        version, then by value.
         """
         record = self.record
         if record is None:

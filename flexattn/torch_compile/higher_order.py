@@ -131,7 +131,8 @@ def _without_floats(graph: fx.Graph, operands: Sequence[fx.Proxy]) -> list[Any]:
     A captured float is an item of a 0-d tensor. If the user's function read it before the call, the item is an operand.
     AOTAutograd would make it a constant of the graph that it caches on disk, without the guard (torch 2.11 and 2.13).
     So the operand becomes the tensor, and the body reads its item. So does an item of another tensor, which depends on
-    data. What is computed from items (`-x`) is computed in the body. Any other symbolic float becomes a guarded constant.
+    data. What is computed from items (`-x`) is computed in the body. Any other symbolic float becomes a guarded
+    constant.
     """
     found: list[Any] = []
     for node, operand in zip([n for n in graph.nodes if n.op == "placeholder"], operands, strict=True):
@@ -161,19 +162,20 @@ def _is_of_items(node: Any, of_data: bool) -> bool:
 
 def _computed_in(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     """Compute a number in the graph of a body. Return its node, and the tensors around it that are new operands."""
-    if node.target not in ARITHMETIC:
-        source: Any = node.args[0]
-        tensor = graph.placeholder(
-            f"{source.name}_{len(graph.nodes)}"
-        )  # its name is that of an argument: no two are equal
-        computed, sources = graph.call_method("item", (tensor,)), [source]
-        tensor.meta["example_value"] = source.meta["example_value"]
+    sources: list[Any] = []
+    if node.target in ARITHMETIC:
+        arguments: list[Any] = []
+        for x in node.args:
+            part, of_part = _computed_in(graph, x) if isinstance(x, fx.Node) else (x, [])
+            arguments.append(part)
+            sources += of_part
+        computed = graph.call_function(node.target, tuple(arguments))  # type: ignore[arg-type]
     else:
-        parts = [_computed_in(graph, x) if isinstance(x, fx.Node) else (x, []) for x in node.args]
-        computed, sources = (
-            graph.call_function(node.target, tuple([x for x, _ in parts])),
-            sum([s for _, s in parts], []),
-        )
+        sources.append(node.args[0])
+        # The name of a placeholder is that of an argument: no two are equal.
+        tensor = graph.placeholder(f"{sources[0].name}_{len(graph.nodes)}")
+        tensor.meta["example_value"] = sources[0].meta["example_value"]
+        computed = graph.call_method("item", (tensor,))
     computed.meta["example_value"] = node.meta["example_value"]
     return computed, sources
 
