@@ -90,9 +90,8 @@ def _bound(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> BoundMod:
     if not all(type(n) in (int, float) for n in bound.numbers):
         return bound
     with outside_of_modes():
-        return BoundMod(
-            specialized(bound.graph, bound.numbers), bound.captures
-        )  # these numbers are literals of the graph
+        literal = specialized(bound.graph, bound.numbers)
+    return BoundMod(literal, bound.captures)
 
 
 def _in_the_mode(tensor: Tensor) -> Tensor:
