@@ -74,7 +74,14 @@ def inplace_relu(s, b, h, i, j):
     return z
 
 
-@pytest.mark.parametrize("mod", [masked_fill, fill_and_add, copy, inplace_relu])
+def without_gradients(s, b, h, i, j):
+    with torch.no_grad():
+        largest = s * 1
+        largest.clamp_(max=0.25)
+    return s - largest
+
+
+@pytest.mark.parametrize("mod", [masked_fill, fill_and_add, copy, inplace_relu, without_gradients])
 def test_operations_in_place(mod):
     def f(q, k, v):
         return flex_attention(q, k, v, mod)
@@ -115,7 +122,21 @@ def into_out(s, b, h, i, j):
     return z
 
 
-@pytest.mark.parametrize("mod", [set_elements, into_out])
+def through_a_detached_view(s, b, h, i, j):
+    z = s * 2
+    y = z.detach()
+    y.mul_(0)  # here
+    return z
+
+
+def under_a_detached_view(s, b, h, i, j):
+    z = s * 2
+    y = z.data
+    z.mul_(0)  # here
+    return y
+
+
+@pytest.mark.parametrize("mod", [set_elements, into_out, through_a_detached_view, under_a_detached_view])
 def test_operations_in_place_that_are_refused(mod):
     """Also if no value of the result depends on them in Dynamo's graph. The error names the user's line."""
     source, first = inspect.getsourcelines(mod)

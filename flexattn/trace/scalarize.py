@@ -384,7 +384,10 @@ def _is_unknown(value: Any) -> bool:
 
 def _is_view(node: fx.Node) -> bool:
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.is_view and operator_name(node) != "detach"
+    if not isinstance(target, torch._ops.OpOverload) or not target.is_view:
+        return False
+    # torch.no_grad detaches each result, of which nothing else is a view then.
+    return operator_name(node) != "detach" or len(node.all_input_nodes[0].users) > 1
 
 
 def _without_unused(graph: ModGraph, leaves: _Leaves) -> tuple[ModGraph, list[fx.Node], list[str]]:
