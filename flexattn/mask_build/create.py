@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import BlockMask, BuildCounts, BuiltMask, InTiles, RunLists, Runs, run_lists
-from flexattn.call.unknown_arguments import refuse_unknown
+from flexattn.call.unknown_arguments import refuse_unknown, refuses_unknown
 from flexattn.errors import ArgumentError, DeviceError, FlexAttentionError, UnsupportedError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.boxes import DTYPES
@@ -67,6 +67,7 @@ def _outside_transforms(make: Callable[P, R]) -> Callable[P, R]:
 @uncompiled
 @undisturbed("create_block_mask")
 @_outside_transforms
+@refuses_unknown
 def create_block_mask(
     mask_mod: Callable[..., Any],
     B: int | None,
