@@ -22,6 +22,10 @@ from flexattn.torch_state.subclasses import check_plain, is_plain
 from flexattn.trace.follow.libraries import frames_of_ours
 
 T = TypeVar("T")
+SWAPPED = (
+    "query, key and value are [B, H, S, D]. If yours are [B, S, H, D], pass query.transpose(1, 2) and so on, and "
+    "transpose the output back."
+)
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 DEVICES = frozenset({"cpu", "cuda"})
 
@@ -50,10 +54,7 @@ def _looks_swapped(heads: int, rows: int) -> bool:
 @cache
 def _warn_swapped(heads: int, rows: int) -> None:
     """Warn once for these sizes."""
-    text = (
-        f"flex_attention: query has {heads} heads of {rows} positions each. query, key and value are [B, H, S, D]. If "
-        f"yours are [B, S, H, D], pass query.transpose(1, 2) and so on, and transpose the output back."
-    )
+    text = f"flex_attention: query has {heads} heads of {rows} positions each. {SWAPPED}"
     warnings.warn(text, UserWarning, stacklevel=frames_of_ours())
 
 
@@ -206,10 +207,7 @@ def _lengths(found: tuple[int, int], wanted: tuple[int, int], heads: tuple[int, 
     """Return the message for a mask of other lengths. `heads` are those of query and key."""
     fix = f"Build it with create_block_mask(mask_mod, B, H, Q_LEN={wanted[0]}, KV_LEN={wanted[1]})."
     if found == heads:
-        fix = (
-            "query, key and value are [B, H, S, D]. If yours are [B, S, H, D], pass query.transpose(1, 2) and so on, "
-            "and transpose the output back."
-        )
+        fix = SWAPPED
     elif wanted[0] < found[0] and wanted[1] <= found[1]:
         fix += (
             " For queries at later positions, as in decoding, keep this mask and pass q_offsets=, the position of the "
