@@ -302,7 +302,7 @@ def test_alibi_for_another_number_of_heads():
     [
         (
             mods.head_gate(torch.zeros(8)),
-            r"gate of score_mod head_gate: found float32 \[8\], expected \[4\], as query has 4",
+            r"gate of score_mod head_gate: found float32 \[8\], expected \[4\], as query",
         ),
         (mods.distance_decay(torch.zeros(2)), r"rate of score_mod distance_decay: found float32 \[2\], expected \[4\]"),
         (mods.temperature(torch.ones(8)), r"value of score_mod temperature: found float32 \[8\].*slice value"),
@@ -330,9 +330,7 @@ def test_heads_and_positions_that_are_swapped():
 def test_tables_that_are_no_tensors():
     with pytest.raises(DtypeError, match=r"table: found a list, expected a tensor \[H, 2 \* R \+ 1\]"):
         mods.relative_bias([1.0, 2.0])
-    with pytest.raises(
-        DtypeError, match="table: found an Embedding, expected a tensor .* Pass its weight: table.weight"
-    ):
+    with pytest.raises(DtypeError, match=r"table: found an Embedding, expected a tensor .*: table\.weight"):
         mods.t5_bias(torch.nn.Embedding(32, 4))
     with pytest.raises(ArgumentError, match=r"found float32 \[9, 4\].*If it is \[2 \* R \+ 1, H\], pass table\.T"):
         mods.relative_bias(torch.zeros(9, 4))
