@@ -77,6 +77,13 @@ def without_transpose():
     )  # fmt: skip
 
 
+def by_hand_without_lengths():
+    made = mask()
+    return flexattn.BlockMask.from_kv_blocks(
+        made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices, 16, causal
+    )
+
+
 NESTED = torch.nested.nested_tensor([torch.ones(4, 8, 16), torch.ones(4, 6, 16)], layout=torch.jagged)
 TENSORS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]] = {
     "not a tensor": (
@@ -229,8 +236,21 @@ OTHERS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]]
             ones(1, 4, 1, 16), K[:1], V[:1], block_mask=mask(M=1), q_offsets=torch.tensor([5], dtype=torch.int32)
         ), (ValueError,),
         "q_offsets: found an entry 5, expected entries from 0 to 0. The rows of block_mask (1) are positions, and "
-        "query has 1 row for each sequence. Build the mask with Q_LEN = the most tokens of a sequence, and the rows of "
-        "a chunk if shorter chunks are padded.",
+        "query has 1 row for each sequence. Build the mask with Q_LEN >= KV_LEN + M - 1, which is 32.",
+    ),
+    "mask of all rows with an offset past the keys": (
+        lambda: flex_attention(
+            ones(1, 4, 1, 16), K[:1], V[:1], block_mask=mask(), q_offsets=torch.tensor([32], dtype=torch.int32)
+        ), (ValueError,),
+        "query has 1 row for each sequence. The position of a query is below KV_LEN (32): build the mask for more "
+        "keys.",
+    ),
+    "lists made by hand, without lengths": (
+        lambda: flex_attention(*[ones(1, 4, 30, 16)] * 3, block_mask=by_hand_without_lengths()),
+        (ValueError, AssertionError),
+        "block_mask: found lengths (32, 32), expected those of query and key, (30, 30). Build it with "
+        "create_block_mask(mask_mod, B, H, Q_LEN=30, KV_LEN=30), or pass seq_lengths=(30, 30) to "
+        "BlockMask.from_kv_blocks.",
     ),
     "pages without a table": (
         lambda: flex_attention(ones(1, 4, 1, 16), ones(8, 4, 32, 16), ones(8, 4, 32, 16)), (ValueError,),
@@ -334,9 +354,11 @@ OPTIONS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]
     "no warps": (options(num_warps=0), (ValueError,), "expected a power of two from 1 to 32. Write 1."),
     "unknown backend": (
         options(BACKEND="CUDA"), (ValueError,),
-        "kernel_options['BACKEND']: found 'CUDA', expected one of AUTO, TRITON, HOPPER, CPU, FLASH, "
-        "TRITON_DECODE.",
+        "kernel_options['BACKEND']: found 'CUDA', expected one of AUTO, TRITON, HOPPER, CPU, TRITON_DECODE. "
+        "Write 'AUTO'.",
     ),
+    "backend in lower case": (options(BACKEND="triton"), (ValueError,), "Did you mean 'TRITON'?"),
+    "precision in upper case": (options(FLOAT32_PRECISION="TF32"), (ValueError,), "Did you mean 'tf32'?"),
     "flash": (
         options(BACKEND="FLASH"), (NotImplementedError,),
         "found BACKEND='FLASH', expected AUTO, TRITON, TRITON_DECODE, HOPPER or CPU.",

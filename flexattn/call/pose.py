@@ -119,7 +119,7 @@ def _tensors(call: Call) -> tuple[Tensor, Tensor, Tensor, Layout | None, Packed 
     if given.block_table is None:
         query, key, value = check_tensors(query, key, value, call.enable_gqa, quantized)
     else:  # one page stands for the keys of a sequence
-        check_pages(key, value)
+        check_pages(query, key, value)
         query, *_ = check_tensors(query, key[:1], value[:1], call.enable_gqa, quantized)
     return query, key, value, check_layout(given, query, key), None
 
