@@ -67,6 +67,7 @@ _SIZES = {
     "BLOCK_": (16, LARGEST_TILE, True), "num_warps": (1, 32, True), "num_stages": (1, sys.maxsize, False),
     "": (0, sys.maxsize, False),
 }  # fmt: skip
+_REFUSED = "FLASH"  # PyTorch's BACKEND that is known here, so that the error can say what to write instead
 _FIX_BACKEND = 'Leave BACKEND out, or write BACKEND="AUTO".'
 
 
@@ -148,7 +149,11 @@ def _choice(argument: str, value: object, choices: tuple[str, ...]) -> object:
     # PyTorch inserts FLOAT32_PRECISION into its template as text, so its value carries its own quotes.
     plain = value.strip("'") if isinstance(value, str) else value
     if plain not in choices:
-        raise OptionError(message(argument, repr(value), f"one of {', '.join(choices)}", f"Write {choices[0]!r}."))
+        accepted = [choice for choice in choices if choice != _REFUSED]
+        near = difflib.get_close_matches(str(plain).upper(), accepted, n=1)
+        near = near or difflib.get_close_matches(str(plain).lower(), accepted, n=1)
+        fix = f"Did you mean {near[0]!r}?" if near else f"Write {accepted[0]!r}."
+        raise OptionError(message(argument, repr(value), f"one of {', '.join(accepted)}", fix))
     return plain
 
 
@@ -165,7 +170,7 @@ def _size(argument: str, plain: str, value: int) -> int:
 
 def _check_backend(given: dict[str, object]) -> None:
     backend = given.get("BACKEND", "AUTO")
-    if backend == "FLASH":
+    if backend == _REFUSED:
         expected = "AUTO, TRITON, TRITON_DECODE, HOPPER or CPU"
         raise UnsupportedError(message("kernel_options", f"BACKEND={backend!r}", expected, _FIX_BACKEND))
     if backend != "AUTO" and given.get("FORCE_USE_FLEX_ATTENTION"):

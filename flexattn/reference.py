@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from flexattn.errors import DtypeError, message
+
 
 def attention(
     query: Tensor,  # [B, Hq, M, D]
@@ -68,6 +70,10 @@ def over_all_pairs(
     """Return mod(score, b, h, q_idx, kv_idx) over [B, H, M, N]. If score is None, the mod is called without it."""
 
     device = device if score is None else score.device
+    if not callable(mod):
+        name = "mask_mod" if score is None else "score_mod"
+        fix = "Pass mask_mod=block_mask.mask_mod." if hasattr(mod, "mask_mod") else "Pass a function."
+        raise DtypeError(message(name, f"a {type(mod).__name__}", "a function", fix))
 
     def scalar(*args: Tensor) -> Tensor:
         found = mod(*args)

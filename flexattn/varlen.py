@@ -11,7 +11,7 @@ from torch import Tensor
 from flexattn.api import attend_call, attend_rows
 from flexattn.call.call import Call, Mod
 from flexattn.call.layout import KVLayout, LayoutArguments
-from flexattn.call.unknown_arguments import refuse_unknown
+from flexattn.call.unknown_arguments import refuse_unknown, refuses_unknown
 from flexattn.call.varlen.arguments import PackedArguments, check_packed_forms
 from flexattn.errors import ArgumentError, DtypeError, UnsupportedError, message
 from flexattn.mods import and_masks, band
@@ -75,6 +75,7 @@ def varlen_attn(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
+@refuses_unknown
 def varlen_attn(
     query: Tensor,  # [T_q, Hq, D]
     key: Tensor,  # [T_k, Hkv, D]

@@ -133,7 +133,15 @@ def test_changing_a_saved_tensor_before_the_backward_raises(which: str) -> None:
     with pytest.raises(MutationError, match=which) as caught:
         out.sum().backward()
     assert isinstance(caught.value, RuntimeError)
-    assert str(tuple(named[which].shape)) in str(caught.value)
+    assert f"(shape {tuple(named[which].shape)}) was changed in place, expected the values" in str(caught.value)
+
+
+def test_tensors_of_one_shape_are_named_together() -> None:
+    q, k, v = (torch.ones(1, 2, 16, 8, requires_grad=n == 0) for n in range(3))
+    out = flex_attention(q, k, v)
+    k.add_(1)
+    with pytest.raises(MutationError, match=r"^one of query, key, value and the output \(shape \(1, 2, 16, 8\)\) was"):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("derive", [lambda x: x, lambda x: x + 1, lambda x: x.int(), lambda x: x[None][0]])

@@ -22,7 +22,7 @@ import flexattn
 from flexattn import create_block_mask, flex_attention, mods
 from flexattn.block_mask.from_torch import from_torch
 from flexattn.block_mask.prepared import Origin
-from flexattn.errors import RetraceWarning
+from flexattn.errors import DtypeError, RetraceWarning
 
 B, H, T, D = 2, 2, 160, 16
 Step = tuple[tuple[Any, ...], list[Tensor]]  # arguments, and the tensors whose gradients are compared
@@ -365,6 +365,13 @@ def test_ready_masks_of_numpy_numbers(mod):
     """Dynamo makes tensors of numpy's numbers. Factories take them as ints."""
     mask, x = create_block_mask(mod, None, None, T, T, BLOCK_SIZE=32, device="cpu"), qkv(0)
     assert compilations(masked, [((*x, mask), x)]) == [1]
+
+
+def test_a_mask_with_a_number_of_numpy():
+    number = np.int64(5)
+    mask = create_block_mask(lambda b, h, i, j: i - j < number, None, None, T, T, BLOCK_SIZE=32, device="cpu")
+    with pytest.raises(DtypeError, match=r"mask_mod that captures a numpy number, .*Capture int\(n\)"):
+        torch.compile(masked, backend="eager")(*qkv(0), mask)
 
 
 @pytest.mark.parametrize(

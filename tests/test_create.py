@@ -7,6 +7,7 @@ import re
 import tracemalloc
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -331,6 +332,8 @@ def test_device_is_that_of_the_captured_tensors():
         ({"KV_LEN": 2.0}, ArgumentError, "KV_LEN: found 2.0, expected an int >= 0"),
         ({"Q_LEN": 2**30 + 1}, ArgumentError, "Q_LEN: found 1073741825, expected at most 1073741824. Split it"),
         ({"B": 0}, ArgumentError, "B: found 0, expected an int >= 1 or None"),
+        ({"Q_LEN": torch.tensor(8)}, ArgumentError, "Q_LEN: found tensor(8), expected an int >= 0. Pass int(Q_LEN)."),
+        ({"B": np.bool_(True)}, ArgumentError, "B: found np.True_, expected an int >= 1 or None"),
         ({"H": True}, ArgumentError, "H: found True, expected an int >= 1 or None"),
         ({"BLOCK_SIZE": 0}, ArgumentError, "BLOCK_SIZE: found 0, expected a positive int, or two: (query, key)"),
         ({"BLOCK_SIZE": (16, 16, 16)}, ArgumentError, "BLOCK_SIZE: found (16, 16, 16), expected a positive int"),
@@ -343,6 +346,14 @@ def test_refusals(change, error, text):
     arguments = {"mask_mod": causal, "B": None, "H": None, "Q_LEN": 8, "KV_LEN": 8} | change
     with pytest.raises(error, match=re.escape(text)):
         create(**arguments)
+
+
+def test_sizes_of_numpy():
+    sizes = np.array([2, 3, 20, 24])
+    made = create_block_mask(causal, *sizes, device="cpu", BLOCK_SIZE=sizes[2])
+    assert (made.B, made.H, made.seq_lengths, made.BLOCK_SIZE) == (2, 3, (20, 24), (20, 20))
+    assert {type(n) for n in (made.B, made.H, *made.seq_lengths, *made.BLOCK_SIZE)} == {int}
+    assert flexattn.create_mask(causal, *sizes, device="cpu").shape == (2, 3, 20, 24)
 
 
 @pytest.mark.parametrize("of", ["b", "h"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable
 from decimal import Decimal
@@ -74,6 +75,13 @@ def without_transpose():
         made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices, 16, causal, (32, 32),
         compute_q_blocks=False,
     )  # fmt: skip
+
+
+def by_hand_without_lengths():
+    made = mask()
+    return flexattn.BlockMask.from_kv_blocks(
+        made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices, 16, causal
+    )
 
 
 NESTED = torch.nested.nested_tensor([torch.ones(4, 8, 16), torch.ones(4, 6, 16)], layout=torch.jagged)
@@ -228,8 +236,21 @@ OTHERS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]]
             ones(1, 4, 1, 16), K[:1], V[:1], block_mask=mask(M=1), q_offsets=torch.tensor([5], dtype=torch.int32)
         ), (ValueError,),
         "q_offsets: found an entry 5, expected entries from 0 to 0. The rows of block_mask (1) are positions, and "
-        "query has 1 row for each sequence. Build the mask with Q_LEN = the most tokens of a sequence, and the rows of "
-        "a chunk if shorter chunks are padded.",
+        "query has 1 row for each sequence. Build the mask with Q_LEN >= KV_LEN + M - 1, which is 32.",
+    ),
+    "mask of all rows with an offset past the keys": (
+        lambda: flex_attention(
+            ones(1, 4, 1, 16), K[:1], V[:1], block_mask=mask(), q_offsets=torch.tensor([32], dtype=torch.int32)
+        ), (ValueError,),
+        "query has 1 row for each sequence. The position of a query is below KV_LEN (32): build the mask for more "
+        "keys.",
+    ),
+    "lists made by hand, without lengths": (
+        lambda: flex_attention(*[ones(1, 4, 30, 16)] * 3, block_mask=by_hand_without_lengths()),
+        (ValueError, AssertionError),
+        "block_mask: found lengths (32, 32), expected those of query and key, (30, 30). Build it with "
+        "create_block_mask(mask_mod, B, H, Q_LEN=30, KV_LEN=30), or pass seq_lengths=(30, 30) to "
+        "BlockMask.from_kv_blocks.",
     ),
     "pages without a table": (
         lambda: flex_attention(ones(1, 4, 1, 16), ones(8, 4, 32, 16), ones(8, 4, 32, 16)), (ValueError,),
@@ -333,9 +354,11 @@ OPTIONS: dict[str, tuple[Callable[[], object], tuple[type[Exception], ...], str]
     "no warps": (options(num_warps=0), (ValueError,), "expected a power of two from 1 to 32. Write 1."),
     "unknown backend": (
         options(BACKEND="CUDA"), (ValueError,),
-        "kernel_options['BACKEND']: found 'CUDA', expected one of AUTO, TRITON, HOPPER, CPU, FLASH, "
-        "TRITON_DECODE.",
+        "kernel_options['BACKEND']: found 'CUDA', expected one of AUTO, TRITON, HOPPER, CPU, TRITON_DECODE. "
+        "Write 'AUTO'.",
     ),
+    "backend in lower case": (options(BACKEND="triton"), (ValueError,), "Did you mean 'TRITON'?"),
+    "precision in upper case": (options(FLOAT32_PRECISION="TF32"), (ValueError,), "Did you mean 'tf32'?"),
     "flash": (
         options(BACKEND="FLASH"), (NotImplementedError,),
         "found BACKEND='FLASH', expected AUTO, TRITON, TRITON_DECODE, HOPPER or CPU.",
@@ -425,9 +448,17 @@ def test_errors_are_one_family_of_built_in_kinds() -> None:
     [
         ({"is_causal": True}, "create_block_mask(mods.causal"), ({"attn_mask": None}, "mask[q_idx, kv_idx]"),
         ({"mask_mod": causal}, "create_block_mask(mask_mod"), ({"softmax_scale": 1.0}, "Write scale instead"),
-        ({"dropout": 0.1}, "Write dropout_p instead"), ({"colour": 1}, "Leave it out"),
-        ({"alibi_slopes": None}, "score_mod=mods.distance_decay("),
-        ({"window_size": (4, 0)}, "(mods.band(left, right)"),
+        ({"dropout": 0.1}, "Write dropout_p instead"),
+        ({"colour": 1}, "Its arguments are query, key, value, score_mod"),
+        ({"causal": True}, "mods.causal_lower_right(Q_LEN, KV_LEN)"),
+        ({"alibi_slopes": None}, "score - alibi_slopes[h] * (q_idx + N - M - kv_idx).abs()"),
+        ({"window_size": (4, 0)}, "mods.shifted(mods.band(left, right), KV_LEN - Q_LEN)"),
+        ({"sliding_window": 4}, "(mods.sliding_window(window), None"),
+        ({"mask": None}, "block_mask=create_block_mask(lambda b, h, q_idx, kv_idx: mask[q_idx, kv_idx]"),
+        ({"bias": None}, "score_mod=lambda score, b, h, q_idx, kv_idx: score + bias[h, q_idx, kv_idx]"),
+        ({"head_mask": None}, "flex_attention(...) * head_mask[:, None, None]"),
+        ({"cache_seqlens": None}, "Write seqused_k= for the lengths and q_offsets="),
+        ({"cu_seqlens": None}, "Write varlen_attn"), ({"num_splits": 4}, 'kernel_options={"SPLIT_KV": num_splits}'),
     ],
 )  # fmt: skip
 def test_arguments_of_other_functions(given: dict[str, object], instead: str) -> None:
@@ -448,7 +479,7 @@ VARLEN = (ones(8, 2, 16), ones(8, 2, 16), ones(8, 2, 16), *[torch.tensor([0, 8],
         (flex_attention, "need_weights", "flexattn.statistics returns their entropy"),
         (explain, "is_causal", "create_block_mask(mods.causal"),
         (explain, "return_aux", "Leave it out: explain returns no output"),
-        (flexattn.statistics, "kernel_options", "Leave it out: its arguments are query, key, value"),
+        (flexattn.statistics, "kernel_options", "Its arguments are query, key, value"),
         (flexattn.verify, "attn_mask", "mask[q_idx, kv_idx]"),
         (functools.partial(flexattn.debug, at=[(0, 0, 0, 0)]), "scales", "Did you mean scale?"),
         (flexattn.varlen_attn, "causal", "Write window_size=(-1, 0) instead."),
@@ -456,8 +487,14 @@ VARLEN = (ones(8, 2, 16), ones(8, 2, 16), ones(8, 2, 16), *[torch.tensor([0, 8],
         (flexattn.varlen_attn, "softmax_scale", "Write scale instead."),
         (flexattn.varlen_attn, "block_mask", "Write mask_mod=, whose q_idx and kv_idx are positions in the sequence"),
         (flexattn.varlen_attn, "max_seqlen_q", "Write max_q instead."),
+        (flexattn.varlen_attn, "attn_mask", "Write mask_mod instead."),
+        (flexattn.varlen_attn, "sliding_window", "Write window_size=(window - 1, 0) instead."),
         (create_block_mask, "q_len", "Did you mean Q_LEN?"),
         (create_block_mask, "is_causal", "create_block_mask(mods.causal"),
+        (create_block_mask, "window_size", "mods.shifted(mods.band(left, right), KV_LEN - Q_LEN)"),
+        (create_block_mask, "batch", "Write B instead."),
+        (create_block_mask, "num_heads", "Write H instead."),
+        (create_block_mask, "colour", "Its arguments are mask_mod, B, H, Q_LEN, KV_LEN, device"),
         (create_block_mask, "score_mod", "flex_attention(..., score_mod=score_mod)"),
     ],
 )
@@ -467,6 +504,69 @@ def test_unknown_arguments_of_each_function(function: Callable[..., object], giv
         function(*arguments, **{given: True})
     name = getattr(function, "func", function).__name__
     assert str(error.value).startswith(f"{name}: found the keyword argument {given}, expected one that it has. ")
+
+
+def test_hints_of_other_libraries_give_their_results() -> None:
+    M, N = 5, 9
+    q, k = torch.randn(1, 2, M, 16), torch.randn(1, 2, N, 16)
+    slopes, keep, bias = torch.rand(2), torch.rand(2) < 0.5, torch.randn(2, M, N)
+    i, j = torch.arange(M)[:, None] + N - M, torch.arange(N)  # aligned at the last query and key
+
+    def check(expected: Tensor, **given: object) -> None:
+        out = flex_attention(q, k, k, **given)  # type: ignore[call-overload]
+        torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=expected))
+
+    mods = flexattn.mods
+    for expected, mod in (
+        (j <= i, mods.causal_lower_right(M, N)),
+        ((j >= i - 2) & (j <= i + 1), mods.shifted(mods.band(2, 1), N - M)),
+    ):
+        check(expected, block_mask=create_block_mask(mod, None, None, M, N))
+    check(
+        -slopes[:, None, None] * (i - j).abs(),
+        score_mod=lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx + N - M - kv_idx).abs(),
+    )
+    check(bias, score_mod=lambda score, b, h, q_idx, kv_idx: score + bias[h, q_idx, kv_idx])
+    weights = (q @ k.mT / 4).softmax(-1)
+    torch.testing.assert_close(flex_attention(q, k, k) * keep[:, None, None], weights * keep[:, None, None] @ k)
+
+
+@pytest.mark.parametrize(
+    ("act", "text"),
+    [
+        (
+            lambda: flexattn.varlen_attn(*VARLEN[:3], cu_seqlens_q=VARLEN[3], max_seqlen_q=8),
+            "varlen_attn: found the keyword argument cu_seqlens_q, expected one that it has. Write cu_seq_q instead.",
+        ),
+        (
+            lambda: create_block_mask(causal, B=1, H=1, q_len=64, kv_len=64),
+            "create_block_mask: found the keyword argument q_len, expected one that it has. Did you mean Q_LEN?",
+        ),
+        (
+            lambda: flexattn.PagedKVCache(2, 64, num_pages=8, heads=2, head_dim=16),
+            "PagedKVCache: found the keyword argument num_pages, expected one that it has. Did you mean pages?",
+        ),
+        (lambda: flexattn.PagedKVCache(2, 64, pages=8, num_kv_heads=2, head_dim=16), "Write heads instead."),
+    ],
+)
+def test_unknown_arguments_in_place_of_required_ones(act: Callable[[], object], text: str) -> None:
+    with pytest.raises(errors.UnknownArgumentError, match=re.escape(text)):
+        act()
+
+
+def test_required_arguments_that_are_missing() -> None:
+    for act, text in (
+        (lambda: flexattn.varlen_attn(*VARLEN[:3]), "cu_seq_q: found a MissingArgument, expected a torch.Tensor"),
+        (lambda: flexattn.varlen_attn(*VARLEN[:6]), "max_k: found no argument, expected the length of the longest"),
+        (lambda: create_block_mask(causal, None, None, 64), "KV_LEN: found no argument, expected an int >= 0"),
+        (lambda: flexattn.PagedKVCache(2, 64, heads=2, head_dim=16), "pages: found no argument, expected an int"),
+    ):
+        with pytest.raises(FlexAttentionError, match=text):
+            act()
+    for function in (flexattn.varlen_attn, create_block_mask, flexattn.PagedKVCache):
+        required = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+        assert required[0] in ("query", "mask_mod", "sequences") and len(required) > 5
+        assert "MissingArgument" not in str(inspect.signature(function))
 
 
 @pytest.mark.parametrize(
@@ -543,7 +643,7 @@ def test_nested_tensors_of_another_layout() -> None:
 
 @pytest.mark.parametrize("make", [flexattn.mods.softcap, flexattn.mods.natten_2d, flexattn.mods.sliding_window])
 def test_a_factory_that_was_not_called(make: Callable[..., object]) -> None:
-    with pytest.raises(errors.ModError, match=rf"Call it: {make.__name__}\(\.\.\.\) returns the mod"):
+    with pytest.raises(errors.ModError, match=rf"Call it: mods\.{make.__name__}\(\w+.*\)\.$"):
         trace(make, "score" if make is flexattn.mods.softcap else "mask")
 
 

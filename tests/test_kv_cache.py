@@ -206,7 +206,8 @@ COS, SIN = tables(60, 4)
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"key": X[:1]}, ValueError, r"key: found shape \[1, 2, 3, 8\], expected \[2, 2, 3, 8\]"),
+        ({"key": X[:1]}, ValueError, r"key: found shape \[1, 2, 3, 8\], expected \[2, 2, any, 8\]"),
+        ({"key": X.mT}, ValueError, r"expected \[2, 2, any, 8\]\. It is \[B, heads, tokens, head_dim\]: .*transpose"),
         ({"value": X[:, :, :2]}, ValueError, "value: found shape"),
         ({"key": X[0]}, ValueError, "key: found shape"),
         ({"key": None}, TypeError, "key: found a NoneType"),

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from flexattn import flex_attention, mods
-from flexattn.errors import FlexAttentionError
+from flexattn.errors import ArgumentError, DtypeError, FlexAttentionError
 from flexattn.mask_build.create import create_block_mask, create_mask
+from flexattn.mods.at_heads import at_heads
 from flexattn.trace.trace import stats as trace_stats
 from flexattn.trace.trace import trace
 
@@ -282,6 +283,8 @@ def test_masks_of_one_kind_are_combined():
         mods.and_masks(mods.causal, mods.softcap(1.0))
     with pytest.raises(FlexAttentionError, match=r"mask_mods\[0\]: found a list.*Pass functions as single arguments"):
         mods.or_masks([mods.causal, mods.noop_mask])
+    with pytest.raises(FlexAttentionError, match=r"mask_mods\[1\]: .* Call it: mods\.sliding_window\(window\)\."):
+        mods.and_masks(mods.causal, mods.sliding_window)
     mask = create_block_mask(mods.causal, None, None, 8, 8, device="cpu")
     with pytest.raises(FlexAttentionError, match=r"mask_mods\[0\]: found a BlockMask.*block_mask\.mask_mod"):
         mods.not_mask(mask)
@@ -292,6 +295,45 @@ def test_alibi_for_another_number_of_heads():
     flex_attention(q, q, q, mods.alibi(4))
     with pytest.raises(FlexAttentionError, match="score_mod alibi_8: found 8 heads, expected those of query, 4"):
         flex_attention(q, q, q, mods.alibi(8))
+
+
+@pytest.mark.parametrize(
+    ("mod", "text"),
+    [
+        (
+            mods.head_gate(torch.zeros(8)),
+            r"gate of score_mod head_gate: found float32 \[8\], expected \[4\], as query",
+        ),
+        (mods.distance_decay(torch.zeros(2)), r"rate of score_mod distance_decay: found float32 \[2\], expected \[4\]"),
+        (mods.temperature(torch.ones(8)), r"value of score_mod temperature: found float32 \[8\].*slice value"),
+        (mods.alibi(torch.zeros(8)), "slopes of score_mod alibi: found"),
+        (mods.relative_bias(torch.zeros(8, 9)), r"found float32 \[8, 9\], expected \[4, 2 \* R \+ 1\]"),
+        (mods.relative_bias(torch.zeros(9, 5)), "table of score_mod relative_bias_2: found"),
+        (mods.t5_bias(torch.zeros(4, 32)), r"table of score_mod t5_bias: .*expected \[buckets, 4\].*Pass table\.T\."),
+        (mods.t5_bias(torch.zeros(32, 8)), r"found float32 \[32, 8\], expected \[buckets, 4\].*slice table"),
+    ],
+)
+def test_tensors_for_another_number_of_heads(mod, text):
+    q = torch.zeros(1, 4, 12, 16)
+    with pytest.raises(ArgumentError, match=text):
+        flex_attention(q, q, q, mod)
+    flex_attention(q[:, :2], q[:, :2], q[:, :2], at_heads(mods.head_gate(torch.zeros(4)), 0, 2))  # of some of its heads
+
+
+def test_heads_and_positions_that_are_swapped():
+    q = torch.zeros(1, 12, 4, 16)  # [B, S, H, D]
+    for mod in (mods.alibi(4), mods.head_gate(torch.zeros(4))):
+        with pytest.raises(ArgumentError, match=r"expected .*12.* If yours are \[B, S, H, D\], pass query\.transpose"):
+            flex_attention(q, q, q, mod)
+
+
+def test_tables_that_are_no_tensors():
+    with pytest.raises(DtypeError, match=r"table: found a list, expected a tensor \[H, 2 \* R \+ 1\]"):
+        mods.relative_bias([1.0, 2.0])
+    with pytest.raises(DtypeError, match=r"table: found an Embedding, expected a tensor .*: table\.weight"):
+        mods.t5_bias(torch.nn.Embedding(32, 4))
+    with pytest.raises(ArgumentError, match=r"found float32 \[9, 4\].*If it is \[2 \* R \+ 1, H\], pass table\.T"):
+        mods.relative_bias(torch.zeros(9, 4))
 
 
 @pytest.mark.parametrize("window", [4, np.int64(4), torch.tensor(4)], ids=["int", "numpy", "tensor"])

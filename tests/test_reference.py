@@ -8,6 +8,9 @@ import pytest
 import torch
 from oracle import assert_close_to_oracle
 
+from flexattn import create_block_mask
+from flexattn.errors import DtypeError
+from flexattn.mods import causal
 from flexattn.reference import attention, over_all_pairs
 
 
@@ -139,3 +142,12 @@ def test_the_oracle_says_what_is_wrong():
         bad = dense.clone()
         bad[0, 0] = math.nan
         assert_close_to_oracle("dq", bad, dense, want, "grad")
+
+
+def test_a_block_mask_is_no_mask_mod():
+    q, k, v = _inputs()
+    mask = create_block_mask(causal, None, None, 9, 13, device="cpu")
+    with pytest.raises(DtypeError, match=r"mask_mod: found a BlockMask.* Pass mask_mod=block_mask\.mask_mod\."):
+        attention(q, k, v, None, mask)
+    with pytest.raises(DtypeError, match=r"score_mod: found a BlockMask.* Pass mask_mod=block_mask\.mask_mod\."):
+        attention(q, k, v, mask)

@@ -106,6 +106,16 @@ PAGED_ERRORS: dict[str, tuple[dict[str, object], type[Exception], str]] = {
     "positions of pages": ({"kv_positions": integers(*range(64))[None]}, ValueError, "kv_positions.*block_table"),
     "page size": ({"key": PAGES[:, :8], "value": PAGES[:, :8]}, ValueError, "key: found pages of 8, expected a power"),
     "order of dims": ({"kv_layout": "HND"}, ValueError, "key"),
+    "dense keys": (
+        {"key": k, "value": k},
+        ValueError,
+        r"pages of 2, .*With a block_table, key is \[pages, page_size, ",
+    ),
+    "dense keys with as many heads as a page has tokens": (
+        {"key": k.new_zeros(2, 16, 64, 8), "value": k.new_zeros(2, 16, 64, 8)},
+        ValueError,
+        r"key: found 64 heads, expected at most those of query, 2.*Leave the block_table out if key is \[B, Hkv, N, D",
+    ),
     "no pages": ({"key": PAGES[:0], "value": PAGES[:0]}, ValueError, "key: found no pages"),
     "values of fewer pages": ({"value": PAGES[:4]}, ValueError, "value: found 4 pages"),
     "rank of pages": ({"key": PAGES[0]}, ValueError, "key: found shape"),

@@ -88,7 +88,7 @@ def sources(
 ) -> Iterator[tuple[KernelPlan, KernelSource]]:
     """Yield the plans of the Triton engine for a training step, and their sources."""
     q, k, v = (torch.zeros(1, 2, S, d, dtype=dtype, requires_grad=True) for d in (D, D, Dv))
-    bias, table = torch.zeros(2, S, S), torch.zeros(4, 2 * S + 1, requires_grad=True)
+    bias, table = torch.zeros(2, S, S), torch.zeros(2, 2 * S + 1, requires_grad=True)
     scores = {
         "bias": lambda s, b, h, q_idx, kv_idx: s + bias[h, q_idx, kv_idx],
         "relative": mods.relative_bias(table), "softcap": mods.softcap(20.0),

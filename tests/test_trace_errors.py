@@ -279,6 +279,19 @@ def test_a_mod_prints_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("score:") == 1
 
 
+def test_tables_and_indices_of_other_kinds_name_the_fix() -> None:
+    table, numbers, limit = torch.zeros(4), {0: 1.0}, np.array(3)
+    index = r"found an index that is no integer, expected int32 or int64\. Write `i // 2` instead of `i / 2`, or .*long"
+    refuse(lambda s, b, h, q, k: s + table[q / 2], "score", index, offset=0)
+    key = r"uses a position as the key of a dict.*are tensors.*table = torch\.tensor"
+    refuse(lambda s, b, h, q, k: s + numbers[h], "score", key, offset=0)
+    array = r"uses a position or score with a numpy array\. Capture a tensor"
+    refuse(lambda b, h, q, k: q - k < limit, "mask", array, offset=0)
+    refuse(lambda s, b, h, q, k: limit * s, "score", array, offset=0)
+    with pytest.raises(ModError, match="raised KeyError: 'x'"):
+        trace(lambda s, b, h, q, k: s + {}["x"], "score")
+
+
 def test_numpy_arrays_name_the_fix() -> None:
     array = np.array([0.5])
 

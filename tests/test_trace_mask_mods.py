@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from eager_comparison import N, check_mask, values
@@ -84,6 +85,13 @@ MASK_MODS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", MASK_MODS)
 def test_mask_mod_matches_eager(name: str) -> None:
     check_mask(MASK_MODS[name])
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_bool_of_numpy(value: bool) -> None:
+    found = np.bool_(value)
+    assert bool(trace(lambda b, h, q, k: found, "mask")(*[torch.tensor(0)] * 4)) is value
+    assert bool(trace(lambda b, h, q, k: np.bool_(not value), "mask")(*[torch.tensor(0)] * 4)) is not value
 
 
 def test_torch_combinators() -> None:

@@ -453,3 +453,13 @@ def expressions() -> st.SearchStrategy[str]:
 def test_random_mods(text: str) -> None:
     mod = eval(f"lambda s, b, h, q, k: 0 * s + {text}", {"torch": torch, "F": F, **TABLES})
     check_score(mod, *TABLES.values())
+
+
+@pytest.mark.parametrize("exponent", [math.inf, -math.inf, math.nan])
+def test_exponents_that_are_not_finite(exponent: float) -> None:
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s**exponent + s.sigmoid() ** exponent
+
+    score, place = torch.tensor([-2.0, -0.5, 0.0, 0.5, 1.0, 2.0, math.inf, math.nan]), torch.tensor(0)
+    found = trace(mod, "score")(score, *[place] * 4)
+    torch.testing.assert_close(found, mod(score, *[place] * 4), equal_nan=True)

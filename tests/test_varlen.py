@@ -7,6 +7,7 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from oracle import assert_close_to_oracle
@@ -259,6 +260,8 @@ ERRORS: dict[str, tuple[dict[str, object], type[Exception], str]] = {
     "not a tensor": ({"cu_seq_q": [0, 7, 20]}, TypeError, "cu_seq_q: found a list"),
     "max_q": ({"max_q": 12}, ValueError, "max_q: found 12, expected at least the length of the longest sequence, 13"),
     "max_k": ({"max_k": 2.5}, ValueError, "max_k: found 2.5"),
+    "max_q of a tensor": ({"max_q": torch.tensor(13)}, ValueError, r"max_q: found tensor\(13\).*Pass int\(max_q\)\."),
+    "max_k of a bool": ({"max_k": True}, ValueError, "max_k: found True"),
     "window": ({"window_size": (3,)}, ValueError, r"window_size: found \(3,\)"),
     "negative window": ({"window_size": (-2, 0)}, ValueError, r"window_size: found \(-2, 0\)"),
     "splits": ({"num_splits": -1}, ValueError, "num_splits: found -1"),
@@ -291,6 +294,21 @@ def test_errors_name_the_argument(
     given = {"query": X, "key": X, "value": X, "cu_seq_q": CU, "cu_seq_k": CU, "max_q": 13, "max_k": 13}
     with pytest.raises(error, match=text):
         varlen_attn(**{"num_splits": num_splits, **given, **changes})
+
+
+def test_heads_before_rows() -> None:
+    swapped = X.transpose(0, 1)
+    with pytest.raises(ValueError, match=r"cu_seq_q: found an end at 20.*are \[T, H, D\]. If yours are \[H, T, D\]"):
+        varlen_attn(swapped, swapped, swapped, CU, CU, 13, 13)
+
+
+@pytest.mark.parametrize("num_splits", [None, 1])
+def test_longest_lengths_of_numpy(num_splits: int | None) -> None:
+    expected = varlen_attn(X, X, X, CU, CU, 13, 13, num_splits=num_splits)
+    longest = np.int64(13)
+    for _ in range(2):
+        found = varlen_attn(X, X, X, CU, CU, longest, longest, num_splits=num_splits)  # type: ignore[arg-type]
+        assert torch.equal(found, expected)
 
 
 OFFSETS = torch.tensor([0, 30, 30, 95, 140])

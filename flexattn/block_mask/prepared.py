@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flexattn.block_mask.one_tensor import with_symbols
 from flexattn.block_mask.record import AnyOf, CaptureRecord, Seen, are_unchanged, changed, is_same, is_unchanged
+from flexattn.errors import DtypeError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.narrow import specialized
@@ -160,6 +161,10 @@ class Origin:
         if passed == self._passed and _are_same(record, mask.captures):
             return
         if not self.is_graph_of(mask):
+            if record.reads_numpy:  # Dynamo makes a tensor of it
+                fix = "Capture int(n) or float(n) instead of n."
+                found = "a mask_mod that captures a numpy number"
+                raise DtypeError(message("block_mask", found, "Python numbers in torch.compile", fix))
             raise changed("what mask_mod computes, or a number that it captures,", "has changed")
         asks_mod = False
         for described, before, value, now in zip(

@@ -57,6 +57,11 @@ class CaptureRecord(NamedTuple):
     runs: tuple[EqualRuns, ...]  # in the captures
     prologue: tuple[str, tuple[int | float, ...]]  # the graph that computes captures: its text and its numbers
 
+    @property
+    def reads_numpy(self) -> bool:
+        """Whether the mod captures a number of numpy."""
+        return any(isinstance(part, str) and part == "numpy" for part in survey(self.mod).key)
+
     @staticmethod
     def of(mod: Mod, bound: BoundMod, runs: tuple[EqualRuns, ...]) -> CaptureRecord:
         captures, reached = (tuple([(seen(t),) for t in ts]) for ts in (bound.captures, bound.reached))

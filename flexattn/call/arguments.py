@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from numbers import Real
+import operator
+from numbers import Integral, Real
+
+from torch import Tensor
 
 from flexattn.errors import ArgumentError, DtypeError, message
 
@@ -17,3 +20,13 @@ def as_float(argument: str, value: object, expected: str, fix: str) -> float:
         return float(value)
     except OverflowError:
         raise ArgumentError(message(argument, "a number beyond float64", "one of at most 1e308", fix)) from None
+
+
+def as_int(value: object) -> int | None:
+    """Return a whole number (int, numpy integer) as an int; None for bools and all else."""
+    return None if isinstance(value, bool) or not isinstance(value, Integral) else operator.index(value)
+
+
+def fix_of_int(name: str, value: object, fix: str) -> str:
+    """Return the fix for an argument that is no int. Tensors are not read: on a GPU the host would wait for them."""
+    return f"Pass int({name})." if isinstance(value, Tensor) and value.dim() == 0 else fix

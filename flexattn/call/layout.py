@@ -130,8 +130,18 @@ def paged(key: object, value: object, given: LayoutArguments) -> tuple[Any, Any]
     return (key, value) if given.kv_layout == "HND" else (key.transpose(1, 2), value.transpose(1, 2))
 
 
-def check_pages(key: Tensor, value: Tensor) -> None:
-    """Check that key and value have the same number of pages, and at least one."""
+_PAGES = "With a block_table, key is [pages, page_size, Hkv, D], or [pages, Hkv, page_size, D] with kv_layout='HND'."
+
+
+def check_pages(query: object, key: Tensor, value: Tensor) -> None:
+    """Check that key and value, [pages, Hkv, page_size, D], are pages, as many of one as of the other."""
+    page_size = key.size(2)
+    if page_size < SMALLEST_PAGE or page_size & (page_size - 1):
+        fix = f"{_PAGES} Choose pages of 16, 32, 64, ... tokens."
+        raise ArgumentError(message("key", f"pages of {page_size}", "a power of two from 16 on", fix))
+    if isinstance(query, Tensor) and query.dim() == 4 and key.size(1) > query.size(1):
+        fix = f"{_PAGES} Leave the block_table out if key is [B, Hkv, N, D]."
+        raise ArgumentError(message("key", f"{key.size(1)} heads", f"at most those of query, {query.size(1)}", fix))
     if key.size(0) == 0:
         raise ArgumentError(message("key", "no pages", "at least one, as there is a block_table", "Allocate pages."))
     if key.size(0) != value.size(0):
@@ -152,9 +162,6 @@ def layout_of(given: LayoutArguments, query: Tensor, key: Tensor) -> Layout:
     table, page_size, N = given.block_table, 0, key.size(2)
     if table is not None:
         table, page_size = check_integers("block_table", table, query, 2), key.size(2)
-        if page_size < SMALLEST_PAGE or page_size & (page_size - 1):
-            fix = "Choose pages of 16, 32, 64, ... tokens, and check kv_layout."
-            raise ArgumentError(message("key", f"pages of {page_size}", "a power of two from 16 on", fix))
         if table.size(0) != B:
             fix = "Give one row of pages for each sequence."
             raise ArgumentError(message("block_table", f"{table.size(0)} rows", f"the batch of query, {B}", fix))
@@ -217,10 +224,12 @@ def check_positions(lengths: tuple[int, int], layout: Layout, M: int) -> None:
         _check_values("seqused_k", layout.seqused_k, 0, columns, f"the columns of block_mask, {columns}")
     if layout.q_offsets is not None:
         fix = (
-            f"The rows of block_mask ({rows}) are positions, and query has {M} row{'s' * (M != 1)} for "
-            "each sequence. Build the mask with Q_LEN = the most tokens of a sequence, and the rows of a chunk if "
-            "shorter chunks are padded."
+            f"The rows of block_mask ({rows}) are positions, and query has {M} row{'s' * (M != 1)} for each sequence. "
         )
+        if rows < columns + M - 1:
+            fix += f"Build the mask with Q_LEN >= KV_LEN + M - 1, which is {columns + M - 1}."
+        else:
+            fix += f"The position of a query is below KV_LEN ({columns}): build the mask for more keys."
         _check_values("q_offsets", layout.q_offsets, 0, rows - M, "", fix)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
@@ -18,6 +20,7 @@ from flexattn.call.sinks import check_sink
 from flexattn.call.validate import (
     DEVICES,
     DTYPES,
+    SWAPPED,
     check_block_mask,
     check_mask_reads,
     check_scale,
@@ -34,6 +37,7 @@ from flexattn.graph.capture_axes import pair_axes_last
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.tables_by_distance import read_tables_by_distance
+from flexattn.mods.arguments import PerHead, described
 from flexattn.options import validate_options
 from flexattn.torch_state.transforms import is_transforming
 from flexattn.trace.trace import trace
@@ -114,7 +118,7 @@ def _tensors(call: Call) -> tuple[Tensor, Tensor, Tensor, Layout | None, Packed 
     if given.block_table is None:
         query, key, value = check_tensors(query, key, value, call.enable_gqa, quantized)
     else:  # one page stands for the keys of a sequence
-        check_pages(key, value)
+        check_pages(query, key, value)
         query, *_ = check_tensors(query, key[:1], value[:1], call.enable_gqa, quantized)
     return query, key, value, check_layout(given, query, key), None
 
@@ -168,12 +172,24 @@ def score_of(score_mod: Mod | None, query: Tensor) -> BoundMod | None:
     bound = trace(score_mod, "score", wide_dtype(query))
     if bound.graph.is_input(bound.graph.output, "score"):
         return None
-    heads = getattr(score_mod, "heads", None)  # of mods.alibi(heads)
-    if type(heads) is int and heads != query.shape[1] and score_mod.__module__.startswith("flexattn.mods."):
-        fix = f"Write mods.alibi({query.shape[1]}). For some of {heads} heads pass their slopes, a tensor."
-        found, expected = f"{heads} heads", f"those of query, {query.shape[1]}"
-        raise ArgumentError(message(f"score_mod {score_mod.__name__}", found, expected, fix))
+    if getattr(score_mod, "__module__", "").startswith("flexattn.mods."):
+        _check_heads(score_mod, *query.shape[1:3])
     return place_captures(bound, query.device, "score_mod")
+
+
+def _check_heads(score_mod: Any, heads: int, rows: int) -> None:
+    """Check that what a ready mod was given for each head has the heads of query."""
+    name = f"score_mod {score_mod.__name__}"
+    count = getattr(score_mod, "heads", heads)  # of mods.alibi(count)
+    if count != heads:
+        fix = f"Write mods.alibi({heads}). For some of {count} heads pass their slopes, a tensor."
+        fix = SWAPPED if count == rows else fix
+        raise ArgumentError(message(name, f"{count} heads", f"those of query, {heads}", fix))
+    given = PerHead(*score_mod.per_head) if hasattr(score_mod, "per_head") else None
+    if given is not None and given.heads != heads:
+        fix = SWAPPED if given.heads == rows else given.fix(heads)
+        found = described(given.tensor)
+        raise ArgumentError(message(f"{given.argument} of {name}", found, given.expected(heads), fix))
 
 
 def mask_of(blocks: BlockMask, query: Tensor, by_hand: bool = False) -> BoundMod | None:

@@ -22,6 +22,10 @@ from flexattn.torch_state.subclasses import check_plain, is_plain
 from flexattn.trace.follow.libraries import frames_of_ours
 
 T = TypeVar("T")
+SWAPPED = (
+    "query, key and value are [B, H, S, D]. If yours are [B, S, H, D], pass query.transpose(1, 2) and so on, and "
+    "transpose the output back."
+)
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 DEVICES = frozenset({"cpu", "cuda"})
 
@@ -50,10 +54,7 @@ def _looks_swapped(heads: int, rows: int) -> bool:
 @cache
 def _warn_swapped(heads: int, rows: int) -> None:
     """Warn once for these sizes."""
-    text = (
-        f"flex_attention: query has {heads} heads of {rows} positions each. query, key and value are [B, H, S, D]. If "
-        f"yours are [B, S, H, D], pass query.transpose(1, 2) and so on, and transpose the output back."
-    )
+    text = f"flex_attention: query has {heads} heads of {rows} positions each. {SWAPPED}"
     warnings.warn(text, UserWarning, stacklevel=frames_of_ours())
 
 
@@ -164,16 +165,21 @@ def check_block_mask(
         check_positions(lengths, layout, query.shape[2])
         lengths = (query.shape[2], key.shape[2])
     sizes = (*lengths, block_mask.B, block_mask.H)
-    check_mask_sizes(sizes, block_mask.device, block_mask.q_runs is not None, query, key, backward)
+    whole = None if block_mask.is_built else block_mask.BLOCK_SIZE
+    check_mask_sizes(sizes, block_mask.device, block_mask.q_runs is not None, query, key, backward, whole)
 
 
 def check_mask_sizes(
-    sizes: tuple[int, int, int, int], device: torch.device, both: bool, query: Tensor, key: Tensor, backward: bool
-) -> None:
-    """Check a mask of `sizes` (M, N, B, H). `both`: it has lists of query blocks too. Sizes may be symbols."""
+    sizes: tuple[int, int, int, int], device: torch.device, both: bool, query: Tensor, key: Tensor, backward: bool,
+    whole: tuple[int, int] | None = None,
+) -> None:  # fmt: skip
+    """Check a mask of `sizes` (M, N, B, H), which may be symbols. `both`: it has lists of query blocks too.
+
+    `whole` is the size of its blocks if the user made the lists, maybe without lengths.
+    """
     B, H, M, N = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
     if sizes[0] != M or sizes[1] != N:
-        raise MaskError(_lengths(sizes[:2], (M, N), (H, key.shape[1])))
+        raise MaskError(_lengths(sizes[:2], (M, N), (H, key.shape[1]), whole))
     if sizes[2] != 1 and sizes[2] != B:
         fix = f"Build it with create_block_mask(mask_mod, B={B}, ...), or B=None to share one mask."
         raise MaskError(message("block_mask", f"batch {sizes[2]}", f"that of query, {B}, or 1", fix))
@@ -202,14 +208,15 @@ def check_mask_reads(B: int, H: int, bound: BoundMod, query: Tensor, by_hand: bo
             raise MaskError(message("block_mask", found, f"that of query, {wanted}", fix))
 
 
-def _lengths(found: tuple[int, int], wanted: tuple[int, int], heads: tuple[int, int]) -> str:
+def _lengths(
+    found: tuple[int, int], wanted: tuple[int, int], heads: tuple[int, int], whole: tuple[int, int] | None
+) -> str:
     """Return the message for a mask of other lengths. `heads` are those of query and key."""
     fix = f"Build it with create_block_mask(mask_mod, B, H, Q_LEN={wanted[0]}, KV_LEN={wanted[1]})."
     if found == heads:
-        fix = (
-            "query, key and value are [B, H, S, D]. If yours are [B, S, H, D], pass query.transpose(1, 2) and so on, "
-            "and transpose the output back."
-        )
+        fix = SWAPPED
+    elif whole is not None and found == tuple(-(-n // size) * size for n, size in zip(wanted, whole, strict=True)):
+        fix = f"{fix[:-1]}, or pass seq_lengths={wanted} to BlockMask.from_kv_blocks."
     elif wanted[0] < found[0] and wanted[1] <= found[1]:
         fix += (
             " For queries at later positions, as in decoding, keep this mask and pass q_offsets=, the position of the "

@@ -17,7 +17,7 @@ from flexattn.call.problem import Gradients, Needs, Problem, requires_grad
 from flexattn.call.wide_dtype import wide_dtype
 from flexattn.engines.second_order import tangents
 from flexattn.engines.watched import Direction, is_watched, watched
-from flexattn.errors import MutationError, message
+from flexattn.errors import MutationError
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.process.config import settings
 from flexattn.process.events import debug
@@ -339,7 +339,9 @@ def explain_change(error: RuntimeError, problem: Problem, shapes: Sequence[torch
     names = [name for name, other in zip(_names(problem), shapes, strict=True) if other == shape]
     fix = "Change it after the backward, or pass a clone."
     expected = "the values that the forward saw"
-    raise MutationError(message(" or ".join(names), f"shape {shape} changed in place", expected, fix)) from error
+    *others, last = names
+    which = f"one of {', '.join(others)} and {last}" if others else last
+    raise MutationError(f"{which} (shape {shape}) was changed in place, expected {expected}. {fix}") from error
 
 
 def _names(problem: Problem) -> tuple[str, ...]:
@@ -348,4 +350,4 @@ def _names(problem: Problem) -> tuple[str, ...]:
     sink = () if problem.sink is None else ("sink",)
     captures = [c.name for m in mods for c in m.graph.captures]
     layout = () if problem.layout is None else problem.layout.names
-    return "query", "key", "value", *captures, *layout, *sink, "out", "lse"
+    return "query", "key", "value", *captures, *layout, *sink, "the output", "lse"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
 
 from flexattn.call.layout import SMALLEST_PAGE, KVLayout
+from flexattn.call.unknown_arguments import refuse_unknown, refuses_unknown
 from flexattn.errors import ArgumentError, CacheFullError, DeviceError, DtypeError, UnsupportedError, message
 from flexattn.graph.nodes import short_dtype
 from flexattn.graph.ranges import INDEX_LIMIT
@@ -19,6 +20,7 @@ from flexattn.torch_state.subclasses import check_plain
 from flexattn.torch_state.transforms import outside
 from flexattn.torch_state.uncompiled import uncompiled
 
+_ORDER = "It is [B, heads, tokens, head_dim]: from [B, tokens, heads, head_dim] write {name}.transpose(1, 2)."
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, FLOAT8)
 
 
@@ -65,6 +67,7 @@ class PagedKVCache:
         torch.Size([2, 4, 1, 32])
     """
 
+    @refuses_unknown
     def __init__(
         self,
         sequences: int,
@@ -80,7 +83,10 @@ class PagedKVCache:
         kv_layout: KVLayout = "NHD",
         k_descale: Tensor | None = None,
         v_descale: Tensor | None = None,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            refuse_unknown(PagedKVCache, unknown)
         sizes = {
             "sequences": sequences, "max_tokens": max_tokens, "pages": pages, "heads": heads, "head_dim": head_dim,
             "page_size": page_size, "value_head_dim": head_dim if value_head_dim is None else value_head_dim,
@@ -370,8 +376,9 @@ class PagedKVCache:
             check_plain(name, x)
             expected = [n if d != 2 else M for d, n in enumerate(shape)]
             if x.dim() != 4 or any(n not in (None, size) for n, size in zip(expected, x.shape, strict=True)):
-                text = ", ".join("any" if n is None else str(n) for n in expected)
-                raise ArgumentError(message(name, f"shape {list(x.shape)}", f"[{text}]", "See PagedKVCache.append."))
+                text = ", ".join("any" if n is None else str(n) for n in (shape if name == "key" else expected))
+                fix = _ORDER.format(name=name)
+                raise ArgumentError(message(name, f"shape {list(x.shape)}", f"[{text}]", fix))
             if x.device != self.key.device:
                 fix = f"Move it: {name}.to(cache.key.device)."
                 raise DeviceError(message(name, f"device {x.device}", f"that of the cache, {self.key.device}", fix))

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import BlockMask, BuildCounts, BuiltMask, InTiles, RunLists, Runs, run_lists
-from flexattn.call.unknown_arguments import refuse_unknown
+from flexattn.call.arguments import as_int, fix_of_int
+from flexattn.call.unknown_arguments import refuse_unknown, refuses_unknown
 from flexattn.errors import ArgumentError, DeviceError, FlexAttentionError, UnsupportedError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.boxes import DTYPES
@@ -67,6 +68,7 @@ def _outside_transforms(make: Callable[P, R]) -> Callable[P, R]:
 @uncompiled
 @undisturbed("create_block_mask")
 @_outside_transforms
+@refuses_unknown
 def create_block_mask(
     mask_mod: Callable[..., Any],
     B: int | None,
@@ -109,7 +111,7 @@ def create_block_mask(
     if not isinstance(dq_kv_order, bool):
         fix = "Tensor schedules go to BlockMask.from_kv_blocks."
         raise ArgumentError(message("dq_kv_order", type(dq_kv_order).__name__, "a bool", fix))
-    _check_sizes(B, H, Q_LEN, KV_LEN)
+    B, H, Q_LEN, KV_LEN = _checked_sizes(B, H, Q_LEN, KV_LEN)
     block_size = _block_size(BLOCK_SIZE)
     bound = trace(mask_mod, "mask")
     chosen = _device(bound, device)
@@ -200,7 +202,7 @@ def create_mask(
     >>> create_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 2, 2, device="cpu").int().tolist()
     [[[[1, 0], [1, 1]]]]
     """
-    _check_sizes(B, H, Q_LEN, KV_LEN)
+    B, H, Q_LEN, KV_LEN = _checked_sizes(B, H, Q_LEN, KV_LEN)
     is_score = is_score_mod(mod_fn)
     bound = trace(mod_fn, "score" if is_score else "mask")
     sizes = (B or 1, H or 1, Q_LEN, KV_LEN)
@@ -317,22 +319,29 @@ def _evaluate_pairs(
     return torch.where(every.bool(), FULL, torch.where(some.bool(), PARTIAL, EMPTY)).to(torch.uint8).cpu().numpy()
 
 
-def _check_sizes(B: Any, H: Any, Q_LEN: Any, KV_LEN: Any) -> None:
-    for name, value, least in (("B", B, 1), ("H", H, 1), ("Q_LEN", Q_LEN, 0), ("KV_LEN", KV_LEN, 0)):
-        if least and value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            expected = f"an int >= {least}{' or None' if least else ''}"
-            raise ArgumentError(message(name, repr(value), expected, "Take it from the shape of query and key."))
-        if value > INDEX_LIMIT:
-            raise ArgumentError(message(name, repr(value), f"at most {INDEX_LIMIT}", "Split it into shorter ones."))
+def _checked_sizes(B: Any, H: Any, Q_LEN: Any, KV_LEN: Any) -> tuple[int | None, int | None, int, int]:
+    """Return the sizes as ints."""
+    B = None if B is None else _checked_size("B", B, 1)
+    H = None if H is None else _checked_size("H", H, 1)
+    return B, H, _checked_size("Q_LEN", Q_LEN, 0), _checked_size("KV_LEN", KV_LEN, 0)
+
+
+def _checked_size(name: str, value: Any, least: int) -> int:
+    size = as_int(value)
+    if size is None or size < least:
+        expected = f"an int >= {least}{' or None' if least else ''}"
+        fix = fix_of_int(name, value, "Take it from the shape of query and key.")
+        raise ArgumentError(message(name, repr(value), expected, fix))
+    if size > INDEX_LIMIT:
+        raise ArgumentError(message(name, repr(value), f"at most {INDEX_LIMIT}", "Split it into shorter ones."))
+    return size
 
 
 def _block_size(value: Any) -> tuple[int, int]:
-    pair = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, tuple | list) else ()
-    if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in pair):
+    sizes = tuple(map(as_int, value if isinstance(value, tuple | list) else (value, value)))
+    if len(sizes) != 2 or any(n is None or n < 1 for n in sizes):
         raise ArgumentError(message("BLOCK_SIZE", repr(value), "a positive int, or two: (query, key)", "Try 128."))
-    return pair
+    return sizes  # type: ignore[return-value]
 
 
 def _device(bound: BoundMod, device: torch.device | str | int | None) -> torch.device:

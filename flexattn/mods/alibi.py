@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexattn.mods.arguments import check_tensor, checked_int
+from flexattn.mods.arguments import check_tensor, checked_int, per_head
 from flexattn.mods.kinds import ScoreMod, named
 
 
@@ -23,7 +23,7 @@ def alibi(slopes: int | Tensor) -> ScoreMod:
         def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return score + slopes[h] * (kv_idx - q_idx)
 
-        return named(mod, "alibi")
+        return per_head(named(mod, "alibi"), "slopes", slopes, "[H]")
 
     heads = checked_int("slopes", slopes, 1, "Pass the number of query heads, or a tensor of slopes.")
 

@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 from numbers import Integral
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from flexattn.errors import ArgumentError, DtypeError, message
+from flexattn.mods.kinds import ScoreMod
 
 Number = TypeVar("Number")
+
+
+class PerHead(NamedTuple):
+    """The tensor of a ready mod with something for each query head: calls compare it with query."""
+
+    argument: str
+    tensor: Tensor
+    form: str  # "[buckets, H]"
+
+    @property
+    def heads(self) -> int:
+        return self.tensor.shape[self.form.strip("[]").split(", ").index("H")]
+
+    def expected(self, heads: int) -> str:
+        return f"{self.form.replace('H', str(heads))}, as query has {heads} heads"
+
+    def fix(self, heads: int) -> str:
+        if heads in self.tensor.shape:
+            return f"Pass {self.argument}.T."
+        return f"Give one entry for each query head. For some of the heads, slice {self.argument}."
+
+
+def per_head(mod: ScoreMod, argument: str, tensor: Tensor, form: str) -> ScoreMod:
+    """Let calls check the heads of a tensor. Without this, a transposed table is read without an error."""
+    if not torch.compiler.is_dynamo_compiling():
+        mod.per_head = argument, tensor, form  # type: ignore[attr-defined]  # a PerHead; models make mods at each call
+    return mod
 
 
 def checked_int(argument: str, value: Number, least: int, fix: str) -> Number:
@@ -34,6 +62,8 @@ def check_tensor(argument: str, value: object, shape: str, fix: str, *, integers
     kind = "integers" if integers else "a tensor"
     wrong_dtype = isinstance(value, Tensor) and (value.is_floating_point() or value.dtype == torch.bool)
     if not isinstance(value, Tensor) or (integers and wrong_dtype):
+        if isinstance(getattr(value, "weight", None), Tensor):  # torch.nn.Embedding
+            fix = f"Pass its weight: {argument}.weight."
         raise DtypeError(message(argument, described(value), f"{kind} {shape}", fix))
     if value.dim() != shape.count(",") + 1:
         raise ArgumentError(message(argument, described(value), f"{kind} {shape}", fix))
@@ -43,4 +73,5 @@ def described(value: object) -> str:
     """Return what a value is, without its elements."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return f"a {type(value).__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flexattn.errors import ModError, message
 from flexattn.mods.arguments import described
-from flexattn.mods.kinds import MaskMod, named
+from flexattn.mods.kinds import MaskMod, call_of_factory, named
 
 
 def noop_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -104,12 +104,19 @@ def _check(mask_mods: tuple[MaskMod, ...]) -> None:
             text = message(name, described(mask), "a callable mask_mod", "Pass functions as single arguments.")
             raise ModError(f"All inputs should be callable mask_mods. {text}")
         code = getattr(mask, "__code__", None)
-        if code is not None and code.co_varnames[: code.co_argcount] == _OF_SCORE_MODS:
+        names = None if code is None else code.co_varnames[: code.co_argcount]
+        if names is None or names == _OF_MASK_MODS:
+            continue
+        if (call := call_of_factory(mask)) is not None:
+            raise ModError(message(name, f"{_name(mask)}, which returns a mod", _EXPECTED, f"Call it: {call}."))
+        if names == _OF_SCORE_MODS:
             fix = "Pass it to flex_attention as score_mod, and the mask as block_mask."
-            raise ModError(message(name, f"{_name(mask)}, a score_mod", "mask_mod(b, h, q_idx, kv_idx)", fix))
+            raise ModError(message(name, f"{_name(mask)}, a score_mod", _EXPECTED, fix))
 
 
-_OF_SCORE_MODS = ("score", "b", "h", "q_idx", "kv_idx")
+_OF_MASK_MODS = ("b", "h", "q_idx", "kv_idx")
+_OF_SCORE_MODS = ("score", *_OF_MASK_MODS)
+_EXPECTED = f"mask_mod({', '.join(_OF_MASK_MODS)})"
 
 
 def _name(mask_mod: MaskMod) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flexattn.mods.arguments import check_tensor
+from flexattn.mods.arguments import check_tensor, per_head
 from flexattn.mods.kinds import ScoreMod, named
 
 
@@ -22,7 +22,7 @@ def distance_decay(rate: float | Tensor) -> ScoreMod:
         def for_each_head(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return score - rate[h] * (q_idx - kv_idx).abs()
 
-        return named(for_each_head, "distance_decay")
+        return per_head(named(for_each_head, "distance_decay"), "rate", rate, "[H]")
 
     def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score - rate * (q_idx - kv_idx).abs()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexattn.mods.arguments import check_tensor
+from flexattn.mods.arguments import check_tensor, per_head
 from flexattn.mods.kinds import ScoreMod, named
 
 
@@ -22,4 +22,4 @@ def head_gate(gate: Tensor) -> ScoreMod:
     def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score * torch.sigmoid(gate)[h]
 
-    return named(mod, "head_gate")
+    return per_head(named(mod, "head_gate"), "gate", gate, "[H]")

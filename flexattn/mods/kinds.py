@@ -32,6 +32,15 @@ def _text(part: object) -> str:
     return f"{part:g}".replace(".", "p").replace("-", "m").replace("+", "")
 
 
+def call_of_factory(mod: Callable[..., Any]) -> str | None:
+    """Return how to call a factory of this package that was passed as a mod itself, `mods.sliding_window(window)`."""
+    ours = str(getattr(mod, "__module__", "")).startswith("flexattn.mods.")
+    if not ours or mod.__annotations__.get("return") not in ("ScoreMod", "MaskMod"):
+        return None
+    required = [p.name for p in inspect.signature(mod).parameters.values() if p.default is p.empty]
+    return f"mods.{mod.__name__}({', '.join(required) or '...'})"
+
+
 def is_score_mod(mod: Callable[..., Any]) -> bool:
     """Return whether a mod is a score_mod: it has five required positional arguments."""
     parameters = inspect.signature(mod).parameters.values()

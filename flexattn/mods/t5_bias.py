@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import ArgumentError, message
-from flexattn.mods.arguments import described
+from flexattn.mods.arguments import check_tensor, described, per_head
 from flexattn.mods.kinds import ScoreMod, named
 
 
@@ -22,9 +22,10 @@ def t5_bias(table: Tensor, bidirectional: bool = True, max_distance: int = 128) 
     >>> t5_bias(table, bidirectional=False)(torch.zeros(4, 4), i, i[0], i[:, None], i)[3].tolist()
     [3.0, 2.0, 1.0, 0.0]
     """
+    check_tensor("table", table, "[buckets, H]", "Give each bucket of distances a bias for each query head.")
     buckets = table.shape[0] // 2 if bidirectional else table.shape[0]
     exact = buckets // 2
-    if table.dim() != 2 or exact < 1 or max_distance <= exact:
+    if exact < 1 or max_distance <= exact:
         found = f"{described(table)} with max_distance={max_distance}"
         expected = "[buckets, H] and more distances than buckets / 2"
         raise ArgumentError(message("table", found, expected, "Enlarge max_distance, or use fewer buckets."))
@@ -40,4 +41,5 @@ def t5_bias(table: Tensor, bidirectional: bool = True, max_distance: int = 128) 
             bucket = bucket + torch.where(before < 0, buckets, 0)
         return score + table[bucket, h]
 
-    return named(mod, "t5_bias" if bidirectional else "t5_bias_causal")
+    name = "t5_bias" if bidirectional else "t5_bias_causal"
+    return per_head(named(mod, name), "table", table, "[buckets, H]")

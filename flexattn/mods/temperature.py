@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from flexattn.errors import ArgumentError, message
-from flexattn.mods.arguments import check_tensor
+from flexattn.mods.arguments import check_tensor, per_head
 from flexattn.mods.kinds import ScoreMod, named
 
 
@@ -23,7 +23,7 @@ def temperature(value: float | Tensor) -> ScoreMod:
         def for_each_head(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return score / value[h]
 
-        return named(for_each_head, "temperature")
+        return per_head(named(for_each_head, "temperature"), "value", value, "[H]")
 
     if value == 0:
         raise ArgumentError(message("value", value, "a number other than 0", "Scores are divided by it."))

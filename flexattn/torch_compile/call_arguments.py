@@ -83,8 +83,8 @@ def _check_sequences(given: CallArguments) -> Layout | None:
     if arguments.block_table is None:
         check_forms(query, key, value, given.enable_gqa, devices, quantized)
     else:  # one page stands for the keys of a sequence
+        check_pages(query, key, value)
         check_forms(query, key[:1], value[:1], given.enable_gqa, devices, quantized)
-        check_pages(key, value)
     return layout_of(arguments, query, key)
 
 

@@ -79,7 +79,7 @@ def power(elements: Elements, dtype: torch.dtype, x: Expr, y: Expr) -> Expr:
     """x ** y: small integer powers are products, 2 ** y is exp2, everything else is pow."""
     exponent = y.constant
     x = elements.cast(x, dtype)
-    if isinstance(exponent, (int, float)):
+    if isinstance(exponent, (int, float)) and math.isfinite(exponent):
         if exponent == int(exponent) and 0 <= abs(exponent) <= 32:
             whole = _multiplied(x, abs(int(exponent)))
             return whole if exponent >= 0 else 1.0 / whole

@@ -44,6 +44,10 @@ _AS_INDEX = (
     "uses a position as a Python index or length (a list, a tuple, range, a slice). Capture a tensor instead of a "
     "list: table = torch.tensor(values), outside of the mod, then table[q_idx]. The mod runs once for all positions."
 )
+_AS_KEY = (
+    "uses a position as the key of a dict. b, h, q_idx and kv_idx are tensors. Capture a tensor instead of the dict: "
+    "table = torch.tensor([value of 0, value of 1, ...]), outside of the mod, then table[h]."
+)
 BEYOND_INT64 = "uses the number {number}, expected one that int64 holds. Use a smaller number, or a float."
 IN_PLACE = "changes {what} in place. Write x = x + y instead of x += y, and x = torch.where(...) instead of x[...] = y."
 CONSTANT = "constant"  # key in a node's meta: the constant tensor that the node represents
@@ -385,6 +389,13 @@ def explain_failure(error: Exception, kind: str, name: str, captured: Sequence[t
         found = f"{error.count} indices into {called} of shape {shape}"
         fix = "Leave out the indices of dimensions that it does not have, for example b or h."
         return ModError(message(f"{name} at {where}", found, f"at most {error.source.ndim}", fix))
+    if isinstance(error, KeyError) and isinstance(error.args[0] if error.args else None, Tensor):
+        return ModError(f"{name} at {where} {_AS_KEY}")
+    if isinstance(error, TypeError) and "ndarray" in text and "Tensor" in text:
+        return ModError(f"{name} at {where} {_IN_ARRAY}")
+    if text.startswith("tensors used as indices must be"):
+        fix = "Write `i // 2` instead of `i / 2`, or convert the index with .long()."
+        return ModError(message(f"{name} at {where}", "an index that is no integer", "int32 or int64", fix))
     if type(error).__name__.startswith("PendingUnbacked"):  # torch calls .item() on a 0-d index of any other integer
         found, fix = "an index in another integer dtype", "Convert it with .long()."
         return ModError(message(f"{name} at {where}", found, "int32 or int64", fix))

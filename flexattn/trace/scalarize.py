@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import field, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
@@ -167,6 +168,8 @@ def _output(
                 f"torch.bool. Write a comparison, for example `!= 0`."
             )
         return elements.cast(elements.value(result), dtype)
+    if isinstance(result, np.generic):
+        result = result.item()
     if kind == "mask" and isinstance(result, (bool, torch.SymBool)):
         return elements.builder.const(bool(result), dtype)
     boolean = isinstance(result, (bool, torch.SymBool))

@@ -24,6 +24,7 @@ from flexattn.errors import ModError, RetraceWarning, UnsupportedError, message,
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.frozen import FrozenMod
 from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS
+from flexattn.mods.kinds import call_of_factory
 from flexattn.process.events import debug, is_logging
 from flexattn.process.forks import Lock
 from flexattn.process.places import place
@@ -299,8 +300,8 @@ def _check_call(mod: Mod, kind: Kind, name: str) -> None:
     if _binds(signature, len(inputs)):
         return
     fix = f"Give it {len(inputs)} positional parameters."
-    if signature.return_annotation in ("ScoreMod", "MaskMod"):  # of flexattn.mods
-        fix = f"Call it: {name}(...) returns the mod."
+    if (call := call_of_factory(mod)) is not None:
+        fix = f"Call it: {call}."
     if _binds(signature, len(others)):
         fix = (
             "It looks like a mask_mod: pass it as block_mask=create_block_mask(mask_mod, ...), or as mask_mod= to "

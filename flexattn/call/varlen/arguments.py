@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import BlockMask
+from flexattn.call.arguments import as_int, fix_of_int
 from flexattn.call.layout import check_integers
 from flexattn.call.varlen.block_lists import mask_of_rows
 from flexattn.call.varlen.memory import Memory
@@ -36,6 +37,13 @@ class PackedArguments(NamedTuple):
     seqused_q: Tensor | None = None  # rows of query from there on are holes, without keys
     seqused_k: Tensor | None = None
 
+    def in_ints(self) -> PackedArguments:
+        """Return them with max_q and max_k as ints, if one is an integer of numpy."""
+        max_q, max_k = as_int(self.max_q), as_int(self.max_k)
+        if max_q is None or max_k is None or type(self.max_q) is type(self.max_k) is int:
+            return self
+        return self._replace(max_q=max_q, max_k=max_k)
+
 
 def rows_in(x: Tensor) -> int:
     """Return the rows of [rows, H, D] or [1, H, rows, D]."""
@@ -55,7 +63,7 @@ def rows_of_batch(x: Tensor) -> Tensor:
 def check_packed(given: PackedArguments, query: Tensor, key: Tensor) -> None:
     """Check lengths and offsets against query [1, Hq, T_q, D] and key [1, Hkv, T_k, D]."""
     check_packed_forms(given, query, key)
-    check_packed_values(given, query.size(2), key.size(2))
+    check_packed_values(given, query.size(2), key.size(2), query.size(1), key.size(1))
 
 
 def check_packed_forms(given: PackedArguments, query: Tensor, key: Tensor) -> None:
@@ -83,14 +91,20 @@ def check_packed_forms(given: PackedArguments, query: Tensor, key: Tensor) -> No
 
 def check_longest(name: str, most: Any) -> None:
     """Check max_q or max_k, which may be a symbol."""
-    if not isinstance(most, (int, torch.SymInt)) or isinstance(most, bool) or most < 0:
-        raise ArgumentError(message(name, repr(most), "the length of the longest sequence", "Pass an int."))
+    is_int = isinstance(most, (int, torch.SymInt)) and not isinstance(most, bool)  # Dynamo: a symbol is an int
+    size = most if is_int else as_int(most)
+    if size is None or size < 0:
+        fix = fix_of_int(name, most, "Pass an int.")
+        raise ArgumentError(message(name, repr(most), "the length of the longest sequence", fix))
 
 
-def check_packed_values(given: PackedArguments, T_q: int, T_k: int) -> None:
-    """Check values on the CPU. On a GPU a kernel of `packing_of` asserts them, which the host does not wait for."""
-    _check_ascending("cu_seq_q", given.cu_seq_q, T_q)
-    _check_ascending("cu_seq_k", given.cu_seq_k, T_k)
+def check_packed_values(given: PackedArguments, T_q: int, T_k: int, Hq: int = 0, Hkv: int = 0) -> None:
+    """Check values on the CPU. On a GPU a kernel of `packing_of` asserts them, which the host does not wait for.
+
+    The heads are for messages: they may be the rows.
+    """
+    _check_ascending("cu_seq_q", given.cu_seq_q, T_q, Hq)
+    _check_ascending("cu_seq_k", given.cu_seq_k, T_k, Hkv)
     for name, most, cu in (("max_q", given.max_q, given.cu_seq_q), ("max_k", given.max_k, given.cu_seq_k)):
         longest = int(cu.diff().max()) if cu.is_cpu else 0
         if longest > most:
@@ -108,7 +122,7 @@ def check_window(window: Any) -> None:
         raise ArgumentError(message("window_size", repr(window), "two ints from -1 on", fix))
 
 
-def _check_ascending(name: str, cu: Tensor, rows: int) -> None:
+def _check_ascending(name: str, cu: Tensor, rows: int, heads: int) -> None:
     if cu.is_cpu:
         first, last, ascends = int(cu[0]), int(cu[-1]), bool((cu.diff() >= 0).all())
         if first != 0 or last > rows or not ascends:
@@ -116,6 +130,11 @@ def _check_ascending(name: str, cu: Tensor, rows: int) -> None:
                 f"values that start at {first}" if first else f"an end at {last}" if ascends else "descending values"
             )
             fix = "Pass the cumulative sum of the lengths, with 0 in front."
+            if ascends and first == 0 and last <= heads:
+                fix = (
+                    "query, key and value are [T, H, D]. If yours are [H, T, D], pass query.transpose(0, 1) and so on, "
+                    "and transpose the output back."
+                )
             raise ArgumentError(message(name, found, f"ascending values from 0 to at most {rows}", fix))
 
 
@@ -149,6 +168,7 @@ class Packed:
     def of(given: PackedArguments, query: Tensor, key: Tensor) -> Packed:
         """Check the arguments and compute the packing, once for the same tensors."""
         check_packed(given, query, key)
+        given = given.in_ints()
         used_q, used_k = given.seqused_q, given.seqused_k
         tensors = tuple(t for t in (given.cu_seq_q, given.cu_seq_k, used_q, used_k) if t is not None)
         T_q, T_k = query.size(2), key.size(2)
@@ -172,7 +192,8 @@ class Packed:
         if given.seqused_q is not None or given.seqused_k is not None:
             return None
         if type(window) is not tuple or [type(x) for x in (*window, given.max_q, given.max_k)] != [int] * 4:
-            return None
+            plain = given.in_ints()
+            return None if plain is given else Packed.recalled(plain, query, key)
         if not isinstance(given.cu_seq_q, Tensor) or not isinstance(given.cu_seq_k, Tensor):
             return None
         lengths = rows_in(query), rows_in(key)
