@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import flex_attention as upstream
 
 from flexattn import create_block_mask, flex_attention, mods
-from flexattn.errors import ModError, MutationError
+from flexattn.errors import ModError, MutationError, UnsupportedError
 
 T = 48
 TABLE, SLOPES = torch.randn(2, 8), torch.rand(2)
@@ -81,7 +82,63 @@ def without_gradients(s, b, h, i, j):
     return s - largest
 
 
-@pytest.mark.parametrize("mod", [masked_fill, fill_and_add, copy, inplace_relu, without_gradients])
+def several_without_gradients(s, b, h, i, j):
+    with torch.no_grad():
+        table = SLOPES.clone()
+        table.add_(1)
+        table.mul_(3)
+        x = s.abs()
+        x.add_(1).log_()
+    return s * table[h] + x
+
+
+def in_inference_mode(s, b, h, i, j):
+    with torch.inference_mode():
+        table = SLOPES.clone()
+        table.add_(1).mul_(2)
+    return s * table[h]
+
+
+def overload(s, b, h, i, j):
+    z = s * 2
+    torch.ops.aten.mul_.Tensor(z, 3)
+    return z
+
+
+def positional(s, b, h, i, j):
+    z = s * 2
+    nn.functional.elu(z, 1.0, True)
+    return z
+
+
+def by_keyword(s, b, h, i, j):
+    z = s * 2
+    nn.functional.relu(input=z, inplace=True)
+    return z
+
+
+IN_PLACE = (
+    masked_fill, fill_and_add, copy, inplace_relu, without_gradients, several_without_gradients, in_inference_mode,
+    overload, positional, by_keyword,
+)  # fmt: skip
+
+
+def test_several_operations_without_gradients():
+    table = (SLOPES + 1) * 3
+
+    def plain(s, b, h, i, j):
+        return s * table[h] + (s.abs() + 1).log().detach()
+
+    x = qkv()
+    for one, other in zip(
+        results(lambda *x: flex_attention(*x, several_without_gradients), x),
+        results(lambda *x: flex_attention(*x, plain), x),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("mod", IN_PLACE)
 def test_operations_in_place(mod):
     def f(q, k, v):
         return flex_attention(q, k, v, mod)
@@ -93,6 +150,7 @@ def test_operations_in_place(mod):
 def test_a_mask_mod_with_an_operation_in_place(of_torch):
     def keep(b, h, q_idx, kv_idx):
         z = q_idx >= kv_idx
+        torch.ops.aten.logical_and_.default(z, q_idx - kv_idx < 19)
         z.logical_and_(q_idx - kv_idx < 9)
         return z
 
@@ -136,7 +194,22 @@ def under_a_detached_view(s, b, h, i, j):
     return y
 
 
-@pytest.mark.parametrize("mod", [set_elements, into_out, through_a_detached_view, under_a_detached_view])
+def a_capture_through_data(s, b, h, i, j):
+    table = SLOPES.data
+    table.add_(1)  # here
+    return s * table[h]
+
+
+def a_list(s, b, h, i, j):
+    table = SLOPES * 1
+    torch._foreach_mul_([table], 3.0)  # here
+    return s * table[h]
+
+
+REFUSED = (set_elements, into_out, through_a_detached_view, under_a_detached_view, a_capture_through_data, a_list)
+
+
+@pytest.mark.parametrize("mod", REFUSED)
 def test_operations_in_place_that_are_refused(mod):
     """Also if no value of the result depends on them in Dynamo's graph. The error names the user's line."""
     source, first = inspect.getsourcelines(mod)
@@ -149,6 +222,45 @@ def test_operations_in_place_that_are_refused(mod):
     ) as raised:
         compiled(lambda q, k, v: flex_attention(q, k, v, mod))(*x)
     assert "ModError" in str(raised.value)
+
+
+def into_a_capture(s, b, h, i, j):
+    table = SLOPES * 2
+    torch.add(table, 1, out=SLOPES)
+    return s * table[h]
+
+
+def a_detached_capture(s, b, h, i, j):
+    table = SLOPES.detach()
+    table.add_(1)
+    return s * table[h]
+
+
+def assigned_data(s, b, h, i, j):
+    table = SLOPES * 1
+    table.data = SLOPES + 5
+    return s * table[h]
+
+
+@pytest.mark.parametrize("mod", [into_a_capture, a_detached_capture, assigned_data])
+def test_captured_tensors_are_not_changed(mod):
+    """In torch.compile, Dynamo refuses these."""
+    before = SLOPES.clone()
+    for _ in range(2):
+        with pytest.raises(ModError, match="in place"):
+            flex_attention(*qkv(), mod)
+        assert torch.equal(before, SLOPES)
+
+
+def test_a_constant_of_a_mod_is_computed_without_autocast():
+    def mod(s, b, h, i, j):
+        return s * (torch.arange(16.0).view(4, 4) / 7 @ torch.full((4, 4), 1.0071))[h, 0]
+
+    factors = (torch.arange(16.0).view(4, 4) / 7 @ torch.full((4, 4), 1.0071))[:, 0]
+    x = qkv(requires_grad=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        flex_attention(*x, mod)
+    assert torch.equal(flex_attention(*x, mod), flex_attention(*x, lambda s, b, h, i, j: s * factors[h]))
 
 
 def gated(context):
@@ -279,6 +391,7 @@ FLOATS: dict[str, Callable[[float], Callable[..., Tensor]]] = {
     "+n": lambda n: lambda s, b, h, i, j: s * (+n),
     "abs(n)": lambda n: lambda s, b, h, i, j: s * abs(n),
     "clamp": lambda n: lambda s, b, h, i, j: s.clamp(-abs(n), abs(n)),
+    "n % 2": lambda n: lambda s, b, h, i, j: s * (n % 2),
     "several": lambda n: lambda s, b, h, i, j: torch.tanh(s / (n / 2)) * (1.0 - n * 2) + (-n) * (j - i),
 }
 
@@ -309,6 +422,28 @@ def test_a_scale_computed_from_a_float(of_data):
     assert counts == [1, 1, 1] if of_data else [1, 2, 2]
 
 
+def test_a_number_of_a_tensor_that_is_changed_later():
+    def f(q, k, v, t):
+        n = t.item()
+        t.add_(1)
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s * n)
+
+    with (
+        torch._dynamo.config.patch(capture_scalar_outputs=True),
+        pytest.raises(Exception, match="depends on the values of tensors"),
+    ):
+        compiled(f)(*qkv(), torch.tensor(0.5))
+
+
+def test_a_number_computed_from_a_size_in_make_fx():
+    def f(q, k, v):
+        n = k.shape[2]
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s * n**0.5)
+
+    with pytest.raises(UnsupportedError, match="computed from a dynamic size"):
+        make_fx(f, tracing_mode="symbolic")(*qkv(requires_grad=False))
+
+
 EXPORTED: dict[str, Callable[[Tensor], Callable[..., Tensor]]] = {
     "size ** 0.5": lambda k: lambda s, b, h, i, j: s * k.shape[2] ** 0.5,
     "float(size)": lambda k: lambda s, b, h, i, j: s * float(k.shape[2]),
@@ -316,6 +451,7 @@ EXPORTED: dict[str, Callable[[Tensor], Callable[..., Tensor]]] = {
     "size + 3": lambda k: lambda s, b, h, i, j: s * (k.shape[2] + 3) * 0.01,
     "a captured size": lambda k: (lambda n: lambda s, b, h, i, j: torch.where(j < n // 2, s, -s))(k.shape[2]),
     "computed from a captured size": lambda k: (lambda n: lambda s, b, h, i, j: s * n**0.5)(k.shape[2]),
+    "a name with a size": lambda k: mods.alibi(k.shape[1]),
     "a captured quotient": lambda k: (lambda n: lambda s, b, h, i, j: s * n)(1.0 / k.shape[2]),
 }
 # What more than integer arithmetic computes from a size is a number of the program: the length is guarded.

@@ -134,7 +134,7 @@ def test_dims_of_numpy() -> None:
         assert torch.equal(grid.restore(grid.permute(x, np.int64(1)), np.int64(1)), x)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("mod", "found"), [(3, "a int"), (None, "a NoneType"), (torch.ones(2), r"float32 \[2\]")])
+@pytest.mark.parametrize(("mod", "found"), [(3, "an int"), (None, "a NoneType"), (torch.ones(2), r"float32 \[2\]")])
 def test_what_is_no_mod(mod: Any, found: str) -> None:
     with pytest.raises(ModError, match=f"mod: found {found}, expected a callable mask_mod"):
         GRID.mod(mod)

@@ -172,7 +172,8 @@ def score_of(score_mod: Mod | None, query: Tensor) -> BoundMod | None:
     bound = trace(score_mod, "score", wide_dtype(query))
     if bound.graph.is_input(bound.graph.output, "score"):
         return None
-    if getattr(score_mod, "__module__", "").startswith("flexattn.mods."):
+    is_ready = str(getattr(score_mod, "__module__", "")).startswith("flexattn.mods.")
+    if is_ready and not hasattr(score_mod, "__wrapped__"):  # functools.wraps copies what a ready mod says of itself
         _check_heads(score_mod, *query.shape[1:3])
     return place_captures(bound, query.device, "score_mod")
 

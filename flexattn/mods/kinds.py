@@ -27,7 +27,9 @@ def named(mod: Mod, name: str, *parts: object, between: str = "_") -> Mod:
 
 
 def _text(part: object) -> str:
-    if isinstance(part, (int, str)):
+    if isinstance(part, Tensor):
+        return "tensor"
+    if isinstance(part, (int, str, torch.SymInt, torch.SymFloat)):
         return str(part)
     return f"{part:g}".replace(".", "p").replace("-", "m").replace("+", "")
 

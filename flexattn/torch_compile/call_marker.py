@@ -31,7 +31,40 @@ _FIELDS = {
 _LIBRARY.define(f"call_marker({', '.join(f'{kind} {name}' for name, kind in _FIELDS.items())}) -> Tensor[]")
 CALL_MARKER = torch.ops.flexattn.call_marker
 # What the graph of a body computes of captured floats.
-ARITHMETIC = (operator.neg, operator.pos, operator.abs, abs, operator.add, operator.sub, operator.mul, operator.truediv)
+ARITHMETIC = (
+    operator.neg, operator.pos, operator.abs, abs, operator.add, operator.sub, operator.mul, operator.truediv,
+    operator.mod,
+)  # fmt: skip
+
+
+def is_item(node: fx.Node, of_data: bool = False) -> bool:
+    """Return whether a node is a captured float: Dynamo passes a 0-d tensor on the CPU and reads its item.
+
+    `of_data`: or whether it is the item of any tensor that has not been changed in place since the graph began.
+    """
+    source = node.args[0] if node.op == "call_method" and node.target == "item" else None
+    if not isinstance(source, fx.Node):
+        return False
+    return source.meta["example_value"]._version == 0 if of_data else source.op == "placeholder"
+
+
+def is_number(node: Any, of_data: bool = False) -> bool:
+    """Return whether a node is an item, or is computed from items and numbers by arithmetic."""
+    if not isinstance(node, fx.Node):
+        return isinstance(node, float) or (isinstance(node, int) and -(2**63) <= node < 2**63)
+    return is_item(node, of_data) or (node.target in ARITHMETIC and all(is_number(x, of_data) for x in node.args))
+
+
+def number_of(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """Return the value of an input of the graph, or of a node that `is_number` (in float64, as Python)."""
+    if node in values:
+        return values[node]
+    if node.target in ARITHMETIC:
+        return node.target(*fx.map_arg(node.args, lambda x: number_of(x, values)))  # type: ignore[operator]
+    assert is_item(node), node
+    return values[node.args[0]]  # type: ignore[index]
+
+
 _OWN = 5  # fields that are not those of CallArguments
 
 
@@ -45,7 +78,7 @@ class MarkedCall:
     @property
     def given(self) -> CallArguments:
         """The arguments of the call, with the values of the graph's inputs."""
-        values: Any = fx.map_arg(self.node.args[_OWN:], self._value)
+        values: Any = fx.map_arg(self.node.args[_OWN:], lambda node: number_of(node, self.values))
         return CallArguments(*values)
 
     @property
@@ -54,14 +87,6 @@ class MarkedCall:
         score, keep, scalars, *_ = self.node.args[:_OWN]
         changed = None if score is scalars[0] else score  # type: ignore[index]
         return ("score", changed, scalars), ("mask", keep, scalars[1:])  # type: ignore
-
-    def _value(self, node: fx.Node) -> Any:
-        if node in self.values:
-            return self.values[node]
-        if node.target in ARITHMETIC:
-            return node.target(*fx.map_arg(node.args, self._value))  # type: ignore[operator]
-        assert node.op == "call_method" and node.target == "item", node  # a float: see subgraph.is_item
-        return self.values[node.args[0]]  # type: ignore[index]
 
 
 def make_constant(graph: fx.Graph) -> None:

@@ -24,7 +24,14 @@ from flexattn.call.wide_dtype import wide_dtype
 from flexattn.errors import FlexAttentionError, mod_in_messages
 from flexattn.torch_compile.attention import call_operators
 from flexattn.torch_compile.call_arguments import operands_of
-from flexattn.torch_compile.call_marker import ARITHMETIC, CALL_MARKER, MarkedCall, make_constant
+from flexattn.torch_compile.call_marker import (
+    ARITHMETIC,
+    CALL_MARKER,
+    MarkedCall,
+    is_item,
+    is_number,
+    make_constant,
+)
 from flexattn.torch_compile.graph_break import body_with_graph_break
 from flexattn.torch_compile.spec import revision
 from flexattn.torch_compile.subgraph import (
@@ -32,7 +39,6 @@ from flexattn.torch_compile.subgraph import (
     as_float64,
     bind_mod,
     floats_by_value,
-    is_item,
     location_of_result,
 )
 from flexattn.torch_state.symbols import valued
@@ -70,7 +76,7 @@ class FlexAttentionHOP(HigherOrderOperator):
         given = marked.given
         wide = wide_dtype(given.query)
         score, mask = (
-            None if result is None else bind_mod(ModInGraph(subgraph, result, scalars, values), kind, wide)
+            None if result is None else bind_mod(ModInGraph(subgraph, result, scalars, values, node), kind, wide)
             for kind, result, scalars in marked.mods
         )
         return tuple(x for x in call_operators(operands_of(given, score, mask)) if x is not None)
@@ -141,7 +147,7 @@ def _without_floats(graph: fx.Graph, operands: Sequence[fx.Proxy]) -> list[Any]:
             found.append(operand)
         else:
             value: Any = None
-            if _is_of_items(operand.node, of_data=number.node.hint is None):
+            if is_number(operand.node, of_data=number.node.hint is None):
                 with graph.inserting_before(node):
                     value, sources = _computed_in(graph, operand.node)
                 found += [fx.Proxy(source, operand.tracer) for source in sources]
@@ -151,13 +157,6 @@ def _without_floats(graph: fx.Graph, operands: Sequence[fx.Proxy]) -> list[Any]:
             node.replace_all_uses_with(value)
             graph.erase_node(node)
     return found
-
-
-def _is_of_items(node: Any, of_data: bool) -> bool:
-    """Return whether a node is the item of a tensor, or is computed from such items and numbers by arithmetic."""
-    if not isinstance(node, fx.Node):
-        return isinstance(node, (int, float))
-    return is_item(node, of_data) or (node.target in ARITHMETIC and all(_is_of_items(x, of_data) for x in node.args))
 
 
 def _computed_in(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
@@ -193,7 +192,7 @@ def _guard_values(body: fx.GraphModule) -> None:
         if result is None:
             continue
         try:
-            found = floats_by_value(ModInGraph(body, result, scalars, values), kind, wide)
+            found = floats_by_value(ModInGraph(body, result, scalars, values, node), kind, wide)
         except FlexAttentionError:  # it is raised again when the mod is bound
             continue
         for item in found:

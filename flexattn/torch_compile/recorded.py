@@ -5,6 +5,7 @@ The mods are traced from Python, outside of the mode, and the operators are call
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from flexattn.call.layout import LayoutArguments, paged
 from flexattn.call.pose import autocast
 from flexattn.call.validate import check_mask_reads
 from flexattn.call.wide_dtype import wide_dtype
-from flexattn.errors import DtypeError, UnsupportedError, message
+from flexattn.errors import DtypeError, UnsupportedError, message, mod_in_messages
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.narrow import specialized
 from flexattn.torch_compile.attention import call_operators
@@ -82,16 +83,27 @@ def _bound(mod: Mod, kind: Kind, score_dtype: torch.dtype) -> BoundMod:
     """Trace a mod, and bind it to the tensors that it captures."""
     with outside_of_modes():
         traced, record = trace_symbolic(mod, kind, score_dtype)
-        if record.computes_from_sizes:  # then numbers of the record are those of this length only: it is guarded
-            with valued(traced.graph.name):
-                for size in (*record.numbers, *[n for t in record.tensors for n in t.shape]):
-                    float(size)
+        if record.computes_from_sizes:
+            sizes = [*record.numbers, *(n for t in record.tensors for n in t.shape)]
+            _fix_sizes(sizes, mod_in_messages(kind, traced.graph.name))
     bound = bind(traced, [_in_the_mode(t) for t in record.tensors], record.numbers)
     if not all(type(n) in (int, float) for n in bound.numbers):
         return bound
     with outside_of_modes():
         literal = specialized(bound.graph, bound.numbers)
     return BoundMod(literal, bound.captures)
+
+
+def _fix_sizes(sizes: Sequence[Any], mod: str) -> None:
+    """Guard dynamic sizes from which a mod computed numbers: those are constants of the graph."""
+    dynamic = [n for n in sizes if isinstance(n, (torch.SymInt, torch.SymFloat)) and not n.node.expr.is_number]
+    if dynamic and not torch.compiler.is_exporting():  # make_fx checks no guards
+        found, expected = "a number computed from a dynamic size (n ** 0.5, n / 2)", "integer arithmetic with sizes"
+        fix = "Use tracing_mode='real', or torch.export."
+        raise UnsupportedError(message(mod, found, expected, fix))
+    with valued(mod):
+        for size in dynamic:
+            float(size)
 
 
 def _in_the_mode(tensor: Tensor) -> Tensor:

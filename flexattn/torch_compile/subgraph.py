@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
-import operator
 import re
 import types
 from collections.abc import Callable, Sequence
@@ -16,6 +16,7 @@ from flexattn.errors import UnsupportedError
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.nodes import MASK_INPUTS
 from flexattn.process.frozen_class import frozen
+from flexattn.torch_compile.call_marker import is_number, number_of
 from flexattn.torch_state.modes import outside_of_modes, without_autocast
 from flexattn.torch_state.symbols import example, valued
 from flexattn.trace.interception import LINES, is_user_file
@@ -32,6 +33,7 @@ class ModInGraph:
     result: fx.Node
     scalars: Sequence[fx.Node]
     values: dict[fx.Node, Any]  # placeholder -> tensor or symbolic integer
+    marker: fx.Node  # the call of flexattn::call_marker
 
 
 def bind_mod(source: ModInGraph, kind: Kind, score_dtype: torch.dtype) -> BoundMod:
@@ -41,10 +43,8 @@ def bind_mod(source: ModInGraph, kind: Kind, score_dtype: torch.dtype) -> BoundM
     """
     traced, lifted, leaves = _traced(source, kind, score_dtype)
     tensors = [source.values[n] for n, leaf in zip(lifted, leaves, strict=True) if isinstance(leaf.value, Tensor)]
-    numbers = [
-        source.values[_source(n)] for n, leaf in zip(lifted, leaves, strict=True) if not isinstance(leaf.value, Tensor)
-    ]
-    return bind(traced, tensors, numbers)
+    floats = [n for n, leaf in zip(lifted, leaves, strict=True) if not isinstance(leaf.value, Tensor)]
+    return bind(traced, tensors, [number_of(n, source.values) for n in floats])
 
 
 def _traced(source: ModInGraph, kind: Kind, score_dtype: torch.dtype) -> tuple[Traced, list[fx.Node], list[Leaf]]:
@@ -64,7 +64,7 @@ def floats_by_value(source: ModInGraph, kind: Kind, score_dtype: torch.dtype) ->
     numbers = [n for n, leaf in zip(lifted, leaves, strict=True) if not isinstance(leaf.value, Tensor)]
     needing = [*traced.conditions, *(text for text in traced.number_texts if not _is_arithmetic(text))]
     read = {int(i) for text in needing for i in _READ.findall(text)}
-    return [n for i, n in enumerate(numbers) if i in read and is_item(n)]
+    return [n for i, n in enumerate(numbers) if i in read and is_number(n)]
 
 
 _READ = re.compile(r"\bn\[(\d+)\]")
@@ -96,31 +96,16 @@ def bind(traced: Traced, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> B
     return BoundMod(traced.graph, tuple(captures), values, tuple(tensors), traced.tensor_names)
 
 
-def is_item(node: fx.Node, of_data: bool = False) -> bool:
-    """Return whether a node is a captured float: Dynamo passes a 0-d tensor on the CPU and reads its item.
-
-    `of_data`: or whether it is the item of any tensor.
-    """
-    source = node.args[0] if node.op == "call_method" and node.target == "item" else None
-    return isinstance(source, fx.Node) and (of_data or source.op == "placeholder")
-
-
 def as_float64(source: Tensor) -> Tensor:
     """Return the tensor that a captured float is an item of as the operators take it."""
     return (source.detach() if source.requires_grad else source).to("cpu", torch.float64)
-
-
-def _source(node: fx.Node) -> fx.Node:
-    """Return the input that a captured value is: for a float, the tensor that it is an item of."""
-    source: Any = node.args[0] if is_item(node) else node
-    return source
 
 
 def _cut(source: ModInGraph) -> tuple[Callable[..., Any], list[fx.Node]]:
     """Return the mod as a function of its scalars and of the nodes that the rest of the graph passes to it."""
     needed = _needed(source)
     order = [n for n in source.module.graph.nodes if n in needed and n not in source.scalars]
-    lifted = [n for n in order if n.op == "placeholder" or is_item(n)]
+    lifted = [n for n in order if n.op == "placeholder" or is_number(n)]
     graph = fx.Graph()
     # The names say nothing about the layer, so layers with equal mods share a trace and its kernels.
     copies = {n: graph.placeholder(f"leaf_{i}") for i, n in enumerate([*source.scalars, *lifted])}
@@ -137,19 +122,40 @@ def _cut(source: ModInGraph) -> tuple[Callable[..., Any], list[fx.Node]]:
 
 
 def _needed(source: ModInGraph) -> set[fx.Node]:
-    """Return the nodes that the result depends on: through their values, what changes these in place, and the modes."""
-    nodes = list(source.module.graph.nodes)
-    needed: set[fx.Node] = set()
-    todo = [source.result, *(n for n in nodes if n.target in _MODES)]
-    while todo:
-        while todo:
-            node = todo.pop()
-            needed.add(node)
-            if node not in source.scalars and not is_item(node):
-                todo += [n for n in node.all_input_nodes if n not in needed]
-        read = set().union(*map(_storages, needed))
-        todo = [n for n in nodes if n not in needed and any(not read.isdisjoint(_storages(x)) for x in _changed(n))]
+    """Return the nodes of a mod: those that its result depends on, and those that change tensors or modes of torch.
+
+    No name tells whether an operation changes a tensor in place (`relu(x, True)`). So all operations that no mod's
+    result depends on are part of it, if they read a tensor of this mod, or none of the other mods.
+    """
+    before = itertools.takewhile(lambda n: n is not source.marker, source.module.graph.nodes)
+    nodes = [n for n in before if n.op in ("call_function", "call_method")]
+    needed = _with_effects(nodes, [source.result])
+    others = _with_effects(nodes, [n for n in source.marker.all_input_nodes if n is not source.result])
+    rest = [n for n in nodes if n not in needed and n not in others and _reads_tensors(n)]
+    return needed | _ancestors([*rest, *(n for n in nodes if n.target in _MODES)])
+
+
+def _with_effects(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
+    """Return what results depend on, and the operations that read the memory of what is computed for them."""
+    needed, count = _ancestors(results), -1
+    while len(needed) > count:
+        count = len(needed)
+        memory = {s for n in needed if n.op != "placeholder" for s in _storages(n)}
+        reading = [n for n in nodes if not memory.isdisjoint(s for x in n.all_input_nodes for s in _storages(x))]
+        needed = _ancestors([*needed, *reading])
     return needed
+
+
+def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Return nodes and what they are computed from. The number that a tensor is read as is not computed."""
+    found: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += [] if is_number(node) else node.all_input_nodes
+    return found
 
 
 # Functions with which Dynamo's graph enters and leaves modes that change what operations compute.
@@ -159,30 +165,16 @@ _MODES: frozenset[Any] = frozenset((
 ))  # fmt: skip
 
 
+def _reads_tensors(node: fx.Node) -> bool:
+    return any(_storages(x) for x in node.all_input_nodes)
+
+
 def _storages(node: fx.Node) -> set[int]:
     """Return the storage of a node's tensor."""
     value = node.meta.get("example_value")
     return {value.untyped_storage()._cdata} if isinstance(value, Tensor) else set()
 
 
-def _changed(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes whose values an operation changes in place."""
-    if node.op not in ("call_function", "call_method"):
-        return []
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    changed: list[Any] = [node.kwargs.get("out")]
-    if _IN_PLACE.fullmatch(name) or node.target in _OPERATORS or node.kwargs.get("inplace"):
-        changed += node.args[:1]
-    found: list[fx.Node] = []
-    fx.map_arg(changed, found.append)
-    return found
-
-
-_IN_PLACE = re.compile(r"\w*[^\W_]_|__(setitem|i[a-z]+)__")
-_OPERATORS: frozenset[Any] = frozenset((
-    operator.setitem, operator.iadd, operator.iand, operator.ifloordiv, operator.ilshift, operator.imod, operator.imul,
-    operator.ior, operator.ipow, operator.irshift, operator.isub, operator.itruediv, operator.ixor,
-))  # fmt: skip
 _DATA: Any = getattr(getattr(torch._C, "_autograd"), "_get_data_attr", _cut)  # noqa: B009  (what Dynamo makes of x.data)
 
 # The file and the name of the function that calls the mods. call.py cannot be imported here: it imports higher_order.
@@ -234,7 +226,7 @@ def _name(node: fx.Node) -> str:
 
 def _leaf(node: fx.Node, values: dict[fx.Node, Any]) -> Leaf:
     """Return an example of a captured value: a tensor without memory, or a number."""
-    value = node.meta["example_value"] if is_item(node) else values[node]
+    value = node.meta["example_value"] if is_number(node) else values[node]
     if not isinstance(value, Tensor):
         return Leaf(_name(node), example(value))
     empty = torch.empty((), dtype=value.dtype, device=value.device)

@@ -92,8 +92,8 @@ class Interception(TorchFunctionMode):
         for number in (*args, *kwargs.values()):
             if type(number) is int and not -(2**63) <= number < 2**63:
                 raise ModError(f"{self.name} at {user_line()} {BEYOND_INT64.format(number=number)}")
-        if func in _READ_VALUE:
-            raise ModError(f"{self.name} at {user_line()} {_READ_VALUE[func]}")
+        if func in _REFUSED:
+            raise ModError(f"{self.name} at {user_line()} {_REFUSED[func]}")
         if func in _READ_LAYOUT:
             self.ask_for_layouts()
         if func == Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ class Interception(TorchFunctionMode):
         if self.tape is not None and not isinstance(result, Tensor) and func not in _KNOWN_OF_SCALARS:
             raise NotScalar
         if not torch.is_grad_enabled() and isinstance(result, Tensor) and result.is_floating_point():
-            result = result.detach()
+            result = result if args and result is args[0] else result.detach()  # an operation in place returns it
         self.note_line()
         return result
 
@@ -298,12 +298,13 @@ _REWRITES: dict[Any, Callable[..., Any]] = {
     torch.isin: _isin,
     Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]
 }
-_READ_VALUE: dict[Any, str] = {  # what an error says of them
+_REFUSED: dict[Any, str] = {  # what an error says of them
     **dict.fromkeys((
         Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.tolist,
         Tensor.is_nonzero, torch.is_nonzero, torch.equal, Tensor.equal, torch.allclose,
     ), DATA_DEPENDENT),
     Tensor.__index__: _AS_INDEX, Tensor.__array__: _IN_ARRAY, Tensor.numpy: _IN_ARRAY,
+    Tensor.data.__set__: IN_PLACE.format(what="a tensor through .data"),  # type: ignore[attr-defined]
 }  # fmt: skip
 
 # Facts about a tensor that a ScalarTape's tensors share with the mod's, and that the guard checks.

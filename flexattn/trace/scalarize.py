@@ -247,7 +247,8 @@ class _Leaves:
         if self._is_within(index, size):
             return index
         if is_constant and node.meta["val"].is_cpu:
-            with torch.inference_mode(False), _disable_current_modes(), torch.no_grad(), torch.device("cpu"):
+            plain = without_autocast(["cpu"])
+            with torch.inference_mode(False), _disable_current_modes(), torch.no_grad(), torch.device("cpu"), plain:
                 unused = [None] * (len(self.recorded.tensors) + len(self.recorded.numbers))
                 (node.meta[CONSTANT],) = _prologue(self.recorded, [node])(*unused)
             return index
@@ -351,13 +352,11 @@ def _refuse_mutation_and_randomness(recorded: RecordedGraph, name: str) -> None:
             continue
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             raise ModError(f"{name} at {line_of_node(node)} {RANDOM.format(what=node.target)}")
-        source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-        if node.target._schema.is_mutable and source is not None:
-            views = [n for n in (source, *source.users) if _is_view(n)]
-            if source in aliases or views:
-                what = "an argument or a captured tensor" if source in aliases else "a tensor that has views"
+        if node.target._schema.is_mutable:
+            what = _refused_change(node, aliases)
+            if what is not None:
                 raise ModError(f"{name} at {line_of_node(node)} {IN_PLACE.format(what=what)}")
-        elif _is_view(node) and source in aliases:
+        elif node.target.is_view and not aliases.isdisjoint(node.all_input_nodes):
             aliases.add(node)
     for node in recorded.graph.nodes:
         if node.op == "get_attr" and any(CONSTANT not in user.meta for user in node.users):
@@ -365,6 +364,23 @@ def _refuse_mutation_and_randomness(recorded: RecordedGraph, name: str) -> None:
                 f"{name}: found a tensor that a library creates or keeps, at {line_of_node(next(iter(node.users)))}, "
                 f"expected captured tensors. Create it before the call and capture it."
             )
+
+
+def _refused_change(node: fx.Node, aliases: set[fx.Node]) -> str | None:
+    """Return what a mutating operation changes, if that is refused. `aliases`: what a mod was given, and its views."""
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        changed = node.kwargs.get(argument.name) if argument.kwarg_only else node.args[position]
+        sources: list[fx.Node] = []
+        fx.map_arg(changed, sources.append)
+        if not aliases.isdisjoint(sources):
+            return "an argument or a captured tensor"
+        if argument.kwarg_only or not isinstance(changed, fx.Node):
+            return "a tensor through out=" if argument.kwarg_only else "a list of tensors"
+        if any(map(_is_view, (changed, *changed.users))):
+            return "a tensor that has views"
+    return None
 
 
 def _refuse_unknown_values(recorded: RecordedGraph, name: str) -> None:
