@@ -124,25 +124,24 @@ def _cut(source: ModInGraph) -> tuple[Callable[..., Any], list[fx.Node]]:
 def _needed(source: ModInGraph) -> set[fx.Node]:
     """Return the nodes of a mod: those that its result depends on, and those that change tensors or modes of torch.
 
-    No name tells whether an operation changes a tensor in place (`relu(x, True)`). So all operations that no mod's
-    result depends on are part of it, if they read a tensor of this mod, or none of the other mods.
+    No name tells whether an operation changes a tensor in place (`relu(x, True)`). So all operations on tensors that
+    something changes are part of it, if they are tensors of this mod, or of no mod.
     """
     before = itertools.takewhile(lambda n: n is not source.marker, source.module.graph.nodes)
     nodes = [n for n in before if n.op in ("call_function", "call_method")]
     needed = _with_effects(nodes, [source.result])
     others = _with_effects(nodes, [n for n in source.marker.all_input_nodes if n is not source.result])
-    rest = [n for n in nodes if n not in needed and n not in others and _reads_tensors(n)]
+    rest = [n for n in nodes if n not in needed and n not in others and _changed_memory(n)]
     return needed | _ancestors([*rest, *(n for n in nodes if n.target in _MODES)])
 
 
 def _with_effects(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return what results depend on, and the operations that read the memory of what is computed for them."""
+    """Return what results depend on, and the operations on what is computed for them and changed."""
     needed, count = _ancestors(results), -1
     while len(needed) > count:
         count = len(needed)
-        memory = {s for n in needed if n.op != "placeholder" for s in _storages(n)}
-        reading = [n for n in nodes if not memory.isdisjoint(s for x in n.all_input_nodes for s in _storages(x))]
-        needed = _ancestors([*needed, *reading])
+        computed = {s for n in needed if n.op != "placeholder" for s in _storages(n)}
+        needed = _ancestors([*needed, *(n for n in nodes if not computed.isdisjoint(_changed_memory(n)))])
     return needed
 
 
@@ -165,8 +164,12 @@ _MODES: frozenset[Any] = frozenset((
 ))  # fmt: skip
 
 
-def _reads_tensors(node: fx.Node) -> bool:
-    return any(_storages(x) for x in node.all_input_nodes)
+def _changed_memory(node: fx.Node) -> set[int]:
+    """Return the storages of an operation's arguments that are changed in place somewhere in the graph."""
+    values = [x.meta.get("example_value") for x in node.all_input_nodes]
+    tensors = [x for x in values if isinstance(x, Tensor)]
+    of_lists = "_foreach_" in str(node.target)  # these do not count what they change
+    return {x.untyped_storage()._cdata for x in tensors if of_lists or x.is_inference() or x._version > 0}
 
 
 def _storages(node: fx.Node) -> set[int]:
