@@ -33,9 +33,9 @@ from flexattn.torch_compile.call_marker import (
     make_constant,
 )
 from flexattn.torch_compile.graph_break import body_with_graph_break
+from flexattn.torch_compile.mod_in_graph import ModInGraph
 from flexattn.torch_compile.spec import revision
 from flexattn.torch_compile.subgraph import (
-    ModInGraph,
     as_float64,
     bind_mod,
     floats_by_value,
