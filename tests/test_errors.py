@@ -556,7 +556,7 @@ def test_unknown_arguments_in_place_of_required_ones(act: Callable[[], object], 
 
 def test_required_arguments_that_are_missing() -> None:
     for act, text in (
-        (lambda: flexattn.varlen_attn(*VARLEN[:3]), "cu_seq_q: found a MissingArgument, expected a torch.Tensor"),
+        (lambda: flexattn.varlen_attn(*VARLEN[:3]), "cu_seq_q: found no argument, expected a torch.Tensor"),
         (lambda: flexattn.varlen_attn(*VARLEN[:6]), "max_k: found no argument, expected the length of the longest"),
         (lambda: create_block_mask(causal, None, None, 64), "KV_LEN: found no argument, expected an int >= 0"),
         (lambda: flexattn.PagedKVCache(2, 64, heads=2, head_dim=16), "pages: found no argument, expected an int"),

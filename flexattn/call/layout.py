@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from flexattn.call.unknown_arguments import MISSING
 from flexattn.errors import ArgumentError, DeviceError, DtypeError, MaskError, UnsupportedError, message
 from flexattn.graph.nodes import short_dtype
 from flexattn.graph.ranges import INDEX_LIMIT
@@ -237,7 +238,8 @@ def check_integers(name: str, x: Tensor, query: Tensor, dims: int) -> Tensor:
     """Return a contiguous int32 tensor on the device of the query."""
     if not isinstance(x, Tensor):
         fix = f"Pass torch.tensor({name}, dtype=torch.int32, device=query.device)."
-        raise DtypeError(message(name, f"a {type(x).__name__}", "a torch.Tensor", fix))
+        found = repr(x) if x is MISSING else f"a {type(x).__name__}"
+        raise DtypeError(message(name, found, "a torch.Tensor", fix))
     if not has_no_values(query):
         check_plain(name, x)
     if x.dtype != torch.int32:
