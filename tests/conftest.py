@@ -83,6 +83,17 @@ def watchdog(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Forget what torch.compile compiled and counted."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Give the folder of the kernels of a machine that has none and remembers no tiles."""
     caches = (config.settings, tile_choice._remembered)

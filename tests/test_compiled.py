@@ -28,12 +28,7 @@ B, H, T, D = 2, 2, 160, 16
 Step = tuple[tuple[Any, ...], list[Tensor]]  # arguments, and the tensors whose gradients are compared
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def qkv(seed: int, t: int = T, **kwargs: Any) -> list[Tensor]:

@@ -20,12 +20,7 @@ T = 48
 TABLE, SLOPES = torch.randn(2, 8), torch.rand(2)
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def qkv(seed: int = 0, t: int = T, **kwargs: Any) -> list[Tensor]:

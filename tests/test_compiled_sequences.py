@@ -24,12 +24,7 @@ LSE = AuxRequest(lse=True)
 Step = tuple[tuple[Any, ...], list[Tensor]]  # arguments, and the tensors whose gradients are compared
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def run(call: Callable[..., Any], args: tuple[Any, ...], learned: list[Tensor]) -> list[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from flexattn.process.frozen_class import frozen
 from flexattn.torch_compile.call_marker import is_number
+from flexattn.trace.operator_calls import ancestors
 
 
 @frozen
@@ -49,15 +50,8 @@ def _with_effects(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[f
 
 
 def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return nodes and what they are computed from. The number that a tensor is read as is not computed."""
-    found: set[fx.Node] = set()
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += [] if is_number(node) else node.all_input_nodes
-    return found
+    """Return nodes and what they are computed from. A captured float is a leaf."""
+    return ancestors(nodes, is_number)
 
 
 # Functions with which Dynamo's graph enters and leaves modes that change what operations compute.

@@ -68,13 +68,14 @@ def outside_of_modes() -> Iterator[None]:
         yield
 
 
-def without_autocast(device_types: Iterable[str]) -> AbstractContextManager[object]:
-    """Return the context for what a mod computes: without autocast of these types of devices."""
-    stack = ExitStack()
-    for device_type in {*device_types}:
-        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-    return stack
+@contextmanager
+def without_autocast(device_types: Iterable[str]) -> Iterator[None]:
+    """Turn autocast off for these types of devices, as around what a mod computes."""
+    with ExitStack() as stack:
+        for device_type in {*device_types}:
+            if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
 
 
 def users_device() -> AbstractContextManager[object]:

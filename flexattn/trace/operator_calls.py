@@ -1,4 +1,4 @@
-"""operator_calls: the name and arguments of an operator in an FX graph, and the errors for operators without a row."""
+"""operator_calls: an operator in an FX graph: its name, its arguments, its ancestors, and errors if it has no row."""
 
 from __future__ import annotations
 
@@ -114,3 +114,17 @@ def common_dtype(args: Sequence[Any]) -> torch.dtype:
     for more in stand_ins[2:]:
         result = torch.promote_types(result, torch.result_type(stand_ins[0], more))
     return result
+
+
+def ancestors(
+    roots: Sequence[fx.Node], is_leaf: Callable[[fx.Node], bool] = lambda node: node.op == "placeholder"
+) -> set[fx.Node]:
+    """Return `roots` and all nodes that they are computed from. Nothing is asked of what a leaf is computed from."""
+    found: set[fx.Node] = set()
+    todo = list(roots)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += () if is_leaf(node) else node.all_input_nodes
+    return found

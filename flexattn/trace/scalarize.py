@@ -29,7 +29,7 @@ from flexattn.torch_state.symbols import example
 from flexattn.trace.aten import TABLES, has_row
 from flexattn.trace.elements import Elements, Index
 from flexattn.trace.interception import CONSTANT, DATA_DEPENDENT, IN_PLACE, MOST_SHOWN, RANDOM, line_of_node
-from flexattn.trace.operator_calls import concrete, is_symbol, operator_name
+from flexattn.trace.operator_calls import ancestors, concrete, is_symbol, operator_name
 from flexattn.trace.scalar_tape import Expression
 
 Kind = Literal["score", "mask"]
@@ -128,7 +128,7 @@ def scalarize(recorded: RecordedGraph, kind: Kind, name: str, score_dtype: torch
     direct = [recorded.tensors.index(r) if r in recorded.tensors else None for r in roots]
     picks = tuple(i for i in direct if i is not None) if None not in direct else None
     prologue = _prologue(recorded, roots) if picks is None else None
-    needed = _ancestors(roots) if picks is None else set()
+    needed = ancestors(roots) if picks is None else set()
     return Traced(
         graph=graph if graph.numbers else narrowed(graph, ()),
         numbers=_compiled(f"({', '.join(number_texts)},)") if number_texts else None,
@@ -240,7 +240,7 @@ class _Leaves:
         if is_loaded or node in self._inputs:
             return index
         size = node.meta["val"].shape[dimension]
-        is_constant = not any(n.op == "placeholder" for n in _ancestors([node]))
+        is_constant = not any(n.op == "placeholder" for n in ancestors([node]))
         if not is_constant and self._is_loaded_at(index, size, value()):
             return index
         size = concrete(size)
@@ -444,7 +444,7 @@ def _prologue(recorded: RecordedGraph, roots: list[fx.Node]) -> fx.GraphModule:
     """Return a function of all leaves that computes the captures of the graph."""
     graph = fx.Graph()
     copies = {n: graph.placeholder(n.name) for n in (*recorded.tensors, *recorded.numbers)}
-    needed = _ancestors(roots)
+    needed = ancestors(roots)
     constants: dict[str, Tensor] = {}
     for node in recorded.graph.nodes:
         if node not in needed or node in copies or node.op == "get_attr":
@@ -465,15 +465,3 @@ def _prologue(recorded: RecordedGraph, roots: list[fx.Node]) -> fx.GraphModule:
 def _text_of(prologue: fx.GraphModule) -> str:
     """Return a text that is equal for prologues that compute the same."""
     return prologue.code + "".join(f"{t.dtype} {t.tolist()}\n" for t in prologue.buffers())
-
-
-def _ancestors(roots: list[fx.Node]) -> set[fx.Node]:
-    """Return `roots` and all nodes that they are computed from."""
-    found: set[fx.Node] = set()
-    stack = list(roots)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
