@@ -145,7 +145,10 @@ def _alike(on_floats: Callable[..., Values], on_whole: Callable[..., Values]) ->
         if this.parts[-1] == "s16x2" and isinstance(on_whole, np.ufunc):
             return Rule(("u32", "u32"), "u32", _in_halves(on_whole))
         kinds = (this.kind,) * (len(this.operands) - 1)
-        return Rule(kinds, this.kind, on_floats if this.kind[0] == "f" else on_whole)
+        function = on_floats if this.kind[0] == "f" else on_whole
+        if "relu" in this.parts:
+            return Rule(kinds, this.kind, lambda *given: np.maximum(function(*given), 0))
+        return Rule(kinds, this.kind, function)
 
     return rule
 
