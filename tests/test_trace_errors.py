@@ -91,6 +91,24 @@ def test_mutation_and_randomness() -> None:
     assert torch.equal(table, values(N))
 
 
+def test_changes_without_gradient() -> None:
+    def doubled(s, b, h, q, k):
+        z = s * 1
+        with torch.no_grad():
+            z.mul_(2)
+        return z
+
+    def of_table(s, b, h, q, k):
+        z = table[q] + 0
+        with torch.no_grad():
+            z += s
+        return s + z
+
+    table = values(N)
+    for mod in (doubled, of_table):
+        refuse(mod, "score", "in place under torch.no_grad", offset=3)
+
+
 def test_results() -> None:
     one = values(1)
     refuse(lambda s, b, h, q, k: s * one, "score", r"shape \[1\], expected a scalar.*one\[h\]", offset=0)

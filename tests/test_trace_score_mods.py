@@ -132,6 +132,7 @@ def score_mods() -> dict[str, Callable[[], tuple[Any, ...]]]:
         augmented=lambda s, b, h, q, k: augmented(s, q),
         detached=lambda s, b, h, q, k: s * s.detach() + s.data,
         no_grad=lambda s, b, h, q, k: s + without_gradient(s),
+        no_grad_in_place=lambda s, b, h, q, k: s * changed_without_gradient(s, q),
         reductions=lambda s, b, h, q, k: reductions(torch.stack([s, s * 2, torch.sin(s)])),
         signs=lambda s, b, h, q, k: s * torch.signbit(s) + torch.deg2rad(s).sinc() + s.detach().heaviside(s.detach()),
         stacked=lambda s, b, h, q, k: torch.stack([s, s * 2, s * 3]).sum() + torch.stack([s, s * s])[h % 2],
@@ -393,6 +394,16 @@ def reductions(x: Tensor) -> Tensor:
 def without_gradient(s: Tensor) -> Tensor:
     with torch.no_grad():
         return s * s
+
+
+def changed_without_gradient(s: Tensor, q: Tensor) -> Tensor:
+    distance, kept = q + 0.5, s.detach() + 0
+    with torch.no_grad():
+        squared = s * s
+        squared.add_(1)
+        distance.mul_(2)
+        kept.mul_(3)
+    return squared.mul_(s) + distance + kept
 
 
 SCORE_MODS = score_mods()

@@ -50,6 +50,11 @@ _AS_KEY = (
 )
 BEYOND_INT64 = "uses the number {number}, expected one that int64 holds. Use a smaller number, or a float."
 IN_PLACE = "changes {what} in place. Write x = x + y instead of x += y, and x = torch.where(...) instead of x[...] = y."
+WITHOUT_GRADIENT = (
+    "changes a tensor in place under torch.no_grad that was computed outside of it. PyTorch would keep the gradient "
+    "from before the change. Write y = x * 2 instead of x *= 2, or change it outside of torch.no_grad."
+)
+NO_GRAD = "no_grad"  # key in a node's meta: it was recorded under torch.no_grad
 CONSTANT = "constant"  # key in a node's meta: the constant tensor that the node represents
 MOST_SHOWN = 16  # literal tensors with more numbers than this become one constant node
 RANDOM = "draws random numbers ({what}). Draw them before the call and capture the tensor."
@@ -145,6 +150,8 @@ class Interception(TorchFunctionMode):
             if "user_line" in node.meta:
                 break
             node.meta["user_line"] = line
+            if not torch.is_grad_enabled():
+                node.meta[NO_GRAD] = True
 
 
 @contextlib.contextmanager

@@ -28,7 +28,16 @@ from flexattn.torch_state.modes import without_autocast
 from flexattn.torch_state.symbols import example
 from flexattn.trace.aten import TABLES, has_row
 from flexattn.trace.elements import Elements, Index
-from flexattn.trace.interception import CONSTANT, DATA_DEPENDENT, IN_PLACE, MOST_SHOWN, RANDOM, line_of_node
+from flexattn.trace.interception import (
+    CONSTANT,
+    DATA_DEPENDENT,
+    IN_PLACE,
+    MOST_SHOWN,
+    NO_GRAD,
+    RANDOM,
+    WITHOUT_GRADIENT,
+    line_of_node,
+)
 from flexattn.trace.operator_calls import ancestors, concrete, is_symbol, operator_name
 from flexattn.trace.scalar_tape import Expression
 
@@ -115,6 +124,8 @@ def scalarize(recorded: RecordedGraph, kind: Kind, name: str, score_dtype: torch
     """Split the FX graph into a prologue and scalar expressions."""
     called = mod_in_messages(kind, name)
     _refuse_mutation_and_randomness(recorded, called)
+    if kind == "score":
+        _refuse_changes_without_gradient(recorded, called)
     _refuse_unknown_values(recorded, called)
     leaves = _Leaves(recorded, score_dtype)
     elements = Elements(TABLES, leaves.builder, leaves.load, leaves.number, leaves.inside)
@@ -381,6 +392,20 @@ def _refused_change(node: fx.Node, aliases: set[fx.Node]) -> str | None:
         if any(map(_is_view, (changed, *changed.users))):
             return "a tensor that has views"
     return None
+
+
+def _refuse_changes_without_gradient(recorded: RecordedGraph, name: str) -> None:
+    """Raise for operations in place under torch.no_grad on tensors that have a gradient."""
+    learned = {n for n in (*recorded.inputs, *recorded.tensors) if n.meta["val"].is_floating_point()}
+    for node in recorded.graph.nodes:
+        value, sources = node.meta.get("val"), node.all_input_nodes
+        if node.op != "call_function" or not isinstance(value, Tensor) or learned.isdisjoint(sources):
+            continue
+        changes = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        if changes and NO_GRAD in node.meta and node.args[0] in learned:
+            raise ModError(f"{name} at {line_of_node(node)} {WITHOUT_GRADIENT}")
+        if value.is_floating_point() and operator_name(node) != "detach":
+            learned.add(node)
 
 
 def _refuse_unknown_values(recorded: RecordedGraph, name: str) -> None:
