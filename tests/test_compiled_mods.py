@@ -477,3 +477,28 @@ def test_an_exported_program_has_no_analysis_of_a_mod():
 
     program = torch.export.export(Module(), tuple(qkv(requires_grad=False)), strict=False)
     assert len(program.graph.nodes) <= 16
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="Dynamo cannot ask a function for its module")
+@pytest.mark.parametrize("dynamic", [False, None])
+@pytest.mark.parametrize(
+    ("mod", "text"),
+    [
+        (mods.alibi(4), "score_mod alibi_4: found 4 heads, expected those of query, 2"),
+        (mods.alibi(torch.ones(4)), r"slopes of score_mod alibi: found float32 \[4\], expected \[2\]"),
+        (mods.relative_bias(torch.zeros(4, 5)), r"table of score_mod relative_bias_2: found float32 \[4, 5\]"),
+        (mods.t5_bias(torch.zeros(8, 32)), r"t5_bias: found float32 \[8, 32\], expected \[buckets, 2\]"),
+    ],
+    ids=lambda given: "",
+)  # fmt: skip
+def test_ready_mods_for_another_number_of_heads(mod, text, dynamic):
+    with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=text):
+        compiled(flex_attention, dynamic=dynamic)(*qkv(), mod)
+
+
+@pytest.mark.parametrize("make", [lambda: mods.alibi(torch.ones(2)), lambda: mods.relative_bias(torch.ones(2, 5))])
+def test_ready_mods_with_new_tables_compile_once(make):
+    f = compiled(flex_attention)
+    for _ in range(3):
+        f(*qkv(), make())
+    assert counters["stats"]["unique_graphs"] == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as upstream
@@ -16,11 +14,11 @@ from flexattn.call.dropout import check_dropout
 from flexattn.call.layout import FLOAT8, Layout, LayoutArguments, check_layout, check_pages, paged
 from flexattn.call.positions import at_positions, mask_at_positions
 from flexattn.call.problem import Problem, requires_grad
+from flexattn.call.ready_heads import check_heads, heads_of
 from flexattn.call.sinks import check_sink
 from flexattn.call.validate import (
     DEVICES,
     DTYPES,
-    SWAPPED,
     check_block_mask,
     check_mask_reads,
     check_scale,
@@ -31,13 +29,12 @@ from flexattn.call.varlen.arguments import Packed, PackedArguments
 from flexattn.call.varlen.mods import packed_mask, packed_score
 from flexattn.call.varlen.packing import Packing
 from flexattn.call.wide_dtype import wide_dtype
-from flexattn.errors import ArgumentError, DtypeError, MaskError, message
+from flexattn.errors import DtypeError, MaskError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.capture_axes import pair_axes_last
 from flexattn.graph.differentiate import differentiate
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.tables_by_distance import read_tables_by_distance
-from flexattn.mods.arguments import PerHead, described
 from flexattn.options import validate_options
 from flexattn.torch_state.transforms import is_transforming
 from flexattn.trace.trace import trace
@@ -172,25 +169,8 @@ def score_of(score_mod: Mod | None, query: Tensor) -> BoundMod | None:
     bound = trace(score_mod, "score", wide_dtype(query))
     if bound.graph.is_input(bound.graph.output, "score"):
         return None
-    is_ready = str(getattr(score_mod, "__module__", "")).startswith("flexattn.mods.")
-    if is_ready and not hasattr(score_mod, "__wrapped__"):  # functools.wraps copies what a ready mod says of itself
-        _check_heads(score_mod, *query.shape[1:3])
+    check_heads(*heads_of(score_mod), *query.shape[1:3])
     return place_captures(bound, query.device, "score_mod")
-
-
-def _check_heads(score_mod: Any, heads: int, rows: int) -> None:
-    """Check that what a ready mod was given for each head has the heads of query."""
-    name = f"score_mod {score_mod.__name__}"
-    count = getattr(score_mod, "heads", heads)  # of mods.alibi(count)
-    if count != heads:
-        fix = f"Write mods.alibi({heads}). For some of {count} heads pass their slopes, a tensor."
-        fix = SWAPPED if count == rows else fix
-        raise ArgumentError(message(name, f"{count} heads", f"those of query, {heads}", fix))
-    given = PerHead(*score_mod.per_head) if hasattr(score_mod, "per_head") else None
-    if given is not None and given.heads != heads:
-        fix = SWAPPED if given.heads == rows else given.fix(heads)
-        found = described(given.tensor)
-        raise ArgumentError(message(f"{given.argument} of {name}", found, given.expected(heads), fix))
 
 
 def mask_of(blocks: BlockMask, query: Tensor, by_hand: bool = False) -> BoundMod | None:

@@ -30,6 +30,6 @@ def alibi(slopes: int | Tensor) -> ScoreMod:
     def standard(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + torch.exp2(-8.0 * (h + 1) / heads) * (kv_idx - q_idx)
 
-    if type(heads) is int and not torch.compiler.is_dynamo_compiling():
+    if type(heads) is int:
         standard.heads = heads  # type: ignore[attr-defined]  # calls compare it with query
     return named(standard, "alibi", heads)

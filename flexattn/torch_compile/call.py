@@ -14,6 +14,7 @@ from torch.nn.attention import flex_attention as upstream
 from flexattn.block_mask import BlockMask
 from flexattn.call.layout import LayoutArguments, paged
 from flexattn.call.pose import autocast
+from flexattn.call.ready_heads import heads_of
 from flexattn.call.varlen.arguments import batch_of_rows, rows_of_batch
 from flexattn.call.wide_dtype import wide_dtype
 from flexattn.torch_compile.call_arguments import option_texts
@@ -28,6 +29,10 @@ try:
     _NUMPY: tuple[type, ...] = (numpy.ndarray, numpy.generic)
 except ImportError:
     _NUMPY = ()
+
+
+# Dynamo of torch 2.11 cannot ask a function that is defined in a graph for its module.
+_READS_ATTRIBUTES = torch.__version__ >= (2, 13)
 
 
 def traced_call(
@@ -69,6 +74,7 @@ def traced_call(
             sizes = (*block_mask.seq_lengths, block_mask.B, block_mask.H)
             mask_mod = block_mask._mask_mod
     options = option_texts(kernel_options)
+    ready: Any = heads_of(score_mod) if _READS_ATTRIBUTES else ([], [], None)
     scale = _without_numpy(scale)
 
     def body(query: Tensor, key: Tensor, value: Tensor, score: Tensor, *indices: Tensor) -> Any:
@@ -77,7 +83,7 @@ def traced_call(
         is_tensor = isinstance(sink, Tensor)
         wrong = _wrong("score", score_mod, result) + _wrong("mask", mask_mod, keep)
         return tuple(CALL_MARKER(  # in the order of _FIELDS in call_marker.py
-            _as_tensor(result, score), _as_tensor(keep, score), [score, *indices], wrong, REVISION,
+            _as_tensor(result, score), _as_tensor(keep, score), [score, *indices], wrong, *ready, REVISION,
             query, key, value, lists, sizes, form, scale, enable_gqa, options, sink if is_tensor else None,
             None if is_tensor else _without_numpy(sink), dropout_p, seed, max_scores,
             *described(layout, isinstance(block_mask, BlockMask)),

@@ -1,8 +1,9 @@
 """call_marker: flexattn::call_marker, the last operation of the body that Dynamo traces. It is never executed.
 
 It ties the results of the mods to the arguments of the call, and tells Dynamo the shapes of the results. `wrong`: the
-kind of each mod whose result is neither a tensor nor a number, and the type of the result. `revision`: so that a graph
-in AOTAutograd's cache on disk is not used by other code of this package.
+kind of each mod whose result is neither a tensor nor a number, and the type of the result. `ready` to `per_head`: what
+`heads_of` returns. `revision`: so that a graph in AOTAutograd's cache on disk is not used by other code of this
+package.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from flexattn.call.ready_heads import check_heads
 from flexattn.call.wide_dtype import wide_dtype
 from flexattn.process.frozen_class import frozen
 from flexattn.torch_compile.call_arguments import CallArguments, check_given
@@ -21,7 +23,8 @@ from flexattn.trace.scalarize import Kind, wrong_result
 
 _LIBRARY = torch.library.Library("flexattn", "FRAGMENT")
 _FIELDS = {
-    "score": "Tensor?", "keep": "Tensor?", "scalars": "Tensor[]", "wrong": "str[]", "revision": "str",
+    "score": "Tensor?", "keep": "Tensor?", "scalars": "Tensor[]", "wrong": "str[]", "ready": "str[]",
+    "ready_heads": "SymInt[]", "per_head": "Tensor?", "revision": "str",
     # The fields of CallArguments
     "query": "Tensor", "key": "Tensor", "value": "Tensor", "lists": "Tensor[]", "sizes": "SymInt[]", "form": "str?",
     "scale": "Scalar?", "enable_gqa": "bool", "options": "str[]", "sink": "Tensor?", "sink_number": "Scalar?",
@@ -65,7 +68,7 @@ def number_of(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     return values[node.args[0]]  # type: ignore[index]
 
 
-_OWN = 5  # fields that are not those of CallArguments
+_OWN = 8  # fields that are not those of CallArguments
 
 
 @frozen
@@ -102,12 +105,13 @@ def make_constant(graph: fx.Graph) -> None:
 
 
 def _fake(*args: Any) -> list[Tensor]:
-    *_, wrong, _ = args[:_OWN]
+    *_, wrong, ready, ready_heads, per_head, _ = args[:_OWN]
     if wrong:
         kind, found = wrong[:2]
         raise wrong_result(f"{kind}_mod", kind, found)
     given = CallArguments(*args[_OWN:])
     check_given(given)
+    check_heads(ready, ready_heads, per_head, *given.query.shape[1:3])
     query, value = given.query, given.value
     wide = wide_dtype(query)
     found = [query.new_empty((*query.shape[:3], value.shape[3])), query.new_empty(query.shape[:3], dtype=wide)]
