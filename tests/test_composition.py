@@ -108,6 +108,35 @@ def test_checkpoint(kind: str, dropout: float, forwards: list[str]) -> None:
     check_equal(found, expected)
 
 
+@pytest.mark.parametrize("masked", [None, "document", "any mod"])
+@pytest.mark.parametrize(
+    "stored",
+    [SAVE["products"], SAVE["everything"], [torch.ops.aten._softmax.default], [torch.ops.aten.add.Tensor]],
+    ids=["products", "everything", "softmax", "additions"],
+)
+def test_selective_checkpoint_of_a_first_call(stored: Any, masked: str | None) -> None:
+    """What a trace computes, and what a new mask does, is not stored in place of the region's own results."""
+    ids = torch.arange(T) // 30
+    w, u, left, right = (torch.randn(*shape).requires_grad_() for shape in ((16, 16), (16, 16), (T, 4), (4, T)))
+    table, x = torch.randn(T), torch.randn(1, 2, T, 16)
+    mod = lambda s, b, h, i, j: s + (left @ right)[i, j] + torch.softmax(table, 0)[j]  # noqa: E731
+    rules = {"document": mods.document(ids), "any mod": lambda b, h, i, j: ids[i] >= ids[j]}
+
+    def layer(x: Tensor) -> Tensor:
+        y = x @ w
+        mask = masked and create_block_mask(rules[masked], None, None, T, T, device="cpu", BLOCK_SIZE=32)
+        return flex_attention(y, y, y, mod, mask or None) @ u * torch.softmax(y[..., :1], 2) + y
+
+    def of(f: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        return list(torch.autograd.grad(f(x).square().sum(), (w, u, left, right)))
+
+    context = functools.partial(create_selective_checkpoint_contexts, stored)
+    for _ in range(2):  # the first call traces
+        found = of(lambda x: checkpoint(layer, x, use_reentrant=False, context_fn=context))
+        assert all(type(x) is Tensor for x in found)
+        check_equal(found, of(layer))
+
+
 def test_checkpoint_without_the_random_state_draws_other_dropout() -> None:
     block = Block(0.25)
     expected = run(block, lambda f, x: f(x))

@@ -109,6 +109,32 @@ def test_changes_without_gradient() -> None:
         refuse(mod, "score", "in place under torch.no_grad", offset=3)
 
 
+def test_gradients_inside_of_a_mod() -> None:
+    table, module = values(N), torch.nn.Identity()
+    module.register_full_backward_hook(lambda module, given, wanted: given)
+
+    def of_torch_func(s, b, h, q, k):
+        return torch.func.grad(torch.tanh)(s)
+
+    def by_vjp(s, b, h, q, k):
+        return torch.func.vjp(torch.tanh, s)[1](s)[0]
+
+    def hooked(s, b, h, q, k):
+        return module(s * 2)
+
+    def of_capture(s, b, h, q, k):
+        return s if table.grad is None else s * 2
+
+    def by_function(s, b, h, q, k):
+        return s if (table * 2).grad_fn is None else s * 2
+
+    for mod in (of_torch_func, by_vjp):
+        refuse(mod, "score", "differentiates with torch.func", offset=1)
+    refuse(hooked, "score", "a module with backward hooks", offset=1)
+    for mod in (of_capture, by_function):
+        refuse(mod, "score", r"reads \.grad or \.grad_fn", offset=1)
+
+
 def test_results() -> None:
     one = values(1)
     refuse(lambda s, b, h, q, k: s * one, "score", r"shape \[1\], expected a scalar.*one\[h\]", offset=0)

@@ -132,6 +132,10 @@ def score_mods() -> dict[str, Callable[[], tuple[Any, ...]]]:
         augmented=lambda s, b, h, q, k: augmented(s, q),
         detached=lambda s, b, h, q, k: s * s.detach() + s.data,
         no_grad=lambda s, b, h, q, k: s + without_gradient(s),
+        detached_in_place=lambda s, b, h, q, k: s * detached_in_place(s),
+        copied=lambda s, b, h, q, k: s * torch.tensor(s) + torch.tensor([s, 2.0])[h % 2] + s.new_tensor(s) * s,
+        sinc_at_zero=lambda s, b, h, q, k: torch.sinc(s * (q != k)),
+        atan2_at_zero=lambda s, b, h, q, k: s + torch.atan2(s * (q != k), s * (q != k)),
         no_grad_in_place=lambda s, b, h, q, k: s * changed_without_gradient(s, q),
         reductions=lambda s, b, h, q, k: reductions(torch.stack([s, s * 2, torch.sin(s)])),
         signs=lambda s, b, h, q, k: s * torch.signbit(s) + torch.deg2rad(s).sinc() + s.detach().heaviside(s.detach()),
@@ -145,6 +149,15 @@ def score_mods() -> dict[str, Callable[[], tuple[Any, ...]]]:
         global_tokens_bias=lambda t: lambda s, b, h, q, k: s + t[k],
         relative_1d_bias=lambda t: lambda s, b, h, q, k: s + t[torch.abs(q - k)],
         symmetric_bias=lambda t: lambda s, b, h, q, k: s + t[q] + t[k],
+        several_without_gradient=lambda t: lambda s, b, h, q, k: sum(
+            (x[h % 2] if x.ndim else x for x in several_without_gradient(t)), s * t[q]
+        ),
+        new_tensor=lambda t: lambda s, b, h, q, k: s * t[h] + s.new_tensor(t[q]),
+        alias=lambda t: lambda s, b, h, q, k: changed_alias(s * t[q], k),
+        deviation_of_equals=lambda t: lambda s, b, h, q, k: s + torch.stack([t[q], t[k]]).std(),
+        sinc_of_zero=lambda t: lambda s, b, h, q, k: s + torch.sinc(t[h] * (q - k)),
+        clamp_to_equal_bounds=lambda t: lambda s, b, h, q, k: torch.clamp(s, t[q], t[q]) + torch.clamp(s, t[q], t[k]),
+        clamp_to_nan=lambda t: lambda s, b, h, q, k: torch.nan_to_num(s.clamp(min=torch.where(q > k, t[q], math.nan))),
         local_window_bias=lambda t: lambda s, b, h, q, k: s + t[torch.clamp(q - k + 3, 0, 2 * 3)],
         indirect_bias=lambda t: lambda s, b, h, q, k: s + t[OFFSET[q]],
         head_gate=lambda t: lambda s, b, h, q, k: s * torch.sigmoid(t[h]),
@@ -396,6 +409,23 @@ def without_gradient(s: Tensor) -> Tensor:
         return s * s
 
 
+def detached_in_place(s: Tensor) -> Tensor:
+    x = s * 2
+    x.detach_()
+    return x + s
+
+
+def several_without_gradient(t: Tensor) -> tuple[Tensor, ...]:
+    with torch.no_grad():
+        return (*t.split(2)[:1], t.max(0).values, t.sort()[0], t.unbind()[1])
+
+
+def changed_alias(x: Tensor, y: Tensor) -> Tensor:
+    alias = torch.as_tensor(x)
+    alias.add_(y)
+    return x
+
+
 def changed_without_gradient(s: Tensor, q: Tensor) -> Tensor:
     distance, kept = q + 0.5, s.detach() + 0
     with torch.no_grad():
@@ -409,6 +439,7 @@ def changed_without_gradient(s: Tensor, q: Tensor) -> Tensor:
 SCORE_MODS = score_mods()
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct", "ignore:Converting a tensor with requires_grad")  # of PyTorch
 @pytest.mark.parametrize("name", SCORE_MODS)
 def test_score_mod_matches_eager(name: str) -> None:
     mod, *leaves = SCORE_MODS[name]()

@@ -115,7 +115,7 @@ class BlockMask(upstream.BlockMask):
     _state: Any = None  # what repeated calls need of it: a MaskState (engines/mask_state.py)
 
     @uncompiled
-    @undisturbed("BlockMask")
+    @undisturbed("BlockMask", hidden=True)
     def __init__(
         self,
         seq_lengths: tuple[int, int],
@@ -198,7 +198,7 @@ class BlockMask(upstream.BlockMask):
 
     @classmethod
     @uncompiled
-    @undisturbed("BlockMask")
+    @undisturbed("BlockMask", hidden=True)
     def from_blocks(
         cls,
         partial: Tensor,
@@ -471,7 +471,7 @@ class BlockMask(upstream.BlockMask):
         self._built_from_mod = True
 
     @uncompiled
-    @undisturbed("BlockMask.prepare")
+    @undisturbed("BlockMask.prepare", hidden=True)
     def prepare(self) -> Self:
         """Make the tensors that compiled graphs take, and return the mask.
 
@@ -923,7 +923,7 @@ class BlockMask(upstream.BlockMask):
         return self
 
     @uncompiled
-    @undisturbed("BlockMask")
+    @undisturbed("BlockMask", hidden=True)
     def __getstate__(self) -> dict[str, Any]:
         """Return plain data and tensors. mask_mod is stored as its graph with the values that it captures now.
 
@@ -944,7 +944,7 @@ class BlockMask(upstream.BlockMask):
         }
 
     @uncompiled
-    @undisturbed("BlockMask")
+    @undisturbed("BlockMask", hidden=True)
     def __setstate__(self, state: dict[str, Any]) -> None:
         stored.check_format(state)
         fields = stored.read_fields(state, _CONTEXT)

@@ -36,10 +36,12 @@ from flexattn.graph.differentiate import differentiate
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.tables_by_distance import read_tables_by_distance
 from flexattn.options import validate_options
+from flexattn.torch_state.modes import unstored
 from flexattn.torch_state.transforms import is_transforming
 from flexattn.trace.trace import trace
 
 
+@unstored
 def pose(call: Call, *, seeded: bool = True, on_gpu: bool = False) -> Problem:
     """Return the problem of a call.
 

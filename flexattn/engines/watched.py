@@ -16,13 +16,11 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from flexattn.block_mask import BlockMask
 from flexattn.call.problem import Needs, Problem
+from flexattn.torch_state.modes import is_storing
 
 Direction = Literal["forward", "backward"]
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _COUNTS = frozenset(("_FlopCounterMode", "FlopCounterMode"))
-# Selective checkpointing stores the results of operators by order. An engine's own operators may run in any order, in
-# several threads, and into buffers, so it would store wrong ones.
-_STORES = frozenset(("_CachingTorchDispatchMode", "_CachedTorchDispatchMode"))
 
 _LIBRARY = torch.library.Library("flexattn", "FRAGMENT")
 for _name in ("attention", "attention_backward"):
@@ -67,7 +65,7 @@ def _hidden(problem: Problem, direction: Direction, needs: Needs | None) -> Abst
             registry = getattr(mode, "counter", mode).flop_registry  # the mode itself before torch 2.5
             registry.setdefault(operator, _given)
         operator(flops(problem, needs))
-    elif not any(type(mode).__name__ in _STORES for mode in modes):
+    elif not is_storing():
         return None
     return _disable_current_modes()
 

@@ -136,6 +136,13 @@ def _bound_compare(name: str, a: Any, b: Any) -> tuple[Any, Any]:
     return (ah < bl).apply("or", bh < al), same.apply("not")
 
 
+def _gradient_of_atan2(g: Any, o: Any, y: Any, x: Any) -> tuple[Any, Any]:
+    """Return gradients of y and x, which are 0 where both are."""
+    squares = x * x + y * y
+    factor = where(squares.apply("eq", 0.0), 0.0, 1.0 / squares)
+    return g * x * factor, -g * y * factor
+
+
 def _bound_where(c: Any, a: Any, b: Any) -> tuple[Any, Any]:
     (sure, may), (al, ah), (bl, bh) = c, a, b
     boolean = al.dtype == torch.bool
@@ -426,7 +433,7 @@ OPS: dict[str, Op] = {
     "atan": _unary("atan", "libdevice.atan({0})", lambda g, o, x: (g / (x * x + 1.0),), bound=_rising("atan")),
     "atan2": Op(
         torch.atan2, "libdevice.atan2({0}, {1})",
-        lambda g, o, y, x: (g * x / (x * x + y * y), -g * y / (x * x + y * y)), bound=_within(-math.pi, math.pi),
+        _gradient_of_atan2, bound=_within(-math.pi, math.pi),
     ),
     "sinh": _unary("sinh", "libdevice.sinh({0})", lambda g, o, x: (g * x.apply("cosh"),), bound=_rising("sinh")),
     "cosh": _unary("cosh", "libdevice.cosh({0})", lambda g, o, x: (g * x.apply("sinh"),), bound=_bound_even("cosh")),

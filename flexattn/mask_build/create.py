@@ -66,7 +66,7 @@ def _outside_transforms(make: Callable[P, R]) -> Callable[P, R]:
 
 
 @uncompiled
-@undisturbed("create_block_mask")
+@undisturbed("create_block_mask", hidden=True)
 @_outside_transforms
 @refuses_unknown
 def create_block_mask(
@@ -187,7 +187,7 @@ def sizes_read(bound: BoundMod, shape: tuple[int | None, int | None, int, int]) 
 
 
 @uncompiled
-@undisturbed("create_mask")
+@undisturbed("create_mask", hidden=True)
 @_outside_transforms
 def create_mask(
     mod_fn: Callable[..., Any],

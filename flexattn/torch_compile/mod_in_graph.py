@@ -65,8 +65,8 @@ def _changed_memory(node: fx.Node) -> set[int]:
     """Return the storages of an operation's arguments that are changed in place somewhere in the graph."""
     values = [x.meta.get("example_value") for x in node.all_input_nodes]
     tensors = [x for x in values if isinstance(x, Tensor)]
-    of_lists = "_foreach_" in str(node.target)  # these do not count what they change
-    return {x.untyped_storage()._cdata for x in tensors if of_lists or x.is_inference() or x._version > 0}
+    uncounted = any(name in str(node.target) for name in ("_foreach_", "detach_"))  # of changes
+    return {x.untyped_storage()._cdata for x in tensors if uncounted or x.is_inference() or x._version > 0}
 
 
 def _storages(node: fx.Node) -> set[int]:

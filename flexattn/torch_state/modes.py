@@ -23,13 +23,17 @@ _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C.
 _RECORDING = frozenset(
     ("FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode", "PreDispatchTorchFunctionMode")
 )
+# Selective checkpointing stores the results of operators by order, and reads them in that order when it runs a region
+# again. It must not see operators that run only sometimes: those of a trace, of a mask that a cache may have, and an
+# engine's own, which may run in any order, in several threads, and into buffers.
+_STORING = frozenset(("_CachingTorchDispatchMode", "_CachedTorchDispatchMode"))
 
 
-def undisturbed(name: str, when_recording: Callable[..., Any] | None = None) -> Callable[[F], F]:
+def undisturbed(name: str, when_recording: Callable[..., Any] | None = None, hidden: bool = False) -> Callable[[F], F]:
     """Make a function create tensors on the CPU if it names no device, whatever the default device is.
 
     Inside a mode that records a graph, or whose tensors have no values, `when_recording` is called instead. Without
-    one, UnsupportedError with this name is raised.
+    one, UnsupportedError with this name is raised. `hidden`: other dispatch modes do not see what is computed.
     """
 
     def decorate(function: F) -> F:
@@ -39,7 +43,7 @@ def undisturbed(name: str, when_recording: Callable[..., Any] | None = None) -> 
                 return function(*args, **kwargs)
             if when_recording is not None and is_recording():
                 return when_recording(*args, **kwargs)
-            with _own_device(name):
+            with _own_device(name), hidden_from_modes() if hidden else nullcontext():
                 return function(*args, **kwargs)
 
         return called  # type: ignore[return-value]
@@ -56,6 +60,31 @@ def is_recording() -> bool:
     """Return whether a mode records a graph, or gives tensors without values."""
     modes = (*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()) if is_in_mode() else ()
     return any(type(mode).__name__ in _RECORDING for mode in modes)
+
+
+def is_storing() -> bool:
+    """Return whether a region with selective checkpointing runs."""
+    return bool(_dispatch_modes()) and any(
+        type(mode).__name__ in _STORING for mode in _get_current_dispatch_mode_stack()
+    )
+
+
+def unstored(function: F) -> F:
+    """Hide from selective checkpointing what a function computes. Its gradients are recorded as usual."""
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if not is_storing():
+            return function(*args, **kwargs)
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return called  # type: ignore[return-value]
+
+
+def hidden_from_modes() -> AbstractContextManager[object]:
+    """Return a context that leaves the dispatch modes that only watch operators."""
+    return _disable_current_modes() if _dispatch_modes() and not is_recording() else nullcontext()
 
 
 @contextmanager

@@ -114,10 +114,15 @@ def _converted(elements: Elements, dtype: torch.dtype, x: Expr, to: torch.dtype 
 
 def _clamp(x: Expr, low: Expr | None = None, high: Expr | None = None) -> Expr:
     """clamp with torch's gradient at the ends. Integers have no gradient, and min and max have tighter bounds."""
+    if not x.dtype.is_floating_point:
+        x = x if low is None else x.apply("maximum", low)
+        return x if high is None else x.apply("minimum", high)
     if low is not None:
-        x = where(x < low, low, x) if x.dtype.is_floating_point else x.apply("maximum", low)
+        # Where both bounds are equal, a score below them has no gradient.
+        bound = low if high is None else where(low < high, low, _detach(low))
+        x = where((x < low).apply("or", low.apply("isnan")), bound, x)
     if high is not None:
-        x = where(x > high, high, x) if x.dtype.is_floating_point else x.apply("minimum", high)
+        x = where((x > high).apply("or", high.apply("isnan")), high, x)
     return x
 
 
@@ -145,6 +150,13 @@ def _detach(x: Expr) -> Expr:
     return x.apply("detach") if x.dtype.is_floating_point else x
 
 
+def _sinc(x: Expr) -> Expr:
+    """sin(pi x) / (pi x), with value 1 and gradient 0 at 0."""
+    at_zero = x.apply("eq", 0.0)
+    angle = where(at_zero, 1.0, x) * math.pi
+    return where(at_zero, 1.0, angle.apply("sin") / angle)
+
+
 def _hypot(x: Expr, y: Expr) -> Expr:
     return (x * x + y * y).apply("sqrt")
 
@@ -168,6 +180,7 @@ ROWS: dict[str, Row] = {
     "fmod": Row(lambda x, y: x.apply("fmod", y), literal_divisor=True),
     "neg": _unary("neg"), "abs": Row(_abs), "pow": Row(power, "own"), "sign": Row(_sign), "sgn": Row(_sign),
     "reciprocal": Row(lambda x: 1.0 / x), "hypot": Row(_hypot),
+    "sinc": Row(_sinc),
     "maximum": _extreme("maximum"), "minimum": _extreme("minimum"),
     "fmax": Row(lambda x, y: where(x.apply("isnan"), y, where(y.apply("isnan"), x, x.apply("maximum", y)))),
     "fmin": Row(lambda x, y: where(x.apply("isnan"), y, where(y.apply("isnan"), x, x.apply("minimum", y)))),

@@ -55,6 +55,16 @@ WITHOUT_GRADIENT = (
     "from before the change. Write y = x * 2 instead of x *= 2, or change it outside of torch.no_grad."
 )
 NO_GRAD = "no_grad"  # key in a node's meta: it was recorded under torch.no_grad
+GRADIENT_OF_TENSOR = "reads .grad or .grad_fn of a tensor. Read it outside of the mod, and capture a tensor."
+# Files of torch that ask tensors of a mod whether they require a gradient, and what an error says of it.
+_ASKS_FOR_GRADIENTS = {
+    "eager_transforms.py": (
+        "differentiates with torch.func. Write the derivative, or use torch.func.jvp with a tangent of ones."
+    ),
+    str(Path("torch", "utils", "hooks.py")): (
+        "calls a module with backward hooks, which would not run. Remove them, or call module.forward(...)."
+    ),
+}
 CONSTANT = "constant"  # key in a node's meta: the constant tensor that the node represents
 MOST_SHOWN = 16  # literal tensors with more numbers than this become one constant node
 RANDOM = "draws random numbers ({what}). Draw them before the call and capture the tensor."
@@ -102,16 +112,25 @@ class Interception(TorchFunctionMode):
         if func in _READ_LAYOUT:
             self.ask_for_layouts()
         if func == Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
-            return self.requires_grad.get(id(args[0]), False)
+            return self._requires_grad(args[0])
         if func is torch.nn.functional.scaled_dot_product_attention:
             raise UnsupportedError(f"{self.name} at {user_line()} calls attention inside of a mod. Call it outside.")
         result = _REWRITES.get(func, func)(*args, **kwargs)  # type: ignore[misc]
         if self.tape is not None and not isinstance(result, Tensor) and func not in _KNOWN_OF_SCALARS:
             raise NotScalar
-        if not torch.is_grad_enabled() and isinstance(result, Tensor) and result.is_floating_point():
-            result = result if args and result is args[0] else result.detach()  # an operation in place returns it
+        if not torch.is_grad_enabled():
+            result = result if args and result is args[0] else _detached(result)  # an operation in place returns it
         self.note_line()
         return result
+
+    def _requires_grad(self, tensor: Tensor) -> bool:
+        """Return what a mod knows of its captured tensors; nothing of those that it computes."""
+        known = self.requires_grad.get(id(tensor))
+        if known is None and tensor.is_floating_point():
+            for file, reason in _ASKS_FOR_GRADIENTS.items():
+                if _is_called_by(file):
+                    raise ModError(f"{self.name} at {user_line()} {reason}")
+        return bool(known)
 
     def as_fake(self, value: Any) -> Any:
         """Replace real tensors by their fake tensors."""
@@ -279,6 +298,49 @@ def _constant(data: Any, dtype: Any, device: Any) -> Tensor:
     return shown
 
 
+def _detached(result: Any) -> Any:
+    """Return the result of an operator without its gradient."""
+    if isinstance(result, (tuple, list)):
+        return type(result)([_detached(x) for x in result])
+    return result.detach() if isinstance(result, Tensor) and result.is_floating_point() else result
+
+
+def _copied(data: Any, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    """torch.tensor: a copy without a gradient."""
+    copy = _literal_tensor(data, dtype, device)
+    return _detached(copy) if _has_tensor(data) else copy
+
+
+def _as_tensor(data: Any, dtype: Any = None, device: Any = None) -> Tensor:
+    """torch.as_tensor: a tensor of the same dtype itself, a copy without a gradient of tensors in a list."""
+    if isinstance(data, Tensor):
+        return data if dtype is None else data.to(dtype)
+    return _copied(data, dtype, device)
+
+
+def _as_array(data: Any, *, dtype: Any = None, device: Any = None, copy: bool | None = None, **_: Any) -> Tensor:
+    found = _as_tensor(data, dtype, device)
+    return found.clone() if copy and found is data else found
+
+
+def _detach_in_place(x: Tensor) -> Tensor:
+    """x.detach_(): from now on x is its detached value."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    if mode is None:
+        raise NotScalar
+    known = mode.tracer.tensor_tracker
+    if known[x].proxy.node.op == "placeholder":
+        raise ModError(f"a mod at {user_line()} {IN_PLACE.format(what='an argument or a captured tensor')}")
+    known[x] = known[x.detach()]
+    return x
+
+
+def _has_tensor(data: Any) -> bool:
+    return isinstance(data, Tensor) or (isinstance(data, (list, tuple)) and any(map(_has_tensor, data)))
+
+
 def _masked_fill(x: Tensor, mask: Tensor, value: Any) -> Tensor:
     value = value if isinstance(value, Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)
     return torch.where(mask, value.to(x.dtype), x)
@@ -296,13 +358,15 @@ _REWRITES: dict[Any, Callable[..., Any]] = {
     torch.select: _select,
     Tensor.take: lambda source, index: torch.ops.aten.index.Tensor(source.reshape(-1), [index]),
     torch.take: lambda source, index: torch.ops.aten.index.Tensor(source.reshape(-1), [index]),
-    torch.tensor: _literal_tensor,
-    torch.as_tensor: _literal_tensor,
-    torch.asarray: _literal_tensor,
-    Tensor.new_tensor: lambda x, data, dtype=None, **_: _literal_tensor(data, dtype or x.dtype, x.device),
+    torch.tensor: _copied,
+    torch.as_tensor: _as_tensor,
+    torch.asarray: _as_array,
+    Tensor.new_tensor: lambda x, data, dtype=None, **_: _copied(data, dtype or x.dtype, x.device),
     torch.masked_fill: _masked_fill,
     Tensor.masked_fill: _masked_fill,
     torch.isin: _isin,
+    Tensor.detach_: _detach_in_place,
+    torch.detach_: _detach_in_place,
     Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]
 }
 _REFUSED: dict[Any, str] = {  # what an error says of them
@@ -311,6 +375,7 @@ _REFUSED: dict[Any, str] = {  # what an error says of them
         Tensor.is_nonzero, torch.is_nonzero, torch.equal, Tensor.equal, torch.allclose,
     ), DATA_DEPENDENT),
     Tensor.__index__: _AS_INDEX, Tensor.__array__: _IN_ARRAY, Tensor.numpy: _IN_ARRAY,
+    **dict.fromkeys((Tensor.grad.__get__, Tensor.grad_fn.__get__), GRADIENT_OF_TENSOR),  # type: ignore[attr-defined]
     Tensor.data.__set__: IN_PLACE.format(what="a tensor through .data"),  # type: ignore[attr-defined]
 }  # fmt: skip
 
@@ -330,6 +395,16 @@ def is_user_file(filename: str) -> bool:
         return "mods" in Path(filename).parts[-2:-1]
     inside = filename.startswith(_PACKAGES) and "site-packages" not in filename.removeprefix(_PACKAGES[1])
     return not filename.startswith(_PACKAGES[0]) and not inside and not filename.startswith("<frozen")
+
+
+def _is_called_by(file: str) -> bool:
+    """Return whether a function of a file is running, followed or not."""
+    if current_line(lambda name: name.endswith(file)) is not None:
+        return True
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith(file):
+        frame = frame.f_back
+    return frame is not None
 
 
 def user_line() -> str:

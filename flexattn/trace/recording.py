@@ -24,7 +24,7 @@ from flexattn.errors import FlexAttentionError, ModError, UnsupportedError
 from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS
 from flexattn.process.forks import temporary
 from flexattn.process.frozen_class import frozen
-from flexattn.torch_state.modes import users_device, without_autocast
+from flexattn.torch_state.modes import hidden_from_modes, users_device, without_autocast
 from flexattn.torch_state.subclasses import check_plain, has_no_values
 from flexattn.torch_state.symbols import example
 from flexattn.trace.follow import IS_KNOWN_VERSION, Follower, ReadLog, Refusal, Unfollowable, symbolic
@@ -236,7 +236,8 @@ def record_run(
     reason = "this version of Python is not known"
     while True:
         try:
-            recorded, record = _run(mod, kind, name, score_dtype, decompositions, setting)
+            with hidden_from_modes():
+                recorded, record = _run(mod, kind, name, score_dtype, decompositions, setting)
             break
         except Restart as restart:
             setting = restart.setting
@@ -261,7 +262,8 @@ def _show(mod: Mod, kind: Kind, name: str, score_dtype: torch.dtype, setting: Se
     setting = replace(setting, natively=True, scalar=False)
     while True:
         try:
-            _run(mod, kind, name, score_dtype, {}, setting)
+            with hidden_from_modes():
+                _run(mod, kind, name, score_dtype, {}, setting)
         except Restart as restart:  # captured tensors are on a GPU
             setting = restart.setting
         except Exception:

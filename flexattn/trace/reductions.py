@@ -42,6 +42,15 @@ def _variance(
     return reduce(operator.add, squares) / float(max(len(values) - correction, 0))
 
 
+def _deviation(
+    elements: Elements, node: fx.Node, values: list[Expr], dtype: torch.dtype, correction: Any = None
+) -> Expr:
+    """The square root of the variance, with gradient 0 where that is 0."""
+    variance = _variance(elements, node, values, dtype, correction)
+    is_zero = variance.apply("eq", 0.0)
+    return where(is_zero, 0.0, where(is_zero, 1.0, variance).apply("sqrt"))
+
+
 def _all_or_any(name: str) -> Callable[..., Expr]:
     def combine(elements: Elements, node: fx.Node, values: list[Expr], dtype: torch.dtype) -> Expr:
         return _fold(name, name == "and")(elements, node, [truth(v) for v in values], torch.bool)
@@ -97,6 +106,7 @@ REDUCTIONS: dict[str, Reduction] = {
     "amax": Reduction(_fold("maximum")), "amin": Reduction(_fold("minimum")),
     "max": Reduction(_fold("maximum"), lambda: Over()), "min": Reduction(_fold("minimum"), lambda: Over()),
     "any": Reduction(_all_or_any("or"), keeps_dtype=True), "all": Reduction(_all_or_any("and"), keeps_dtype=True),
+    "std": Reduction(_deviation, lambda dim=None, correction=1, keepdim=False: Over(dim, keepdim, (correction,))),
     "var": Reduction(_variance, lambda dim=None, correction=1, keepdim=False: Over(dim, keepdim, (correction,))),
     "linalg_vector_norm": Reduction(
         _norm, lambda order=2, dim=None, keepdim=False, dtype=None: Over(dim, keepdim, (order,))
