@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from flexattn import create_block_mask, flex_attention, mods
+from flexattn import create_block_mask, flex_attention, mods, varlen_attn
 from flexattn.call.call import Call
 from flexattn.call.layout import LayoutArguments
 from flexattn.call.pose import pose
 from flexattn.engines import cpu, watched
-from flexattn.errors import MutationError
+from flexattn.errors import MutationError, UnsupportedError
 
 B, H, T, D = 2, 2, 80, 16
 MASK = create_block_mask(mods.causal, None, None, T, T, device="cpu", BLOCK_SIZE=32)
@@ -249,6 +249,41 @@ def test_flops_of_attended_pairs() -> None:
     assert found == {"Global": {"flexattn.attention": 2 * causal * (D + 24), "flexattn.attention_backward": backward}}
     found = counts(lambda: torch.autograd.grad(flex_attention(q, k, v, None, MASK).sum(), v))
     assert found["Global"]["flexattn.attention_backward"] == 2 * causal * (3 * D + 2 * 24)
+
+
+@pytest.mark.parametrize("lengths", [[10, 20], [64], [5, 5, 5], [128, 128], [100, 7, 200]])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0)])
+def test_flops_of_packed_sequences(lengths: list[int], window: tuple[int, int]) -> None:
+    cu, x = torch.tensor([0, *lengths]).cumsum(0).int(), torch.randn(sum(lengths), H, D)
+    pairs = sum(n * n if window[1] else n * (n + 1) // 2 for n in lengths)
+    found = counts(lambda: varlen_attn(x, x, x, cu, cu, max(lengths), max(lengths), window_size=window))
+    assert found["Global"] == {"flexattn.attention": 4 * D * H * pairs}
+
+
+def test_flops_of_a_mask_that_is_cut_and_of_all_pairs_in_order() -> None:
+    mask = create_block_mask(mods.causal, None, None, T, T, device="cpu")
+    x = torch.randn(1, H, T, D)
+    whole = counts(lambda: flex_attention(x, x, x, None, mask))
+    assert counts(lambda: flex_attention(x, x, x, None, mask, kernel_options={"BATCH_INVARIANT": True})) == whole
+    mask.seq_lengths = (T - 6, T - 6)
+    y = x[:, :, : T - 6]
+    cut = counts(lambda: flex_attention(y, y, y, None, mask))
+    assert cut["Global"] == {"flexattn.attention": 4 * D * H * (T - 6) * (T - 5) // 2}
+
+
+@pytest.mark.parametrize("randomness", ["error", "different"])
+def test_dropout_in_vmap(randomness: str) -> None:
+    x = torch.randn(2, 1, 1, T, D)
+    with pytest.raises(UnsupportedError, match=rf"dropout_p: found .* randomness='{randomness}', expected .*'same'"):
+        torch.vmap(lambda x: flex_attention(x, x, x, dropout_p=0.5), randomness=randomness)(x)
+    out = torch.vmap(lambda x: flex_attention(x, x, x, dropout_p=0.5), randomness="same")(x[:1].expand_as(x))
+    assert torch.equal(out[0], out[1])
+
+
+def test_sequences_that_differ_in_vmap() -> None:
+    x, used = torch.randn(2, H, T, D), torch.tensor([[10, 20], [30, 40]], dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="seqused_k: found a tensor that differs between the entries"):
+        torch.vmap(lambda n: flex_attention(x, x, x, seqused_k=n))(used)
 
 
 def test_flops_of_the_gradients_that_are_needed() -> None:

@@ -436,3 +436,26 @@ def test_a_computed_tensor_is_not_left_in_the_users_objects() -> None:
     ):
         trace(lazy.mod, "score")
     assert lazy.table is None
+
+
+def test_methods_of_a_class_that_builtins_call() -> None:
+    """`callable` and `range` look methods up, which may change."""
+
+    class Width:
+        def __index__(self) -> int:
+            return 2
+
+    width, x = Width(), torch.randn(1, 1, 4, 8)
+
+    def scaled(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * len(range(width)) * (5 if callable(width) else 1)
+
+    def check(factor: int) -> None:
+        expected = flex_attention(x, x, x, lambda s, b, h, q, k: s * factor)
+        assert torch.equal(flex_attention(x, x, x, scaled), expected)
+
+    check(2)
+    Width.__index__ = lambda self: 3  # type: ignore[method-assign]
+    check(3)
+    Width.__call__ = lambda self: None  # type: ignore[attr-defined]
+    check(15)

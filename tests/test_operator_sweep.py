@@ -150,6 +150,7 @@ CASES: dict[str, Mod] = {
             "acosh",
             "atanh",
             "sigmoid",
+            "sinc",
             "erf",
             "erfc",
             "lgamma",

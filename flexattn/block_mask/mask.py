@@ -403,9 +403,11 @@ class BlockMask(upstream.BlockMask):
         Pairs(executed=12, useful=10)
         """
         full, partial = self._pairs_in(self.kv_runs.full), self._pairs_in(self.kv_runs.partial)
-        if not partial:
-            return Pairs(full, full)
-        bound = self._checked_mod()
+        return self.pairs_of(self._checked_mod()) if partial else Pairs(full, full)
+
+    def pairs_of(self, bound: BoundMod) -> Pairs:
+        """Return the same for another mod in the place of mask_mod."""
+        full, partial = self._pairs_in(self.kv_runs.full), self._pairs_in(self.kv_runs.partial)
         heads = [self._rows_of(head)[0] for head in range(self.B * self.H)]
         return Pairs(full + partial, full + count_useful(bound, heads, self.H, self.seq_lengths, self.BLOCK_SIZE))
 
@@ -415,7 +417,7 @@ class BlockMask(upstream.BlockMask):
             return 0
         overhang = self._grid[1] * self.BLOCK_SIZE[1] - self.seq_lengths[1]
         keys = runs.count().long() * self.BLOCK_SIZE[1]
-        last = (runs.runs[:, 1] == self._grid[1]).long()
+        last = ((runs.runs[:, 1] == self._grid[1]) & (runs.runs[:, 0] < runs.runs[:, 1])).long()  # runs may be empty
         ends = torch.nn.functional.pad(last.cumsum(0), (1, 0))
         keys -= (ends[runs.row_ptr[1:].long()] - ends[runs.row_ptr[:-1].long()]) * overhang
         return sum((keys.view(-1, self._grid[0]) * self._heights()).sum(1).tolist())

@@ -17,7 +17,7 @@ from torch import Tensor
 from flexattn.call.arguments import as_float
 from flexattn.errors import ArgumentError, message
 from flexattn.process.frozen_class import frozen
-from flexattn.torch_state.transforms import outside
+from flexattn.torch_state.transforms import outside, refuse_random_vmap
 from flexattn.torch_state.uncompiled import uncompiled
 
 STEPS = 65536  # number of random values
@@ -94,6 +94,7 @@ def check_dropout(dropout_p: object, device: torch.device, seeded: bool = True) 
     below = drop_below(dropout_p)
     if below is None:
         return None
+    refuse_random_vmap("dropout_p")
     with outside():
         seed = torch.empty(1, dtype=torch.int64, device=device)
         # Selective checkpointing, a dispatch mode, stores results of operators, which must not change afterwards.

@@ -20,7 +20,7 @@ from flexattn.graph.ranges import INDEX_LIMIT
 from flexattn.process.frozen_class import frozen
 from flexattn.torch_state.lasting import cached_on_device
 from flexattn.torch_state.subclasses import check_plain, has_no_values
-from flexattn.torch_state.transforms import outside
+from flexattn.torch_state.transforms import is_batched, outside
 
 KVLayout = Literal["NHD", "HND"]
 SMALLEST_PAGE = 16  # tokens
@@ -242,6 +242,10 @@ def check_integers(name: str, x: Tensor, query: Tensor, dims: int) -> Tensor:
         raise DtypeError(message(name, found, "a torch.Tensor", fix))
     if not has_no_values(query):
         check_plain(name, x)
+    if is_batched(x):
+        fix = "Call it for one entry after the other, or put the entries into the batch."
+        found = "a tensor that differs between the entries of torch.vmap"
+        raise UnsupportedError(message(name, found, "one for all entries", fix))
     if x.dtype != torch.int32:
         fix = f"Convert it once, outside of the loop: {name}.int()."
         raise DtypeError(message(name, short_dtype(x.dtype), "i32", fix))

@@ -95,16 +95,20 @@ def attending_pairs(problem: Problem) -> int:
     """Return how many pairs of a query and a key attend, over all batches and heads of the query.
 
     The values of a layout are not read, because they may be on a GPU. Without a mask, each query is counted with N
-    keys, used or not. With a mask, all its rows are counted, also those that q_offsets leave out.
+    keys, used or not. With a mask, all its rows are counted, also those that q_offsets leave out. Of packed sequences,
+    the pairs of each sequence are counted.
     """
     B, H, M, _ = problem.query.shape
     blocks = problem.block_mask
     if blocks is None:
         return B * H * M * problem.N
+    mask = problem.mask if problem.layout is None else None
+    of = blocks.mask_mod, blocks.seq_lengths, blocks.kv_runs, None if mask is None else mask.graph
     known = _pairs.get(blocks)
-    if known is None or known[0] is not blocks.mask_mod:
+    if known is None or any(x is not y for x, y in zip(known[0], of, strict=True)):
         with _disable_current_modes():
-            known = _pairs[blocks] = blocks.mask_mod, blocks.pairs().useful
+            pairs = blocks.pairs() if mask is None else blocks.pairs_of(mask)
+            known = _pairs[blocks] = of, pairs.useful
     return known[1] * (B // blocks.B) * (H // blocks.H)
 
 

@@ -16,7 +16,11 @@ from torch._C._functorch import (
     is_functorch_wrapped_tensor,
     is_legacy_batchedtensor,
 )
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._functorch.pyfunctorch import (
+    VmapInterpreter,
+    retrieve_all_functorch_interpreters,
+    temporarily_clear_interpreter_stack,
+)
 from torch.autograd import Function, forward_ad
 from torch.func import vjp
 
@@ -30,6 +34,16 @@ outside = temporarily_clear_interpreter_stack  # a context in which new tensors 
 def is_transforming() -> bool:
     """Return whether tensors may carry more than `requires_grad` shows: tangents, or torch.func levels."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def refuse_random_vmap(name: str) -> None:
+    """Reject random numbers that differ between the entries of torch.vmap, which are computed with one seed."""
+    levels = retrieve_all_functorch_interpreters() if get_interpreter_stack() else ()
+    for level in levels:
+        if isinstance(level, VmapInterpreter) and level.randomness() != "same":
+            found = f"a call inside of torch.vmap with randomness={level.randomness()!r}"
+            fix = "Write randomness='same', or use the batch dim of query instead of torch.vmap."
+            raise UnsupportedError(message(name, found, "randomness='same'", fix))
 
 
 def refuse_functionalize() -> None:

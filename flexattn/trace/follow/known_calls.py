@@ -133,6 +133,8 @@ def _union(f: Calls, x: Any, y: Any) -> Any:
 
 @_function(callable)
 def _callable(f: Calls, value: Any) -> bool:
+    if not is_plain(value) and not isinstance(value, Tensor):
+        f.class_attribute(type(value), "__call__")  # guards it
     return callable(value)
 
 
@@ -397,7 +399,15 @@ def _dict(f: Calls, *args: Any, **kwargs: Any) -> Any:
 
 @_function(range)
 def _range(f: Calls, *args: Any) -> range:
-    return range(*map(f.for_python, args))
+    return range(*(_as_index(f, x) for x in args))
+
+
+def _as_index(f: Calls, value: Any) -> Any:
+    """Return what operator.index does."""
+    is_object = not isinstance(value, (LIFTED, Tensor)) and not is_plain(value)
+    if is_object and (found := f.special(value, "__index__")) is not MISSING:
+        value = f.returned(f.call(found, ()), "__index__", int)
+    return f.for_python(value)
 
 
 @_function(slice)
