@@ -32,7 +32,7 @@ except ImportError:
 
 
 # Dynamo of torch 2.11 cannot ask a function that is defined in a graph for its module.
-_READS_ATTRIBUTES = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
+_READS_ATTRIBUTES = torch.__version__ >= "2.13"  # a TorchVersion, which compares numbers
 
 
 def traced_call(
