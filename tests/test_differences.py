@@ -68,6 +68,13 @@ def longer(module: Any) -> object:
     return mask
 
 
+def in_place_without_gradient(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    x = s * 2
+    with torch.no_grad():
+        x.mul_(2)
+    return x
+
+
 def in_place(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     score += 1
     return score
@@ -110,6 +117,7 @@ CASES: dict[str, Call] = {
     "a tile": attend(kernel_options={"BLOCK_M": 48}),
     "a change in place": attend(in_place),
     "a tensor's value": attend(lambda s, b, h, i, j: s + TABLE[3].item()),
+    "a tensor with a gradient": attend(in_place_without_gradient),
     "a `torch.autograd.Function`": attend(lambda s, b, h, i, j: Square.apply(s)),
     "attention inside": attend(
         lambda s, b, h, i, j: s + torch.nn.functional.scaled_dot_product_attention(X, X, X)[b, h, i, 0]
