@@ -242,7 +242,7 @@ def check_integers(name: str, x: Tensor, query: Tensor, dims: int) -> Tensor:
         raise DtypeError(message(name, found, "a torch.Tensor", fix))
     if not has_no_values(query):
         check_plain(name, x)
-    if is_batched(x):
+    if not torch.compiler.is_dynamo_compiling() and is_batched(x):
         fix = "Call it for one entry after the other, or put the entries into the batch."
         found = "a tensor that differs between the entries of torch.vmap"
         raise UnsupportedError(message(name, found, "one for all entries", fix))
