@@ -402,12 +402,14 @@ class BlockMask(upstream.BlockMask):
         >>> BlockMask.from_kv_blocks(count, index, BLOCK_SIZE=2, mask_mod=lambda b, h, q, kv: q >= kv).pairs()
         Pairs(executed=12, useful=10)
         """
-        full, partial = self._pairs_in(self.kv_runs.full), self._pairs_in(self.kv_runs.partial)
-        return self.pairs_of(self._checked_mod()) if partial else Pairs(full, full)
+        return self.pairs_of(None)
 
-    def pairs_of(self, bound: BoundMod) -> Pairs:
-        """Return the same for another mod in the place of mask_mod."""
+    def pairs_of(self, bound: BoundMod | None) -> Pairs:
+        """Return the same for another mod in the place of mask_mod, None for mask_mod itself."""
         full, partial = self._pairs_in(self.kv_runs.full), self._pairs_in(self.kv_runs.partial)
+        if not partial:
+            return Pairs(full, full)
+        bound = bound or self._checked_mod()
         heads = [self._rows_of(head)[0] for head in range(self.B * self.H)]
         return Pairs(full + partial, full + count_useful(bound, heads, self.H, self.seq_lengths, self.BLOCK_SIZE))
 

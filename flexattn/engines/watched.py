@@ -107,8 +107,7 @@ def attending_pairs(problem: Problem) -> int:
     known = _pairs.get(blocks)
     if known is None or any(x is not y for x, y in zip(known[0], of, strict=True)):
         with _disable_current_modes():
-            pairs = blocks.pairs() if mask is None else blocks.pairs_of(mask)
-            known = _pairs[blocks] = of, pairs.useful
+            known = _pairs[blocks] = of, blocks.pairs_of(mask).useful
     return known[1] * (B // blocks.B) * (H // blocks.H)
 
 

@@ -65,7 +65,7 @@ def _changed_memory(node: fx.Node) -> set[int]:
     """Return the storages of an operation's arguments that are changed in place somewhere in the graph."""
     values = [x.meta.get("example_value") for x in node.all_input_nodes]
     tensors = [x for x in values if isinstance(x, Tensor)]
-    uncounted = any(name in str(node.target) for name in ("_foreach_", "detach_"))  # of changes
+    uncounted = any(name in str(node.target) for name in ("_foreach_", "detach_"))  # these raise no version
     return {x.untyped_storage()._cdata for x in tensors if uncounted or x.is_inference() or x._version > 0}
 
 
