@@ -1,10 +1,11 @@
-"""What all tests share: which tests this machine can run, one thread, a cache of generated kernels of their own."""
+"""What all tests share: which of them this machine can run, one thread, seeds, a cache of kernels of their own."""
 
 from __future__ import annotations
 
 import faulthandler
 import importlib.util
 import os
+import random
 import re
 import sys
 from collections.abc import Iterator
@@ -69,6 +70,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """Give each test the same random numbers in every order of tests."""
+    torch.manual_seed(0)
+    random.seed(0)
 
 
 @pytest.fixture(autouse=True)
