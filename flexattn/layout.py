@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import ArgumentError, DtypeError, IndexRangeError, ModError, message
-from flexattn.mods.arguments import described
+from flexattn.mods.arguments import described, with_heads_of
 from flexattn.mods.kinds import is_score_mod, named
 
 
@@ -148,7 +148,7 @@ class TiledGrid:
             return mod(b, h, self.row_major(q_idx), self.row_major(kv_idx))
 
         name = f"{getattr(mod, '__name__', 'mod')}_in_tiles"
-        return named(score, name) if is_score_mod(mod) else named(mask, name)
+        return with_heads_of(mod, named(score, name)) if is_score_mod(mod) else named(mask, name)
 
 
 def _moved(x: Tensor, dim: int, axes: list[int]) -> Tensor:

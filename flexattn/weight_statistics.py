@@ -74,7 +74,7 @@ class Statistics:
 
 
 @uncompiled
-@undisturbed("statistics")
+@undisturbed("statistics", hidden=True)
 def statistics(
     query: Tensor,
     key: Tensor,

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import flex_attention as upstream
 
 from flexattn import create_block_mask, flex_attention, mods
-from flexattn.errors import ModError, MutationError, UnsupportedError
+from flexattn.errors import ArgumentError, ModError, MutationError, UnsupportedError
 
 T = 48
 TABLE, SLOPES = torch.randn(2, 8), torch.rand(2)
@@ -484,9 +484,9 @@ def test_an_exported_program_has_no_analysis_of_a_mod():
 @pytest.mark.parametrize(
     ("mod", "text"),
     [
-        (mods.alibi(4), "score_mod alibi_4: found 4 heads, expected those of query, 2"),
+        (mods.alibi(4), "score_mod alibi: found 4 heads, expected those of query, 2"),
         (mods.alibi(torch.ones(4)), r"slopes of score_mod alibi: found float32 \[4\], expected \[2\]"),
-        (mods.relative_bias(torch.zeros(4, 5)), r"table of score_mod relative_bias_2: found float32 \[4, 5\]"),
+        (mods.relative_bias(torch.zeros(4, 5)), r"table of score_mod relative_bias: found float32 \[4, 5\]"),
         (mods.t5_bias(torch.zeros(8, 32)), r"t5_bias: found float32 \[8, 32\], expected \[buckets, 2\]"),
     ],
     ids=lambda given: "",
@@ -494,6 +494,38 @@ def test_an_exported_program_has_no_analysis_of_a_mod():
 def test_ready_mods_for_another_number_of_heads(mod, text, dynamic):
     with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=text):
         compiled(flex_attention, dynamic=dynamic)(*qkv(), mod)
+
+
+def test_ready_mods_for_another_number_of_heads_in_a_graph():
+    class Module(nn.Module):
+        def forward(self, q, k, v):
+            return flex_attention(q, k, v, MOD)
+
+    MOD = mods.relative_bias(torch.zeros(4, 5))
+    with pytest.raises(ArgumentError, match=r"table of score_mod relative_bias: found float32 \[4, 5\]"):
+        torch.export.export(Module(), tuple(qkv(requires_grad=False)), strict=False)
+    with pytest.raises(ArgumentError, match=r"table of score_mod relative_bias: found float32 \[4, 5\]"):
+        flex_attention(*(x.to("meta") for x in qkv()), MOD)
+
+
+def test_ready_mods_of_any_size_compile_twice():
+    """Their names have numbers, which a graph must not depend on."""
+    f = compiled(flex_attention)
+    for width in range(3, 25, 2):
+        f(*qkv(), mods.relative_bias(torch.ones(2, width)))
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda s, b, h, i, j: s + torch.func.jvp(torch.tanh, (s,), (torch.ones_like(s),))[1],
+        lambda s, b, h, i, j: s + torch.vmap(torch.tanh)(torch.stack([s, s]))[0],
+    ],
+)
+def test_transforms_in_a_mod_of_a_compiled_function(mod):
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"test_compiled_mods\.py:\d+ uses torch\.func"):
+        compiled(flex_attention)(*qkv(), mod)
 
 
 @pytest.mark.parametrize("make", [lambda: mods.alibi(torch.ones(2)), lambda: mods.relative_bias(torch.ones(2, 5))])

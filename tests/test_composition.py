@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
 import re
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention as upstream
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from flexattn import create_block_mask, flex_attention, mods, varlen_attn
+from flexattn import BlockMask, create_block_mask, flex_attention, mods, varlen_attn
 from flexattn.call.call import Call
 from flexattn.call.layout import LayoutArguments
 from flexattn.call.pose import pose
@@ -135,6 +139,68 @@ def test_selective_checkpoint_of_a_first_call(stored: Any, masked: str | None) -
         found = of(lambda x: checkpoint(layer, x, use_reentrant=False, context_fn=context))
         assert all(type(x) is Tensor for x in found)
         check_equal(found, of(layer))
+
+
+REGIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "lengths": lambda x: flex_attention(x, x, x, seqused_k=torch.tensor([20, 67], dtype=torch.int32)),
+    "offsets and a mask": lambda x: flex_attention(
+        x[:, :, :9], x, x, block_mask=MASK, q_offsets=torch.tensor([3, 40], dtype=torch.int32)
+    ),
+    "pages": lambda x: flex_attention(
+        x, *(t.reshape(B, H, 5, 16, D).permute(0, 2, 3, 1, 4).flatten(0, 1) for t in (x, x * 2)),
+        block_table=torch.arange(10, dtype=torch.int32).view(B, 5),
+    ),
+    "a mask that is cut": lambda x: flex_attention(x[:, :, :50], x, x, block_mask=MASK._adjust(50, T)),
+    "a slice of a mask": lambda x: flex_attention(x[:, :, :32], x, x, block_mask=MASK[:, :, :1]),
+    "a mask of lists": lambda x: flex_attention(x, x, x, block_mask=BlockMask.from_kv_blocks(
+        MASK.kv_num_blocks, MASK.kv_indices, MASK.full_kv_num_blocks, MASK.full_kv_indices,
+        BLOCK_SIZE=32, mask_mod=mods.causal, seq_lengths=(T, T),
+    )),
+}  # fmt: skip
+
+
+STORED = pytest.mark.parametrize(
+    "stored",
+    [SAVE["products"], SAVE["everything"], [torch.ops.aten.mul.Tensor], [torch.ops.aten.slice.Tensor]],
+    ids=["products", "everything", "multiplications", "slices"],
+)
+
+
+@pytest.mark.parametrize("name", REGIONS)
+@STORED
+def test_selective_checkpoint_of_a_region(name: str, stored: Any) -> None:
+    """What a call computes of its arguments only the first time is not stored, nor what masks are derived with."""
+    w = torch.randn(D, D, requires_grad=True)
+
+    def layer(x: Tensor) -> Tensor:
+        return (REGIONS[name](x @ w) * x.mean()) @ w
+
+    def of(f: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        x = inputs()
+        return list(torch.autograd.grad(f(x).square().sum(), (x, w)))
+
+    context = functools.partial(create_selective_checkpoint_contexts, stored)
+    for _ in range(2):
+        found = of(lambda x: checkpoint(layer, x, use_reentrant=False, context_fn=context))
+        check_equal(found, of(layer))
+
+
+@STORED
+def test_selective_checkpoint_of_nested_tensors(stored: Any) -> None:
+    rows, w = torch.randn(T, H, D, requires_grad=True), torch.randn(D, D, requires_grad=True)
+
+    def layer(x: Tensor) -> Tensor:
+        y = x.transpose(1, 2)
+        return flex_attention(y, y, y).transpose(1, 2).values() @ w
+
+    context = functools.partial(create_selective_checkpoint_contexts, stored)
+    for _ in range(2):
+        x = torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, 30, 30, T]))
+        out = checkpoint(layer, x, use_reentrant=False, context_fn=context)
+        assert isinstance(out, Tensor)
+        found = torch.autograd.grad(out.square().sum(), (rows, w))
+        x = torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, 30, 30, T]))
+        check_equal(list(found), list(torch.autograd.grad(layer(x).square().sum(), (rows, w))))
 
 
 def test_checkpoint_without_the_random_state_draws_other_dropout() -> None:
@@ -300,6 +366,47 @@ def test_flops_of_masks_per_batch_and_head() -> None:
     assert counts(lambda: flex_attention(x, x, x, block_mask=mask))["Global"]["flexattn.attention"] == (
         4 * D * T * int(limit.sum())
     )
+
+
+def test_counted_masks_are_freed_and_counted_again_once_edited() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ids = torch.arange(T) // 10
+            self.mask = create_block_mask(self.mask_mod, None, None, T, T, device="cpu", BLOCK_SIZE=T)
+
+        def mask_mod(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return self.ids[q_idx] == self.ids[kv_idx]
+
+    def flops_of(mask: BlockMask) -> int:
+        return counts(lambda: flex_attention(x, x, x, block_mask=mask))["Global"]["flexattn.attention"]
+
+    x, layer = torch.randn(B, H, T, D), Layer()
+    assert flops_of(layer.mask) == B * H * 4 * D * T * 10
+    layer.ids.copy_(torch.arange(T) // 20)
+    layer.mask.mask_mod = layer.mask.mask_mod  # as MutationError says
+    assert flops_of(layer.mask) == B * H * 4 * D * T * 20
+    alive = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_mask_of_pytorch_is_freed_with_what_it_refers_to() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.length = T
+            causal = lambda b, h, i, j: (i >= j) & (j < self.length)  # noqa: E731
+            self.mask = upstream.create_block_mask(causal, None, None, T, T, device="cpu")
+
+    x, layer = torch.randn(B, H, T, D), Layer()
+    flex_attention(x, x, x, block_mask=layer.mask)
+    assert flex_attention(x, x, x, block_mask=copy.deepcopy(layer.mask)).shape == x.shape
+    alive = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert alive() is None
 
 
 def test_pairs_of_pages() -> None:

@@ -68,6 +68,12 @@ def longer(module: Any) -> object:
     return mask
 
 
+def assigned(module: Any) -> object:
+    mask = module.create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device="cpu")
+    mask.kv_num_blocks = torch.zeros_like(mask.kv_num_blocks)
+    return mask
+
+
 def in_place_without_gradient(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     x = s * 2
     with torch.no_grad():
@@ -104,6 +110,7 @@ CASES: dict[str, Call] = {
     "a mask of one head": masked(lambda b, h, i, j: i >= j + h),
     "a mask of more heads": masked(lambda b, h, i, j: i >= j, H=4),
     "`mask.seq_lengths = ": longer,
+    "`mask.kv_num_blocks = ": assigned,
     "a 0-d tensor as `Q_LEN`": lambda m: m.create_block_mask(
         lambda b, h, i, j: i >= j, None, None, torch.tensor(128), 128, device="cpu"
     ),
@@ -118,6 +125,8 @@ CASES: dict[str, Call] = {
     "a change in place": attend(in_place),
     "a tensor's value": attend(lambda s, b, h, i, j: s + TABLE[3].item()),
     "a tensor with a gradient": attend(in_place_without_gradient),
+    "`.grad`, `.grad_fn`": attend(lambda s, b, h, i, j: s if s.requires_grad else s * 2),
+    "`torch.vmap` of a captured": attend(lambda s, b, h, i, j: s + torch.vmap(torch.tanh)(TABLE)[j]),
     "a `torch.autograd.Function`": attend(lambda s, b, h, i, j: Square.apply(s)),
     "attention inside": attend(
         lambda s, b, h, i, j: s + torch.nn.functional.scaled_dot_product_attention(X, X, X)[b, h, i, 0]

@@ -14,6 +14,7 @@ import torch
 
 from flexattn import flex_attention, mods
 from flexattn.errors import ArgumentError, DtypeError, FlexAttentionError
+from flexattn.layout import TiledGrid
 from flexattn.mask_build.create import create_block_mask, create_mask
 from flexattn.mods.at_heads import at_heads
 from flexattn.trace.trace import stats as trace_stats
@@ -293,7 +294,7 @@ def test_masks_of_one_kind_are_combined():
 def test_alibi_for_another_number_of_heads():
     q = torch.zeros(1, 4, 8, 16)
     flex_attention(q, q, q, mods.alibi(4))
-    with pytest.raises(FlexAttentionError, match="score_mod alibi_8: found 8 heads, expected those of query, 4"):
+    with pytest.raises(FlexAttentionError, match="score_mod alibi: found 8 heads, expected those of query, 4"):
         flex_attention(q, q, q, mods.alibi(8))
 
 
@@ -308,7 +309,7 @@ def test_alibi_for_another_number_of_heads():
         (mods.temperature(torch.ones(8)), r"value of score_mod temperature: found float32 \[8\].*slice value"),
         (mods.alibi(torch.zeros(8)), "slopes of score_mod alibi: found"),
         (mods.relative_bias(torch.zeros(8, 9)), r"found float32 \[8, 9\], expected \[4, 2 \* R \+ 1\]"),
-        (mods.relative_bias(torch.zeros(9, 5)), "table of score_mod relative_bias_2: found"),
+        (mods.relative_bias(torch.zeros(9, 5)), "table of score_mod relative_bias: found"),
         (mods.t5_bias(torch.zeros(4, 32)), r"table of score_mod t5_bias: .*expected \[buckets, 4\].*Pass table\.T\."),
         (mods.t5_bias(torch.zeros(32, 8)), r"found float32 \[32, 8\], expected \[buckets, 4\].*slice table"),
     ],
@@ -317,6 +318,10 @@ def test_tensors_for_another_number_of_heads(mod, text):
     q = torch.zeros(1, 4, 12, 16)
     with pytest.raises(ArgumentError, match=text):
         flex_attention(q, q, q, mod)
+    with pytest.raises(ArgumentError, match="expected"):
+        flex_attention(q, q, q, mods.shifted(mod, 3))
+    with pytest.raises(ArgumentError, match="expected"):
+        flex_attention(q, q, q, TiledGrid((3, 4), tile=(3, 2)).mod(mod))
     flex_attention(q[:, :2], q[:, :2], q[:, :2], at_heads(mods.head_gate(torch.zeros(4)), 0, 2))  # of some of its heads
 
 

@@ -119,6 +119,18 @@ def test_gradients_inside_of_a_mod() -> None:
     def by_vjp(s, b, h, q, k):
         return torch.func.vjp(torch.tanh, s)[1](s)[0]
 
+    def of_autograd(s, b, h, q, k):
+        return torch.autograd.functional.jacobian(torch.tanh, s)
+
+    def batched(s, b, h, q, k):
+        return s + torch.vmap(torch.tanh)(table)[k]
+
+    def asks(s, b, h, q, k):
+        return s * 2 if s.requires_grad else s
+
+    def asks_of_computed(s, b, h, q, k):
+        return s * 2 if (s * table[q]).requires_grad else s
+
     def hooked(s, b, h, q, k):
         return module(s * 2)
 
@@ -130,6 +142,10 @@ def test_gradients_inside_of_a_mod() -> None:
 
     for mod in (of_torch_func, by_vjp):
         refuse(mod, "score", "differentiates with torch.func", offset=1)
+    refuse(of_autograd, "score", r"differentiates with torch\.autograd\.functional", offset=1)
+    refuse(batched, "score", r"calls torch\.vmap on a captured tensor", offset=1)
+    for mod in (asks, asks_of_computed):
+        refuse(mod, "score", "asks whether the score, or a tensor that it computes, requires a gradient", offset=1)
     refuse(hooked, "score", "a module with backward hooks", offset=1)
     for mod in (of_capture, by_function):
         refuse(mod, "score", r"reads \.grad or \.grad_fn", offset=1)

@@ -154,6 +154,19 @@ def score_mods() -> dict[str, Callable[[], tuple[Any, ...]]]:
         ),
         new_tensor=lambda t: lambda s, b, h, q, k: s * t[h] + s.new_tensor(t[q]),
         alias=lambda t: lambda s, b, h, q, k: changed_alias(s * t[q], k),
+        no_grad_in_place_of_learned=lambda t: lambda s, b, h, q, k: s * sums_without_gradient(s, t, q),
+        deviation_and_mean_of_equals=lambda t: lambda s, b, h, q, k: s + sum(torch.std_mean(torch.stack([t[q], t[k]]))),
+        xlogy_at_zero=lambda t: lambda s, b, h, q, k: (
+            torch.xlogy(t[h] * (q != k), torch.where(q < k, 2.0, torch.where(q > k, 3.0, (h % 2) * 1.5)))
+            + torch.special.xlog1py(t[h] * (q != k), torch.where(q != k, 2.0, h - 1.0)) + s
+        ),
+        hard=lambda t: lambda s, b, h, q, k: sum(
+            (f(t[q] - t[q].detach() + [-3, 0, 3, 6, 1, -1][i]) for f in HARD for i in range(6)), s
+        ),
+        extremes_of_equals=lambda t: lambda s, b, h, q, k: (
+            s + torch.fmax(t[q], t[q].detach()) - torch.fmin(t[k].detach(), t[k])
+        ),
+        array=lambda t: lambda s, b, h, q, k: s * torch.asarray(s * t[k], requires_grad=False),
         deviation_of_equals=lambda t: lambda s, b, h, q, k: s + torch.stack([t[q], t[k]]).std(),
         sinc_of_zero=lambda t: lambda s, b, h, q, k: s + torch.sinc(t[h] * (q - k)),
         clamp_to_equal_bounds=lambda t: lambda s, b, h, q, k: torch.clamp(s, t[q], t[q]) + torch.clamp(s, t[q], t[k]),
@@ -436,6 +449,24 @@ def changed_without_gradient(s: Tensor, q: Tensor) -> Tensor:
     return squared.mul_(s) + distance + kept
 
 
+def sums_without_gradient(s: Tensor, t: Tensor, q: Tensor) -> Tensor:
+    """Tensors without a gradient stay without one, whatever is added to them under no_grad."""
+    total, row, kept = torch.zeros(N, dtype=t.dtype), torch.zeros((), dtype=s.dtype), t[q] * 2
+    with torch.no_grad():
+        total += t
+        row.copy_(s).mul_(s)
+        row += kept
+        product = kept.detach().clone()
+        product *= s
+        product *= s
+        same = kept.to(kept.dtype)
+    total[0]
+    row = row + kept
+    row += same
+    return total.mean() + row + product
+
+
+HARD = (F.relu6, F.hardtanh, F.hardsigmoid, F.hardswish)
 SCORE_MODS = score_mods()
 
 

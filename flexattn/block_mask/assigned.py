@@ -1,9 +1,12 @@
-"""assigned: attributes of a mask that are read like any other, and whose assignment calls a function."""
+"""assigned: attributes of a mask whose assignment calls a function or is an error."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+from flexattn.errors import MaskError, message
+from flexattn.torch_state.modes import unwatched
 
 
 def assigned_by(assign: Callable[[Any, Any], None]) -> Any:
@@ -22,3 +25,16 @@ class _Assigned:
 
     def __set__(self, instance: Any, value: Any) -> None:
         self._assign(instance, value)
+
+
+class computed(property):
+    """A property with a tensor that is computed on each access."""
+
+    def __init__(self, compute: Callable[[Any], Any]) -> None:
+        super().__init__(unwatched(compute))
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        name = getattr(self.fget, "__name__", "a list")
+        found, expected = "an assignment", "none, because it is computed from the mask's runs on each access"
+        fix = "Make another mask with BlockMask.from_kv_blocks(...)."
+        raise MaskError(message(f"BlockMask.{name}", found, expected, fix))

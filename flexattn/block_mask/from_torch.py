@@ -15,16 +15,27 @@ from flexattn.mods.combine import noop_mask
 from flexattn.torch_state.lasting import kept_for_graphs
 
 Values = tuple[tuple[int, Tensor], ...]  # (position, copy) of tensors that do not count changes in place
-# torch's mask -> its state, the values of its lists, the converted mask
-_converted: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], Values, BlockMask]] = weakref.WeakKeyDictionary()
+
+
+class _Converted:
+    """Kept in an attribute of torch's mask: the state of that mask, the values of its lists, the converted mask.
+
+    A dict with weak keys would keep a mask for ever whose mask_mod refers to it. Copies and pickles are empty.
+    """
+
+    def __init__(self, *kept: Any) -> None:
+        self.kept = kept
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Converted, ()
 
 
 def from_torch(mask: Any) -> BlockMask:
     """Return a torch BlockMask as a flexattn BlockMask. It is converted again only if it or its tensors changed."""
     lists, state = _torch_state(mask)
     device = mask.kv_indices.device
-    known = _converted.get(mask)
-    if known is not None and _same_state(known[0], state) and have_values(lists, known[1]):
+    known = getattr(mask, _NAME, _Converted()).kept
+    if known and _same_state(known[0], state) and have_values(lists, known[1]):
         return kept_for_graphs(device, known[2])
     mod = mask.mask_mod
     if getattr(mod, "__module__", "") == "torch.nn.attention.flex_attention" and mod.__name__ == "noop_mask":
@@ -33,10 +44,11 @@ def from_torch(mask: Any) -> BlockMask:
     fields |= {name: getattr(mask, name) for name in ("seq_lengths", "BLOCK_SIZE")}
     fields |= {name: getattr(mask, name, None) for name in (*METADATA, "dq_kv_order_spt")}
     converted = BlockMask(**fields, mask_mod=mod)
-    _converted[mask] = (state, values_of(lists), converted)
+    setattr(mask, _NAME, _Converted(state, values_of(lists), converted))
     return kept_for_graphs(device, converted)
 
 
+_NAME = "_flexattn_converted"
 LISTS = (
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
     "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",

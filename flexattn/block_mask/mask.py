@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -16,7 +17,7 @@ from torch.nn.attention import flex_attention as upstream
 from torch.utils._pytree import GetAttrKey
 
 from flexattn.block_mask import page, picture, plot, stored, svg
-from flexattn.block_mask.assigned import assigned_by
+from flexattn.block_mask.assigned import assigned_by, computed
 from flexattn.block_mask.bits import MaskBits
 from flexattn.block_mask.lists import check_transposed, lists_of, read_lists
 from flexattn.block_mask.one_tensor import pack, savable
@@ -31,7 +32,7 @@ from flexattn.graph.equal_runs import EqualRuns
 from flexattn.graph.frozen import FrozenMod, compact, freeze, thawed
 from flexattn.layout import TiledGrid
 from flexattn.mods.combine import noop_mask
-from flexattn.torch_state.modes import undisturbed
+from flexattn.torch_state.modes import undisturbed, unwatched
 from flexattn.torch_state.uncompiled import uncompiled
 from flexattn.trace.trace import trace
 
@@ -112,6 +113,7 @@ class BlockMask(upstream.BlockMask):
     _slice_record: CaptureRecord | None = None  # of the mod of a slice, once the slice is prepared
     _for_hopper: BlockMask | None = None  # the same mask in the blocks that Hopper kernels read
     _in_tiles: InTiles | None = None  # the same mask in an order of tokens in which it has fewer blocks
+    _counted: Any = None  # of a FlopCounterMode (engines/watched.py)
     _state: Any = None  # what repeated calls need of it: a MaskState (engines/mask_state.py)
 
     @uncompiled
@@ -157,6 +159,7 @@ class BlockMask(upstream.BlockMask):
 
     @classmethod
     @uncompiled
+    @unwatched
     def from_kv_blocks(
         cls,
         kv_num_blocks: Tensor,
@@ -337,7 +340,7 @@ class BlockMask(upstream.BlockMask):
         self._forget_derived()
 
     def _forget_derived(self) -> None:
-        self._prepared = self._state = self._bits = self._for_hopper = self._in_tiles = None
+        self._prepared = self._state = self._counted = self._bits = self._for_hopper = self._in_tiles = None
         self._no_bits = NO_BITS
 
     @property
@@ -544,39 +547,39 @@ class BlockMask(upstream.BlockMask):
         blocks = runs.dense(grid[1]).view(*self._batch_dims, *grid)
         return lists_of(blocks, grid[1] if width is None else width)
 
-    @property
+    @computed
     def kv_num_blocks(self) -> Tensor:
         return self.kv_runs.partial.count().view(*self._batch_dims, self._grid[0])
 
-    @property
+    @computed
     def kv_indices(self) -> Tensor:
         _, indices = self._lists(transposed=False, full=False)
         assert indices is not None
         return indices
 
-    @property
+    @computed
     def full_kv_num_blocks(self) -> Tensor | None:
         return self.kv_runs.full.count().view(*self._batch_dims, self._grid[0]) if self._separate else None
 
-    @property
+    @computed
     def full_kv_indices(self) -> Tensor | None:
         return self._lists(transposed=False, full=True)[1]
 
-    @property
+    @computed
     def q_num_blocks(self) -> Tensor | None:
         return None if self.q_runs is None else self.q_runs.partial.count().view(*self._batch_dims, self._grid[1])
 
-    @property
+    @computed
     def q_indices(self) -> Tensor | None:
         return self._lists(transposed=True, full=False)[1]
 
-    @property
+    @computed
     def full_q_num_blocks(self) -> Tensor | None:
         if self.q_runs is None or not self._separate:
             return None
         return self.q_runs.full.count().view(*self._batch_dims, self._grid[1])
 
-    @property
+    @computed
     def full_q_indices(self) -> Tensor | None:
         return self._lists(transposed=True, full=True)[1]
 
@@ -591,6 +594,7 @@ class BlockMask(upstream.BlockMask):
             self.mask_mod,
         )
 
+    @unwatched
     def to_dense(self) -> Tensor:
         """Return int32 [B, H, query blocks, key blocks]: 1 where a block is partial or full."""
         partial, full = self._blocks()
@@ -599,6 +603,7 @@ class BlockMask(upstream.BlockMask):
     # Masks derived from this one.
 
     @uncompiled
+    @unwatched
     def __getitem__(self, index: Any) -> Self:
         """Return the mask of some batches, heads and query blocks, each an int, a slice, or a 1-D tensor.
 
@@ -644,6 +649,7 @@ class BlockMask(upstream.BlockMask):
         return SlicedMod(self._mask_mod, b, h, q, self.BLOCK_SIZE[0])
 
     @uncompiled
+    @unwatched
     def _adjust(self, new_q_len: int, new_kv_len: int) -> Self:
         """Return the mask of the first `new_q_len` queries and `new_kv_len` keys."""
         self._refuse_dq_kv_order("Adjusting")
@@ -670,6 +676,7 @@ class BlockMask(upstream.BlockMask):
         return kept
 
     @uncompiled
+    @unwatched
     def expand(self, B: int, H: int) -> Self:
         """Return the mask with an axis of size 1 repeated to B batches or H heads."""
         return self._expand(B, H, is_exact=False)
@@ -695,6 +702,7 @@ class BlockMask(upstream.BlockMask):
         return kept._inherit(self)
 
     @uncompiled
+    @unwatched
     def to(self, device: torch.device | str) -> Self:
         """Return the mask on a device. Tensors captured by its mask_mod are moved too, if they can be found.
 
@@ -979,7 +987,8 @@ class BlockMask(upstream.BlockMask):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         records = ("_record", "_slice_record")
-        copied.__dict__.update(copy.deepcopy(self.__dict__ | dict.fromkeys((*records, "_prepared", "_state")), memo))
+        derived = ("_prepared", "_state", "_counted")
+        copied.__dict__.update(copy.deepcopy(self.__dict__ | dict.fromkeys((*records, *derived)), memo))
         for name in records:
             record = getattr(self, name)
             setattr(copied, name, None if record is None else record.deepcopied(memo))
@@ -999,14 +1008,13 @@ def _cuts_blocks(lengths: tuple[int, int], block_size: tuple[int, int]) -> bool:
 
 def _pair(name: str, value: Any, least: int) -> tuple[int, int]:
     """Return an int or a pair as two ints, each at least `least`."""
-    pair = (
-        (value, value) if least and isinstance(value, int) else tuple(value) if isinstance(value, tuple | list) else ()
-    )
-    if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n >= least for n in pair):
+    given = (value, value) if least and isinstance(value, Integral) else value
+    pair = tuple(given) if isinstance(given, tuple | list) else ()
+    if len(pair) != 2 or not all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= least for n in pair):
         what = "an int or a pair of ints" if least else "a pair of ints"
         raise ArgumentError(message(name, repr(value), f"{what}, each >= {least}", "They are (query, key)."))
     first, second = pair
-    return first, second
+    return int(first), int(second)
 
 
 def _percent(value: float) -> str:

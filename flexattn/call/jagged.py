@@ -15,10 +15,12 @@ from flexattn.block_mask import BlockMask
 from flexattn.call.varlen.arguments import PackedArguments
 from flexattn.call.varlen.memory import Memory, assert_once
 from flexattn.errors import ArgumentError, MaskError, UnsupportedError, message
+from flexattn.torch_state.modes import unstored
 
 _FIX = "Make it with torch.nested.nested_tensor(..., layout=torch.jagged) as [B, lengths, H, D], and .transpose(1, 2)."
 
 
+@unstored
 def from_jagged(query: Any, key: Any, value: Any, block_mask: Any) -> tuple[Tensor, Tensor, Tensor, PackedArguments]:
     """Return query, key and value as [1, H, rows, D], and their sequences."""
     for name, x in (("query", query), ("key", key), ("value", value)):

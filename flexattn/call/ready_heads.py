@@ -21,16 +21,17 @@ def heads_of(score_mod: Any) -> tuple[list[str], list[int], Tensor | None]:
     # Dynamo reads the closure of a function before it can tell if it has an attribute other than these.
     if isinstance(score_mod, partial) or not hasattr(score_mod, "__module__"):
         return [], [], None
-    is_ready = str(score_mod.__module__).startswith("flexattn.mods.")
+    is_ready = str(score_mod.__module__).startswith("flexattn.")
     if not is_ready or hasattr(score_mod, "__wrapped__"):  # functools.wraps copies what a ready mod says of itself
         return [], [], None
     has_table = hasattr(score_mod, "per_head")
     if not has_table and not hasattr(score_mod, "heads"):
         return [], [], None
+    name = score_mod.__module__.split(".")[-1]  # its own name may have numbers, which Dynamo would guard
     if has_table:
         argument, tensor, form = score_mod.per_head
-        return [score_mod.__name__, argument, form], [], tensor
-    return [score_mod.__name__], [score_mod.heads], None
+        return [name, argument, form], [], tensor
+    return [name], [score_mod.heads], None
 
 
 def check_heads(texts: Sequence[str], counts: Sequence[int], tensor: Tensor | None, heads: int, rows: int) -> None:

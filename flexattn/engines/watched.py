@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd import profiler
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from flexattn.block_mask import BlockMask
 from flexattn.call.problem import Needs, Problem
 from flexattn.torch_state.modes import is_storing
 
@@ -104,11 +102,8 @@ def attending_pairs(problem: Problem) -> int:
         return B * H * M * problem.N
     mask = problem.mask if problem.layout is None else None
     of = blocks.mask_mod, blocks.seq_lengths, blocks.kv_runs, None if mask is None else mask.graph
-    known = _pairs.get(blocks)
+    known = blocks._counted
     if known is None or any(x is not y for x, y in zip(known[0], of, strict=True)):
         with _disable_current_modes():
-            known = _pairs[blocks] = of, blocks.pairs_of(mask).useful
+            known = blocks._counted = of, blocks.pairs_of(mask).useful
     return known[1] * (B // blocks.B) * (H // blocks.H)
-
-
-_pairs: WeakKeyDictionary[BlockMask, tuple[Any, int]] = WeakKeyDictionary()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from numbers import Integral
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,15 @@ def per_head(mod: ScoreMod, argument: str, tensor: Tensor, form: str) -> ScoreMo
     if not torch.compiler.is_dynamo_compiling():
         mod.per_head = argument, tensor, form  # type: ignore[attr-defined]  # a PerHead; models make mods at each call
     return mod
+
+
+def with_heads_of(mod: Callable[..., Any], made: Callable[..., Any]) -> Callable[..., Any]:
+    """Let calls check the heads of a mod that another one is made of, at the same heads."""
+    if str(getattr(mod, "__module__", "")).startswith("flexattn.") and not hasattr(mod, "__wrapped__"):
+        for name in ("per_head", "heads"):
+            if hasattr(mod, name):
+                setattr(made, name, getattr(mod, name))
+    return made
 
 
 def checked_int(argument: str, value: Number, least: int, fix: str) -> Number:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from flexattn.mods.arguments import with_heads_of
 from flexattn.mods.kinds import MaskMod, is_score_mod, named
 
 
@@ -31,7 +32,9 @@ def shifted(mod: Callable[..., Any], q_offset: int | Tensor = 0, kv_offset: int 
     def score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return mod(score, b, h, _moved(q_idx, q_offset, b), _moved(kv_idx, kv_offset, b))
 
-    return named(score, _name(mod)) if is_score_mod(mod) else shifted_mask(mod, q_offset, kv_offset)
+    if not is_score_mod(mod):
+        return shifted_mask(mod, q_offset, kv_offset)
+    return with_heads_of(mod, named(score, _name(mod)))
 
 
 def shifted_mask(mod: Callable[..., Any], q_offset: int | Tensor = 0, kv_offset: int | Tensor = 0) -> MaskMod:

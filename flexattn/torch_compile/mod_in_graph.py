@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from flexattn.process.frozen_class import frozen
 from flexattn.torch_compile.call_marker import is_number
+from flexattn.torch_state.transforms import innermost
 from flexattn.trace.operator_calls import ancestors
 
 
@@ -64,7 +65,7 @@ _MODES: frozenset[Any] = frozenset((
 def _changed_memory(node: fx.Node) -> set[int]:
     """Return the storages of an operation's arguments that are changed in place somewhere in the graph."""
     values = [x.meta.get("example_value") for x in node.all_input_nodes]
-    tensors = [x for x in values if isinstance(x, Tensor)]
+    tensors = [innermost(x) for x in values if isinstance(x, Tensor)]
     uncounted = any(name in str(node.target) for name in ("_foreach_", "detach_"))  # these raise no version
     return {x.untyped_storage()._cdata for x in tensors if uncounted or x.is_inference() or x._version > 0}
 
@@ -72,4 +73,4 @@ def _changed_memory(node: fx.Node) -> set[int]:
 def _storages(node: fx.Node) -> set[int]:
     """Return the storage of a node's tensor."""
     value = node.meta.get("example_value")
-    return {value.untyped_storage()._cdata} if isinstance(value, Tensor) else set()
+    return {innermost(value).untyped_storage()._cdata} if isinstance(value, Tensor) else set()

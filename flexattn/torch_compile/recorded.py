@@ -17,6 +17,7 @@ from flexattn.block_mask import BlockMask
 from flexattn.call.call import Call, Mod
 from flexattn.call.layout import LayoutArguments, paged
 from flexattn.call.pose import autocast
+from flexattn.call.ready_heads import check_heads, heads_of
 from flexattn.call.validate import check_mask_reads
 from flexattn.call.wide_dtype import wide_dtype
 from flexattn.errors import DtypeError, UnsupportedError, message, mod_in_messages
@@ -64,6 +65,7 @@ def recorded_call(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
         call.max_scores, tuple(map(_in_the_mode, layout)), lengths, sequences,
     )  # fmt: skip
     check_given(given)
+    check_heads(*heads_of(call.score_mod), *query.shape[1:3])
     wide = wide_dtype(query)
     score = None if call.score_mod is None else _bound(call.score_mod, "score", wide)
     keep = None if mask_mod is None else _bound(mask_mod, "mask", torch.float32)

@@ -18,6 +18,7 @@ from flexattn.torch_compile.call_marker import is_number, number_of
 from flexattn.torch_compile.mod_in_graph import ModInGraph, nodes_of
 from flexattn.torch_state.modes import outside_of_modes, without_autocast
 from flexattn.torch_state.symbols import example, valued
+from flexattn.torch_state.transforms import is_transformed
 from flexattn.trace.interception import LINES, is_user_file
 from flexattn.trace.recording import Leaf
 from flexattn.trace.scalarize import Kind, Traced
@@ -92,6 +93,8 @@ def as_float64(source: Tensor) -> Tensor:
 def _cut(source: ModInGraph) -> tuple[Callable[..., Any], list[fx.Node]]:
     """Return the mod as a function of its scalars and of the nodes that the rest of the graph passes to it."""
     needed = nodes_of(source)
+    if any(is_transformed(n.meta.get("example_value")) for n in needed):
+        raise UnsupportedError(f"A mod at {_line_of(source.result) or 'an unknown line'} {_TRANSFORMS}")
     order = [n for n in source.module.graph.nodes if n in needed and n not in source.scalars]
     lifted = [n for n in order if n.op == "placeholder" or is_number(n)]
     graph = fx.Graph()
@@ -109,6 +112,9 @@ def _cut(source: ModInGraph) -> tuple[Callable[..., Any], list[fx.Node]]:
     return body, lifted
 
 
+_TRANSFORMS = (
+    "uses torch.func or torch.vmap in a compiled function. Write the derivative, or operations on small tensors."
+)
 _DATA: Any = getattr(getattr(torch._C, "_autograd"), "_get_data_attr", _cut)  # noqa: B009  (what Dynamo makes of x.data)
 
 # The file and the name of the function that calls the mods. call.py cannot be imported here: it imports higher_order.

@@ -81,6 +81,11 @@ def tangent_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
     return jvp
 
 
+def is_transformed(value: object) -> bool:
+    """Return whether a value is a tensor inside of a transform."""
+    return isinstance(value, Tensor) and is_functorch_wrapped_tensor(value)
+
+
 def innermost(tensor: Tensor) -> Tensor:
     """Return the tensor inside all levels of torch.func."""
     while is_functorch_wrapped_tensor(tensor):

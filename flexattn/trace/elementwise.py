@@ -157,6 +157,32 @@ def _sinc(x: Expr) -> Expr:
     return where(at_zero, 1.0, angle.apply("sin") / angle)
 
 
+def _fmax(x: Expr, y: Expr) -> Expr:
+    if not x.dtype.is_floating_point:
+        return x.apply(ON_BOOLEANS["maximum"] if x.dtype == torch.bool else "maximum", y)
+    return where((x >= y).apply("or", y.apply("isnan")), x, y)
+
+
+def _fmin(x: Expr, y: Expr) -> Expr:
+    if not x.dtype.is_floating_point:
+        return x.apply(ON_BOOLEANS["minimum"] if x.dtype == torch.bool else "minimum", y)
+    return where((x <= y).apply("or", y.apply("isnan")), x, y)
+
+
+def _times_log(function: str, pole: float) -> Row:
+    """x * log(y): 0 where x is, also at the pole of the logarithm."""
+
+    def compute(x: Expr, y: Expr) -> Expr:
+        is_limit = x.apply("eq", 0.0).apply("and", (y <= pole).apply("or", y.apply("eq", math.inf)))
+        return where(is_limit, 0.0, x * where(is_limit, 1.0, y).apply(function))
+
+    return Row(compute)
+
+
+def _hardtanh(x: Expr, low: Any = -1.0, high: Any = 1.0) -> Expr:
+    return where(x <= low, low, where(x >= high, high, x))
+
+
 def _hypot(x: Expr, y: Expr) -> Expr:
     return (x * x + y * y).apply("sqrt")
 
@@ -182,10 +208,13 @@ ROWS: dict[str, Row] = {
     "reciprocal": Row(lambda x: 1.0 / x), "hypot": Row(_hypot),
     "sinc": Row(_sinc),
     "maximum": _extreme("maximum"), "minimum": _extreme("minimum"),
-    "fmax": Row(lambda x, y: where(x.apply("isnan"), y, where(y.apply("isnan"), x, x.apply("maximum", y)))),
-    "fmin": Row(lambda x, y: where(x.apply("isnan"), y, where(y.apply("isnan"), x, x.apply("minimum", y)))),
+    "fmax": Row(_fmax), "fmin": Row(_fmin),
     "clamp": Row(_clamp), "clamp_min": Row(_clamp), "clamp_max": Row(lambda x, high: _clamp(x, None, high)),
-    "relu": Row(lambda x: where(x <= 0, 0, x)), "nan_to_num": Row(_nan_to_num, "own"),
+    "relu": Row(lambda x: where(x <= 0, 0, x)), "hardtanh": Row(_hardtanh),
+    "hardsigmoid": Row(lambda x: _hardtanh(x + 3.0, 0.0, 6.0) / 6.0),
+    "hardswish": Row(lambda x: where(x <= -3, 0, where(x >= 3, x, x * (x + 3.0) / 6.0))),
+    "xlogy": _times_log("log", 0.0), "special_xlog1py": _times_log("log1p", -1.0),
+    "nan_to_num": Row(_nan_to_num, "own"),
     "eq": _compare("eq"), "ne": _compare("ne"), "lt": _compare("lt"), "le": _compare("le"), "gt": _compare("gt"),
     "ge": _compare("ge"),
     "isnan": Row(lambda x: x.apply("isnan"), "common"), "isinf": Row(lambda x: x.apply("isinf"), "common"),

@@ -25,7 +25,7 @@ from flexattn.errors import ModError, UnsupportedError, message
 from flexattn.process.forks import temporary
 from flexattn.process.places import place
 from flexattn.torch_state.symbols import example
-from flexattn.torch_state.transforms import innermost
+from flexattn.torch_state.transforms import innermost, is_transformed
 from flexattn.trace.follow import current_line
 from flexattn.trace.operator_calls import UnknownOperator
 from flexattn.trace.registered import meaning_of
@@ -54,12 +54,23 @@ WITHOUT_GRADIENT = (
     "changes a tensor in place under torch.no_grad that was computed outside of it. PyTorch would keep the gradient "
     "from before the change. Write y = x * 2 instead of x *= 2, or change it outside of torch.no_grad."
 )
-NO_GRAD = "no_grad"  # key in a node's meta: it was recorded under torch.no_grad
+VMAP = (
+    "calls torch.vmap on a captured tensor. Write operations on small tensors, which broadcast: f(table)[h] or "
+    "f(table[h]) instead of torch.vmap(f)(table)[h]."
+)
+NO_GRAD = "no_grad"  # key in a node's meta: under torch.no_grad, it changes a tensor of an earlier operation in place
 GRADIENT_OF_TENSOR = "reads .grad or .grad_fn of a tensor. Read it outside of the mod, and capture a tensor."
+WHETHER_GRADIENT = (
+    "asks whether the score, or a tensor that it computes, requires a gradient. The mod is traced once for calls with "
+    "and without gradients. Ask a captured tensor, or capture a bool."
+)
 # Files of torch that ask tensors of a mod whether they require a gradient, and what an error says of it.
 _ASKS_FOR_GRADIENTS = {
     "eager_transforms.py": (
         "differentiates with torch.func. Write the derivative, or use torch.func.jvp with a tangent of ones."
+    ),
+    str(Path("torch", "autograd", "functional.py")): (
+        "differentiates with torch.autograd.functional. Write the derivative, or use torch.func.jvp."
     ),
     str(Path("torch", "utils", "hooks.py")): (
         "calls a module with backward hooks, which would not run. Remove them, or call module.forward(...)."
@@ -118,10 +129,28 @@ class Interception(TorchFunctionMode):
         result = _REWRITES.get(func, func)(*args, **kwargs)  # type: ignore[misc]
         if self.tape is not None and not isinstance(result, Tensor) and func not in _KNOWN_OF_SCALARS:
             raise NotScalar
-        if not torch.is_grad_enabled():
-            result = result if args and result is args[0] else _detached(result)  # an operation in place returns it
+        if torch.is_grad_enabled():
+            self.note_line()
+            return result
+        given = _tensors_in((args, kwargs))
+        if not any(result is x for x in given):  # as an operation in place returns it
+            result = _detached(result)
         self.note_line()
+        self._stop_gradients(given)
         return result
+
+    def _stop_gradients(self, given: list[Tensor]) -> None:
+        """Detach the tensors that an operation under torch.no_grad has changed in place."""
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+        mode = get_proxy_mode()
+        if mode is None:
+            return
+        known = mode.tracer.tensor_tracker
+        for x in given:
+            if x in known and NO_GRAD in known[x].proxy.node.meta:
+                known[x] = known[_detached(x)]
+        self.note_line()
 
     def _requires_grad(self, tensor: Tensor) -> bool:
         """Return what a mod knows of its captured tensors; nothing of those that it computes."""
@@ -130,6 +159,8 @@ class Interception(TorchFunctionMode):
             for file, reason in _ASKS_FOR_GRADIENTS.items():
                 if _is_called_by(file):
                     raise ModError(f"{self.name} at {user_line()} {reason}")
+            if _is_asked_by_user():
+                raise ModError(f"{self.name} at {user_line()} {WHETHER_GRADIENT}")
         return bool(known)
 
     def as_fake(self, value: Any) -> Any:
@@ -138,6 +169,8 @@ class Interception(TorchFunctionMode):
             if id(value) not in self.replacement:
                 if self._is_traced(value):
                     return value
+                if is_transformed(value):
+                    raise ModError(f"{self.name} at {user_line()} {VMAP}")
                 self.adopt(value)
             return self.replacement[id(value)][1]
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
@@ -164,13 +197,30 @@ class Interception(TorchFunctionMode):
         graph = self._graph()
         if graph is None:
             return
-        line = user_line()
+        line, made = user_line(), set()
         for node in reversed(graph.nodes):
             if "user_line" in node.meta:
                 break
             node.meta["user_line"] = line
-            if not torch.is_grad_enabled():
-                node.meta[NO_GRAD] = True
+            made.add(node)
+        if not torch.is_grad_enabled():
+            for node in made:
+                if _changes_values(node) and node.args[0] not in made:
+                    node.meta[NO_GRAD] = True
+
+
+def _changes_values(node: fx.Node) -> bool:
+    """Return whether an operator changes elements of its first argument in place."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return False
+    return torch.Tag.inplace_view not in target.tags
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, (tuple, list, dict)):
+        return [x for part in (value.values() if isinstance(value, dict) else value) for x in _tensors_in(part)]
+    return [value] if isinstance(value, Tensor) else []
 
 
 @contextlib.contextmanager
@@ -318,9 +368,12 @@ def _as_tensor(data: Any, dtype: Any = None, device: Any = None) -> Tensor:
     return _copied(data, dtype, device)
 
 
-def _as_array(data: Any, *, dtype: Any = None, device: Any = None, copy: bool | None = None, **_: Any) -> Tensor:
-    found = _as_tensor(data, dtype, device)
-    return found.clone() if copy and found is data else found
+def _as_array(
+    obj: Any, *, dtype: Any = None, device: Any = None, copy: bool | None = None, requires_grad: bool | None = None
+) -> Tensor:
+    found = _as_tensor(obj, dtype, device)
+    found = found.clone() if copy and found is obj else found
+    return _detached(found) if requires_grad is False else found
 
 
 def _detach_in_place(x: Tensor) -> Tensor:
@@ -405,6 +458,17 @@ def _is_called_by(file: str) -> bool:
     while frame is not None and not frame.f_code.co_filename.endswith(file):
         frame = frame.f_back
     return frame is not None
+
+
+def _is_asked_by_user() -> bool:
+    """Return whether the user's code, followed or not, reads an attribute now; torch's functions read some as well."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    if frame is None or not frame.f_code.co_filename.startswith(_HERE):
+        return frame is not None and is_user_file(frame.f_code.co_filename)
+    followed = current_line(lambda name: True)
+    return followed is not None and current_line(is_user_file) == followed
 
 
 def user_line() -> str:

@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -76,9 +76,9 @@ def _norm(elements: Elements, node: fx.Node, values: list[Expr], dtype: torch.dt
     return where(zero, 0.0, where(zero, 1.0, total).apply("sqrt"))
 
 
-def _variance_and_mean(
-    elements: Elements, node: fx.Node, index: Index, which: int, source: fx.Node, dim: Any = None, correction: Any = 1,
-    keepdim: bool = False,
+def _with_mean(
+    spread: Callable[..., Expr], elements: Elements, node: fx.Node, index: Index, which: int, source: fx.Node,
+    dim: Any = None, correction: Any = 1, keepdim: bool = False,
 ) -> Expr:  # fmt: skip
     rank, dtype = len(shape_of(source)), wide(node.meta["val"][which].dtype)
     dims = [dim] if isinstance(dim, int) else list(dim) if dim else list(range(rank))
@@ -95,7 +95,7 @@ def _variance_and_mean(
         for d, i in zip(dims, inner, strict=True):
             at = put(at, d, i)
         values.append(elements.cast(elements.at(source, at), dtype))
-    return _mean(elements, node, values, dtype) if which else _variance(elements, node, values, dtype, correction)
+    return _mean(elements, node, values, dtype) if which else spread(elements, node, values, dtype, correction)
 
 
 REDUCTIONS: dict[str, Reduction] = {
@@ -112,4 +112,6 @@ REDUCTIONS: dict[str, Reduction] = {
         _norm, lambda order=2, dim=None, keepdim=False, dtype=None: Over(dim, keepdim, (order,))
     ),
 }  # fmt: skip
-MOMENTS: dict[str, Callable[..., Expr]] = {"var_mean": _variance_and_mean}  # two results
+MOMENTS: dict[str, Callable[..., Expr]] = {  # two results
+    "var_mean": partial(_with_mean, _variance), "std_mean": partial(_with_mean, _deviation),
+}  # fmt: skip

@@ -401,8 +401,7 @@ def _refuse_changes_without_gradient(recorded: RecordedGraph, name: str) -> None
         value, sources = node.meta.get("val"), node.all_input_nodes
         if node.op != "call_function" or not isinstance(value, Tensor) or learned.isdisjoint(sources):
             continue
-        changes = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        if changes and NO_GRAD in node.meta and node.args[0] in learned:
+        if NO_GRAD in node.meta and node.args[0] in learned:
             raise ModError(f"{name} at {line_of_node(node)} {WITHOUT_GRADIENT}")
         if value.is_floating_point() and operator_name(node) != "detach":
             learned.add(node)

@@ -272,9 +272,9 @@ class Calls(Operators):
             return method(owner, *map(literal, args))
         is_new = not self.record.has(owner) and is_library_class(type(owner))
         if is_new and (type(owner) in BUILTIN_CONTAINERS or is_data or isinstance(owner, types.GeneratorType)):
-            if isinstance(owner, (set, frozenset)):
-                for item in args:
-                    self.check_key(item)
+            if isinstance(owner, (set, frozenset, dict)):
+                for item in args[:1] if isinstance(owner, dict) else args:
+                    self.check_key(item, owner)
             given = self.for_native if method.__name__ in _STORES else self.for_python
             return method(owner, *map(given, args), **{k: given(v) for k, v in kwargs.items()})
         return self.call_unknown(method, (owner, *args), kwargs)

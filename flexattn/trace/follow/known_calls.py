@@ -255,7 +255,7 @@ def _by_method(f: Calls, value: Any, function: Callable[..., Any], method: str, 
 
 @_function(round)
 def _round(f: Calls, value: Any, *digits: Any) -> Any:
-    return _by_method(f, value, round, "__round__", *digits)
+    return _by_method(f, value, round, "__round__", *map(f.as_index, digits))
 
 
 @_function(divmod)
@@ -399,15 +399,7 @@ def _dict(f: Calls, *args: Any, **kwargs: Any) -> Any:
 
 @_function(range)
 def _range(f: Calls, *args: Any) -> range:
-    return range(*(_as_index(f, x) for x in args))
-
-
-def _as_index(f: Calls, value: Any) -> Any:
-    """Return what operator.index does."""
-    is_object = not isinstance(value, (LIFTED, Tensor)) and not is_plain(value)
-    if is_object and (found := f.special(value, "__index__")) is not MISSING:
-        value = f.returned(f.call(found, ()), "__index__", int)
-    return f.for_python(value)
+    return range(*map(f.as_index, args))
 
 
 @_function(slice)
@@ -417,7 +409,7 @@ def _slice(f: Calls, *args: Any) -> slice:
 
 @_function(enumerate)
 def _enumerate(f: Calls, values: Any, start: Any = 0) -> Any:
-    return enumerate(f.items(values), literal(start))
+    return enumerate(f.items(values), f.as_index(start))
 
 
 @_function(zip)
@@ -487,11 +479,11 @@ def _over_iterables(function: Any) -> Callable[..., Any]:
 
 for _tool in (itertools.chain, itertools.product, itertools.pairwise, itertools.zip_longest):
     _FUNCTIONS[_tool] = _over_iterables(_tool)
-_FUNCTIONS[itertools.repeat] = lambda f, value, *times: itertools.repeat(value, *map(literal, times))
+_FUNCTIONS[itertools.repeat] = lambda f, value, *times: itertools.repeat(value, *map(f.as_index, times))
 _FUNCTIONS[itertools.count] = lambda f, *args: itertools.count(*map(literal, args))
-_FUNCTIONS[itertools.islice] = lambda f, values, *args: itertools.islice(f.items(values), *map(literal, args))
+_FUNCTIONS[itertools.islice] = lambda f, values, *args: itertools.islice(f.items(values), *map(f.as_index, args))
 for _tool in (itertools.combinations, itertools.permutations, itertools.combinations_with_replacement):
-    _FUNCTIONS[_tool] = lambda f, values, *r, _tool=_tool: _tool(f.items(values), *map(literal, r))
+    _FUNCTIONS[_tool] = lambda f, values, *r, _tool=_tool: _tool(f.items(values), *map(f.as_index, r))
 
 
 for _tool in (bisect.insort_left, bisect.insort_right):
@@ -560,7 +552,7 @@ def _dict_get(f: Calls, owner: dict[Any, Any], key: Any, default: Any = None) ->
 @_method("__contains__", of=_DICTS)
 def _dict_contains(f: Calls, owner: dict[Any, Any], key: Any) -> bool:
     key = f.for_python(key)
-    f.check_key(key)
+    f.check_key(key, owner)
     found = dict.__contains__(owner, key)
     f.record.check(owner, "dict.__contains__({}, {}) is {}", key, found)
     return found
@@ -635,14 +627,25 @@ def _sequence_contains(f: Calls, owner: Any, item: Any) -> bool:
     return f.contains(list(_sequence_items(f, owner)) if isinstance(owner, (list, tuple)) else f.contents(owner), item)
 
 
-@_method("index", "count", of=(list, tuple))
-def _position(f: Calls, owner: Any, item: Any) -> int:
-    return f.for_python(list(_sequence_items(f, owner))).index(f.for_python(item))
+@_method("index", of=(list, tuple))
+def _position(f: Calls, owner: Any, item: Any, *limits: Any) -> int:
+    items = list(_sequence_items(f, owner))
+    first, end = (*map(f.as_index, limits), *(None, None)[len(limits) :])
+    for i in range(*slice(first, end).indices(len(items))):
+        if f.is_equal(items[i], item):
+            return i
+    raise ValueError(f"{item!r} is not in {type(owner).__name__}")
 
 
-_METHODS[list, "count"] = _METHODS[tuple, "count"] = lambda f, owner, item: f.for_python(
-    list(_sequence_items(f, owner))
-).count(f.for_python(item))
+@_method("count", of=(list, tuple))
+def _occurrences(f: Calls, owner: Any, item: Any) -> int:
+    return sum(f.is_equal(own, item) for own in _sequence_items(f, owner))
+
+
+@_method("pop", of=(list,))
+def _pop(f: Calls, owner: list[Any], *position: Any) -> Any:
+    f.changes(owner, "items")
+    return owner.pop(*map(f.as_index, position))
 
 
 @_method("extend", of=(list,))
@@ -673,7 +676,7 @@ def _insert(f: Calls, owner: list[Any], position: Any, value: Any) -> None:
 def _remove(f: Calls, owner: list[Any], value: Any) -> None:
     f.changes(owner, "items")
     for i, item in enumerate(owner):
-        if item is value or f.truth(f.compare("==", item, value)):
+        if f.is_equal(item, value):
             del owner[i]
             return
     raise ValueError("list.remove(x): x not in list")

@@ -118,8 +118,15 @@ class Operators(Attributes):
         if kind is dict:
             return {k: self.deep_contents(v) for k, v in value.items()}
         if kind is slice:
-            return slice(*(literal(x) for x in (value.start, value.stop, value.step)))
+            return slice(*map(self.as_index, (value.start, value.stop, value.step)))
         return value
+
+    def as_index(self, value: Any) -> Any:
+        """Return what `operator.index` does for an object; other values as Python's C code takes them."""
+        is_object = not isinstance(value, (*LIFTED, Tensor)) and not is_plain(value)
+        if is_object and (method := self.special(value, "__index__")) is not MISSING:
+            value = self.returned(self.call(method, ()), "__index__", int)
+        return self.for_python(value)
 
     def for_python(self, value: Any) -> Any:
         """Return a value for Python's C code: containers are read, numbers are literal."""
@@ -140,7 +147,11 @@ class Operators(Attributes):
 
     def for_torch(self, value: Any) -> Any:
         """Return a value for a torch function: containers are read, numbers are symbolic."""
-        return self._converted(self.deep_contents(value), symbolic)
+        return self._converted(self.deep_contents(value), self._symbolic)
+
+    def _symbolic(self, value: Any) -> Any:
+        is_object = not isinstance(value, (*LIFTED, Tensor)) and not is_plain(value) and not callable(value)
+        return symbolic(self.as_index(value) if is_object else value)
 
     def _converted(self, value: Any, convert: Callable[[Any], Any]) -> Any:
         kind = type(value)
@@ -357,7 +368,7 @@ class Operators(Attributes):
         if isinstance(key, Tensor) and (kind in (list, tuple, str, range)):
             return value[key]  # reads the tensor's value, which is rejected with the user's line
         if kind is torch.Size or is_plain(value):
-            return value[self.for_python(key)]
+            return value[self.as_index(key)]
         if kind is dict:
             return self.item_of_dict(value, key)
         if kind in (list, tuple):
@@ -374,15 +385,32 @@ class Operators(Attributes):
 
     def item_of_dict(self, value: dict[Any, Any], key: Any, template: str = "{}[{}]") -> Any:
         """Return an item of a dict by dict.__getitem__; raise KeyError if it has none."""
-        key = self.for_python(key)
-        self.check_key(key)
+        key = self._own_key(value, key)
         if not dict.__contains__(value, key):
             self.record.check(value, "not dict.__contains__({}, {})", key)
             raise KeyError(key)
         return self.record.read_item(value, template, key, dict.__getitem__(value, key))
 
-    def check_key(self, key: Any) -> None:
-        if self.record.has(key) and not isinstance(key, tuple | frozenset):  # the guard looks up the object it reads
+    def _own_key(self, value: dict[Any, Any], key: Any) -> Any:
+        """Return the key of a dict that is equal to a key, or the key itself. Comparisons of objects are guarded."""
+        key = self.for_python(key)
+        if self.record.has(value) or self._are_data(key, value):
+            self.check_key(key, value)
+            return key
+        return next((own for own in value if self.is_equal(own, key)), key)
+
+    def _are_data(self, item: Any, items: Any) -> bool:
+        return self.is_data(item) and all(map(self.is_data, items))
+
+    def is_equal(self, x: Any, y: Any) -> bool:
+        """Return `x is y or x == y`, as containers compare their items."""
+        if x is y:
+            return is_plain(x) or self.identical(x, y)
+        return self.truth(self.compare("==", x, y))
+
+    def check_key(self, key: Any, owner: Any) -> None:
+        # The guard of a captured container looks up the object that it reads.
+        if self.record.has(key) and self.record.has(owner) and not isinstance(key, tuple | frozenset):
             return
         if not self.is_data(key) and not isinstance(key, type):
             cls = type(key)
@@ -412,8 +440,7 @@ class Operators(Attributes):
         if is_plain(container):
             return self.for_python(item) in container
         if kind is dict:
-            item = self.for_python(item)
-            self.check_key(item)
+            item = self._own_key(container, item)
             found = item in container
             self.record.check(container, "({1} in {0}) is {2}", item, found)
             return found
@@ -425,9 +452,9 @@ class Operators(Attributes):
         return self._is_among(list(self.iterate(container)), item)
 
     def _is_among(self, items: Any, item: Any) -> bool:
-        if type(items) in (set, frozenset):
-            return self.for_python(item) in items
-        return any(x is item or self.truth(self.compare("==", x, item)) for x in items)
+        if type(items) in (set, frozenset) and self._are_data(item := self.for_python(item), items):
+            return item in items
+        return any(self.is_equal(x, item) for x in items)
 
     def iterate(self, value: Any) -> Iterator[Any]:
         """Return `iter(value)`."""

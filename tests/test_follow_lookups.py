@@ -1,0 +1,103 @@
+"""follow: objects that are looked up in containers, and objects that are indices, as they are at each call."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexattn
+from flexattn import flex_attention
+
+
+@dataclass(frozen=True)
+class Kind:
+    name: str
+
+
+class Plain:
+    pass
+
+
+KINDS, PLAIN = [Kind("local"), Kind("global")], [Plain(), Plain()]
+LOOKUPS: dict[str, Callable[[Any, Any], float]] = {
+    "index": lambda kind, plain: KINDS.index(kind) + 1,
+    "index of a new tuple": lambda kind, plain: (Kind("other"), Kind("local"), kind).index(kind, 1),
+    "index by identity": lambda kind, plain: PLAIN.index(plain) + 1,
+    "count": lambda kind, plain: KINDS[:1].count(kind) + 1,
+    "item of a new dict": lambda kind, plain: {Kind("local"): 2.0, Kind("global"): 4.0}[kind],
+    "get": lambda kind, plain: {Kind("local"): 2.0}.get(kind, 4.0),
+    "pop": lambda kind, plain: {Kind("local"): 2.0, Kind("global"): 4.0}.pop(kind),
+    "key that is a tuple": lambda kind, plain: {(Kind("local"), 1): 2.0}.get((kind, 1), 4.0),
+    "in a new dict": lambda kind, plain: 2 if kind in {Kind("local"): 1} else 4,
+    "in a new set": lambda kind, plain: 2 if kind in {Kind("local")} else 4,
+    "in a list, by identity": lambda kind, plain: 2 if plain in [PLAIN[0]] else 4,
+    "key by identity": lambda kind, plain: {PLAIN[0]: 2.0, PLAIN[1]: 4.0}[plain],
+}
+
+
+@pytest.mark.filterwarnings("ignore::flexattn.errors.RetraceWarning")  # of pop
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_lookups_of_objects(name: str) -> None:
+    """An object that is looked up in a container may be replaced by an equal one, or by another one."""
+    find, x = LOOKUPS[name], torch.randn(1, 1, 4, 8)
+    kind: Any = KINDS[0]
+    plain: Any = PLAIN[0]
+
+    def scaled(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * find(kind, plain)
+
+    found = []
+    for kind, plain in ((KINDS[0], PLAIN[0]), (KINDS[1], PLAIN[1]), (Kind("local"), PLAIN[0])):
+        factor = find(kind, plain)
+        expected = flex_attention(x, x, x, lambda s, b, h, q, k, factor=factor: s * factor)
+        torch.testing.assert_close(flex_attention(x, x, x, scaled), expected)
+        found.append(factor)
+    assert found[0] != found[1]
+
+
+class Width:
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __index__(self) -> int:
+        return self.n
+
+
+TABLE = torch.tensor([2.0, 4.0, 8.0])
+INDEXED: dict[str, Callable[[Any], Any]] = {
+    "slice": lambda w: sum((2, 4, 8)[w:]),
+    "step": lambda w: sum((2, 4, 8, 16)[::w]),
+    "slice of text": lambda w: len("abcd"[w:]),
+    "item of text": lambda w: float("248"[w]),
+    "slice of a range": lambda w: len(range(9)[w:]),
+    "item of a tensor": lambda w: TABLE[w],
+    "slice of a tensor": lambda w: TABLE[:w].sum(),
+    "argument of torch": lambda w: torch.ones(w).sum() + TABLE.select(0, w),
+    "enumerate": lambda w: next(enumerate([1], w))[0],
+    "islice": lambda w: sum(itertools.islice((1, 2, 4), w)),
+    "round": lambda w: round(2.28, w),
+    "pop": lambda w: [1, 2, 4].pop(w),
+}
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_objects_that_are_indices(name: str) -> None:
+    """The index is that of the time of the call, and a call with an earlier one traces nothing."""
+    read, width, x = INDEXED[name], Width(1), torch.randn(1, 1, 4, 8)
+
+    def scaled(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * read(width)
+
+    for width.n in (1, 2, 1):
+        before = flexattn.counters().traces
+        found = flex_attention(x, x, x, scaled)
+        traced = flexattn.counters().traces - before
+        factor = float(read(width))
+        torch.testing.assert_close(found, flex_attention(x, x, x, lambda s, b, h, q, k, factor=factor: s * factor))
+    assert traced == 0
