@@ -6,6 +6,7 @@ import copy
 import doctest
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from block_masks import ONE, ZERO, check_consistent, create, live_pairs, table_mask
@@ -19,7 +20,7 @@ from flexattn import mods
 from flexattn.block_mask import BlockMask
 from flexattn.block_mask import mask as mask_module
 from flexattn.block_mask.captures import survey
-from flexattn.errors import MaskError
+from flexattn.errors import DeviceError, MaskError
 from flexattn.mask_build import create as create_module
 from flexattn.mask_build.create import create_block_mask
 from flexattn.mods import causal, noop_mask
@@ -139,3 +140,12 @@ def test_assigned_lists_are_those_of_no_mod():
     again = create(mods.document_causal(ids), None, None, 300, 300)
     again.q_runs = other.q_runs
     assert not again.is_built and again._prepared is None
+
+
+def test_lengths_of_numpy_and_devices_that_do_not_exist() -> None:
+    mask = create_block_mask(mods.causal, None, None, 128, 128, device="cpu", BLOCK_SIZE=32)
+    mask.seq_lengths = (np.int64(100), np.int32(128))
+    assert mask.seq_lengths == (100, 128) and all(type(n) is int for n in mask.seq_lengths)
+    for device in ("no such device", torch.float16, *(() if torch.cuda.is_available() else ("cuda",))):
+        with pytest.raises(DeviceError, match=r"device: found .*, expected a device of torch"):
+            mask.to(device)  # type: ignore[arg-type]

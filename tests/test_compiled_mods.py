@@ -534,3 +534,21 @@ def test_ready_mods_with_new_tables_compile_once(make):
     for _ in range(3):
         f(*qkv(), make())
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda x: torch.vmap(lambda y: flex_attention(y[None], y[None], y[None], mods.alibi(2)))(x),
+        lambda x: torch.func.grad(lambda y: flex_attention(y, y, y).square().sum())(x),
+        lambda x: torch.func.jvp(lambda y: flex_attention(y, y, y), (x,), (x,))[1],
+    ],
+    ids=["vmap", "grad", "jvp"],
+)
+def test_a_transform_around_a_call_in_a_compiled_function_breaks_the_graph(transformed):
+    x = torch.randn(2, 2, 20, 16)
+    found = torch.compile(transformed, backend="aot_eager")(x)
+    torch.testing.assert_close(found, transformed(x))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"inside of torch\.vmap, torch\.func\.grad or another"):
+        compiled(transformed)(x)

@@ -588,7 +588,7 @@ def test_required_arguments_that_are_missing() -> None:
 @pytest.mark.parametrize("kind", ["ours", "of torch"])
 def test_a_block_mask_as_a_mod(act: Callable[[object], object], kind: str) -> None:
     given = mask() if kind == "ours" else upstream_mask()
-    with pytest.raises(errors.ModError, match=r"(score|mask)_mod: found a BlockMask, expected.*Write block_mask="):
+    with pytest.raises(errors.ModError, match=r"(score|mask)_mod: found a BlockMask, expected.*as block_mask"):
         act(given)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flexattn.errors import MaskError, message
-from flexattn.torch_state.modes import unwatched
+from flexattn.torch_state.modes import unstored
 
 
 def assigned_by(assign: Callable[[Any, Any], None]) -> Any:
@@ -31,7 +31,7 @@ class computed(property):
     """A property with a tensor that is computed on each access."""
 
     def __init__(self, compute: Callable[[Any], Any]) -> None:
-        super().__init__(unwatched(compute))
+        super().__init__(unstored(compute))
 
     def __set__(self, instance: Any, value: Any) -> None:
         name = getattr(self.fget, "__name__", "a list")

@@ -26,13 +26,13 @@ from flexattn.block_mask.prepared import MaskForm, MaskNumbers, Origin, Prepared
 from flexattn.block_mask.record import BuildCounts, CaptureRecord, Shell, lift, move
 from flexattn.block_mask.runs import RunLists, Runs, run_lists_of
 from flexattn.block_mask.slices import SlicedMod, as_tensor, offset_of, positions, sliced_length
-from flexattn.errors import ArgumentError, IndexRangeError, MaskError, UnsupportedError, message
+from flexattn.errors import ArgumentError, DeviceError, IndexRangeError, MaskError, UnsupportedError, message
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import EqualRuns
 from flexattn.graph.frozen import FrozenMod, compact, freeze, thawed
 from flexattn.layout import TiledGrid
 from flexattn.mods.combine import noop_mask
-from flexattn.torch_state.modes import undisturbed, unwatched
+from flexattn.torch_state.modes import undisturbed, unstored
 from flexattn.torch_state.uncompiled import uncompiled
 from flexattn.trace.trace import trace
 
@@ -159,7 +159,7 @@ class BlockMask(upstream.BlockMask):
 
     @classmethod
     @uncompiled
-    @unwatched
+    @unstored
     def from_kv_blocks(
         cls,
         kv_num_blocks: Tensor,
@@ -594,7 +594,7 @@ class BlockMask(upstream.BlockMask):
             self.mask_mod,
         )
 
-    @unwatched
+    @unstored
     def to_dense(self) -> Tensor:
         """Return int32 [B, H, query blocks, key blocks]: 1 where a block is partial or full."""
         partial, full = self._blocks()
@@ -603,7 +603,7 @@ class BlockMask(upstream.BlockMask):
     # Masks derived from this one.
 
     @uncompiled
-    @unwatched
+    @unstored
     def __getitem__(self, index: Any) -> Self:
         """Return the mask of some batches, heads and query blocks, each an int, a slice, or a 1-D tensor.
 
@@ -649,7 +649,7 @@ class BlockMask(upstream.BlockMask):
         return SlicedMod(self._mask_mod, b, h, q, self.BLOCK_SIZE[0])
 
     @uncompiled
-    @unwatched
+    @unstored
     def _adjust(self, new_q_len: int, new_kv_len: int) -> Self:
         """Return the mask of the first `new_q_len` queries and `new_kv_len` keys."""
         self._refuse_dq_kv_order("Adjusting")
@@ -676,7 +676,7 @@ class BlockMask(upstream.BlockMask):
         return kept
 
     @uncompiled
-    @unwatched
+    @unstored
     def expand(self, B: int, H: int) -> Self:
         """Return the mask with an axis of size 1 repeated to B batches or H heads."""
         return self._expand(B, H, is_exact=False)
@@ -702,16 +702,21 @@ class BlockMask(upstream.BlockMask):
         return kept._inherit(self)
 
     @uncompiled
-    @unwatched
+    @unstored
     def to(self, device: torch.device | str) -> Self:
         """Return the mask on a device. Tensors captured by its mask_mod are moved too, if they can be found.
 
         They are found in closures, globals, default arguments, partials, and attributes that the mod names. The user's
         own objects do not change: the new mask has a copy of the mod.
 
-        Raises MutationError if a value that mask_mod captured has changed since the mask was built.
+        Raises MutationError if a value that mask_mod captured has changed since the mask was built, and DeviceError if
+        there is no such device.
         """
-        device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        try:
+            device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+            fix = 'Write device="cuda" or device="cpu".'
+            raise DeviceError(message("device", repr(device), "a device of torch", fix)) from error
         moved = copy.copy(self)
         moved._forget_derived()
         moved._mask_mod = move(self._mask_mod, device)

@@ -93,7 +93,8 @@ class PagedKVCache:
         }  # fmt: skip
         for name, size in sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ArgumentError(message(name, repr(size), "an int from 1 on", "Pass a size."))
+                fix = f"Pass int({name})." if hasattr(size, "__index__") and size >= 1 else "Pass a size."
+                raise ArgumentError(message(name, repr(size), "an int from 1 on", fix))
         if page_size < SMALLEST_PAGE or page_size & (page_size - 1):
             fix = "Choose 16, 32, 64, ... tokens."
             raise ArgumentError(message("page_size", page_size, "a power of two from 16 on", fix))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -49,6 +49,14 @@ def with_heads_of(mod: Callable[..., Any], made: Callable[..., Any]) -> Callable
             if hasattr(mod, name):
                 setattr(made, name, getattr(mod, name))
     return made
+
+
+def check_number(argument: str, value: object, fix: str) -> None:
+    """Raise unless a value is a number or a tensor."""
+    kinds = (int, float, Real, Tensor, torch.SymInt, torch.SymFloat)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        found = repr(value) if isinstance(value, (bool, str, type(None))) else described(value)
+        raise DtypeError(message(argument, found, "a number", fix))
 
 
 def checked_int(argument: str, value: Number, least: int, fix: str) -> Number:

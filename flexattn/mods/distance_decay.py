@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flexattn.mods.arguments import check_tensor, per_head
+from flexattn.mods.arguments import check_number, check_tensor, per_head
 from flexattn.mods.kinds import ScoreMod, named
 
 
@@ -23,6 +23,8 @@ def distance_decay(rate: float | Tensor) -> ScoreMod:
             return score - rate[h] * (q_idx - kv_idx).abs()
 
         return per_head(named(for_each_head, "distance_decay"), "rate", rate, "[H]")
+
+    check_number("rate", rate, "Leave the mod out, for a rate of 0.")
 
     def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score - rate * (q_idx - kv_idx).abs()

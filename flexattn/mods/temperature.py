@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from flexattn.errors import ArgumentError, message
-from flexattn.mods.arguments import check_tensor, per_head
+from flexattn.mods.arguments import check_number, check_tensor, per_head
 from flexattn.mods.kinds import ScoreMod, named
 
 
@@ -25,6 +25,7 @@ def temperature(value: float | Tensor) -> ScoreMod:
 
         return per_head(named(for_each_head, "temperature"), "value", value, "[H]")
 
+    check_number("value", value, "Leave the mod out, for a temperature of 1.")
     if value == 0:
         raise ArgumentError(message("value", value, "a number other than 0", "Scores are divided by it."))
 

@@ -19,7 +19,7 @@ from flexattn.call.varlen.arguments import batch_of_rows, rows_of_batch
 from flexattn.call.wide_dtype import wide_dtype
 from flexattn.torch_compile.call_arguments import option_texts
 from flexattn.torch_compile.call_marker import CALL_MARKER
-from flexattn.torch_compile.graph_break import call_with_graph_break, prepared, refused
+from flexattn.torch_compile.graph_break import call_in_a_transform, call_with_graph_break, prepared, refused
 from flexattn.torch_compile.sequence_form import described
 from flexattn.torch_compile.torch_mask import torch_mask
 
@@ -43,8 +43,9 @@ def traced_call(
     # It imports Dynamo, which takes a second. Dynamo itself runs this import while it traces the call.
     from flexattn.torch_compile.higher_order import HOP, REVISION
 
-    if HOP is None:
-        return call_with_graph_break(
+    in_a_transform = torch._C._are_functorch_transforms_active()
+    if HOP is None or in_a_transform:
+        return (call_in_a_transform if in_a_transform else call_with_graph_break)(
             query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, sink, dropout_p, max_scores,
             layout,
         )  # fmt: skip

@@ -48,6 +48,17 @@ call_with_graph_break = uncompiled(
 )
 
 
+def _in_a_transform(*arguments: Any) -> Results:
+    return _apart("it is inside of a transform of torch.func", *arguments)
+
+
+call_in_a_transform = uncompiled(
+    _in_a_transform,
+    "a call of flex_attention inside of torch.vmap, torch.func.grad or another transform is one graph break. Remove "
+    "fullgraph=True, or leave the transform out of the compiled function",
+)
+
+
 def _with_untraced_mod(body: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> Results:
     """Compute the call whose body Dynamo could not trace, because one of its mods breaks the graph."""
     given = inspect.getclosurevars(body).nonlocals

@@ -82,19 +82,6 @@ def unstored(function: F) -> F:
     return called  # type: ignore[return-value]
 
 
-def unwatched(function: F) -> F:
-    """Hide from dispatch modes that only watch operators what a function computes."""
-
-    @wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        if not _dispatch_modes():
-            return function(*args, **kwargs)
-        with hidden_from_modes():
-            return function(*args, **kwargs)
-
-    return called  # type: ignore[return-value]
-
-
 def hidden_from_modes() -> AbstractContextManager[object]:
     """Return a context that leaves the dispatch modes that only watch operators."""
     return _disable_current_modes() if _dispatch_modes() and not is_recording() else nullcontext()

@@ -280,7 +280,9 @@ def _check_kind(mod: Mod, kind: Kind) -> None:
 def block_mask_as_mod(kind: Kind) -> ModError:
     """Return the error for a BlockMask that is given as a mod."""
     inputs = ", ".join(SCORE_INPUTS if kind == "score" else MASK_INPUTS)
-    fix = "Write block_mask=." if kind == "score" else "Write block_mask=, or pass its mask_mod: block_mask.mask_mod."
+    fix = (
+        "Pass it as block_mask." if kind == "score" else "Pass its mask_mod, block_mask.mask_mod, or it as block_mask."
+    )
     return ModError(message(f"{kind}_mod", "a BlockMask", f"a callable {kind}_mod({inputs})", fix))
 
 
