@@ -73,7 +73,7 @@ _ASKS_FOR_GRADIENTS = {
         "differentiates with torch.autograd.functional. Write the derivative, or use torch.func.jvp."
     ),
     str(Path("torch", "utils", "hooks.py")): (
-        "calls a module with backward hooks, which would not run. Remove them, or call module.forward(...)."
+        "calls a module with backward hooks, which would not run. Remove them, or call functions instead of the module."
     ),
 }
 CONSTANT = "constant"  # key in a node's meta: the constant tensor that the node represents
