@@ -508,6 +508,12 @@ def test_ready_mods_for_another_number_of_heads_in_a_graph():
         flex_attention(*(x.to("meta") for x in qkv()), MOD)
 
 
+def test_lists_of_a_mask_in_a_graph():
+    mask = create_block_mask(mods.causal, None, None, 128, 128, device="cpu", BLOCK_SIZE=32)
+    read = lambda x: x + mask.kv_num_blocks.sum() + mask.full_kv_indices.sum() + mask.to_dense().sum()  # noqa: E731
+    assert torch.equal(compiled(read)(torch.ones(2)), read(torch.ones(2)))
+
+
 def test_ready_mods_of_any_size_compile_twice():
     """Their names have numbers, which a graph must not depend on."""
     f = compiled(flex_attention)

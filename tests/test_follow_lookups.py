@@ -24,6 +24,17 @@ class Plain:
     pass
 
 
+@dataclass(frozen=True)
+class Picky:
+    name: str
+
+    def __eq__(self, other: Any) -> bool:
+        return self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash((self.name, 1))
+
+
 KINDS, PLAIN = [Kind("local"), Kind("global")], [Plain(), Plain()]
 LOOKUPS: dict[str, Callable[[Any, Any], float]] = {
     "index": lambda kind, plain: KINDS.index(kind) + 1,
@@ -37,6 +48,11 @@ LOOKUPS: dict[str, Callable[[Any, Any], float]] = {
     "in a new dict": lambda kind, plain: 2 if kind in {Kind("local"): 1} else 4,
     "in a new set": lambda kind, plain: 2 if kind in {Kind("local")} else 4,
     "in a list, by identity": lambda kind, plain: 2 if plain in [PLAIN[0]] else 4,
+    "size of a new set": lambda kind, plain: len({KINDS[0], kind}) * 2,
+    "size of a new dict": lambda kind, plain: len({KINDS[0]: 1, kind: 2}) * 2,
+        len(dict([(KINDS[0], 1), (kind, 2)])) + len(dict.fromkeys((kind, kind), 1))
+    ),
+    "keys of two types": lambda kind, plain: {Picky(kind.name): 1.0, "local": 2.0}.get(kind.name, 4.0),
     "key by identity": lambda kind, plain: {PLAIN[0]: 2.0, PLAIN[1]: 4.0}[plain],
 }
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from eager_comparison import N, Straight, values
 from torch import Tensor
 
-from flexattn import mods
+from flexattn import flex_attention, mods
 from flexattn.errors import IndexRangeError, ModError, RetraceWarning, UnsupportedError
 from flexattn.trace.aten import TABLES
 from flexattn.trace.trace import trace
@@ -109,6 +109,24 @@ def test_changes_without_gradient() -> None:
         refuse(mod, "score", "in place under torch.no_grad", offset=3)
 
 
+def test_changes_of_views() -> None:
+    table = values(N)
+    views = (
+        lambda x: x[0], lambda x: x.view(N), lambda x: x.T, lambda x: x.detach(), lambda x: x.unbind(0)[0],
+        lambda x: x.split(1)[0], lambda x: next(iter(x)),
+    )  # fmt: skip
+    for view in views:
+        for grad in (True, False):
+
+            def mod(s, b, h, q, k, view=view, grad=grad):
+                with torch.set_grad_enabled(grad):
+                    x = (table * 2).view(1, N) * 1
+                    view(x).mul_(3.0)
+                return s + x[0, k]
+
+            refuse(mod, "score", "a tensor that has views in place")
+
+
 def test_gradients_inside_of_a_mod() -> None:
     table, module = values(N), torch.nn.Identity()
     module.register_full_backward_hook(lambda module, given, wanted: given)
@@ -131,6 +149,10 @@ def test_gradients_inside_of_a_mod() -> None:
     def asks_of_computed(s, b, h, q, k):
         return s * 2 if (s * table[q]).requires_grad else s
 
+    def asks_of_others(s, b, h, q, k):
+        parts = [torch.zeros(()), s.detach(), table[q].detach() * 2, (q - k).float()]
+        return s * 2 if any(x.requires_grad for x in parts) else s
+
     def hooked(s, b, h, q, k):
         return module(s * 2)
 
@@ -146,6 +168,8 @@ def test_gradients_inside_of_a_mod() -> None:
     refuse(batched, "score", r"calls torch\.vmap on a captured tensor", offset=1)
     for mod in (asks, asks_of_computed):
         refuse(mod, "score", "asks whether the score, or a tensor that it computes, requires a gradient", offset=1)
+    x = torch.randn(1, 1, 4, 8)
+    assert torch.equal(flex_attention(x, x, x, asks_of_others), flex_attention(x, x, x))
     refuse(hooked, "score", "a module with backward hooks", offset=1)
     for mod in (of_capture, by_function):
         refuse(mod, "score", r"reads \.grad or \.grad_fn", offset=1)

@@ -20,21 +20,23 @@ Values = tuple[tuple[int, Tensor], ...]  # (position, copy) of tensors that do n
 class _Converted:
     """Kept in an attribute of torch's mask: the state of that mask, the values of its lists, the converted mask.
 
-    A dict with weak keys would keep a mask for ever whose mask_mod refers to it. Copies and pickles are empty.
+    A dict with weak keys would keep a mask for ever whose mask_mod refers to it. Copies and pickles have an empty set
+    in its place, which torch.load accepts with weights_only.
     """
 
     def __init__(self, *kept: Any) -> None:
         self.kept = kept
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Converted, ()
+        return set, ()
 
 
 def from_torch(mask: Any) -> BlockMask:
     """Return a torch BlockMask as a flexattn BlockMask. It is converted again only if it or its tensors changed."""
     lists, state = _torch_state(mask)
     device = mask.kv_indices.device
-    known = getattr(mask, _NAME, _Converted()).kept
+    kept = getattr(mask, _NAME, None)
+    known = kept.kept if isinstance(kept, _Converted) else ()
     if known and _same_state(known[0], state) and have_values(lists, known[1]):
         return kept_for_graphs(device, known[2])
     mod = mask.mask_mod

@@ -376,12 +376,14 @@ class BlockMask(upstream.BlockMask):
         return math.prod(self.shape)
 
     @uncompiled
+    @unstored
     def counts(self) -> tuple[int, int, int]:
         """Return how many blocks are full, partial and empty."""
         full, partial = (int((r.runs[:, 1] - r.runs[:, 0]).sum()) for r in (self.kv_runs.full, self.kv_runs.partial))
         return full, partial, self.B * self.H * math.prod(self._grid) - full - partial
 
     @uncompiled
+    @unstored
     def sparsity(self) -> float:
         """Return the percentage of pairs in empty blocks, in [0, 100]. Pairs past the sequence lengths do not count."""
         pairs = self.numel()
@@ -389,6 +391,7 @@ class BlockMask(upstream.BlockMask):
         return 100 * (pairs - executed) / pairs if pairs else 0.0
 
     @uncompiled
+    @unstored
     def pairs(self) -> Pairs:
         """Return (executed, useful): the number of pairs in non-empty blocks, and the number of those that attend.
 

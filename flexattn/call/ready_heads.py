@@ -27,7 +27,8 @@ def heads_of(score_mod: Any) -> tuple[list[str], list[int], Tensor | None]:
     has_table = hasattr(score_mod, "per_head")
     if not has_table and not hasattr(score_mod, "heads"):
         return [], [], None
-    name = score_mod.__module__.split(".")[-1]  # its own name may have numbers, which Dynamo would guard
+    # Its own name may have numbers, which Dynamo would guard.
+    name = score_mod.ready_name if hasattr(score_mod, "ready_name") else score_mod.__module__.split(".")[-1]
     if has_table:
         argument, tensor, form = score_mod.per_head
         return [name, argument, form], [], tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any, NamedTuple, TypeVar
 
@@ -48,15 +49,19 @@ def with_heads_of(mod: Callable[..., Any], made: Callable[..., Any]) -> Callable
         for name in ("per_head", "heads"):
             if hasattr(mod, name):
                 setattr(made, name, getattr(mod, name))
+                made.ready_name = getattr(mod, "ready_name", mod.__module__.split(".")[-1])  # type: ignore[attr-defined]
     return made
 
 
 def check_number(argument: str, value: object, fix: str) -> None:
     """Raise unless a value is a number or a tensor."""
-    kinds = (int, float, Real, Tensor, torch.SymInt, torch.SymFloat)
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        found = repr(value) if isinstance(value, (bool, str, type(None))) else described(value)
-        raise DtypeError(message(argument, found, "a number", fix))
+    if torch.compiler.is_dynamo_compiling():  # which shows numbers of numpy as arrays
+        return
+    if isinstance(value, (Real, Tensor, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool | Fraction):
+        return
+    found = repr(value) if isinstance(value, (bool, str, type(None))) else described(value)
+    fix = f"Pass float({argument})." if hasattr(value, "__float__") and not isinstance(value, bool) else fix
+    raise DtypeError(message(argument, found, "a number", fix))
 
 
 def checked_int(argument: str, value: Number, least: int, fix: str) -> Number:

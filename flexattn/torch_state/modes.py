@@ -74,7 +74,7 @@ def unstored(function: F) -> F:
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        if not is_storing():
+        if torch.compiler.is_dynamo_compiling() or not is_storing():
             return function(*args, **kwargs)
         with _disable_current_modes():
             return function(*args, **kwargs)

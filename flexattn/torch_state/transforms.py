@@ -81,6 +81,11 @@ def tangent_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
     return jvp
 
 
+def transforms() -> int:
+    """Return how many transforms are active."""
+    return len(get_interpreter_stack() or ())
+
+
 def is_transformed(value: object) -> bool:
     """Return whether a value is a tensor inside of a transform."""
     return isinstance(value, Tensor) and is_functorch_wrapped_tensor(value)

@@ -25,9 +25,9 @@ from flexattn.errors import ModError, UnsupportedError, message
 from flexattn.process.forks import temporary
 from flexattn.process.places import place
 from flexattn.torch_state.symbols import example
-from flexattn.torch_state.transforms import innermost, is_transformed
+from flexattn.torch_state.transforms import innermost, is_transformed, transforms
 from flexattn.trace.follow import current_line
-from flexattn.trace.operator_calls import UnknownOperator
+from flexattn.trace.operator_calls import UnknownOperator, ancestors
 from flexattn.trace.registered import meaning_of
 from flexattn.trace.scalar_tape import NotScalar, ScalarTape
 
@@ -66,11 +66,9 @@ WHETHER_GRADIENT = (
 )
 # Files of torch that ask tensors of a mod whether they require a gradient, and what an error says of it.
 _ASKS_FOR_GRADIENTS = {
-    "eager_transforms.py": (
-        "differentiates with torch.func. Write the derivative, or use torch.func.jvp with a tangent of ones."
-    ),
+    "eager_transforms.py": ("differentiates with torch.func. Write the derivative."),
     str(Path("torch", "autograd", "functional.py")): (
-        "differentiates with torch.autograd.functional. Write the derivative, or use torch.func.jvp."
+        "differentiates with torch.autograd.functional. Write the derivative."
     ),
     str(Path("torch", "utils", "hooks.py")): (
         "calls a module with backward hooks, which would not run. Remove them, or call functions instead of the module."
@@ -96,6 +94,7 @@ class Interception(TorchFunctionMode):
         self.requires_grad: dict[int, bool] = {}  # id of a fake tensor -> requires_grad of the real one
         self.tape = tape
         self._is_paused = False
+        self._transforms = transforms()  # around the call
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -159,9 +158,24 @@ class Interception(TorchFunctionMode):
             for file, reason in _ASKS_FOR_GRADIENTS.items():
                 if _is_called_by(file):
                     raise ModError(f"{self.name} at {user_line()} {reason}")
-            if _is_asked_by_user():
+            if _is_asked_by_user() and self._may_learn(tensor):
                 raise ModError(f"{self.name} at {user_line()} {WHETHER_GRADIENT}")
         return bool(known)
+
+    def _may_learn(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is computed from the score, or from captured tensors that require a gradient."""
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+        mode = get_proxy_mode()
+        if mode is None:
+            raise NotScalar
+        known = mode.tracer.tensor_tracker
+        captured = {known[fake].proxy.node: real for real, fake in self.replacement.values() if fake in known}
+        sources = ancestors([known[tensor].proxy.node], lambda node: "detach" in str(node.target))
+        return any(
+            captured[n].requires_grad if n in captured else n.meta["val"].is_floating_point()
+            for n in sources if n.op == "placeholder" and isinstance(n.meta.get("val"), Tensor)
+        )  # fmt: skip
 
     def as_fake(self, value: Any) -> Any:
         """Replace real tensors by their fake tensors."""
@@ -169,7 +183,7 @@ class Interception(TorchFunctionMode):
             if id(value) not in self.replacement:
                 if self._is_traced(value):
                     return value
-                if is_transformed(value):
+                if is_transformed(value) and transforms() > self._transforms:
                     raise ModError(f"{self.name} at {user_line()} {VMAP}")
                 self.adopt(value)
             return self.replacement[id(value)][1]

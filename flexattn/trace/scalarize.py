@@ -7,6 +7,7 @@ Its results are the captures of the graph. Arithmetic on numbers and sizes alone
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import field, replace
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from flexattn.torch_state.modes import without_autocast
 from flexattn.torch_state.symbols import example
 from flexattn.trace.aten import TABLES, has_row
 from flexattn.trace.elements import Elements, Index
+from flexattn.trace.elementwise import CREATION
 from flexattn.trace.interception import (
     CONSTANT,
     DATA_DEPENDENT,
@@ -403,7 +405,7 @@ def _refuse_changes_without_gradient(recorded: RecordedGraph, name: str) -> None
             continue
         if NO_GRAD in node.meta and node.args[0] in learned:
             raise ModError(f"{name} at {line_of_node(node)} {WITHOUT_GRADIENT}")
-        if value.is_floating_point() and operator_name(node) != "detach":
+        if value.is_floating_point() and operator_name(node) not in ("detach", *CREATION):
             learned.add(node)
 
 
@@ -427,10 +429,15 @@ def _is_unknown(value: Any) -> bool:
 
 def _is_view(node: fx.Node) -> bool:
     target = node.target
+    if target is operator.getitem:  # one of several results
+        return _is_view(node.args[0])  # type: ignore[arg-type]
     if not isinstance(target, torch._ops.OpOverload) or not target.is_view:
         return False
-    # torch.no_grad detaches each result, of which nothing else is a view then.
-    return operator_name(node) != "detach" or len(node.all_input_nodes[0].users) > 1
+    if operator_name(node) != "detach":
+        return True
+    # torch.no_grad detaches each result, of which nothing else is a view then, unless it is one itself.
+    source = node.all_input_nodes[0]
+    return len(source.users) > 1 or _is_view(source)
 
 
 def _without_unused(graph: ModGraph, leaves: _Leaves) -> tuple[ModGraph, list[fx.Node], list[str]]:

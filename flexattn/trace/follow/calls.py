@@ -42,6 +42,7 @@ _OF_C = (
     types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
 )  # fmt: skip
 _OPAQUE_LIBRARIES = frozenset(("numpy", "random", "secrets", "uuid", "tempfile"))  # not followed
+_OF_KEYS = frozenset(("add", "discard", "remove", "pop", "get", "setdefault", "__contains__", "__getitem__"))
 _STORES = frozenset(("append", "appendleft", "pop", "__setitem__"))  # methods that store or return an argument
 _IMMUTABLE_OWNERS = (str, bytes, int, float, complex, bool, range, type(None), torch.Size, torch.dtype, torch.device)
 
@@ -245,7 +246,8 @@ class Calls(Operators):
         descriptor = cls.__dict__.get(function.__name__)
         if type(descriptor) in (types.MethodDescriptorType, types.WrapperDescriptorType):
             return self.call(descriptor, (owner, *args), kwargs)
-        if isinstance(owner, type) and not owner.__flags__ & HEAP_TYPE:  # dict.fromkeys, int.from_bytes...
+        is_data = all(self.is_data(self.deep_contents(a)) for a in (*args, *kwargs.values()))
+        if isinstance(owner, type) and not owner.__flags__ & HEAP_TYPE and is_data:  # dict.fromkeys, int.from_bytes...
             return function(*map(self.for_python, args), **kwargs)
         return self.call_unknown(function, args, kwargs)
 
@@ -272,8 +274,10 @@ class Calls(Operators):
             return method(owner, *map(literal, args))
         is_new = not self.record.has(owner) and is_library_class(type(owner))
         if is_new and (type(owner) in BUILTIN_CONTAINERS or is_data or isinstance(owner, types.GeneratorType)):
-            if isinstance(owner, (set, frozenset, dict)):
-                for item in args[:1] if isinstance(owner, dict) else args:
+            if isinstance(owner, (set, frozenset, dict)) and method.__name__ in _OF_KEYS:
+                args = (self.own_key(owner, args[0]), *args[1:]) if args else args
+            elif isinstance(owner, (set, frozenset)):
+                for item in args:
                     self.check_key(item, owner)
             given = self.for_native if method.__name__ in _STORES else self.for_python
             return method(owner, *map(given, args), **{k: given(v) for k, v in kwargs.items()})

@@ -527,13 +527,15 @@ def _build_list(f: Frames, frame: Frame, i: Instruction) -> None:
 
 @operation("BUILD_SET")
 def _build_set(f: Frames, frame: Frame, i: Instruction) -> None:
-    frame.push(set(map(f.for_python, frame.take(i.arg))))
+    frame.push(f.new_set(frame.take(i.arg)))
 
 
 @operation("BUILD_MAP")
 def _build_map(f: Frames, frame: Frame, i: Instruction) -> None:
-    values = frame.take(2 * i.arg)
-    frame.push(dict(zip(map(f.for_python, values[::2]), values[1::2], strict=True)))
+    values, made = frame.take(2 * i.arg), {}
+    for key, value in zip(values[::2], values[1::2], strict=True):
+        made[f.own_key(made, key)] = value
+    frame.push(made)
 
 
 @operation("BUILD_CONST_KEY_MAP")
@@ -566,7 +568,9 @@ def _list_extend(f: Frames, frame: Frame, i: Instruction) -> None:
 @operation("SET_UPDATE")
 def _set_update(f: Frames, frame: Frame, i: Instruction) -> None:
     values = frame.pop()
-    frame.stack[-i.arg].update(map(f.for_python, f.items(values)))
+    target = frame.stack[-i.arg]
+    for value in f.items(values):
+        target.add(f.own_key(target, value))
 
 
 @operation("DICT_UPDATE", "DICT_MERGE")
@@ -576,7 +580,8 @@ def _dict_update(f: Frames, frame: Frame, i: Instruction) -> None:
     found = f.call(dict, (values,))
     if i.opname == "DICT_MERGE" and (twice := target.keys() & found.keys()):
         raise TypeError(f"got multiple values for keyword argument {min(twice)!r}")
-    target.update(found)
+    for key, value in found.items():
+        target[f.own_key(target, key)] = value
 
 
 @operation("LIST_APPEND")
@@ -587,14 +592,15 @@ def _list_append(f: Frames, frame: Frame, i: Instruction) -> None:
 
 @operation("SET_ADD")
 def _set_add(f: Frames, frame: Frame, i: Instruction) -> None:
-    value = f.for_python(frame.pop())
-    frame.stack[-i.arg].add(value)
+    value, target = frame.pop(), frame.stack[-i.arg]
+    target.add(f.own_key(target, value))
 
 
 @operation("MAP_ADD")
 def _map_add(f: Frames, frame: Frame, i: Instruction) -> None:
     key, value = frame.take(2)
-    frame.stack[-i.arg][f.for_python(key)] = value
+    target = frame.stack[-i.arg]
+    target[f.own_key(target, key)] = value
 
 
 @operation("UNPACK_SEQUENCE")

@@ -380,7 +380,7 @@ def _next(f: Calls, iterator: Any, *default: Any) -> Any:
 for _cls in (list, tuple):
     _FUNCTIONS[_cls] = lambda f, *args, _cls=_cls: _cls(f.iterated(args[0])) if args else _cls()
 for _cls in (set, frozenset):
-    _FUNCTIONS[_cls] = lambda f, *args, _cls=_cls: _cls(map(literal, f.iterated(args[0]))) if args else _cls()
+    _FUNCTIONS[_cls] = lambda f, *args, _cls=_cls: f.new_set(f.items(args[0]), _cls) if args else _cls()
 
 
 @_function(dict)
@@ -393,8 +393,11 @@ def _dict(f: Calls, *args: Any, **kwargs: Any) -> Any:
     if hasattr(source, "keys"):
         keys = f.items(f.call(f.get_attribute(source, "keys"), ()))
         return {literal(k): f.get_item(source, k) for k in keys} | kwargs
-    pairs = [f.iterated(pair) for pair in f.items(source)]
-    return dict([(f.for_python(key), *rest) for key, *rest in pairs], **kwargs)
+    made: dict[Any, Any] = {}
+    for pair in f.items(source):
+        key, value = f.iterated(pair)
+        made[f.own_key(made, key)] = value
+    return {**made, **kwargs}
 
 
 @_function(range)
@@ -630,6 +633,8 @@ def _sequence_contains(f: Calls, owner: Any, item: Any) -> bool:
 @_method("index", of=(list, tuple))
 def _position(f: Calls, owner: Any, item: Any, *limits: Any) -> int:
     items = list(_sequence_items(f, owner))
+    if f.is_data(data := f.for_python(items)) and f.is_data(found := f.for_python(item)):
+        return data.index(found, *map(f.as_index, limits))
     first, end = (*map(f.as_index, limits), *(None, None)[len(limits) :])
     for i in range(*slice(first, end).indices(len(items))):
         if f.is_equal(items[i], item):
@@ -639,7 +644,10 @@ def _position(f: Calls, owner: Any, item: Any, *limits: Any) -> int:
 
 @_method("count", of=(list, tuple))
 def _occurrences(f: Calls, owner: Any, item: Any) -> int:
-    return sum(f.is_equal(own, item) for own in _sequence_items(f, owner))
+    items = list(_sequence_items(f, owner))
+    if f.is_data(data := f.for_python(items)) and f.is_data(found := f.for_python(item)):
+        return data.count(found)
+    return sum(f.is_equal(own, item) for own in items)
 
 
 @_method("pop", of=(list,))

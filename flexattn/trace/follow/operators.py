@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import operator
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,8 @@ UNARY: dict[str, tuple[Callable[..., Any], str]] = {
 _COMPARISONS = frozenset(method for _, method, _ in COMPARE.values())
 _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: all of Python's own C types
 _NUMBERS = (bool, int, float, complex)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_MOST_COMPARED = 32  # elements of a set or dict with which an object is compared under guard
 # Hash methods of objects whose identity, or value of a builtin type, a guard has checked.
 _HASHES = (object.__hash__, enum.Enum.__hash__, str.__hash__, bytes.__hash__, int.__hash__, float.__hash__)
 _PLAIN: frozenset[type] = frozenset((
@@ -122,10 +124,11 @@ class Operators(Attributes):
         return value
 
     def as_index(self, value: Any) -> Any:
-        """Return what `operator.index` does for an object; other values as Python's C code takes them."""
-        is_object = not isinstance(value, (*LIFTED, Tensor)) and not is_plain(value)
-        if is_object and (method := self.special(value, "__index__")) is not MISSING:
-            value = self.returned(self.call(method, ()), "__index__", int)
+        """Return what `operator.index` does for an object of the user; other values as Python's C code takes them."""
+        if not isinstance(value, (*LIFTED, Tensor)) and not is_plain(value):
+            method = self.special(value, "__index__")
+            if isinstance(getattr(method, "__func__", None), types.FunctionType):
+                value = self.returned(self.call(method, ()), "__index__", int)
         return self.for_python(value)
 
     def for_python(self, value: Any) -> Any:
@@ -215,6 +218,8 @@ class Operators(Attributes):
                 return function(literal(x), literal(y))
         if is_plain(x) and is_plain(y):
             return function(x, y)
+        if type(x) in (set, frozenset) and not all(map(self.is_data, (x, y))):
+            self.unguarded("it combines sets of objects")
         containers = [type(v) in BUILTIN_CONTAINERS for v in (x, y)]
         if all(c or is_plain(v) for c, v in zip(containers, (x, y), strict=True)):
             if type(x) is str:  # a format: `"%d" % (n,)`
@@ -288,7 +293,8 @@ class Operators(Attributes):
             found = self._native(function, x, y)
         if found is not MISSING:
             return found
-        if isinstance(x, type) and isinstance(y, type) and type(x).__eq__ is type.__eq__ and symbol in ("==", "!="):
+        by_identity = isinstance(x, type) and isinstance(y, type) and type(x).__eq__ is type.__eq__
+        if (by_identity or (isinstance(x, _FUNCTIONS) and isinstance(y, _FUNCTIONS))) and symbol in ("==", "!="):
             return self.identical(x, y) is (symbol == "==")
         found = self._by_methods(x, y, method, reflected)
         if found is NotImplemented:
@@ -385,25 +391,53 @@ class Operators(Attributes):
 
     def item_of_dict(self, value: dict[Any, Any], key: Any, template: str = "{}[{}]") -> Any:
         """Return an item of a dict by dict.__getitem__; raise KeyError if it has none."""
-        key = self._own_key(value, key)
+        key = self.own_key(value, key)
         if not dict.__contains__(value, key):
             self.record.check(value, "not dict.__contains__({}, {})", key)
             raise KeyError(key)
         return self.record.read_item(value, template, key, dict.__getitem__(value, key))
 
-    def _own_key(self, value: dict[Any, Any], key: Any) -> Any:
-        """Return the key of a dict that is equal to a key, or the key itself. Comparisons of objects are guarded."""
-        key = self.for_python(key)
-        if self.record.has(value) or self._are_data(key, value):
-            self.check_key(key, value)
-            return key
-        return next((own for own in value if self.is_equal(own, key)), key)
+    def own_key(self, container: Any, key: Any) -> Any:
+        """Return the key of a dict, or the element of a set, that is equal to a key; or the key itself if none is.
 
-    def _are_data(self, item: Any, items: Any) -> bool:
-        return self.is_data(item) and all(map(self.is_data, items))
+        In a container that the mod made, comparisons of objects are guarded.
+        """
+        key = self.for_python(key)
+        if self.is_data(key):
+            return key
+        if self.record.has(container):
+            self.check_key(key, container)
+            return key
+        if len(container) > _MOST_COMPARED:
+            self.unguarded(
+                f"it looks up an object in a {type(container).__name__} of more than {_MOST_COMPARED} objects"
+            )
+            return key
+        return next((own for own in container if self._is_same_key(own, key)), key)
+
+    def _is_same_key(self, own: Any, key: Any) -> bool:
+        """Return whether two keys, at least one of them an object, are one in a dict: equal, with equal hashes."""
+        if own is key:
+            return self.identical(own, key)
+        same_hash = hash(own) == hash(key)
+        if type(own) is not type(key) and not same_hash:  # Python does not compare them
+            return False
+        try:
+            return self.truth(self.compare("==", own, key)) and same_hash
+        except Exception:
+            if same_hash:
+                raise
+            return False  # the same
+
+    def new_set(self, values: Iterable[Any], cls: type = set) -> Any:
+        """Return a set, or a frozenset, of values."""
+        made: set[Any] = set()
+        for value in values:
+            made.add(self.own_key(made, value))
+        return made if cls is set else cls(made)
 
     def is_equal(self, x: Any, y: Any) -> bool:
-        """Return `x is y or x == y`, as containers compare their items."""
+        """Return `x is y or x == y`, as lists compare their items."""
         if x is y:
             return is_plain(x) or self.identical(x, y)
         return self.truth(self.compare("==", x, y))
@@ -440,7 +474,7 @@ class Operators(Attributes):
         if is_plain(container):
             return self.for_python(item) in container
         if kind is dict:
-            item = self._own_key(container, item)
+            item = self.own_key(container, item)
             found = item in container
             self.record.check(container, "({1} in {0}) is {2}", item, found)
             return found
@@ -452,8 +486,8 @@ class Operators(Attributes):
         return self._is_among(list(self.iterate(container)), item)
 
     def _is_among(self, items: Any, item: Any) -> bool:
-        if type(items) in (set, frozenset) and self._are_data(item := self.for_python(item), items):
-            return item in items
+        if type(items) in (set, frozenset):
+            return self.own_key(items, item) in items
         return any(self.is_equal(x, item) for x in items)
 
     def iterate(self, value: Any) -> Iterator[Any]:
@@ -567,7 +601,7 @@ class Operators(Attributes):
         self.changes(value, "an item", may_end=type(value) is dict and self.for_python(key) not in value)
         new = self.kept_by(value, new)
         if type(value) in BUILTIN_CONTAINERS:
-            value[self.for_python(key)] = new
+            value[self.own_key(value, key) if type(value) is dict else self.as_index(key)] = new
             return
         self.call(self.special(value, "__setitem__"), (key, new))
 
@@ -575,7 +609,7 @@ class Operators(Attributes):
         """Do `del value[key]`."""
         self.changes(value, "an item")
         if type(value) in BUILTIN_CONTAINERS:
-            del value[self.for_python(key)]
+            del value[self.own_key(value, key) if type(value) is dict else self.as_index(key)]
             return
         self.call(self.special(value, "__delitem__"), (key,))
 
