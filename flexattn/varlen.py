@@ -356,7 +356,8 @@ def _mask_mod(given: _Given, used: Tensor | None, N: int, whole: bool) -> Mod | 
     lengths = given.cu_seq_q.diff()
     if window is not None:
         window = shifted_mask(window, (N - lengths if used is None else used - lengths).int())
-    # score_mod may index a tensor that has no elements for the rows of the padding.
-    rows = None if whole or given.score_mod is None else queries_before(lengths)
+    # Mods may index a tensor that has no elements for the rows of the padding.
+    has_mods = given.score_mod is not None or given.mask_mod is not None
+    rows = queries_before(lengths) if has_mods and not whole else None
     asked: list[Any] = [mod for mod in (rows, window, given.mask_mod) if mod is not None]
     return and_masks(*asked) if asked else None

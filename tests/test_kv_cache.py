@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 import flexattn
 from flexattn import PagedKVCache, flex_attention
-from flexattn.errors import CacheFullError
+from flexattn.errors import ArgumentError, CacheFullError
 from flexattn.kv_cache.append import FLOAT8
 
 
@@ -266,7 +268,7 @@ def test_wrong_types_and_lengths_name_the_argument_and_change_nothing() -> None:
         ("lengths", lambda: model.cache.append(key, value, lengths=torch.tensor([-1, 0, 0, 0], dtype=torch.int32))),
         ("lengths", lambda: model.cache.append(key, value, lengths=1.5)),  # type: ignore[arg-type]
         ("sequences", lambda: model.cache.erase(0)),  # type: ignore[arg-type]
-        ("sequences", lambda: model.cache.fork(0, 1)),  # type: ignore[arg-type]
+        ("targets", lambda: model.cache.fork(0, 1)),  # type: ignore[arg-type]
         ("tokens", lambda: model.cache.reserve(1.5)),  # type: ignore[arg-type]
         ("keep", lambda: model.cache.erase([0], 1.5)),  # type: ignore[arg-type]
     ]
@@ -314,3 +316,24 @@ def test_tokens_of_another_dtype() -> None:
     text = r"key: found f32, expected bf16.*key\.to\(torch\.bfloat16\), or make the cache with .*dtype=torch\.float32"
     with pytest.raises(flexattn.FlexAttentionError, match=text):
         cache.append(key, key)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_reads_what_is_appended_to_it(layout: Any, copied: Any) -> None:
+    cache = PagedKVCache(1, 64, pages=4, heads=2, head_dim=16, dtype=torch.float32, device="cpu", kv_layout=layout)
+    x, y, q = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 3, 16), torch.randn(1, 2, 1, 16)
+    cache.append(x, x)
+    for other in (copied(cache), cache):
+        other.append(y, y)
+        found = flex_attention(q, other.key, other.value, **other.arguments())
+        keys = torch.cat([x, y], 2)
+        torch.testing.assert_close(found, flex_attention(q, keys, keys))
+
+
+def test_bools_are_no_sequences() -> None:
+    cache = PagedKVCache(2, 64, pages=4, heads=2, head_dim=16, dtype=torch.float32, device="cpu")
+    with pytest.raises(ArgumentError, match=r"sequences: found \[True, False\], expected different ints"):
+        cache.erase([True, False])
+    with pytest.raises(ArgumentError, match="targets: found 1, expected different ints"):
+        cache.fork(0, 1)  # type: ignore[arg-type]

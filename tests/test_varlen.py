@@ -464,3 +464,17 @@ def test_errors_of_forms_name_the_argument(changes: dict[str, Any], name: str) -
     given = {"query": x, "key": x, "value": x, "cu_seq_q": cu, "cu_seq_k": cu, "max_q": 6, "max_k": 9, **changes}
     with pytest.raises(flexattn.errors.FlexAttentionError, match=f"^{name}: found"):
         varlen_attn(**given)
+
+
+@pytest.mark.parametrize("num_splits", [None, 1])
+def test_a_mask_mod_reads_no_table_at_rows_of_padding(num_splits: int | None) -> None:
+    """max_q may be larger than the longest sequence, for which a table has elements."""
+    x, cu, ids = torch.randn(7, 2, 16), integers(0, 4, 7), torch.tensor([0, 0, 1, 1])
+    found = varlen_attn(x, x, x, cu, cu, 9, 9, mask_mod=lambda b, h, i, j: ids[i] == ids[j], num_splits=num_splits)
+    alone = [rows.transpose(0, 1)[None] for rows in x.split([4, 3])]
+    expected = []
+    for rows in alone:
+        n = rows.size(2)
+        mask = create_block_mask(lambda b, h, i, j: ids[i] == ids[j], None, None, n, n, device="cpu")
+        expected.append(flex_attention(rows, rows, rows, block_mask=mask)[0].transpose(0, 1))
+    torch.testing.assert_close(found, torch.cat(expected))

@@ -78,7 +78,7 @@ def mask(
         A BlockMask. None for one query that attends to all keys. For few queries, and in a graph that is compiled,
         where a BlockMask cannot be built: bool [batch_size, 1, q_length, kv_length].
     """
-    if q_length <= _FEW_QUERIES or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or q_length <= _FEW_QUERIES:  # in this order: a comparison is a guard
         from transformers.masking_utils import sdpa_mask  # type: ignore[import-not-found]
 
         one = q_length == 1  # a mask of more queries that transformers skips is causal from the top left

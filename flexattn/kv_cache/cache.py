@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Never
 
 import torch
@@ -123,10 +124,9 @@ class PagedKVCache:
         self.k_descale, self.v_descale = (
             _checked_scale(name, x, self.key, heads) for name, x in (("k_descale", k_descale), ("v_descale", v_descale))
         )
-        by_token = [x if kv_layout == "NHD" else x.transpose(1, 2) for x in (self.key, self.value)]
         self._pages = Pages(
-            by_token[0],
-            by_token[1],
+            self._by_token(self.key),
+            self._by_token(self.value),
             self.block_table,
             self.seqused_k,
             self.q_offsets,
@@ -138,6 +138,19 @@ class PagedKVCache:
         # What the host knows of the lengths: exactly, unless numbers of tokens were on the device.
         self._least, self._most = [0] * sequences, [0] * sequences
         self._is_captured = False  # a CUDA graph appends, and may have been replayed since
+
+    def _by_token(self, pages: Tensor) -> Tensor:
+        """Return pages as [pages, page_size, Hkv, D]."""
+        return pages if self.kv_layout == "NHD" else pages.transpose(1, 2)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without views: a pickle would give each its own memory."""
+        return self.__dict__ | {"_pages": replace(self._pages, key=self.key, value=self.value)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        by_token = map(self._by_token, (self.key, self.value))
+        self._pages = replace(self._pages, **dict(zip(("key", "value"), by_token, strict=True)))
 
     @property
     def free_pages(self) -> int:
@@ -243,7 +256,7 @@ class PagedKVCache:
     def fork(self, source: int, targets: Sequence[int]) -> None:
         """Make empty sequences continue `source`. Pages are shared until one of the sequences writes to them."""
         self._refresh()
-        (source,), rows = self._checked([source]), self._checked(targets)
+        (source,), rows = self._checked([source], "source"), self._checked(targets, "targets")
         if source in rows:
             raise ArgumentError(message("targets", rows, f"other sequences than source, {source}", "Leave it out."))
         for row in rows:
@@ -349,17 +362,18 @@ class PagedKVCache:
         """Return int64 numbers on the device, without a wait."""
         return torch.tensor(numbers, dtype=torch.int64).to(self.key.device, non_blocking=True)
 
-    def _checked(self, sequences: Sequence[int] | None) -> list[int]:
+    def _checked(self, sequences: Sequence[int] | None, name: str = "sequences") -> list[int]:
         """Return the sequences as a list."""
         most = len(self._most)
         if sequences is None:
             return list(range(most))
         fix, expected = "Pass a list of Python ints.", f"different ints from 0 to {most - 1}"
         if not isinstance(sequences, Iterable):
-            raise ArgumentError(message("sequences", repr(sequences), expected, fix))
+            raise ArgumentError(message(name, repr(sequences), expected, fix))
         rows = list(sequences)
-        if any(not isinstance(row, int) or not 0 <= row < most for row in rows) or len(set(rows)) < len(rows):
-            raise ArgumentError(message("sequences", rows, expected, fix))
+        are_ints = all(isinstance(row, int) and not isinstance(row, bool) for row in rows)
+        if not are_ints or not all(0 <= row < most for row in rows) or len(set(rows)) < len(rows):
+            raise ArgumentError(message(name, rows, expected, fix))
         return rows
 
     def _check_tokens(self, key: object, value: object, query: object, B: int) -> None:

@@ -112,7 +112,7 @@ def _in_torch(
     cu_seq_q: Tensor, cu_seq_k: Tensor, used_q: Tensor | None, used_k: Tensor | None, T_q: int
 ) -> Packing:  # fmt: skip
     row = torch.arange(T_q, dtype=torch.int32, device=cu_seq_q.device)
-    sequence = torch.searchsorted(cu_seq_q[1:], row, right=True, out_int32=True)
+    sequence = torch.searchsorted(cu_seq_q[1:].contiguous(), row, right=True, out_int32=True)
     last = cu_seq_q.size(0) - 2
     exists = sequence <= last
     index = sequence.clamp(max=last).long()
