@@ -21,7 +21,7 @@ from flexattn.engines.cpu_scores import Scores
 from flexattn.engines.cpu_tiles import Strip, Tile, strips
 from flexattn.errors import ArgumentError, message
 from flexattn.process.frozen_class import frozen
-from flexattn.torch_state.modes import undisturbed
+from flexattn.torch_state.modes import undisturbed, unstored
 from flexattn.torch_state.uncompiled import uncompiled
 
 _MOST_SHOWN = 16  # heads of printed statistics
@@ -74,7 +74,8 @@ class Statistics:
 
 
 @uncompiled
-@undisturbed("statistics", hidden=True)
+@undisturbed("statistics")
+@unstored
 def statistics(
     query: Tensor,
     key: Tensor,

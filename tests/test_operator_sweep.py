@@ -100,6 +100,7 @@ CASES: dict[str, Mod] = {
     "lerp": of_two(lambda a, c: torch.lerp(a, c, 0.3)),
     "logaddexp": of_two(torch.logaddexp),
     "xlogy": of_two(torch.xlogy),
+    "xlog1py": of_two(torch.special.xlog1py),
     "heaviside": of_two(torch.heaviside),
     "addcmul": of_two(lambda a, c: torch.addcmul(a, a, c, value=2)),
     "clamp tensors": lambda s, b, h, q, k: s.clamp(u[k] - 1, x[q]),
@@ -176,6 +177,10 @@ CASES: dict[str, Mod] = {
     "copy": lambda s, b, h, q, k: torch.ops.aten.copy(s, x[k]),
     "gelu": of_score(F.gelu),
     "mish": of_score(F.mish),
+    "relu6": of_score(F.relu6),
+    "hardtanh": of_score(lambda a: F.hardtanh(a, -0.5, 0.25)),
+    "hardsigmoid": of_score(F.hardsigmoid),
+    "hardswish": of_score(F.hardswish),
     # comparisons and booleans
     **{
         n: of_two(getattr(torch, n))
@@ -196,7 +201,7 @@ CASES: dict[str, Mod] = {
         lambda m, n: m // 7 + m % 7 + torch.fmod(m, -7) + torch.div(m, 7, rounding_mode="trunc") + m // -7
     ),
     "int rest": on_integers(
-        lambda m, n: m.abs() + m.sign() + torch.clamp(m, -9, 9) + torch.maximum(m, n) - torch.minimum(m, n)
+        lambda m, n: m.abs() + m.sign() + torch.clamp(m, -9, 9) + torch.maximum(m, n) - torch.fmin(m, n)
     ),
     "bytes": lambda s, b, h, q, k: (
         s + (~bytes_[q]) + (bytes_[q] + bytes_[k]) + (bytes_[k] >> 1) + bytes_[q] * bytes_[k] + bytes_[q] // 3

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from fractions import Fraction
-from numbers import Integral, Real
+from numbers import Integral, Rational, Real
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -57,7 +56,9 @@ def check_number(argument: str, value: object, fix: str) -> None:
     """Raise unless a value is a number or a tensor."""
     if torch.compiler.is_dynamo_compiling():  # which shows numbers of numpy as arrays
         return
-    if isinstance(value, (Real, Tensor, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool | Fraction):
+    is_fraction = isinstance(value, Rational) and not isinstance(value, Integral)  # which torch does not multiply
+    is_number = isinstance(value, (Real, Tensor, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
+    if is_number and not is_fraction:
         return
     found = repr(value) if isinstance(value, (bool, str, type(None))) else described(value)
     fix = f"Pass float({argument})." if hasattr(value, "__float__") and not isinstance(value, bool) else fix
