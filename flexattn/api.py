@@ -69,17 +69,16 @@ from flexattn.call.call import Call, Mod
 from flexattn.call.jagged import from_jagged, to_jagged
 from flexattn.call.layout import KVLayout, LayoutArguments
 from flexattn.call.pose import pose
-from flexattn.call.problem import Problem
 from flexattn.call.unknown_arguments import refuse_unknown
 from flexattn.call.varlen.arguments import batch_of_rows, rows_of_batch
 from flexattn.engines import triton
-from flexattn.engines.autograd import Engine, attention
+from flexattn.engines.autograd import attention
 from flexattn.engines.choice import engine_of, form_for
 from flexattn.engines.repeated_calls import keep, keep_rows, repeated
 from flexattn.errors import ArgumentError, DtypeError, message
 from flexattn.torch_compile.call import traced_call
 from flexattn.torch_compile.recorded import recorded_call
-from flexattn.torch_state.modes import undisturbed, unstored
+from flexattn.torch_state.modes import undisturbed
 from flexattn.torch_state.subclasses import has_no_values
 from flexattn.torch_state.uncompiled import uncompiled
 from flexattn.trace.follow.libraries import frames_of_ours
@@ -355,19 +354,13 @@ def _through_all_stages(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]
     call = Call(*arguments)
     if isinstance(call.query, Tensor) and has_no_values(call.query):
         return recorded_call(call)
-    engine, problem = _posed(call)
+    problem = pose(call)
+    engine = engine_of(problem)
+    problem = form_for(engine, problem)
     result = attention(engine, problem)
     if engine is triton:
         keep(arguments, problem)
     return result
-
-
-@unstored
-def _posed(call: Call) -> tuple[Engine, Problem]:
-    """Return the engine of a call, and its problem in the form that this engine computes."""
-    problem = pose(call)
-    engine = engine_of(problem)
-    return engine, form_for(engine, problem)
 
 
 def _request(return_lse: bool, return_aux: AuxRequest | upstream.AuxRequest | None) -> AuxRequest:

@@ -16,6 +16,7 @@ from flexattn.errors import OptionError, message
 from flexattn.machine.triton_versions import is_interpreting
 from flexattn.options import Options, option
 from flexattn.process.events import fallback
+from flexattn.torch_state.modes import unstored
 from flexattn.torch_state.transforms import is_transforming
 
 ON_TRITON = frozenset(("TRITON", "HOPPER", "TRITON_DECODE"))  # values of BACKEND
@@ -39,6 +40,7 @@ def is_empty(problem: Problem) -> bool:
     return problem.query.numel() == 0 or problem.N == 0
 
 
+@unstored
 def form_for(engine: Engine, problem: Problem) -> Problem:
     """Return the problem as an engine computes it: with its layout, or in dense form (call/dense_form.py)."""
     if _reads_layout(engine, problem):

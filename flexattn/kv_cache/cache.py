@@ -9,6 +9,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
+from flexattn.call.arguments import as_int, fix_of_int
 from flexattn.call.layout import SMALLEST_PAGE, KVLayout
 from flexattn.call.unknown_arguments import refuse_unknown, refuses_unknown
 from flexattn.errors import ArgumentError, CacheFullError, DeviceError, DtypeError, UnsupportedError, message
@@ -94,7 +95,7 @@ class PagedKVCache:
         }  # fmt: skip
         for name, size in sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                fix = f"Pass int({name})." if hasattr(size, "__index__") and size >= 1 else "Pass a size."
+                fix = fix_of_int(name, size, f"Pass int({name})." if (as_int(size) or 0) > 0 else "Pass a size.")
                 raise ArgumentError(message(name, repr(size), "an int from 1 on", fix))
         if page_size < SMALLEST_PAGE or page_size & (page_size - 1):
             fix = "Choose 16, 32, 64, ... tokens."

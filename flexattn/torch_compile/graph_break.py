@@ -37,23 +37,24 @@ def _apart(cause: str, *arguments: Any) -> Results:
 # `uncompiled` writes its reason to the function itself, so each reason needs a function of its own.
 
 
-def _without_private_name(*arguments: Any) -> Results:
-    return _apart("this version of torch lacks a private name", *arguments)
+def _breaking(cause: str, reason: str) -> Callable[..., Results]:
+    """Return a call that torch.compile does not trace: why, for flexattn's events, and for Dynamo's."""
+
+    def call(*arguments: Any) -> Results:
+        return _apart(cause, *arguments)
+
+    return uncompiled(call, reason)
 
 
-call_with_graph_break = uncompiled(
-    _without_private_name,
+call_with_graph_break = _breaking(
+    "this version of torch lacks a private name",
     "this version of torch lacks a private name that flexattn needs inside of torch.compile, so each call of "
     "flex_attention is one graph break. Remove fullgraph=True, or use a version of torch that flexattn is tested with",
 )
 
 
-def _in_a_transform(*arguments: Any) -> Results:
-    return _apart("it is inside of a transform of torch.func", *arguments)
-
-
-call_in_a_transform = uncompiled(
-    _in_a_transform,
+call_in_a_transform = _breaking(
+    "it is inside of a transform of torch.func",
     "a call of flex_attention inside of torch.vmap, torch.func.grad or another transform is one graph break. Remove "
     "fullgraph=True, or leave the transform out of the compiled function",
 )

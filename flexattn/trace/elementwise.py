@@ -157,16 +157,15 @@ def _sinc(x: Expr) -> Expr:
     return where(at_zero, 1.0, angle.apply("sin") / angle)
 
 
-def _fmax(x: Expr, y: Expr) -> Expr:
-    if not x.dtype.is_floating_point:
-        return x.apply(ON_BOOLEANS["maximum"] if x.dtype == torch.bool else "maximum", y)
-    return where((x >= y).apply("or", y.apply("isnan")), x, y)
+def _extreme_but_nan(name: str, wins: str) -> Row:
+    """fmax and fmin: NaN only if both are. Of equal operands, the first has the gradient."""
 
+    def compute(x: Expr, y: Expr) -> Expr:
+        if not x.dtype.is_floating_point:
+            return _extreme(name).compute(x, y)
+        return where(x.apply(wins, y).apply("or", y.apply("isnan")), x, y)
 
-def _fmin(x: Expr, y: Expr) -> Expr:
-    if not x.dtype.is_floating_point:
-        return x.apply(ON_BOOLEANS["minimum"] if x.dtype == torch.bool else "minimum", y)
-    return where((x <= y).apply("or", y.apply("isnan")), x, y)
+    return Row(compute)
 
 
 def _times_log(function: str, pole: float) -> Row:
@@ -208,7 +207,7 @@ ROWS: dict[str, Row] = {
     "reciprocal": Row(lambda x: 1.0 / x), "hypot": Row(_hypot),
     "sinc": Row(_sinc),
     "maximum": _extreme("maximum"), "minimum": _extreme("minimum"),
-    "fmax": Row(_fmax), "fmin": Row(_fmin),
+    "fmax": _extreme_but_nan("maximum", "ge"), "fmin": _extreme_but_nan("minimum", "le"),
     "clamp": Row(_clamp), "clamp_min": Row(_clamp), "clamp_max": Row(lambda x, high: _clamp(x, None, high)),
     "relu": Row(lambda x: where(x <= 0, 0, x)), "hardtanh": Row(_hardtanh),
     "hardsigmoid": Row(lambda x: _hardtanh(x + 3.0, 0.0, 6.0) / 6.0),

@@ -27,7 +27,7 @@ from flexattn.process.places import place
 from flexattn.torch_state.symbols import example
 from flexattn.torch_state.transforms import innermost, is_transformed, transforms
 from flexattn.trace.follow import current_line
-from flexattn.trace.operator_calls import UnknownOperator, ancestors
+from flexattn.trace.operator_calls import UnknownOperator, ancestors, operator_name
 from flexattn.trace.registered import meaning_of
 from flexattn.trace.scalar_tape import NotScalar, ScalarTape
 
@@ -66,7 +66,7 @@ WHETHER_GRADIENT = (
 )
 # Files of torch that ask tensors of a mod whether they require a gradient, and what an error says of it.
 _ASKS_FOR_GRADIENTS = {
-    "eager_transforms.py": ("differentiates with torch.func. Write the derivative."),
+    "eager_transforms.py": "differentiates with torch.func. Write the derivative.",
     str(Path("torch", "autograd", "functional.py")): (
         "differentiates with torch.autograd.functional. Write the derivative."
     ),
@@ -140,9 +140,7 @@ class Interception(TorchFunctionMode):
 
     def _stop_gradients(self, given: list[Tensor]) -> None:
         """Detach the tensors that an operation under torch.no_grad has changed in place."""
-        from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-        mode = get_proxy_mode()
+        mode = _proxy_mode()
         if mode is None:
             return
         known = mode.tracer.tensor_tracker
@@ -164,14 +162,12 @@ class Interception(TorchFunctionMode):
 
     def _may_learn(self, tensor: Tensor) -> bool:
         """Return whether a tensor is computed from the score, or from captured tensors that require a gradient."""
-        from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-        mode = get_proxy_mode()
+        mode = _proxy_mode()
         if mode is None:
             raise NotScalar
         known = mode.tracer.tensor_tracker
         captured = {known[fake].proxy.node: real for real, fake in self.replacement.values() if fake in known}
-        sources = ancestors([known[tensor].proxy.node], lambda node: "detach" in str(node.target))
+        sources = ancestors([known[tensor].proxy.node], lambda node: operator_name(node) == "detach")
         return any(
             captured[n].requires_grad if n in captured else n.meta["val"].is_floating_point()
             for n in sources if n.op == "placeholder" and isinstance(n.meta.get("val"), Tensor)
@@ -202,9 +198,7 @@ class Interception(TorchFunctionMode):
         """Return the graph in which operators are recorded now."""
         if self.tape is not None:
             return self.tape.graph
-        from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-        mode = get_proxy_mode()
+        mode = _proxy_mode()
         return None if mode is None else mode.tracer.graph
 
     def note_line(self) -> None:
@@ -221,6 +215,13 @@ class Interception(TorchFunctionMode):
             for node in made:
                 if _changes_values(node) and node.args[0] not in made:
                     node.meta[NO_GRAD] = True
+
+
+def _proxy_mode() -> Any:
+    """Return the mode of make_fx that records operators, None on a ScalarTape. The import takes a second."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode()
 
 
 def _changes_values(node: fx.Node) -> bool:
@@ -350,13 +351,12 @@ def _count(data: Any) -> int:
 
 def _constant(data: Any, dtype: Any, device: Any) -> Tensor:
     """Return a tensor of plain numbers as one constant node. It is created once, not once per call."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():
         kept = torch.tensor(data, dtype=dtype, device=device)
     shown = torch.ops.aten.alias.default(kept)
-    mode = get_proxy_mode()
+    mode = _proxy_mode()
     assert mode is not None
     next(iter(reversed(mode.tracer.graph.nodes))).meta[CONSTANT] = kept
     return shown
@@ -392,9 +392,7 @@ def _as_array(
 
 def _detach_in_place(x: Tensor) -> Tensor:
     """x.detach_(): from now on x is its detached value."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-    mode = get_proxy_mode()
+    mode = _proxy_mode()
     if mode is None:
         raise NotScalar
     known = mode.tracer.tensor_tracker

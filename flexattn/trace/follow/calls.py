@@ -158,9 +158,7 @@ class Calls(Operators):
         if issubclass(cls, torch.autograd.Function) or cls.__module__.partition(".")[0] == "torch":
             return self._call_torch(cls, args, kwargs)
         if not _is_heap_type(cls) or issubclass(cls, BaseException):
-            if all(self.is_data(self.deep_contents(a)) for a in (*args, *kwargs.values())) or issubclass(
-                cls, BaseException
-            ):
+            if self._takes_data(args, kwargs) or issubclass(cls, BaseException):
                 return cls(*map(self.for_python, args), **{k: self.for_python(v) for k, v in kwargs.items()})
             return self.call_unknown(cls, args, kwargs)
         of_meta = self.class_attribute(type(cls), "__call__")
@@ -246,10 +244,13 @@ class Calls(Operators):
         descriptor = cls.__dict__.get(function.__name__)
         if type(descriptor) in (types.MethodDescriptorType, types.WrapperDescriptorType):
             return self.call(descriptor, (owner, *args), kwargs)
-        is_data = all(self.is_data(self.deep_contents(a)) for a in (*args, *kwargs.values()))
-        if isinstance(owner, type) and not owner.__flags__ & HEAP_TYPE and is_data:  # dict.fromkeys, int.from_bytes...
+        is_of_python = isinstance(owner, type) and not owner.__flags__ & HEAP_TYPE  # dict.fromkeys, int.from_bytes...
+        if is_of_python and self._takes_data(args, kwargs):
             return function(*map(self.for_python, args), **kwargs)
         return self.call_unknown(function, args, kwargs)
+
+    def _takes_data(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return all(self.is_data(self.deep_contents(a)) for a in (*args, *kwargs.values()))
 
     def _call_module_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = function.__module__ or getattr(function.__self__, "__name__", "") or ""
@@ -266,7 +267,7 @@ class Calls(Operators):
             return known(self, owner, *args, **kwargs)
         if isinstance(owner, Tensor):
             return self._call_torch(method, (owner, *args), kwargs)
-        is_data = all(self.is_data(self.deep_contents(a)) for a in (*args, *kwargs.values()))
+        is_data = self._takes_data(args, kwargs)
         if (is_plain(owner) or isinstance(owner, _IMMUTABLE_OWNERS)) and is_data:
             return method(*map(self.for_python, (owner, *args)), **{k: self.for_python(v) for k, v in kwargs.items()})
         derived = (int, float, str, bytes)  # a guard has checked their values, as for an enum

@@ -554,8 +554,7 @@ def _dict_get(f: Calls, owner: dict[Any, Any], key: Any, default: Any = None) ->
 
 @_method("__contains__", of=_DICTS)
 def _dict_contains(f: Calls, owner: dict[Any, Any], key: Any) -> bool:
-    key = f.for_python(key)
-    f.check_key(key, owner)
+    key = f.own_key(owner, key)
     found = dict.__contains__(owner, key)
     f.record.check(owner, "dict.__contains__({}, {}) is {}", key, found)
     return found
