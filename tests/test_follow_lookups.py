@@ -114,3 +114,24 @@ def test_objects_that_are_indices(name: str) -> None:
         factor = float(read(width))
         torch.testing.assert_close(found, flex_attention(x, x, x, lambda s, b, h, q, k, factor=factor: s * factor))
     assert traced == 0
+
+
+SLICED: dict[str, Callable[[slice], Any]] = {
+    "tensor": lambda part: TABLE[part].sum(),
+    "tuple of indices": lambda part: TABLE[None][0, part].sum(),
+    "list": lambda part: sum([2.0, 4.0, 8.0][part]),
+}
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_slices_that_end_at_objects(name: str) -> None:
+    read, width, x = SLICED[name], Width(1), torch.randn(1, 1, 4, 8)
+    part = slice(width, None)
+
+    def scaled(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * read(part)
+
+    for width.n in (1, 2, 0):
+        factor = float(read(part))
+        expected = flex_attention(x, x, x, lambda s, b, h, q, k, factor=factor: s * factor)
+        torch.testing.assert_close(flex_attention(x, x, x, scaled), expected)

@@ -120,7 +120,8 @@ class Operators(Attributes):
         if kind is dict:
             return {k: self.deep_contents(v) for k, v in value.items()}
         if kind is slice:
-            return slice(*map(self.as_index, (value.start, value.stop, value.step)))
+            parts = [self.record.read(value, f"{{}}.{x}", getattr(value, x)) for x in ("start", "stop", "step")]
+            return slice(*map(self.as_index, parts))
         return value
 
     def as_index(self, value: Any) -> Any:

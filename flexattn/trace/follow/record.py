@@ -254,7 +254,7 @@ class ReadLog:
         if any(value is s for s in _SINGLETONS):
             self._line(f"if {text} is not {value!r}: return None")
             return value
-        if kind in (int, float) or kind in _VALUES:
+        if kind in (int, float) or (kind in _VALUES and not _has_objects(value)):
             variable = self._temporary(text)
             self._line(
                 f"if type({variable}) is not {self.constant(kind)} or {self._differs(variable, value)}: return None"
@@ -369,6 +369,13 @@ def _is_marshalled(value: Any) -> bool:
     if kind is dict:
         return all(map(_is_marshalled, value)) and all(map(_is_marshalled, value.values()))
     return value is None or kind in (bool, int, float, complex, str, bytes)
+
+
+def _has_objects(value: Any) -> bool:
+    """Return whether a slice ends at objects with `__index__`. Equal slices of the same objects may then differ."""
+    if type(value) is not slice:
+        return False
+    return not all(part is None or type(part) is int for part in (value.start, value.stop, value.step))
 
 
 def _name_of(key: Any, owner: str) -> str:
