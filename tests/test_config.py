@@ -130,7 +130,7 @@ def test_without(value, names):
 
 
 def test_without_what_does_not_exist():
-    names = "bits, fixed_reference, hopper, one_launch, stripes"
+    names = "bits, early_keys, fixed_reference, hopper, one_launch, stripes"
     with pytest.raises(ArgumentError, match=f"FLEXATTN_WITHOUT: found 'tma', expected names of {names}"):
         read_settings({"FLEXATTN_WITHOUT": "stripes,tma"})
 

@@ -84,6 +84,17 @@ def test_equals_the_reference(name: str) -> None:
     check(make_call(at, sizes, score, mask), loose=True)
 
 
+LONG = ["plain", "causal", "documents", "rows without a key", "softcap", "D 96", "infinite past the end, any mask"]
+
+
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "causal", LONG))
+def test_keys_in_one_buffer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with long rows: the next tile of keys is loaded when dq has read the current one."""
+    monkeypatch.setattr(hopper, "SHORT_ROWS", {})
+    sizes, score, mask = CASES[name]
+    check(make_call(AT, sizes, score, mask), loose=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "documents", "softcap", "D 96", "D 80 and 72", "D 192", "D 144 and 40"])
 def test_two_kernels_of_the_backward(name: str) -> None:
@@ -93,9 +104,12 @@ def test_two_kernels_of_the_backward(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("prefetches", [True, False])
 @pytest.mark.parametrize("name", ["plain", "causal", "by batch and head", "D 96"])
-def test_stripes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stripes(name: str, prefetches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     choose_stripes(monkeypatch)
+    if not prefetches:
+        monkeypatch.setattr(hopper, "SHORT_ROWS", {})
     sizes, score, mask = CASES[name]
     call = make_call(AT, sizes, score, mask)
     inputs = [x.requires_grad_() for x in (call.query, call.key, call.value)]
@@ -363,12 +377,37 @@ def test_each_copy_may_be_late(skips_halves: bool) -> None:
         assert relative_rmse(out, expected) < 5e-3, late
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_warps_in_any_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+ORDERS = [(seed, D, prefetches) for seed in range(3) for D in (64, 96, 128) for prefetches in (True, False)]
+
+
+@pytest.mark.parametrize(("seed", "D", "prefetches"), slow_unless(lambda x: x[1] == 64 and x[0] < 2, ORDERS))
+def test_warps_in_any_order(seed: int, D: int, prefetches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two programs take several tiles each. Any of their warps may be far ahead of the others."""
     monkeypatch.setattr(launch, "processors", lambda device: 2)
+    if not prefetches:
+        monkeypatch.setattr(hopper, "SHORT_ROWS", {})
     with any_order(seed):
-        check(make_call(AT, Sizes(1, 1, 1, 390, 400, 64, 64), None, "causal"), loose=True)
+        check(make_call(AT, Sizes(1, 1, 1, 390, 400, D, D), None, "causal"), loose=True)
+
+
+ROLES = (
+    range(4),
+    range(4, 8),
+    range(8, 12),
+    range(12, 13),
+    range(13, 14),
+)  # of keys, keys, queries; producer, scheduler
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("warps", ROLES, ids=str)
+@pytest.mark.parametrize(("D", "mask"), [(64, None), (96, "document"), (128, "causal")])
+def test_prefetched_keys_with_one_role_behind(
+    D: int, mask: str | None, warps: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "processors", lambda device: 2)
+    with behind(warps):
+        check(make_call(AT, Sizes(1, 2, 1, 270, 400, D, D), None, mask), loose=True)
 
 
 def check_trailing_values(fixed: bool, monkeypatch: pytest.MonkeyPatch, D: int = 128, Dv: int = 128) -> None:

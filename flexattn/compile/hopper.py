@@ -33,8 +33,10 @@ from flexattn.compile.plan import has_descriptor, token_tile
 from flexattn.compile.stripes import stripe_of
 from flexattn.compile.tiles import Tile
 from flexattn.graph.dependence import computed_from, loads_per_pair
+from flexattn.graph.row_bounds import longest_row
 from flexattn.machine.hopper_kernels import no_hopper_kernels
 from flexattn.options import option
+from flexattn.process.config import settings
 from flexattn.process.frozen_class import frozen
 
 # Forward tiles by widths. BLOCK_M is HOPPER_ROWS per consumer.
@@ -83,6 +85,10 @@ BACKWARD_TILES: dict[tuple[int, int], Tile] = {
     (96, 96): Tile(64, 128, 4, 3),
     (128, 128): Tile(64, 128, 4, 2),
 }
+# Up to this many queries for a tile of keys, or half as many of a window, the next tile of keys is loaded during the
+# current one. Time relative to that without, causal: D 64, 512 tokens 0.91, 1,024 0.93, 2,048 0.96, 8,192 1.02; D 96,
+# 1,024 0.96, 2,048 0.98; D 128, 1,024 0.97, 2,048 1.02.
+SHORT_ROWS: dict[tuple[int, int], int] = {(64, 64): 2048, (96, 96): 2048, (128, 128): 1024}
 WIDE_TILES: dict[tuple[int, int], Tile] = {(192, 128): Tile(64, 64, 4, 2), (256, 256): Tile(64, 64, 4, 2)}
 DKDV_TILES = BACKWARD_TILES | {(192, 128): Tile(64, 128, 4, 2)}  # of dk and dv alone
 KEYS_REGISTERS, QUERIES_REGISTERS = 208, 64
@@ -234,8 +240,26 @@ def _with_tile(form: HopperForm, plan: KernelPlan, problem: Problem) -> KernelPl
     if unknown:
         return f"it does not support {', '.join(unknown)}"
     plan = _with_bits(form, plan, problem)
-    plan = plan.with_fields(fixed_reference=spec is HOPPER_FORWARD and fixes_reference(plan, problem))
+    plan = plan.with_fields(
+        fixed_reference=spec is HOPPER_FORWARD and fixes_reference(plan, problem),
+        prefetches_keys=_prefetches_keys(plan, problem),
+    )
     return plan.with_fields(tile=_tile_of(form, plan, problem))
+
+
+def _prefetches_keys(plan: KernelPlan, problem: Problem) -> bool:
+    """Return whether a backward loads the next tile of keys during the current one, which then has few queries."""
+    known = plan.widths in plan.spec.prefetch_rings and plan.widths in SHORT_ROWS
+    if not known or "early_keys" in settings().without:
+        return False
+    blocks, mask, most = problem.block_mask, problem.mask, SHORT_ROWS[plan.widths]
+    (B, Hq, M, _), (B_kv, Hkv, _, _) = problem.query.shape, problem.key.shape
+    longest = M if blocks is None or blocks.reach is None else blocks.reach
+    repeats = B * Hq // max(B_kv * Hkv, 1)
+    if longest * repeats > most and mask is not None:
+        window = longest_row(mask.graph, mask.numbers)
+        longest = longest if window is None else min(longest, 2 * window)
+    return longest * repeats <= most
 
 
 def _with_bits(form: HopperForm, plan: KernelPlan, problem: Problem) -> KernelPlan:

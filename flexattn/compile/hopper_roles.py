@@ -199,15 +199,16 @@ def _hopper_backward_names(plan: KernelPlan) -> _Own:
         # use.
         constants=[
             *own.constants, ("RECORDS", RECORDS), ("EARLY", EARLY), ("TAIL", TAIL),
-            ("FILLED", min(plan.rings.queries, plan.tile.num_stages)),
+            ("FILLED", min(plan.rings.queries, plan.tile.num_stages)), ("KEY_STAGES", plan.rings.keys),
         ],
         buffers=(
             *own.buffers, "k_full", "k_empty", "v_full", "v_empty",
-            *(("ds_rows", "dk_stored") if plan.adds_dq else ()), *(("sum_full",) if plan.spec.owns_dq else ()),
+            *(("ds_rows", "k_read" if plan.prefetches_keys else "dk_stored") if plan.adds_dq else ()),
+            *(("sum_full",) if plan.spec.owns_dq else ()),
             "work", "work_full", "work_empty", "tile_numbers", "query_numbers",
         ),
         names=own.names | {
-            "key_stages": plan.rings.keys, "counts_rows": False,
+            "key_stages": plan.rings.keys, "frees_values": plan.prefetches_keys, "counts_rows": False,
             # Expressions. With one buffer for keys, its phase is that of the values.
             "k_slot": "k_slot" if plan.rings.keys > 1 else "0",
             "k_phase": "k_phase" if plan.rings.keys > 1 else "v_phase",
@@ -253,7 +254,7 @@ _OF_DQ = ("ds_bufs", "dq_bufs", "ds_full", "ds_empty")
 def _hopper_wide_names(plan: KernelPlan) -> _Own:
     own = _hopper_backward_names(plan)
     # ds_rows is a ring of its own: here a tile of dO may be free before dS of an earlier one is read.
-    constants = [("DS_STAGES", plan.rings.ds), ("DS_ROWS", 8), ("KEY_STAGES", plan.rings.keys)]
+    constants = [("DS_STAGES", plan.rings.ds), ("DS_ROWS", 8)]
     return replace(
         own,
         constants=[*own.constants, *constants],

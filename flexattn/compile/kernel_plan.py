@@ -84,6 +84,8 @@ class KernelSpec:
     # Widths of its tiles, (of q and k, of v), if it is a Gluon kernel: ascending. TMA pads narrower heads with zeros.
     widths: tuple[tuple[int, int], ...] = ()
     rings: Mapping[tuple[int, int], Rings] = field(default_factory=dict)  # by widths, if programs own keys
+    # The same if the next tile of keys is loaded during the current one, for the widths where both fit.
+    prefetch_rings: Mapping[tuple[int, int], Rings] = field(default_factory=dict)
     fills_padding: bool = False  # its programs also own the padding after the last row
     # Programs own queries of all heads that share a key head, and one split of the keys. merge_splits follows.
     splits_keys: bool = False
@@ -152,6 +154,7 @@ class KernelPlan:
     batch_invariant: bool = False
     # Weights of most tiles are relative to an earlier maximum. Tiles whose sums overflow are computed again.
     fixed_reference: bool = False
+    prefetches_keys: bool = False  # Hopper's backward loads the next tile of keys during the current one
     integer_sums: bool = False  # gradients of captured tensors are summed as integers, for deterministic algorithms
 
     def with_fields(self, **changes: object) -> KernelPlan:
@@ -236,7 +239,7 @@ class KernelPlan:
     @property
     def rings(self) -> Rings:
         """Ring sizes of Hopper's backward."""
-        return self.spec.rings[self.widths]
+        return (self.spec.prefetch_rings if self.prefetches_keys else self.spec.rings)[self.widths]
 
     @property
     def key_stages(self) -> int:
@@ -380,6 +383,8 @@ class KernelPlan:
             lines.append("    order    batch-invariant: keys ascending, nothing fused")
         if self.fixed_reference:
             lines.append("    maxima   of some tiles of keys; a tile of queries whose sums overflow is computed again")
+        if self.prefetches_keys:
+            lines.append("    keys     of the next tile are loaded during the current one: it has few tiles of queries")
         if self.is_hopper and self.pairs > 1:
             lines.append(f"    roles    {self.pairs} pairs of consumers, each with tiles of its own")
         if self.adds_dq:

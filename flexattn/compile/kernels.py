@@ -407,6 +407,11 @@ HOPPER_DQ = KernelSpec(
 )  # fmt: skip
 
 _KEY_RINGS = {(64, 64): Rings(4, 3, 3, 2), (96, 96): Rings(4, 3, 3, 3), (128, 128): Rings(3, 2, 2, 4)}
+_PREFETCH_RINGS = {
+    (64, 64): Rings(4, 3, 3, 2, keys=2),
+    (96, 96): Rings(3, 3, 3, 3, keys=2),
+    (128, 128): Rings(3, 2, 2, 2, keys=2),
+}
 _DKDV_RINGS = _KEY_RINGS | {(192, 128): Rings(3, 2)}
 # At 256 the rings fill 226 of 227 KB.
 _WIDE_RINGS = {(192, 128): Rings(2, 2, 2, 6, keys=2), (256, 256): Rings(2, 2, 1, 2)}
@@ -437,6 +442,7 @@ HOPPER_BACKWARD = replace(
     gradients=("dq", "dk", "dv"),
     widths=tuple(_KEY_RINGS),
     rings=_KEY_RINGS,
+    prefetch_rings=_PREFETCH_RINGS,
 )
 HOPPER_BACKWARD_STRIPES = replace(
     HOPPER_BACKWARD,
@@ -446,6 +452,8 @@ HOPPER_BACKWARD_STRIPES = replace(
         # It stores dq with its first tile of keys.
         *[o for o in HOPPER_BACKWARD.operands[1:] if o not in (HALVES, TOKEN_TILES)],
     ),
+    # At D 128 not: four buffers hold a sum of dq that is loaded.
+    prefetch_rings={widths: _PREFETCH_RINGS[widths] for widths in ((64, 64), (96, 96))},
     owns_dq=True,
     token_tiles=False,
 )  # fmt: skip
@@ -455,6 +463,7 @@ HOPPER_BACKWARD_WIDE = replace(
     operands=tuple([o for o in HOPPER_BACKWARD.operands if o not in (BITS, HALVES, TOKEN_TILES)]),
     widths=tuple(_WIDE_RINGS),
     rings=_WIDE_RINGS,
+    prefetch_rings={},
     token_tiles=False,
 )
 # The last step after HOPPER_BACKWARD: its float32 sums of dq -> dq.

@@ -17,7 +17,8 @@ _FALSE = frozenset({"", "0", "false", "off", "no"})
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 CACHE_SIZE = 2**30  # default FLEXATTN_CACHE_SIZE in bytes, enough for thousands of kernels
 
-MECHANISMS = ("bits", "fixed_reference", "hopper", "one_launch", "stripes", "tiles")  # what FLEXATTN_WITHOUT may name
+# What FLEXATTN_WITHOUT may name.
+MECHANISMS = ("bits", "early_keys", "fixed_reference", "hopper", "one_launch", "stripes", "tiles")
 
 COMPILE_PROCESSES = 4  # default FLEXATTN_COMPILE_PROCESSES; a training step needs at most that many large kernels
 
