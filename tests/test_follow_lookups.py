@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import flexattn
 from flexattn import flex_attention
+from flexattn.errors import ModError
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,11 @@ class Width:
         return self.n
 
 
+class Two(int):
+    def __index__(self) -> int:  # Python does not call it: this is an int
+        return 0
+
+
 TABLE = torch.tensor([2.0, 4.0, 8.0])
 INDEXED: dict[str, Callable[[Any], Any]] = {
     "slice": lambda w: sum((2, 4, 8)[w:]),
@@ -120,6 +127,7 @@ SLICED: dict[str, Callable[[slice], Any]] = {
     "tensor": lambda part: TABLE[part].sum(),
     "tuple of indices": lambda part: TABLE[None][0, part].sum(),
     "list": lambda part: sum([2.0, 4.0, 8.0][part]),
+    "its start": lambda part: TABLE[part.start],
 }
 
 
@@ -135,3 +143,36 @@ def test_slices_that_end_at_objects(name: str) -> None:
         factor = float(read(part))
         expected = flex_attention(x, x, x, lambda s, b, h, q, k, factor=factor: s * factor)
         torch.testing.assert_close(flex_attention(x, x, x, scaled), expected)
+
+
+PARTS: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {  # what is read, and two objects that are equal in part
+    "ranges": (lambda x: x.stop, range(0, 3, 2), range(0, 4, 2)),
+    "empty ranges": (lambda x: x.stop, range(3, 3), range(0)),
+    "kinds of numbers": (lambda x: 5 if x.start is True else 3, slice(1, 2), slice(True, 2)),
+    "arrays": (lambda x: len(range(x)) + TABLE[x:].sum(), np.array(1), np.array(2)),
+    "lengths of arrays": (lambda x: torch.ones(x).sum(), np.array(1), np.array(2)),
+    "integers with their own __index__": (lambda x: sum([2, 4, 8][x:]), Two(2), Two(1)),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.filterwarnings("ignore::flexattn.errors.RetraceWarning")  # numpy's arrays
+def test_what_equality_does_not_compare(name: str) -> None:
+    read, *values = PARTS[name]
+    box, x = {"x": values[0]}, torch.randn(1, 1, 4, 8)
+
+    def scaled(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * read(box["x"])
+
+    for box["x"] in values:
+        factor = float(read(box["x"]))
+        expected = flex_attention(x, x, x, lambda s, b, h, q, k, factor=factor: s * factor)
+        torch.testing.assert_close(flex_attention(x, x, x, scaled), expected)
+
+
+@pytest.mark.parametrize("read", [lambda n: TABLE[n:], lambda n: TABLE[None][0, :n], lambda n: TABLE[slice(n, None)]])
+def test_captured_tensors_as_ends_of_slices_are_errors(read: Callable[[Tensor], Tensor]) -> None:
+    """Torch reads their values, which a guard does not see."""
+    x, n = torch.randn(1, 1, 4, 8), torch.tensor(1)
+    with pytest.raises(ModError, match=r"n = int\(t\) outside of the mod"):
+        flex_attention(x, x, x, lambda s, b, h, q, k: s * read(n).sum())

@@ -12,7 +12,7 @@ from kernel_cases import MASKS, SCORES, Call, Setting, Sizes, check, determinist
 from torch import Tensor
 
 from flexattn import AuxRequest, BlockMask, create_block_mask, explain, flex_attention, mods, varlen_attn
-from flexattn.compile import stripes
+from flexattn.compile import hopper, stripes
 from flexattn.errors import UnsupportedError
 from flexattn.runtime.launch import forget_launches
 
@@ -40,14 +40,25 @@ def stripes_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget_launches()
 
 
-@pytest.fixture(params=["fused", "pair", "stripes"])
+@pytest.fixture
+def keys_in_one_buffer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Load the next keys when the current ones are read, as with long rows."""
+    monkeypatch.setattr(hopper, "SHORT_ROWS", {})
+    forget_launches()
+    yield
+    forget_launches()
+
+
+@pytest.fixture(params=["fused", "late keys", "pair", "stripes"])
 def backward(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Take gradients by one kernel (with or without stripes), or by those of deterministic mode; say which.
+    """Take gradients by one kernel (three forms), or by those of deterministic mode; say which.
 
     The reference may not know deterministic mode.
     """
     if request.param == "stripes":
         request.getfixturevalue("stripes_everywhere")
+    if request.param == "late keys":
+        request.getfixturevalue("keys_in_one_buffer")
 
     def results(call: Call, dtype: torch.dtype | str | None) -> tuple[Tensor | None, ...]:
         with deterministic(dtype == "ours" and request.param == "pair"):
@@ -67,7 +78,8 @@ def forced(name: str, backward: str) -> tuple[tuple[str, str], ...]:
     with deterministic(backward == "pair"):
         kernels = [plan.spec.name for plan in explain(q, q, q, score_mod, target="sm_90").plans]
     gradients = {
-        "fused": {"hopper_backward"}, "stripes": {"hopper_backward_stripes"}, "pair": {"hopper_dq", "hopper_dkdv"}
+        "fused": {"hopper_backward"}, "late keys": {"hopper_backward"}, "stripes": {"hopper_backward_stripes"},
+        "pair": {"hopper_dq", "hopper_dkdv"},
     }  # fmt: skip
     phases = {"fwd_BACKEND": "hopper_forward" in kernels, "bwd_BACKEND": gradients[backward] <= set(kernels)}
     return tuple((option, "HOPPER") for option, here in phases.items() if here)

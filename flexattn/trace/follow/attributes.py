@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flexattn.trace.follow.libraries import HEAP_TYPE, is_library
 from flexattn.trace.follow.lifted import LIFTED, from_symbol, literal
-from flexattn.trace.follow.record import ReadLog
+from flexattn.trace.follow.record import ENDS, ReadLog
 
 MISSING: Any = object()
 
@@ -103,6 +103,8 @@ class Attributes:
             return self._of_tensor(value, name)
         if isinstance(value, LIFTED):
             return getattr(literal(value), name)
+        if kind is slice and name in ENDS:
+            return self.record.read(value, f"{{}}.{name}", getattr(value, name), name)
         if kind in _IMMUTABLE or kind in BUILTIN_CONTAINERS:
             return getattr(value, name)
         if isinstance(value, types.ModuleType) and (kind is types.ModuleType or is_library(value.__name__)):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexattn.trace.follow.attributes import BUILTIN_CONTAINERS, MISSING, Attributes, Refusal
 from flexattn.trace.follow.lifted import LIFTED, calculate, compare, is_python_int, literal, symbolic
-from flexattn.trace.follow.record import MOST_LIFTED
+from flexattn.trace.follow.record import ENDS, MOST_LIFTED
 
 # Symbol in the source -> function, method, reflected method.
 BINARY: dict[str, tuple[Callable[..., Any], str, str]] = {
@@ -120,13 +120,18 @@ class Operators(Attributes):
         if kind is dict:
             return {k: self.deep_contents(v) for k, v in value.items()}
         if kind is slice:
-            parts = [self.record.read(value, f"{{}}.{x}", getattr(value, x)) for x in ("start", "stop", "step")]
+            parts = [self.record.read(value, f"{{}}.{x}", getattr(value, x)) for x in ENDS]
+            for part in parts:
+                if isinstance(part, Tensor):
+                    part.item()  # raises a ModError, where torch would read the value
             return slice(*map(self.as_index, parts))
         return value
 
     def as_index(self, value: Any) -> Any:
         """Return what `operator.index` does for an object of the user; other values as Python's C code takes them."""
-        if not isinstance(value, (*LIFTED, Tensor)) and not is_plain(value):
+        if isinstance(value, np.ndarray):
+            self.unguarded("it reads a numpy array")
+        elif not isinstance(value, (*LIFTED, Tensor, int)) and not is_plain(value):
             method = self.special(value, "__index__")
             if isinstance(getattr(method, "__func__", None), types.FunctionType):
                 value = self.returned(self.call(method, ()), "__index__", int)

@@ -33,6 +33,7 @@ _SINGLETONS: tuple[Any, ...] = (None, True, False, ..., NotImplemented)
 _VALUES: frozenset[type] = frozenset((
     str, bytes, complex, range, torch.Size, torch.finfo, torch.iinfo, slice, types.CodeType,
 ))  # fmt: skip
+ENDS = ("start", "stop", "step")  # of a slice
 _TORCH_CONSTANTS: frozenset[type] = frozenset((torch.dtype, torch.device, torch.layout, torch.memory_format))
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
@@ -279,6 +280,8 @@ class ReadLog:
     def _differs(self, variable: str, value: Any) -> str:
         if type(value) is float and (value != value or value == 0):  # nan, and 0.0 as opposed to -0.0
             return f"repr({variable}) != {repr(value)!r}"
+        if type(value) in (range, slice):  # range(3, 3) == range(0), and slice(1) == slice(True)
+            return f"repr({variable}) != {repr(value)!r}"
         return f"{variable} != {self.text_of(value) if type(value) is not float else self.constant(value)}"
 
     def _lift(self, text: str, value: int | float, original: Any, name: str) -> Any:
@@ -375,7 +378,8 @@ def _has_objects(value: Any) -> bool:
     """Return whether a slice ends at objects with `__index__`. Equal slices of the same objects may then differ."""
     if type(value) is not slice:
         return False
-    return not all(part is None or type(part) is int for part in (value.start, value.stop, value.step))
+    parts = (getattr(value, name) for name in ENDS)
+    return not all(part is None or type(part) is int for part in parts)
 
 
 def _name_of(key: Any, owner: str) -> str:
