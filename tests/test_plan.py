@@ -127,6 +127,8 @@ def test_every_field_is_in_the_key():
     """Two plans that differ give kernels that differ."""
     forward, delta, dq, dkdv = plans_of()
     gluon = plans_of(fwd_BACKEND="HOPPER", dtype=torch.bfloat16)[0]
+    q = torch.zeros(1, 4, 256, 64, dtype=torch.bfloat16, requires_grad=True)
+    fused = explain(q, q, q, target="sm_90", kernel_options={"BACKEND": "HOPPER"}).plans[2]
     mod, mask = forward.score, forward.mask
     assert mod is not None and mask is not None
     changes: dict[str, tuple[KernelPlan, object]] = {
@@ -141,6 +143,7 @@ def test_every_field_is_in_the_key():
         "intervals": (replace(forward, spec=FORWARD_SPLIT, tma=False, blocks=None), True),
         "integer_sums": (dq, True), "batch_invariant": (dq, True),
         "fixed_reference": (gluon, True), "token_tile": (gluon, (16, 8)),
+        "prefetches_keys": (fused, False),
     }  # fmt: skip
     assert changes.keys() == {f.name for f in fields(KernelPlan)}
     for name, (plan, value) in changes.items():
