@@ -256,7 +256,7 @@ def _prefetches_keys(plan: KernelPlan, problem: Problem) -> bool:
     (B, Hq, M, _), (B_kv, Hkv, _, _) = problem.query.shape, problem.key.shape
     longest = M if blocks is None or blocks.reach is None else blocks.reach
     repeats = B * Hq // max(B_kv * Hkv, 1)
-    if longest * repeats > most and mask is not None:
+    if longest * repeats > most and mask is not None:  # in a window, a key has as many queries as a query has keys
         window = longest_row(mask.graph, mask.numbers)
         longest = longest if window is None else min(longest, 2 * window)
     return longest * repeats <= most

@@ -208,7 +208,7 @@ def _hopper_backward_names(plan: KernelPlan) -> _Own:
             "work", "work_full", "work_empty", "tile_numbers", "query_numbers",
         ),
         names=own.names | {
-            "key_stages": plan.rings.keys, "frees_values": plan.prefetches_keys, "counts_rows": False,
+            "key_stages": plan.rings.keys, "prefetches_keys": plan.prefetches_keys, "counts_rows": False,
             # Expressions. With one buffer for keys, its phase is that of the values.
             "k_slot": "k_slot" if plan.rings.keys > 1 else "0",
             "k_phase": "k_phase" if plan.rings.keys > 1 else "v_phase",

@@ -120,7 +120,7 @@ class Operators(Attributes):
         if kind is dict:
             return {k: self.deep_contents(v) for k, v in value.items()}
         if kind is slice:
-            parts = [self.record.read(value, f"{{}}.{x}", getattr(value, x)) for x in ENDS]
+            parts = [self.get_attribute(value, name) for name in ENDS]
             for part in parts:
                 if isinstance(part, Tensor):
                     part.item()  # raises a ModError, where torch would read the value

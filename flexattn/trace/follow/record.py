@@ -278,9 +278,8 @@ class ReadLog:
         return variable
 
     def _differs(self, variable: str, value: Any) -> str:
-        if type(value) is float and (value != value or value == 0):  # nan, and 0.0 as opposed to -0.0
-            return f"repr({variable}) != {repr(value)!r}"
-        if type(value) in (range, slice):  # range(3, 3) == range(0), and slice(1) == slice(True)
+        # Equal values may differ: 0.0 and -0.0, range(3, 3) and range(0), slice(1) and slice(True).
+        if (type(value) is float and (value != value or value == 0)) or type(value) in (range, slice):
             return f"repr({variable}) != {repr(value)!r}"
         return f"{variable} != {self.text_of(value) if type(value) is not float else self.constant(value)}"
 
