@@ -14,6 +14,7 @@ from torch import Tensor
 from flexattn import AuxRequest, BlockMask, create_block_mask, explain, flex_attention, mods, varlen_attn
 from flexattn.compile import hopper, stripes
 from flexattn.errors import UnsupportedError
+from flexattn.process.config import settings
 from flexattn.runtime.launch import forget_launches
 
 pytest.importorskip("triton")
@@ -334,6 +335,51 @@ def test_documents_by_their_runs(ascending: bool, offset: int) -> None:
         theirs = torch.autograd.grad(expected, (q, k, v), torch.ones_like(expected))
         for x, y in zip((out, *grads), (expected, *theirs), strict=True):
             assert (x.double() - y).norm() <= 2.0**-7 * y.double().norm()
+
+
+def masks_to_trim(kind: str, S: int, seed: int) -> Callable[..., object]:
+    """Return a mask_mod whose blocks begin and end at any query."""
+    generator = torch.Generator().manual_seed(seed)
+    left, right = torch.randint(0, 400, (2,), generator=generator).tolist()
+    cuts = torch.randint(1, S, (S // 150,), generator=generator).sort().values.unique()
+    edges = torch.cat([torch.tensor([0]), cuts, torch.tensor([S])]).cuda()
+    ids = torch.repeat_interleave(edges.diff())
+    first = edges[ids].int()
+    return {
+        "window": lambda b, h, q_idx, kv_idx: (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right),
+        "distance": lambda b, h, q_idx, kv_idx: abs(q_idx - kv_idx) <= left,
+        "documents": mods.document(ids),
+        "causal documents": mods.document_causal(ids),
+        "bounds of queries": lambda b, h, q_idx, kv_idx: (kv_idx >= first[q_idx]) & (kv_idx <= q_idx + right),
+    }[kind]
+
+
+@pytest.mark.parametrize("form", ["fused", "late keys", "pair"])
+@pytest.mark.parametrize("D", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("kind", ["window", "distance", "documents", "causal documents", "bounds of queries"])
+def test_trimmed_runs_give_the_same_bits(kind: str, D: int, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiles that are left out have no pair, so dk and dv are the same sums."""
+    if form == "late keys":
+        monkeypatch.setattr(hopper, "SHORT_ROWS", {})
+    S = 1400 + 53 * (D // 32)
+    inputs = [x.requires_grad_() for x in big(2, 4, 2, S, D)]
+    mask = create_block_mask(masks_to_trim(kind, S, D), None, None, S, S, device="cuda")
+    found = {}
+    for without in ("trimmed_runs", ""):
+        monkeypatch.setenv("FLEXATTN_WITHOUT", without)
+        settings.cache_clear()
+        forget_launches()
+        with deterministic(form == "pair"):
+            plans = explain(*inputs, None, mask, enable_gqa=True).plans
+            assert [plan.trims_runs for plan in plans if "dk" in plan.spec.gradients] == [not without]
+            out = flex_attention(*inputs, None, mask, enable_gqa=True)
+            found[without] = torch.autograd.grad(out, inputs, torch.cos(out.detach() * 9))
+    monkeypatch.undo()
+    settings.cache_clear()
+    forget_launches()
+    (dq, dk, dv), (dq_all, dk_all, dv_all) = found[""], found["trimmed_runs"]
+    assert torch.equal(dk, dk_all) and torch.equal(dv, dv_all)
+    assert (dq.double() - dq_all.double()).norm() <= 2.0**-9 * dq_all.double().norm()
 
 
 def test_rows_without_a_key_are_zero() -> None:

@@ -29,6 +29,7 @@ from flexattn.compile import fixed_reference, hopper, stripes
 from flexattn.engines import repeated_calls, triton
 from flexattn.errors import MutationError
 from flexattn.explanation import target_named
+from flexattn.graph.equal_runs import EqualRuns
 from flexattn.layout import TiledGrid
 from flexattn.mask_build import create, token_tiles
 from flexattn.mask_build.on_target import as_on_target
@@ -36,6 +37,7 @@ from flexattn.runtime import launch, load
 from flexattn.runtime.launch import forget_launches
 from flexattn.runtime.redone import count_on
 from flexattn.torch_compile import operators
+from flexattn.trace.trace import trace
 
 # numpy's, of masked places and of scores of -inf
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -317,6 +319,58 @@ def test_empty_halves_of_blocks_are_skipped(form: str, D: int, monkeypatch: pyte
         found = both_passes("patches", True, skips_halves=True)
     for of, x, y in zip(("out", "lse", "dq", "dk", "dv"), found, both_passes_dense("patches"), strict=True):
         assert relative_rmse(x, y) < 4e-3, of
+
+
+# Documents of 70 and 230 tokens: queries 0 to 63 have no key from 128 on, 256 to 299 none below 64.
+FIRST = 70
+FIRST_KEY = (torch.arange(300) // FIRST).clamp(max=1).int() * FIRST
+TRIMMED: dict[str, tuple[Mod, Mod | None, Sizes]] = {
+    "window": (lambda b, h, q, kv: abs(q - kv) <= 50, None, Sizes(1, 4, 2, 300, 300, 128, 128)),
+    "window, D 64": (mods.sliding_window(100), None, Sizes(2, 6, 3, 300, 300, 64, 64)),
+    "window, D 192": (lambda b, h, q, kv: abs(q - kv) <= 50, None, Sizes(1, 2, 2, 300, 300, 192, 128)),
+    "window and a condition": (
+        lambda b, h, q, kv: (abs(q - kv) <= 60) & (FIRST_KEY[q] == FIRST_KEY[kv]), mods.softcap(9.0),
+        Sizes(1, 2, 1, 300, 290, 96, 96),
+    ),
+    "runs": (
+        lambda b, h, q, kv: FIRST_KEY[q] == FIRST_KEY[kv], None, Sizes(1, 4, 2, 300, 300, 128, 128),
+    ),
+    "ends of queries": (
+        lambda b, h, q, kv: (kv >= FIRST_KEY[q]) & (kv <= q), None, Sizes(1, 4, 1, 300, 300, 128, 128),
+    ),
+    "ends, D 64": (
+        lambda b, h, q, kv: (kv >= FIRST_KEY[q]) & (kv < q + 20), mods.alibi(4), Sizes(2, 4, 2, 300, 300, 64, 64),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", slow_unless(lambda form: form == "fused", ["fused", "pair", "long rows"]))
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("runs", "ends of queries"), TRIMMED))
+def test_runs_of_partial_blocks_are_trimmed(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mod, score_mod, n = TRIMMED[name]
+    if form == "long rows":
+        monkeypatch.setattr(hopper, "SHORT_ROWS", {})
+    q, k, v, d_out = drawn(n)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    mask = create_block_mask(mod, None, None, n.M, n.N, device="cpu")
+    if name == "runs":
+        ends = torch.where(FIRST_KEY == 0, FIRST, 300).int()
+        mask._remember(trace(mod, "mask"), (EqualRuns(0, torch.stack([FIRST_KEY, ends])),))
+    with deterministic(form == "pair"):
+        plans = explain(*inputs, score_mod, mask, enable_gqa=True, target="sm_90").plans
+        assert [plan.trims_runs for plan in plans if "dk" in plan.spec.gradients] == [True]
+        out = flex_attention(*inputs, score_mod, mask, enable_gqa=True, kernel_options={"BACKEND": "HOPPER"})
+        found = torch.autograd.grad(out, inputs, d_out, retain_graph=True)
+        d_out[:, :, :64] = torch.nan  # of queries that no key of the second and third tile attends to
+        spoiled = torch.autograd.grad(out, inputs, d_out)
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    d_out = drawn(n)[3]
+    dense, _ = reference.attention(*doubles, score_mod, mod)
+    expected = torch.autograd.grad(dense, doubles, d_out.double())
+    for of, x, y in zip(("dq", "dk", "dv"), found, expected, strict=True):
+        assert relative_rmse(x, y) < 6e-3, of
+    for x, y in zip(spoiled[1:], found[1:], strict=True):
+        assert x[:, :, 0].isnan().all() and torch.equal(x[:, :, 128:], y[:, :, 128:])
 
 
 @pytest.mark.slow

@@ -143,7 +143,7 @@ def test_every_field_is_in_the_key():
         "intervals": (replace(forward, spec=FORWARD_SPLIT, tma=False, blocks=None), True),
         "integer_sums": (dq, True), "batch_invariant": (dq, True),
         "fixed_reference": (gluon, True), "token_tile": (gluon, (16, 8)),
-        "prefetches_keys": (fused, False),
+        "prefetches_keys": (fused, False), "trims_runs": (fused, True),
     }  # fmt: skip
     assert changes.keys() == {f.name for f in fields(KernelPlan)}
     for name, (plan, value) in changes.items():

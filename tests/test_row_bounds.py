@@ -17,9 +17,15 @@ from flexattn.call.positions import at_positions
 from flexattn.compile.lower import Dialect
 from flexattn.compile.mod_plan import ModPlan
 from flexattn.compile.plan import number_type
-from flexattn.compile.row_bounds import lower_row_bounds, lower_with_ends, row_ends_of, streamed_ends_of
+from flexattn.compile.row_bounds import (
+    lower_row_bounds,
+    lower_row_interval,
+    lower_with_ends,
+    row_ends_of,
+    streamed_ends_of,
+)
 from flexattn.graph.bound_mod import BoundMod
-from flexattn.graph.row_bounds import longest_row
+from flexattn.graph.row_bounds import is_interval, longest_row, row_bounds
 from flexattn.trace.trace import trace
 
 
@@ -51,7 +57,10 @@ CASES: dict[str, tuple[Any, int, int]] = {
     "exclusive": (lambda b, h, q, k: (k <= q) ^ (k < 5), 1, 1),
     "diagonal": (lambda b, h, q, k: q == k, 1, 1),
     "twice": (lambda b, h, q, k: k + k < q, 1, 1),
-    "difference": (lambda b, h, q, k: (q - k).abs() < 6, 1, 1),
+    "difference": (lambda b, h, q, k: (q - k).abs() < 6, 2, 0),
+    "difference and a sum": (lambda b, h, q, k: (k - q - 2).abs() + h <= 2 * q, 2, 0),
+    "far difference": (lambda b, h, q, k: (q - k).abs() >= 6, 1, 1),
+    "difference that may wrap": (lambda b, h, q, k, w=HUGE: (q - k + w).abs() <= w, 1, 1),
     "floats": (lambda b, h, q, k: q * 0.5 > k, 1, 1),
     "huge window": (lambda b, h, q, k, w=HUGE: (q - k < w) & (k <= q), 2, 0),
     "sum that wraps": (lambda b, h, q, k, w=HUGE: q + w >= k + w, 1, 1),
@@ -112,6 +121,24 @@ def test_ends_of_queries_may_be_computed_before(name: str, columns: str) -> None
         assert torch.equal(found.expand(48, 16), (bound(b, h, q, kv) & (kv < limit)).expand(48, 16))
 
 
+@pytest.mark.parametrize("columns", ["kv_idx", "q_idx"])
+@pytest.mark.parametrize("name", CASES)
+def test_bounds_without_conditions(name: str, columns: str) -> None:
+    mod, bound = traced(name)
+    text = lower_row_interval(mod, "row_interval", Dialect(columns=columns))
+    names: dict[str, Any] = {"tl": TL, "triton": SimpleNamespace(jit=lambda f: f)}
+    exec(text, names)
+    own, streamed = torch.arange(13, 61, dtype=torch.int32)[:, None], torch.arange(80, dtype=torch.int32)[None, :]
+    b, h = (torch.tensor(i, dtype=torch.int32) for i in (1, 2))
+    low, high = names["row_interval"](b, h, own, *bound.numbers)
+    q, kv = (own, streamed) if columns == "kv_idx" else (streamed, own)
+    between = ((low <= streamed) & (streamed < high)).expand(48, 80)
+    pairs = bound(b, h, q, kv).expand(48, 80)
+    assert torch.equal(between & pairs, pairs), text
+    if is_interval(row_bounds(mod.graph, columns)):
+        assert torch.equal(between, pairs), text
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_left_for_each_place(name: str) -> None:
     _, compared, others = CASES[name]
@@ -131,6 +158,7 @@ def test_every_line_is_used(name: str) -> None:
     ("mask", "expected"),
     [
         (mods.sliding_window(4096), 4096),
+        (lambda b, h, q_idx, kv_idx: abs(q_idx - kv_idx) <= 8, 17),
         (mods.and_masks(mods.sliding_window(77), mods.sliding_window(50), mods.causal), 50),
         (mods.and_masks(mods.sliding_window(9), mods.document(torch.arange(100) // 3)), 9),
         (lambda b, h, q_idx, kv_idx: (kv_idx <= 2 * q_idx) & (kv_idx > 2 * q_idx - 9), 9),

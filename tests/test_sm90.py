@@ -73,7 +73,7 @@ def sources(
     masks = {
         "causal": mods.causal, "document": mods.document_causal((torch.arange(S) // 100).int()),
         "ends": lambda b, h, q_idx, kv_idx: (kv_idx < ends[q_idx]) & (kv_idx >= ends[q_idx] - 99),
-        "grid": mods.natten_2d(32, 16, 5),
+        "grid": mods.natten_2d(32, 16, 5), "window": lambda b, h, q_idx, kv_idx: abs(q_idx - kv_idx) <= 50,
     }  # fmt: skip
     score_mod = next((scores[kind] for kind in kinds if kind in scores), None)
     mask_mod = next((masks[kind] for kind in kinds if kind in masks), None)
@@ -170,7 +170,10 @@ PAIRS = [(w, k) for w in PAIRED for k in ("hopper_dq", "hopper_dkdv")]
 PARTS = [("causal 96", "hopper_forward"), ("causal 96", "hopper_backward")]
 IN_TILES = [(f"grid {D}", f"hopper_{kernel}") for D in (64, 128) for kernel in ("forward", "backward")]
 TABLES = [("table 192/128", "hopper_backward_wide")]
-ENDS = [("ends 128", "hopper_backward"), ("ends 64", "hopper_backward"), ("ends 256", "hopper_backward_wide")]
+ENDS = [
+    ("ends 128", "hopper_backward"), ("ends 64", "hopper_backward"), ("ends 256", "hopper_backward_wide"),
+    ("window 128", "hopper_backward"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from flexattn.compile.kernels import (
 from flexattn.compile.plan import has_descriptor, token_tile
 from flexattn.compile.stripes import stripe_of
 from flexattn.compile.tiles import Tile
+from flexattn.compile.trimmed_runs import trims_runs
 from flexattn.graph.dependence import computed_from, loads_per_pair
 from flexattn.graph.row_bounds import longest_row
 from flexattn.machine.hopper_kernels import no_hopper_kernels
@@ -243,6 +244,7 @@ def _with_tile(form: HopperForm, plan: KernelPlan, problem: Problem) -> KernelPl
     plan = plan.with_fields(
         fixed_reference=spec is HOPPER_FORWARD and fixes_reference(plan, problem),
         prefetches_keys=_prefetches_keys(plan, problem),
+        trims_runs=trims_runs(plan, problem),
     )
     return plan.with_fields(tile=_tile_of(form, plan, problem))
 

@@ -6,7 +6,13 @@ import re
 
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.compile.lower import Dialect, lower, lower_score
-from flexattn.compile.row_bounds import lower_row_bounds, lower_with_ends, row_ends_of, streamed_ends_of
+from flexattn.compile.row_bounds import (
+    lower_row_bounds,
+    lower_row_interval,
+    lower_with_ends,
+    row_ends_of,
+    streamed_ends_of,
+)
 from flexattn.graph.row_bounds import is_interval, row_bounds
 
 
@@ -47,6 +53,8 @@ def _lowered(plan: KernelPlan) -> list[str]:
         found.append(
             lower_row_bounds(plan.mask, "mask_mod", dialect.of_masks(ptx=True), limited=limited, rows=plan.transposed)
         )
+        if plan.trims_runs:
+            found.append(lower_row_interval(plan.mask, "row_interval", dialect.of_masks(ptx=True)))
     if plan.score is not None:
         found.append(lower_score(plan.score, "score_mod", dialect))
     if plan.grad is not None and plan.scales_gradient:

@@ -212,7 +212,12 @@ def _hopper_backward_names(plan: KernelPlan) -> _Own:
             # Expressions. With one buffer for keys, its phase is that of the values.
             "k_slot": "k_slot" if plan.rings.keys > 1 else "0",
             "k_phase": "k_phase" if plan.rings.keys > 1 else "v_phase",
-            "numbers": numbers, "recorded": [*numbers, *(["block"] if plan.blocks else [])],
+            "numbers": numbers,
+            "recorded": [
+                *numbers, *(["block"] if plan.blocks else []),
+                *(["first_query", "end_query"] if plan.trims_runs else []),
+            ],
+            "trims_runs": plan.trims_runs,
             "of_queries": ["b", "h", "m0", *(["bits"] if BITS.name in plan.features else [])],
         },
     )  # fmt: skip

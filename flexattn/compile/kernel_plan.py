@@ -155,6 +155,7 @@ class KernelPlan:
     # Weights of most tiles are relative to an earlier maximum. Tiles whose sums overflow are computed again.
     fixed_reference: bool = False
     prefetches_keys: bool = False  # Hopper's backward loads the next tile of keys during the current one
+    trims_runs: bool = False  # Hopper's backward skips the first and last queries of partial blocks without a pair
     integer_sums: bool = False  # gradients of captured tensors are summed as integers, for deterministic algorithms
 
     def with_fields(self, **changes: object) -> KernelPlan:
@@ -385,6 +386,8 @@ class KernelPlan:
             lines.append("    maxima   of some tiles of keys; a tile of queries whose sums overflow is computed again")
         if self.prefetches_keys:
             lines.append("    keys     of the next tile are loaded during the current one: it has few tiles of queries")
+        if self.trims_runs:
+            lines.append("    runs     of partial blocks, without the first and last 64 queries if no pair attends")
         if self.is_hopper and self.pairs > 1:
             lines.append(f"    roles    {self.pairs} pairs of consumers, each with tiles of its own")
         if self.adds_dq:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import replace
 from functools import lru_cache
 
 from flexattn.compile.constants import constants_of
@@ -127,7 +128,7 @@ def _triton_mods(plan: KernelPlan) -> list[str]:
     if plan.mask:
         of_masks = dialect.of_masks(dialect.ptx)
         found.append(
-            lower_row_interval(plan.mask, "row_interval", of_masks)
+            lower_row_interval(plan.mask, "row_interval", replace(of_masks, columns="kv_idx"))
             if plan.intervals
             else lower(plan.mask, "mask_mod", of_masks)
         )

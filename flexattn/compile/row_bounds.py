@@ -28,7 +28,6 @@ from flexattn.graph.row_bounds import (
     bounded_sides,
     conditions_of,
     end_nodes,
-    is_interval,
     row_bounds,
 )  # fmt: skip
 
@@ -62,15 +61,15 @@ def lower_row_bounds(mod: ModPlan, function: str, dialect: Dialect, *, limited: 
 
 
 def lower_row_interval(mod: ModPlan, function: str, dialect: Dialect) -> str:
-    """Return the text of a function of (b, h, q_idx) that returns the keys `low <= kv_idx < high` of each query.
+    """Return the text of a function of (b, h, row) that returns the bounds of each row: `low <= column < high`.
 
-    Either bound may be a number instead of a block. The mask must have no conditions besides its intervals.
+    Either bound may be a number instead of a block. Conditions besides intervals are left out.
     """
-    writer, interval = _RowBounds(mod, dialect), row_bounds(mod.graph, "kv_idx")
-    low, high = writer.ends(interval)
-    assert is_interval(interval)
+    writer = _RowBounds(mod, dialect)
+    low, high = writer.ends(row_bounds(mod.graph, dialect.columns))
     result = f"return {0 if low is None else low}, {_FAR if high is None else high}"
-    return writer.function(function, ["b", "h", "q_idx"], [result])
+    row = "q_idx" if dialect.columns == "kv_idx" else "kv_idx"
+    return writer.function(function, ["b", "h", row], [result])
 
 
 def lower_with_ends(mod: ModPlan, dialect: Dialect) -> tuple[str, str]:

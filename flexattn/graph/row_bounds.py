@@ -15,6 +15,7 @@ from typing import Literal
 from flexattn.graph.linear import COMPARISONS, Linear, is_integer, linear_forms, may_wrap
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.graph.nodes import Const, NumberRef, Operation
+from flexattn.graph.ranges import never_wraps
 from flexattn.process.frozen_class import frozen
 
 _MOST_NESTED = 12  # nesting depth of operations in an interval
@@ -94,8 +95,12 @@ def _interval(graph: ModGraph, column: str, position: int, depth: int) -> RowInt
     if node.op in ("lt", "le", "gt", "ge"):
         forms = linear_forms(graph, frozenset((column,)))
         left, right = (forms[a] for a in node.args)
-        exact = is_integer(graph, node.args[0]) and left.exact and right.exact
-        return _solve(graph, column, *_totals(node.op, left.plus(right, -1))) if exact else None
+        if not (is_integer(graph, node.args[0]) and left.exact and right.exact):
+            return None
+        (total,) = _totals(node.op, left.plus(right, -1))
+        solved = [_solve(graph, column, part) for part in _both_signs(graph, total, column)]
+        known = [part for part in solved if part is not None]
+        return None if len(known) < len(solved) else known[0] if len(known) == 1 else Both(*known)
     if node.op not in ("and", "or", "not") or depth == _MOST_NESTED:
         return None
     found = [_interval(graph, column, a, depth + 1) for a in node.args]
@@ -107,6 +112,17 @@ def _interval(graph: ModGraph, column: str, position: int, depth: int) -> RowInt
     if node.op == "not":
         return Complement(*known) if len(bounded_sides(known[0])) < 2 else None
     return Either(*known) if len(set().union(*map(bounded_sides, known))) < 2 else None
+
+
+def _both_signs(graph: ModGraph, total: Linear, column: str) -> list[Linear]:
+    """Return sums that are all at most 0 if and only if `total` is. abs(x) of the column is replaced by x and by -x."""
+    for n, factor in total.terms:
+        node = graph.nodes[n]
+        if node.op == "abs" and factor == 1 and column in graph.dependence[n] and never_wraps(graph)[n]:
+            inner = linear_forms(graph, frozenset((column,)))[node.args[0]]
+            if inner.exact:
+                return [total.without(n).plus(inner, sign) for sign in (1, -1)]
+    return [total]
 
 
 def bounded_sides(interval: RowInterval) -> frozenset[str]:

@@ -18,7 +18,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 CACHE_SIZE = 2**30  # default FLEXATTN_CACHE_SIZE in bytes, enough for thousands of kernels
 
 # What FLEXATTN_WITHOUT may name.
-MECHANISMS = ("bits", "early_keys", "fixed_reference", "hopper", "one_launch", "stripes", "tiles")
+MECHANISMS = ("bits", "early_keys", "fixed_reference", "hopper", "one_launch", "stripes", "tiles", "trimmed_runs")
 
 COMPILE_PROCESSES = 4  # default FLEXATTN_COMPILE_PROCESSES; a training step needs at most that many large kernels
 
