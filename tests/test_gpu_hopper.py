@@ -371,7 +371,8 @@ def test_trimmed_runs_give_the_same_bits(kind: str, D: int, form: str, monkeypat
         forget_launches()
         with deterministic(form == "pair"):
             plans = explain(*inputs, None, mask, enable_gqa=True).plans
-            assert [plan.trims_runs for plan in plans if "dk" in plan.spec.gradients] == [not without]
+            made = next(plan for plan in plans if "dk" in plan.spec.gradients)
+            assert made.trims_runs == (made.is_hopper and not without)
             out = flex_attention(*inputs, None, mask, enable_gqa=True)
             found[without] = torch.autograd.grad(out, inputs, torch.cos(out.detach() * 9))
     monkeypatch.undo()
