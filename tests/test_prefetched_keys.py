@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from mask_bits import with_bits
 
 from flexattn import create_block_mask, explain, mods
 from flexattn.compile.kernel_plan import KernelPlan
 from flexattn.process.config import settings
 
 
-def backward(D: int, S: int, Hq: int, Hkv: int, window: int) -> KernelPlan:
+def backward(D: int, S: int, Hq: int, Hkv: int, window: int, has_bits: bool = False) -> KernelPlan:
     """Return the plan of the kernel for dk and dv."""
     q, k = (torch.zeros(1, H, S, D, dtype=torch.bfloat16, requires_grad=True) for H in (Hq, Hkv))
     mask = create_block_mask(mods.sliding_window(window), None, None, S, S, device="cpu") if window else None
+    if has_bits:
+        mask = with_bits(create_block_mask(mods.block_diffusion(S // 2, 32), None, None, S, S, device="cpu"), False)
     plans = explain(q, k, k, None, mask, enable_gqa=True, target="sm_90").plans
     return next(plan for plan in plans if "dk" in plan.spec.gradients)
 
@@ -22,7 +25,7 @@ def backward(D: int, S: int, Hq: int, Hkv: int, window: int) -> KernelPlan:
     ("D", "S", "heads", "window", "prefetches"),
     [
         (64, 2048, (4, 4), 0, True), (64, 2049, (4, 4), 0, False), (40, 2048, (4, 4), 0, True),
-        (96, 2048, (4, 4), 0, True), (128, 1024, (4, 4), 0, True), (128, 2048, (4, 4), 0, False),
+        (96, 2048, (4, 4), 0, True), (128, 1024, (4, 4), 0, True), (128, 4096, (4, 4), 0, True),
         (64, 4096, (4, 4), 1024, True), (64, 4096, (4, 4), 1025, False), (128, 4096, (4, 4), 512, True),
         (64, 512, (8, 2), 0, True), (64, 1024, (8, 2), 0, False),  # a tile of keys has the queries of four heads
         (64, 4096, (8, 2), 256, True), (256, 512, (4, 4), 0, False),
@@ -35,6 +38,15 @@ def test_few_queries_for_a_tile_of_keys(D: int, S: int, heads: tuple[int, int], 
     assert plan.prefetches_keys == prefetches
     assert plan.rings.keys == 1 + prefetches
     assert ("of the next tile are loaded" in str(plan)) == prefetches
+
+
+@pytest.mark.parametrize(
+    ("D", "S", "prefetches"), [(64, 2048, True), (64, 4096, False), (128, 1024, True), (128, 2048, False)]
+)
+def test_with_bits(D: int, S: int, prefetches: bool) -> None:
+    plan = backward(D, S, 4, 4, 0, has_bits=True)
+    assert "bits" in plan.features
+    assert plan.prefetches_keys == prefetches
 
 
 @pytest.mark.parametrize(("D", "prefetches"), [(64, True), (96, True), (128, False)])

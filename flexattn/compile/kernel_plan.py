@@ -385,7 +385,7 @@ class KernelPlan:
         if self.fixed_reference:
             lines.append("    maxima   of some tiles of keys; a tile of queries whose sums overflow is computed again")
         if self.prefetches_keys:
-            lines.append("    keys     of the next tile are loaded during the current one: it has few tiles of queries")
+            lines.append("    keys     of the next tile are loaded during the current one")
         if self.trims_runs:
             lines.append("    runs     of partial blocks, without the first and last 64 queries if no pair attends")
         if self.is_hopper and self.pairs > 1:
