@@ -2,8 +2,9 @@
 
 Used to move a mask to another device and to flatten it as a pytree. `survey` finds the tensors and numbers that a
 callable reaches, its *leaves*. Everything else (code, strings, flags, structure) goes into the key. `substitute`
-rebuilds the callable around other leaves. It copies what it changes and never modifies the user's objects. What a mod
-reads while it runs, and whether a trace is still valid, is decided by `trace/follow`.
+rebuilds the callable around other tensors. It copies what holds a leaf, so that later changes of a number do not reach
+the copy, and never modifies the user's objects. What a mod reads while it runs, and whether a trace is still valid, is
+decided by `trace/follow`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ import copy as copying
 import dis
 import enum
 import functools
-import inspect
 import math
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexattn.errors import UnsupportedError, message
 from flexattn.graph.frozen import FrozenMod
 from flexattn.process.forks import cached_property
 from flexattn.process.frozen_class import frozen
@@ -49,6 +50,7 @@ _UNNAMED = frozenset((
     "__call__", "forward", "__getitem__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__eq__",
     "__truediv__", "__neg__", "__len__", "__iter__", "__bool__", "__lt__", "__le__", "__gt__", "__ge__", "__getattr__",
 ))  # fmt: skip
+NUMBER_OF_NUMPY = "numpy"  # the first item of its part of a key
 _MOST_LIFTED = 64  # numbers of longer containers stay literals, to limit the number of kernel arguments
 
 
@@ -209,9 +211,7 @@ def _nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 _EMPTY = "<empty cell>"
-_COPIED_WITH_CHILDREN = (
-    tuple, list, dict, set, frozenset, slice, type, types.MethodType, functools.partial, FrozenMod
-)  # fmt: skip
+_IMMUTABLE = (tuple, slice, types.MethodType, functools.partial, FrozenMod)  # a copy is made with its children
 
 
 def _contents(cell: types.CellType) -> Any:
@@ -318,7 +318,7 @@ def _open_module(module: types.ModuleType, names: frozenset[str]) -> tuple[Any, 
 
 
 def _open_class(cls: type, names: frozenset[str]) -> tuple[Any, list[Slot]]:
-    """Classes are never copied, so their attributes are literals. Tensors are replaced while the mod runs."""
+    """Classes are never copied, so their numbers are literals, and their tensors cannot be replaced."""
     return cls, _class_slots(cls, names) if not _is_library(cls.__module__) else []
 
 
@@ -342,7 +342,7 @@ def _open_foreign(value: Any, names: frozenset[str]) -> tuple[Any, list[Slot] | 
     if isinstance(value, (enum.Enum, torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return value, []
     if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        return "numpy", [(("numpy", None), value.item(), names, False)]
+        return (NUMBER_OF_NUMPY, type(value)), [(("numpy", None), value.item(), names, False)]
     if isinstance(value, types.BuiltinFunctionType):
         return (value, []) if isinstance(value.__self__, (types.ModuleType, type, type(None))) else (None, None)
     if type(value).__name__ in ("method_descriptor", "wrapper_descriptor", "ufunc", "getset_descriptor"):
@@ -379,8 +379,7 @@ def _names_of_methods(cls: type, names: frozenset[str]) -> frozenset[str]:
     """Add to `names` the names that the methods among them read, transitively."""
     while True:
         wider = names
-        for name in names:
-            value = inspect.getattr_static(cls, name, None)
+        for value in [vars(base)[n] for base in cls.__mro__ for n in names & vars(base).keys()]:  # super() reads others
             value = getattr(value, "__func__", getattr(value, "fget", value))
             if isinstance(value, types.FunctionType) and not _is_library(value.__module__):
                 wider |= code_facts(value.__code__).names_of_self
@@ -402,10 +401,22 @@ def _attributes(value: Any, names: frozenset[str]) -> Iterator[tuple[str, Any]]:
             for table in ("_parameters", "_modules"):
                 for name in own[table].keys() - names:
                     yield name, own[table][name]
-    for base in type(value).__mro__:
-        for name in (base.__dict__.get("__slots__") or ()) if "__slots__" in base.__dict__ else ():
-            if name in names and hasattr(value, name):
-                yield name, getattr(value, name)
+    for name, member in _members(type(value)).items():
+        if name in names and (found := _member_value(member, value)) is not _EMPTY:
+            yield name, found
+
+
+def _members(cls: type) -> dict[str, types.MemberDescriptorType]:
+    """Return the slots of a class, by the names of attributes: `__n` in class A is `_A__n`."""
+    with_slots = [vars(base) for base in reversed(cls.__mro__) if "__slots__" in vars(base)]
+    return {name: m for scope in with_slots for name, m in scope.items() if isinstance(m, types.MemberDescriptorType)}
+
+
+def _member_value(member: types.MemberDescriptorType, owner: Any) -> Any:
+    try:
+        return member.__get__(owner)
+    except AttributeError:
+        return _EMPTY
 
 
 _OPENERS: dict[type, Callable[[Any, frozenset[str]], tuple[Any, list[Slot] | None]]] = {
@@ -422,78 +433,80 @@ _OPENERS: dict[type, Callable[[Any, frozenset[str]], tuple[Any, list[Slot] | Non
 }
 
 
+class Reached:
+    """The objects that a callable reaches, by id: each with its slots, and from which objects it is reached."""
+
+    def __init__(self, mod: Callable[..., Any], wanted: dict[int, frozenset[str]]) -> None:
+        self.opened: dict[int, tuple[Any, Sequence[Slot]]] = {}
+        self.owners: dict[int, list[int]] = {}
+        self.of_numbers: list[int] = []  # ids of objects that have a lifted number
+        todo: list[tuple[Any, frozenset[str], bool]] = [(mod, _UNNAMED, False)]
+        while todo:
+            value, names, literal = todo.pop()
+            if id(value) in self.opened or isinstance(value, Tensor):
+                continue
+            slots = open_value(value, wanted.get(id(value), names))[1] or ()
+            self.opened[id(value)] = value, slots
+            for _, child, child_names, child_literal in slots:
+                is_literal = literal or child_literal
+                self.owners.setdefault(id(child), []).append(id(value))
+                if type(child) in (int, float) and not is_literal and _is_liftable(child):
+                    self.of_numbers.append(id(value))
+                todo.append((child, child_names, is_literal))
+
+    def holders(self, leaves: Iterable[int]) -> set[int]:
+        """Return the ids of the leaves, and of what they are reached from."""
+        found, todo = set(leaves), list(leaves)
+        while todo:
+            owners = [o for o in self.owners.get(todo.pop(), ()) if o not in found]
+            found.update(owners)
+            todo += owners
+        return found
+
+    def check_replaceable(self, tensors: Iterable[int]) -> None:
+        """Raise UnsupportedError if a tensor to be replaced is reached through a class, which is never copied."""
+        holders = self.holders(tensors)
+        for value, slots in self.opened.values():
+            for (kind, name), child, *_ in slots:
+                if kind == "class attribute" and id(child) in holders:
+                    owner = value if isinstance(value, type) else type(value)
+                    found = f"a tensor that it reaches through the attribute {name} of the class {owner.__qualname__}"
+                    expected = "tensors that a copy of the mask can replace"
+                    fix = "Keep it in a variable that mask_mod itself reads, or in an attribute of an instance."
+                    raise UnsupportedError(message("mask_mod", found, expected, fix))
+
+
 class Substitution:
-    """Rebuilds a callable around other leaves. `names` collects the user's name of each leaf."""
+    """Copies what holds a leaf, with other tensors."""
 
-    def __init__(
-        self, tensors: dict[int, Tensor], numbers: Sequence[Any], wanted: Mapping[int, frozenset[str]]
-    ) -> None:
-        self.tensors = tensors  # id of a tensor -> its replacement
-        self.wanted = wanted  # from the survey
-        self.numbers = iter(numbers)
-        self.tensor_names: dict[int, str] = {}
-        self.number_names: list[str] = []
-        self._copies: dict[int, Any] = {}
-        self._leaves = 0
+    def __init__(self, reached: Reached, tensors: dict[int, Any]) -> None:
+        self._opened = reached.opened
+        self._holders = reached.holders([*tensors, *reached.of_numbers])
+        self._copies: dict[int, Any] = dict(tensors)
 
-    def visit(self, value: Any, names: frozenset[str], literal: bool, name: str) -> Any:
-        kind = type(value)
-        if kind is float or kind is int:
-            if literal or not _is_liftable(value):
-                return value
-            self._leaves += 1
-            self.number_names.append(name)
-            return next(self.numbers)
-        if kind in _LITERALS:
-            return value
-        if isinstance(value, Tensor):
-            self._leaves += 1
-            self.tensor_names.setdefault(id(value), name)
-            return self.tensors.get(id(value), value)
+    def visit(self, value: Any) -> Any:
         if id(value) in self._copies:
             return self._copies[id(value)]
-        return self._composite(value, names, literal, name)
-
-    def _composite(self, value: Any, names: frozenset[str], literal: bool, name: str) -> Any:
-        _, slots = open_value(value, self.wanted.get(id(value), names))
-        if not slots:
+        if id(value) not in self._holders or isinstance(value, (Tensor, type)):
             return value
-        copy = _blank(value)
-        self._copies[id(value)] = value if copy is None else copy
-        leaves = self._leaves
-        children = {
-            place: self.visit(child, child_names, literal or child_literal, _name(value, place, name))
-            for place, child, child_names, child_literal in slots
-        }
-        if leaves == self._leaves and copy is not None and not isinstance(value, types.FunctionType):
-            self._copies[id(value)] = value
-            return value
-        return _fill(value, copy, children)
+        slots = self._opened[id(value)][1]
+        copy = None if isinstance(value, _IMMUTABLE) else _blank(value)
+        if copy is not None:  # cycles refer to it before it is filled
+            self._copies[id(value)] = copy
+        children = {place: self.visit(child) for place, child, *_ in slots if place[0] != "class attribute"}
+        return self._copies.setdefault(id(value), _fill(value, copy, children))
 
 
-def substitute(mod: Callable[..., Any], tensors: dict[int, Tensor], numbers: Sequence[Any]) -> tuple[Any, Substitution]:
-    """Return a copy of `mod` with its leaves replaced, in the order of `survey`, and the names of the leaves."""
-    work = Substitution(tensors, numbers, survey(mod).wanted)
-    return work.visit(mod, _UNNAMED, False, "captured"), work
-
-
-def _name(owner: Any, place: Place, name: str) -> str:
-    """Return the user's name for the child at `place` of `owner`, itself known as `name`."""
-    kind, at = place
-    if kind == "cell":
-        return owner.__code__.co_freevars[at]
-    if kind == "default":
-        code = owner.__code__
-        return code.co_varnames[code.co_argcount - len(owner.__defaults__) + at]
-    if kind in ("global", "keyword", "attribute", "class attribute"):
-        return at
-    if kind == "argument" and isinstance(owner.func, types.FunctionType) and at < owner.func.__code__.co_argcount:
-        return owner.func.__code__.co_varnames[at]
-    return f"{name}_{at}" if kind in ("item", "argument") else name
+def substitute(mod: Callable[..., Any], found: Survey, tensors: Sequence[Any]) -> Any:
+    """Return a copy of `mod` with other tensors, in the order of its survey."""
+    reached = Reached(mod, found.wanted)
+    pairs = list(zip(found.tensors, tensors, strict=True))
+    reached.check_replaceable([id(old) for old, new in pairs if new is not old])
+    return Substitution(reached, {id(old): new for old, new in pairs}).visit(mod)
 
 
 def _blank(value: Any) -> Any:
-    """Return an empty copy to fill later, so that cycles can refer to it; None if a copy needs its children."""
+    """Return a copy to fill later."""
     if isinstance(value, types.FunctionType):
         cells = tuple(types.CellType() for _ in value.__closure__ or ())
         copy = types.FunctionType(value.__code__, dict(value.__globals__), value.__name__, None, cells or None)
@@ -501,12 +514,8 @@ def _blank(value: Any) -> Any:
         return copy
     if isinstance(value, types.ModuleType):
         return types.ModuleType(value.__name__)
-    if isinstance(value, (list, dict)) and type(value) in (list, dict):
-        return type(value)()
-    if isinstance(value, _COPIED_WITH_CHILDREN):
-        return None
-    if type(value).__module__ == "numpy":
-        return None
+    if isinstance(value, (list, dict)) or type(value).__module__ == "numpy":
+        return copying.copy(value)
     return types.SimpleNamespace() if type(value) is types.SimpleNamespace else object.__new__(type(value))
 
 
@@ -527,24 +536,29 @@ def _fill(value: Any, copy: Any, children: dict[Place, Any]) -> Any:
             vars(copy).update(vars(value))
             vars(copy).update({name: child for (_, name), child in children.items()})
             return copy
-        case type() | slice():
-            return value
-        case list() | dict() if copy is not None:
-            copy.extend(children.values()) if isinstance(copy, list) else copy.update(
-                {key: child for (_, key), child in children.items()}
-            )
-            return copy
+        case slice():
+            return slice(*children.values())
         case tuple():
-            items = list(children.values())
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+            return _filled_tuple(value, list(children.values()))
         case list() | dict():
-            other = copying.copy(value)
+            put: Any = list.__setitem__ if isinstance(value, list) else dict.__setitem__
             for (_, key), child in children.items():
-                other[key] = child
-            return other
+                put(copy, key, child)
+            return copy
         case _ if ("numpy", None) in children:
-            return children["numpy", None]
+            return copy
     return _fill_instance(value, copy, children)
+
+
+def _filled_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
+    """Return a tuple of the same class. Its own __new__ may take other arguments."""
+    kind: Any = type(value)
+    if hasattr(kind, "n_sequence_fields"):  # a struct sequence of C, which only its own type creates
+        return kind(items)
+    made = tuple.__new__(kind, items)
+    if hasattr(value, "__dict__"):
+        made.__dict__.update(vars(value))
+    return made
 
 
 def _fill_function(value: types.FunctionType, copy: Any, children: dict[Place, Any]) -> Any:
@@ -568,24 +582,19 @@ def _fill_function(value: types.FunctionType, copy: Any, children: dict[Place, A
 
 
 def _fill_instance(value: Any, copy: Any, children: dict[Place, Any]) -> Any:
+    tables = ("_parameters", "_buffers", "_modules") if isinstance(value, torch.nn.Module) else ()
     own = dict(getattr(value, "__dict__", {}))
-    for table in ("_parameters", "_buffers", "_modules") if isinstance(value, torch.nn.Module) else ():
-        own[table] = dict(own[table])
+    own.update({table: dict(own[table]) for table in tables})
+    members = _members(type(value))
+    for member in members.values():
+        if (found := _member_value(member, value)) is not _EMPTY:
+            member.__set__(copy, found)
+    for (_, name), child in children.items():
+        scope = next((own[table] for table in tables if name in own[table]), own)
+        if name in scope:
+            scope[name] = child
+        else:
+            members[name].__set__(copy, child)
     if own:
         object.__getattribute__(copy, "__dict__").update(own)
-    for base in type(value).__mro__:
-        for name in base.__dict__.get("__slots__") or ():
-            if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
-                object.__setattr__(copy, name, getattr(value, name))
-    for (kind, name), child in children.items():
-        if kind != "attribute":
-            continue
-        tables = [own[t] for t in ("_parameters", "_buffers", "_modules") if isinstance(value, torch.nn.Module)]
-        table = next((t for t in tables if name in t), None)
-        if table is not None:
-            table[name] = child
-        elif name in own:
-            copy.__dict__[name] = child
-        else:
-            object.__setattr__(copy, name, child)
     return copy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import field
@@ -12,13 +13,18 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask.bits import MaskBits
-from flexattn.block_mask.captures import substitute, survey
+from flexattn.block_mask.captures import NUMBER_OF_NUMPY, substitute, survey
 from flexattn.block_mask.runs import RunLists
 from flexattn.errors import MutationError
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.equal_runs import EqualRuns
+from flexattn.graph.frozen import FrozenMod
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.process.frozen_class import frozen
+from flexattn.torch_state.lasting import is_capturing
+from flexattn.torch_state.modes import outside_of_modes
+from flexattn.torch_state.subclasses import has_no_values
+from flexattn.torch_state.transforms import outside
 
 Mod = Callable[..., Any]
 Seen = tuple["weakref.ref[Tensor]", int | None]  # a tensor and its version
@@ -56,18 +62,20 @@ class CaptureRecord(NamedTuple):
     wide: ModGraph  # the graph before it was narrowed for the numbers
     runs: tuple[EqualRuns, ...]  # in the captures
     prologue: tuple[str, tuple[int | float, ...]]  # the graph that computes captures: its text and its numbers
+    contents: tuple[bytes | None, ...]  # digests of `reached`, which a mod that is traced at each call may create anew
 
     @property
     def reads_numpy(self) -> bool:
         """Whether the mod captures a number of numpy."""
-        return any(isinstance(part, str) and part == "numpy" for part in survey(self.mod).key)
+        return any(type(part) is tuple and part[:1] == (NUMBER_OF_NUMPY,) for part in survey(self.mod).key)
 
     @staticmethod
     def of(mod: Mod, bound: BoundMod, runs: tuple[EqualRuns, ...]) -> CaptureRecord:
         captures, reached = (tuple([(seen(t),) for t in ts]) for ts in (bound.captures, bound.reached))
-        return CaptureRecord(
-            mod, bound.graph, captures, bound.numbers, reached, bound.wide or bound.graph, runs, bound.prologue
-        )
+        is_guarded = bound.origin is not None or type(mod) is FrozenMod
+        contents = tuple([None if is_guarded else _contents(t) for t in bound.reached])
+        wide = bound.wide or bound.graph
+        return CaptureRecord(mod, bound.graph, captures, bound.numbers, reached, wide, runs, bound.prologue, contents)
 
     def deepcopied(self, memo: dict[int, Any]) -> CaptureRecord:
         """Return the record of a deep copy of the mask, whose mod may contain copies of the same values."""
@@ -82,24 +90,26 @@ class CaptureRecord(NamedTuple):
 
     def check(self, bound: BoundMod) -> None:
         """Raise MutationError if `bound`, the same mod bound now, has different values than those recorded."""
-        if self.numbers != bound.numbers:
+        may_differ = self.numbers != bound.numbers or 0.0 in self.numbers  # in each call: repr takes longer
+        if may_differ and _differ(self.numbers, bound.numbers):
             for number, before, now in zip(self.graph.numbers, self.numbers, bound.numbers, strict=False):
-                if before != now:
+                if _differ(before, now):
                     raise changed(f"mask_mod's captured number {number.name!r}", f"was {before} and is {now}")
         if bound.graph is not self.graph and bound.graph.computes != self.graph.computes:
             raise changed("what mask_mod computes", "has changed")
         if bound.prologue[0] != self.prologue[0]:
             raise changed("what mask_mod computes from the tensors that it captures", "has changed")
-        of_prologue = self.prologue[1], bound.prologue[1]
-        if any(of_prologue) and repr(of_prologue[0]) != repr(of_prologue[1]):  # distinguishes 0.0 from -0.0
+        if self.prologue[1] and _differ(self.prologue[1], bound.prologue[1]):
             raise changed("a number that mask_mod combines with a captured tensor", "has changed")
         if all(map(_is_any, self.captures, bound.captures)):
             return
         if len(bound.reached) != len(self.reached):
             raise changed("the tensors that mask_mod captures", "have changed")
-        for name, before, now in zip(bound.reached_names, self.reached, bound.reached, strict=True):
-            if not _is_any(before, now):
-                how = "was changed in place" if any(ref() is now for ref, _ in before) else "is another tensor"
+        described = zip(bound.reached_names, self.reached, self.contents, bound.reached, strict=True)
+        for name, before, contents, now in described:
+            if not _is_any(before, now) and (contents is None or contents != _contents(now)):
+                how = "is another tensor" if contents is None else "has other values"
+                how = "was changed in place" if any(ref() is now for ref, _ in before) else how
                 raise changed(f"mask_mod's captured tensor {name!r}", how)
 
 
@@ -138,6 +148,21 @@ def _copies(before: AnyOf, memo: dict[int, Any]) -> AnyOf:
     )
 
 
+def _differ(before: object, now: object) -> bool:
+    """Return whether numbers differ: 0.0 and -0.0 do, nan and nan do not."""
+    return repr(before) != repr(now)
+
+
+def _contents(tensor: Tensor) -> bytes | None:
+    """Return a digest of the values of a tensor, None if the host cannot read them now."""
+    if has_no_values(tensor) or is_capturing(tensor.device):
+        return None
+    digest = hashlib.blake2b(repr((tensor.dtype, tensor.shape)).encode())
+    with torch.inference_mode(False), outside(), outside_of_modes(), torch._C.DisableTorchFunction():
+        digest.update(tensor.detach().cpu().resolve_neg().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
 def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
@@ -153,8 +178,9 @@ def changed(what: str, how: str) -> MutationError:
 def move(mod: Mod, device: torch.device) -> Mod:
     """Return the mod with its captured tensors on `device`; the same mod if none has to move."""
     found = survey(mod)
-    moved = {id(t): t.to(device) for t in found.tensors if t.device != device}
-    return substitute(mod, moved, found.numbers)[0] if moved else mod
+    if all(t.device == device for t in found.tensors):
+        return mod
+    return substitute(mod, found, [t.to(device) for t in found.tensors])
 
 
 @frozen
@@ -167,12 +193,11 @@ class Shell:
     def fill(self, tensors: Sequence[Any]) -> Mod:
         """Return the mod with these captured tensors."""
         found = survey(self.mod)
-        pairs = {id(old): new for old, new in zip(found.tensors, tensors, strict=True)}
-        return substitute(self.mod, pairs, found.numbers)[0] if pairs else self.mod
+        return substitute(self.mod, found, tensors) if found.tensors else self.mod
 
 
 def lift(mod: Mod) -> tuple[list[Tensor], Shell]:
     """Separate the captured tensors from a mod."""
     found = survey(mod)
     whole = () if found.followed else (id(mod),)
-    return found.tensors, Shell((*found.key, *found.numbers, *whole), mod)
+    return found.tensors, Shell((*found.key, repr(found.numbers), *whole), mod)

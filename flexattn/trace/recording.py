@@ -25,10 +25,11 @@ from flexattn.graph.nodes import MASK_INPUTS, SCORE_INPUTS
 from flexattn.process.forks import temporary
 from flexattn.process.frozen_class import frozen
 from flexattn.torch_state.modes import hidden_from_modes, users_device, without_autocast
-from flexattn.torch_state.subclasses import check_plain, has_no_values
+from flexattn.torch_state.subclasses import check_plain, has_no_values, is_plain
 from flexattn.torch_state.symbols import example
+from flexattn.torch_state.transforms import is_transformed
 from flexattn.trace.follow import IS_KNOWN_VERSION, Follower, ReadLog, Refusal, Unfollowable, symbolic
-from flexattn.trace.interception import Interception, explain_failure, refused_functions
+from flexattn.trace.interception import EXPORTS, Interception, explain_failure, refused_functions, user_line
 from flexattn.trace.scalar_tape import NotScalar, ScalarTape
 from flexattn.trace.scalarize import Kind, RecordedGraph, python_text
 
@@ -205,6 +206,10 @@ class Inputs:
         record = self.record
         if record is None:
             raise UnsupportedError(f"{self.name}: found a tensor that is not among its captured tensors.")
+        with self.interception.paused():
+            has_memory = is_plain(tensor) and not has_no_values(tensor) and not is_transformed(tensor)
+            if has_memory and tensor.numel() and not tensor.data_ptr():  # it was imported from a traced tensor
+                raise ModError(f"{self.name} at {user_line()} {EXPORTS}")
         record.unguarded("it uses a tensor that it creates or receives in each run")
         if len(record.tensors) >= _MOST_ADOPTED:
             raise UnsupportedError(

@@ -41,6 +41,8 @@ _FUNCTION_FIELDS = {
     "__closure__": "closure", "__dict__": "attributes",
 }  # fmt: skip
 _LAYOUT_OF_TENSOR = frozenset(("is_leaf", "grad", "grad_fn", "data_ptr", "_version", "_base", "storage_offset"))
+# Questions that the tensors of a trace answer otherwise than the user's.
+_STATE_OF_TENSOR = frozenset(("is_inference", "_is_view", "is_shared", "is_pinned", "is_neg", "is_conj"))
 _DATA = ("__get__", "__set__", "__delete__")
 
 
@@ -315,17 +317,28 @@ class Attributes:
         if type(value).__module__.partition(".")[0] == "numpy" and name in ("dtype", "shape", "ndim", "item"):
             self.unguarded(f"it reads {name!r} of a numpy array: capture torch.from_numpy(array) instead")
             return found
-        if not isinstance(found, types.BuiltinFunctionType) and self.record.has(value):
+        is_own_method = isinstance(found, types.BuiltinFunctionType) and found.__self__ is value
+        if not is_own_method and self.record.has(value):
             self.unguarded(f"it reads the attribute {name!r} of a {type(value).__name__}, an object of C")
         return found
 
     # Tensors.
 
     def _of_tensor(self, value: Tensor, name: str) -> Any:
-        if name in value.__dict__:
+        kind = type(value)
+        own_classes = [base for base in kind.__mro__ if not is_library(base.__module__)]  # of a derived class
+        of_class = self.class_attribute(kind, name, own_classes)
+        is_data = of_class is not MISSING and self._is_data(type(of_class))
+        if name in value.__dict__ and not is_data:
             return self._attribute_of_tensor(value, value.__dict__, name)
+        if of_class is not MISSING:
+            return self._bind(of_class, value, kind, name)
         if name == "__class__":
             return self.type_of(value)
+        if name == "nbytes":  # torch has no symbolic form of it
+            return self.from_torch(value.numel() * value.element_size())
+        if name in _STATE_OF_TENSOR:
+            raise Refusal(f"reads {name} of a tensor, which a trace does not know. Read it before, and capture it.")
         if name in _LAYOUT_OF_TENSOR:
             self.unguarded(f"it reads {name!r} of a tensor")
         try:

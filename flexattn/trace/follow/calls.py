@@ -1,14 +1,16 @@
 """Calls: what each kind of callable does when the mod calls it.
 
-Python functions are run by `frames`. C functions are either known by name (`known_calls`), or receive only plain data,
-or are called natively, and the mod is then traced at each call.
+Python functions are run by `frames`. C functions are either known by name (`known_calls`), or are pure and receive only
+plain data, or are called natively, and the mod is then traced at each call.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,18 @@ import torch
 from torch import Tensor
 
 from flexattn.trace.follow.attributes import BUILTIN_CONTAINERS, MISSING
-from flexattn.trace.follow.libraries import HEAP_TYPE, OUR_MODS, is_library, is_library_class, is_ours
+from flexattn.trace.follow.libraries import (
+    HEAP_TYPE,
+    OUR_MODS,
+    has_pure_classmethods,
+    is_library,
+    is_library_class,
+    is_ours,
+    is_pure_class,
+    is_pure_function,
+    is_pure_method,
+    is_pure_of_numpy,
+)
 from flexattn.trace.follow.lifted import literal
 from flexattn.trace.follow.operators import Operators, is_plain
 
@@ -36,15 +49,20 @@ _PURE_OF_TORCH = frozenset((
     "has_torch_function_variadic", "_get_tracing_state", "is_compiling", "is_dynamo_compiling", "is_scripting",
     "is_tracing", "typename",
 ))  # fmt: skip
-# C modules whose functions depend only on their arguments.
-_PURE_MODULES = frozenset(("math", "cmath", "_operator", "_bisect", "_struct", "itertools", "_functools"))
 _OF_C = (
     types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
 )  # fmt: skip
 _OPAQUE_LIBRARIES = frozenset(("numpy", "random", "secrets", "uuid", "tempfile"))  # not followed
 _OF_KEYS = frozenset(("add", "discard", "remove", "pop", "get", "setdefault", "__contains__", "__getitem__"))
+_OF_SETS = frozenset((
+    "update", "union", "intersection", "difference", "symmetric_difference", "intersection_update", "difference_update",
+    "symmetric_difference_update", "issubset", "issuperset", "isdisjoint",
+))  # fmt: skip
 _STORES = frozenset(("append", "appendleft", "pop", "__setitem__"))  # methods that store or return an argument
+_DATA_MODULES = ("builtins", "numpy")  # whose static classes are arguments like dtype=float
+_READ_BY_INIT, _READ_BY_NEW = (list, dict, set), (int, float, str, tuple, frozenset)  # classes that read arguments
 _IMMUTABLE_OWNERS = (str, bytes, int, float, complex, bool, range, type(None), torch.Size, torch.dtype, torch.device)
+_LOG_OF_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 
 Known = Callable[..., Any]
 
@@ -84,6 +102,8 @@ class Calls(Operators):
         if known is not None:
             return known[1](self, *args, **kwargs)
         kind = type(function)
+        if is_pure_of_numpy(function) and not self._holds_tensor((args, tuple(kwargs.values()))):
+            return self.call_pure(function, args, kwargs)
         if kind is NativeExit:
             return function(*args)
         if kind is types.FunctionType:
@@ -142,25 +162,37 @@ class Calls(Operators):
         new = self.class_attribute(cls, "__new__")
         if isinstance(new, staticmethod):
             new = self.record.read(new, "{}.__func__", new.__func__, "__new__")
-        if isinstance(new, types.FunctionType) or new is object.__new__:
-            made = self.call(new, (cls, *args), kwargs)
+        if isinstance(new, types.BuiltinFunctionType) and new is not object.__new__:
+            made = self._by_constructor(new, new.__self__, cls, args, kwargs)
         else:
-            made = new(cls, *map(self.for_python, args), **{k: self.for_python(v) for k, v in kwargs.items()})
+            made = self.call(new, (cls, *args), kwargs)
         if isinstance(made, cls):
             init = self.class_attribute(cls, "__init__")
-            if isinstance(init, types.FunctionType):
-                self.call(init, (made, *args), kwargs)
-            elif init is not object.__init__:
-                init(made, *map(self.for_python, args), **{k: self.for_python(v) for k, v in kwargs.items()})
+            if isinstance(init, types.WrapperDescriptorType):
+                if init is not object.__init__:
+                    self._by_constructor(init, init.__objclass__, made, args, kwargs)
+            else:
+                self.call(self.special(made, "__init__"), args, kwargs)
         return made
+
+    def _by_constructor(self, method: Any, base: Any, made: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the __new__ or __init__ of a C class. What it would read of its arguments is read first."""
+        if base in _READ_BY_INIT and method is base.__new__:
+            return method(made)
+        if base in _READ_BY_INIT or base in _READ_BY_NEW:
+            given = self.known_functions[id(base)][1](self, *args, **kwargs)
+            return method(made, tuple(map(self.for_native, given)) if base is tuple else self.for_native(given))
+        if not issubclass(base, BaseException) and not (is_pure_class(base) and self._takes_data(args, kwargs)):
+            self.unguarded(f"it calls {base.__name__}.{method.__name__}, which may read more than its arguments")
+        return method(made, *map(self.for_python, args), **{k: self.for_python(v) for k, v in kwargs.items()})
 
     def _call_library_class(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if issubclass(cls, torch.autograd.Function) or cls.__module__.partition(".")[0] == "torch":
             return self._call_torch(cls, args, kwargs)
-        if not _is_heap_type(cls) or issubclass(cls, BaseException):
-            if self._takes_data(args, kwargs) or issubclass(cls, BaseException):
-                return cls(*map(self.for_python, args), **{k: self.for_python(v) for k, v in kwargs.items()})
-            return self.call_unknown(cls, args, kwargs)
+        if issubclass(cls, BaseException):
+            return cls(*map(self.for_python, args), **{k: self.for_python(v) for k, v in kwargs.items()})
+        if not _is_heap_type(cls):
+            return self._call_if_pure(is_pure_class(cls), cls, args, kwargs)
         of_meta = self.class_attribute(type(cls), "__call__")
         return self.call(of_meta, (cls, *args), kwargs) if isinstance(of_meta, types.FunctionType) else self.make(
             cls, args, kwargs
@@ -190,6 +222,8 @@ class Calls(Operators):
         owner = getattr(function, "__self__", None)
         if isinstance(owner, Tensor):
             return True
+        if torch.Size in (type(owner), getattr(function, "__objclass__", None)):  # a tuple of numbers
+            return False
         module = getattr(function, "__module__", None) or getattr(
             getattr(function, "__objclass__", None), "__module__", ""
         )
@@ -209,11 +243,22 @@ class Calls(Operators):
         args, kwargs = tuple(map(self.for_torch, args)), {k: self.for_torch(v) for k, v in kwargs.items()}
         if isinstance(function, torch.jit.ScriptFunction):
             return self.from_torch(self.record.symbols.scripted(function, args, kwargs))
-        found = function(*args, **kwargs)
+        found = self._with_symbols_or_literals(function, args, kwargs)
         if not takes_tensors and not self._is_answer_of_torch(function, found):
             name = f"{getattr(function, '__module__', None) or 'torch'}.{getattr(function, '__name__', function)}"
             self.unguarded(f"it calls {name}, whose result may differ between calls")
         return self.from_torch(found)
+
+    def _with_symbols_or_literals(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function with symbols for numbers. If it takes none, as F.pad, their values are guarded."""
+        if not _holds_symbol((args, kwargs)):
+            return function(*args, **kwargs)
+        try:
+            with _silenced(_LOG_OF_FAKES):
+                return function(*args, **kwargs)
+        except (RuntimeError, TypeError):
+            args, kwargs = self._converted((args, kwargs), _value_of_symbol)
+            return function(*args, **kwargs)
 
     def _is_answer_of_torch(self, function: Any, found: Any) -> bool:
         own = getattr(function, "__self__", None)
@@ -236,29 +281,41 @@ class Calls(Operators):
     def _call_builtin(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         owner = function.__self__
         if owner is None or isinstance(owner, types.ModuleType):
-            return self._call_module_function(function, args, kwargs)
+            return self._call_if_pure(is_pure_function(function), function, args, kwargs)
         if self.record.has(function):
             self.record.check(function, "{}.__name__ == {}", function.__name__)
             owner = self.record.read(function, "{}.__self__", owner, literal=True)
         cls = getattr(function, "__objclass__", type(owner))
-        descriptor = cls.__dict__.get(function.__name__)
+        descriptor = getattr(cls, function.__name__, None)
         if type(descriptor) in (types.MethodDescriptorType, types.WrapperDescriptorType):
             return self.call(descriptor, (owner, *args), kwargs)
-        is_of_python = isinstance(owner, type) and not owner.__flags__ & HEAP_TYPE  # dict.fromkeys, int.from_bytes...
-        if is_of_python and self._takes_data(args, kwargs):
-            return function(*map(self.for_python, args), **kwargs)
-        return self.call_unknown(function, args, kwargs)
+        if isinstance(owner, type) and function.__name__ == "__new__" and args:  # of `super().__new__(cls, ...)`
+            return self._by_constructor(function, owner, args[0], args[1:], kwargs)
+        return self._call_if_pure(has_pure_classmethods(owner), function, args, kwargs)
 
     def _takes_data(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return all(self.is_data(self.deep_contents(a)) for a in (*args, *kwargs.values()))
+        return all(self.is_data(self.deep_contents(a)) or self._is_data_class(a) for a in (*args, *kwargs.values()))
 
-    def _call_module_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module = function.__module__ or getattr(function.__self__, "__name__", "") or ""
-        if module in _PURE_MODULES:
-            given = [self.deep_contents(a) for a in args]
-            if all(map(self.is_data, given)):
-                return function(*map(self.for_python, given), **{k: self.for_python(v) for k, v in kwargs.items()})
-        return self.call_unknown(function, args, kwargs)
+    def _is_data_class(self, value: Any) -> bool:
+        return isinstance(value, type) and not _is_heap_type(value) and value.__module__ in _DATA_MODULES
+
+    def call_pure(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a C function that reads only its arguments. What it reads of objects is unknown."""
+        return self._call_if_pure(True, function, args, kwargs)
+
+    def _call_if_pure(self, is_pure: bool, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not is_pure or not self._takes_data(args, kwargs):
+            return self.call_unknown(function, args, kwargs)
+        return function(*map(self.for_python, args), **{k: self.for_python(v) for k, v in kwargs.items()})
+
+    def divmod(self, x: Any, y: Any) -> Any:
+        """Return `divmod(x, y)`."""
+        if all(is_plain(v) or isinstance(v, Tensor) for v in (x, y)):
+            return self.binary("//", x, y), self.binary("%", x, y)
+        found = self._by_methods(x, y, "__divmod__", "__rdivmod__")
+        if found is NotImplemented:
+            raise TypeError(f"unsupported operand type(s) for divmod(): {type(x).__name__!r} and {type(y).__name__!r}")
+        return found
 
     def _call_method(self, method: Any, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method implemented in C for an object of its type or of a derived class."""
@@ -273,11 +330,14 @@ class Calls(Operators):
         derived = (int, float, str, bytes)  # a guard has checked their values, as for an enum
         if isinstance(owner, derived) and all(is_plain(a) or isinstance(a, derived) for a in args) and not kwargs:
             return method(owner, *map(literal, args))
-        is_new = not self.record.has(owner) and is_library_class(type(owner))
-        if is_new and (type(owner) in BUILTIN_CONTAINERS or is_data or isinstance(owner, types.GeneratorType)):
-            if isinstance(owner, (set, frozenset, dict)) and method.__name__ in _OF_KEYS:
+        is_new = not self.record.has(owner) and is_library_class(type(owner)) and is_pure_method(method)
+        is_set = isinstance(owner, (set, frozenset))
+        takes_objects = method.__name__ in (_OF_SETS if is_set else _STORES) or method.__name__ in _OF_KEYS
+        if is_new and (is_data or (type(owner) in BUILTIN_CONTAINERS and takes_objects)):
+            if (is_set or isinstance(owner, dict)) and method.__name__ in _OF_KEYS:
                 args = (self.own_key(owner, args[0]), *args[1:]) if args else args
-            elif isinstance(owner, (set, frozenset)):
+            elif is_set:
+                args = tuple(map(self.iterated, args)) if method.__name__ in _OF_SETS else args
                 for item in args:
                     self.check_key(item, owner)
             given = self.for_native if method.__name__ in _STORES else self.for_python
@@ -292,10 +352,6 @@ class Calls(Operators):
         if module is None and owner is not None and not isinstance(owner, types.ModuleType):
             module = type(owner).__module__
         name = name if module in (None, "builtins") else f"{module}.{name}"
-        if isinstance(function, np.ufunc) or (str(module).startswith("numpy") and "random" not in str(module)):
-            given = [self.deep_contents(a) for a in args]
-            if all(is_plain(a) for a in given):
-                return function(*map(self.for_python, given), **{k: self.for_python(v) for k, v in kwargs.items()})
         of_array = isinstance(args[0] if args else owner, np.ndarray)
         self.unguarded(
             f"it reads a numpy array with {name}: capture torch.from_numpy(array) instead" if of_array
@@ -303,3 +359,25 @@ class Calls(Operators):
         )  # fmt: skip
         found = function(*map(self.for_native, args), **{k: self.for_native(v) for k, v in kwargs.items()})
         return self.record.drawn(found) if type(found) in (int, float) else found
+
+
+def _holds_symbol(value: Any) -> bool:
+    if type(value) in (list, tuple, dict):
+        return any(map(_holds_symbol, value.values() if type(value) is dict else value))
+    return isinstance(value, (torch.SymInt, torch.SymFloat))
+
+
+def _value_of_symbol(value: Any) -> Any:
+    """Return the value of a symbol, with a guard."""
+    kind = {torch.SymInt: int, torch.SymFloat: float}.get(type(value))
+    return value if kind is None else kind(value)
+
+
+@contextlib.contextmanager
+def _silenced(log: logging.Logger) -> Iterator[None]:
+    """Drop the messages of a logger: an operator that takes no symbols is called again without."""
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before

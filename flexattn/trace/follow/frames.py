@@ -215,6 +215,7 @@ class Frames(Calls):
             if name in names:
                 continue
             if i < first:
+                self.record.check(function, "len({0}.__defaults__ or ()) == {1}", len(defaults))
                 missing.append(name)
                 continue
             template = f"{{}}.__defaults__[{i - len(positional)}]"
@@ -223,6 +224,7 @@ class Frames(Calls):
             if name in names:
                 continue
             if name not in (function.__kwdefaults__ or {}):
+                self.record.check(function, "{1} not in ({0}.__kwdefaults__ or ())", name)
                 missing.append(name)
                 continue
             template = f"{{}}.__kwdefaults__[{name!r}]"
@@ -254,6 +256,8 @@ class Frames(Calls):
         found = frame.function.__builtins__
         found = found if isinstance(found, dict) else vars(found)
         if name not in found:
+            self.record.permanent(found)
+            self.record.check(found, "{1} not in {0}", name)
             raise NameError(f"name {name!r} is not defined", name=name)
         value = found[name]
         if isinstance(value, (types.BuiltinFunctionType, type)) and value.__module__ in ("builtins", "_io"):

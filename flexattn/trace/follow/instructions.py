@@ -187,7 +187,11 @@ def _delete_global(f: Frames, frame: Frame, i: Instruction) -> None:
 @operation("IMPORT_NAME")
 def _import_name(f: Frames, frame: Frame, i: Instruction) -> None:
     level, names = frame.take(2)
-    module = builtins.__import__(i.argval, frame.function.__globals__, None, names, level)
+    try:
+        module = builtins.__import__(i.argval, frame.function.__globals__, None, names, level)
+    except BaseException:
+        f.unguarded(f"it imports {i.argval!r}, which fails")
+        raise
     if is_library(module.__name__):
         f.record.permanent(module)
     else:
@@ -202,6 +206,7 @@ def _import_from(f: Frames, frame: Frame, i: Instruction) -> None:
     try:
         frame.push(f.get_attribute(module, i.argval))
     except AttributeError:
+        f.unguarded(f"it imports {i.argval!r} from {module.__name__!r}, which fails")
         raise ImportError(f"cannot import name {i.argval!r} from {module.__name__!r}") from None
 
 

@@ -164,12 +164,12 @@ def _super(f: Calls, *args: Any) -> Any:
 
 
 @_function(object.__init_subclass__)
-def _nothing(f: Calls, *args: Any, **kwargs: Any) -> None:
+def _nothing(f: Calls, /, *args: Any, **kwargs: Any) -> None:
     return None
 
 
 @_function(object.__init__)
-def _object_init(f: Calls, value: Any, *args: Any, **kwargs: Any) -> None:
+def _object_init(f: Calls, value: Any, /, *args: Any, **kwargs: Any) -> None:
     if (args or kwargs) and not (
         _is_objects(f, type(value), "__init__") and not _is_objects(f, type(value), "__new__")
     ):
@@ -198,14 +198,14 @@ def _object_order(f: Calls, x: Any, y: Any) -> Any:
 
 
 @_function(object.__new__)
-def _new(f: Calls, cls: type, *args: Any, **kwargs: Any) -> Any:
+def _new(f: Calls, cls: type, /, *args: Any, **kwargs: Any) -> Any:
     if (args or kwargs) and not (_is_objects(f, cls, "__new__") and not _is_objects(f, cls, "__init__")):
         raise TypeError(f"{cls.__name__}() takes no arguments")
     return object.__new__(cls)
 
 
 @_function(type.__call__)
-def _type_call(f: Calls, cls: type, *args: Any, **kwargs: Any) -> Any:
+def _type_call(f: Calls, cls: type, /, *args: Any, **kwargs: Any) -> Any:
     return f.make(cls, args, kwargs)
 
 
@@ -254,18 +254,18 @@ def _by_method(f: Calls, value: Any, function: Callable[..., Any], method: str, 
 
 
 @_function(round)
-def _round(f: Calls, value: Any, *digits: Any) -> Any:
-    return _by_method(f, value, round, "__round__", *map(f.as_index, digits))
+def _round(f: Calls, number: Any, ndigits: Any = None) -> Any:
+    return _by_method(f, number, round, "__round__", *([] if ndigits is None else [f.as_index(ndigits)]))
 
 
 @_function(divmod)
 def _divmod(f: Calls, x: Any, y: Any) -> Any:
-    return f.binary("//", x, y), f.binary("%", x, y)
+    return f.divmod(x, y)
 
 
 @_function(pow)
-def _pow(f: Calls, x: Any, y: Any, *modulus: Any) -> Any:
-    return f.binary("**", x, y) if not modulus else pow(literal(x), literal(y), literal(modulus[0]))
+def _pow(f: Calls, base: Any, exp: Any, mod: Any = None) -> Any:
+    return f.binary("**", base, exp) if mod is None else _by_method(f, base, pow, "__pow__", exp, mod)
 
 
 @_function(bool)
@@ -274,31 +274,37 @@ def _bool(f: Calls, value: Any = False) -> bool:
 
 
 @_function(int)
-def _int(f: Calls, *args: Any, **kwargs: Any) -> Any:
-    if len(args) == 1 and not kwargs:
-        if isinstance(args[0], LIFTED) and is_python_int(args[0]):
-            return args[0]
-        if not is_plain(args[0]) and not isinstance(args[0], Tensor):
-            for name in ("__int__", "__index__", "__trunc__"):
-                if (found := f.special(args[0], name)) is not MISSING:
-                    return f.returned(f.call(found, ()), name, int)
-    return int(*map(f.for_python, args), **kwargs)
+def _int(f: Calls, value: Any = 0, /, base: Any = MISSING) -> Any:
+    if base is not MISSING:
+        return _of_text(f, int, value, f.as_index(base))
+    if isinstance(value, LIFTED) and is_python_int(value):
+        return value
+    if not is_plain(value) and not isinstance(value, Tensor):
+        for name in ("__int__", "__index__", "__trunc__"):
+            if (found := f.special(value, name)) is not MISSING:
+                return f.returned(f.call(found, ()), name, int)
+    return _of_text(f, int, value)
+
+
+def _of_text(f: Calls, cls: type, text: Any, *base: Any) -> Any:
+    """Return a number of a class. A guard has checked the text of a derived class, but not that in a bytearray."""
+    return cls(text, *base) if isinstance(text, (str, bytes)) else f.call_pure(cls, (text, *base), {})
 
 
 @_function(float)
-def _float(f: Calls, *args: Any) -> Any:
-    if args and isinstance(args[0], LIFTED):
-        return args[0] if type(args[0].original) is float else f.calculate(float, args[0])
-    if args and not is_plain(args[0]) and not isinstance(args[0], Tensor):
+def _float(f: Calls, value: Any = 0.0, /) -> Any:
+    if isinstance(value, LIFTED):
+        return value if type(value.original) is float else f.calculate(float, value)
+    if not is_plain(value) and not isinstance(value, Tensor):
         for name in ("__float__", "__index__"):
-            if (found := f.special(args[0], name)) is not MISSING:
+            if (found := f.special(value, name)) is not MISSING:
                 return float(literal(f.returned(f.call(found, ()), name, float if name == "__float__" else int)))
-    return float(*map(f.for_python, args))
+    return _of_text(f, float, value)
 
 
 @_function(str)
 def _str(f: Calls, *args: Any, **kwargs: Any) -> str:
-    return f.format(args[0], str, "") if len(args) == 1 and not kwargs else str(*map(f.for_python, args), **kwargs)
+    return f.format(args[0], str, "") if len(args) == 1 and not kwargs else f.call_pure(str, args, kwargs)
 
 
 @_function(repr)
@@ -384,7 +390,7 @@ for _cls in (set, frozenset):
 
 
 @_function(dict)
-def _dict(f: Calls, *args: Any, **kwargs: Any) -> Any:
+def _dict(f: Calls, /, *args: Any, **kwargs: Any) -> Any:
     if not args:
         return dict(**kwargs)
     source = args[0]
@@ -417,7 +423,7 @@ def _enumerate(f: Calls, values: Any, start: Any = 0) -> Any:
 
 @_function(zip)
 def _zip(f: Calls, *values: Any, strict: bool = False) -> Any:
-    return zip(*[f.items(v) for v in values], strict=strict)
+    return zip(*[f.items(v) for v in values], strict=f.truth(strict))
 
 
 @_function(reversed)
@@ -459,16 +465,21 @@ def _reduce(f: Calls, function: Any, values: Any, *initial: Any) -> Any:
 
 
 @_function(functools.partial)
-def _partial(f: Calls, function: Any, *args: Any, **kwargs: Any) -> Any:
+def _partial(f: Calls, function: Any, /, *args: Any, **kwargs: Any) -> Any:
     return functools.partial(function, *args, **kwargs)
 
 
-@_function(itertools.accumulate)
-def _accumulate(f: Calls, values: Any, function: Any = None, *, initial: Any = None) -> Any:
-    def both(x: Any, y: Any) -> Any:
-        return f.binary("+", x, y) if function is None else f.call(function, (x, y))
+@_function(functools._lru_cache_wrapper)
+def _cached(f: Calls, *args: Any) -> Any:
+    return functools._lru_cache_wrapper(*map(literal, args))
 
-    return itertools.accumulate(f.items(values), both, initial=initial)
+
+@_function(itertools.accumulate)
+def _accumulate(f: Calls, iterable: Any, func: Any = None, *, initial: Any = None) -> Any:
+    def both(x: Any, y: Any) -> Any:
+        return f.binary("+", x, y) if func is None else f.call(func, (x, y))
+
+    return itertools.accumulate(f.items(iterable), both, initial=initial)
 
 
 @_function(itertools.starmap)
@@ -480,13 +491,25 @@ def _over_iterables(function: Any) -> Callable[..., Any]:
     return lambda f, *values, **kwargs: function(*[f.items(v) for v in values], **kwargs)
 
 
-for _tool in (itertools.chain, itertools.product, itertools.pairwise, itertools.zip_longest):
+for _tool in (itertools.chain, itertools.pairwise, itertools.zip_longest):
     _FUNCTIONS[_tool] = _over_iterables(_tool)
-_FUNCTIONS[itertools.repeat] = lambda f, value, *times: itertools.repeat(value, *map(f.as_index, times))
-_FUNCTIONS[itertools.count] = lambda f, *args: itertools.count(*map(literal, args))
+
+
+@_function(itertools.product)
+def _product(f: Calls, *values: Any, repeat: Any = 1) -> Any:
+    return itertools.product(*[f.items(v) for v in values], repeat=f.as_index(repeat))
+
+
+@_function(itertools.repeat)
+def _repeat(f: Calls, object: Any, *args: Any, **times: Any) -> Any:
+    return itertools.repeat(object, *map(f.as_index, args), **{name: f.as_index(n) for name, n in times.items()})
+
+
 _FUNCTIONS[itertools.islice] = lambda f, values, *args: itertools.islice(f.items(values), *map(f.as_index, args))
 for _tool in (itertools.combinations, itertools.permutations, itertools.combinations_with_replacement):
-    _FUNCTIONS[_tool] = lambda f, values, *r, _tool=_tool: _tool(f.items(values), *map(f.as_index, r))
+    _FUNCTIONS[_tool] = lambda f, iterable, *args, _tool=_tool, **r: _tool(
+        f.items(iterable), *map(f.as_index, args), **{name: f.as_index(n) for name, n in r.items()}
+    )
 
 
 for _tool in (bisect.insort_left, bisect.insort_right):
@@ -523,6 +546,11 @@ def _method(*names: str, of: tuple[type, ...]) -> Callable[[Any], Any]:
 
 
 _DICTS = (dict, collections.OrderedDict)
+
+
+def _base(owner: Any) -> Any:
+    """Return the class of C whose methods a container has, unless a derived class overrides them."""
+    return next(b for b in (collections.OrderedDict, dict, list, tuple, set, frozenset) if isinstance(owner, b))
 
 
 def _template(owner: Any, cls: type) -> str:
@@ -580,6 +608,8 @@ def _dict_items(f: Calls, owner: dict[Any, Any]) -> Any:
 @_method("__contains__", of=(type({}.items()),))
 def _has_pair(f: Calls, owner: Any, pair: Any) -> bool:
     key, value = f.iterated(pair)
+    if f.record.has(owner):
+        f.unguarded("it reads a captured view of a dict")
     held = dict(owner)
     return f.contains(held, key) and f.truth(f.compare("==", f.get_item(held, key), value))
 
@@ -593,7 +623,14 @@ def _dict_values(f: Calls, owner: dict[Any, Any]) -> Any:
 
 @_method("copy", of=(*_DICTS, list, set))
 def _copy(f: Calls, owner: Any) -> Any:
-    return f.contents(owner) if f.record.has(owner) and type(owner) in BUILTIN_CONTAINERS else owner.copy()
+    if f.record.has(owner) and type(owner) in BUILTIN_CONTAINERS:
+        return f.contents(owner)
+    base = _base(owner)
+    if not f.record.has(owner):
+        return base.copy(owner)
+    if type(owner) is collections.OrderedDict or base is dict:
+        return base(_dict_items(f, owner))
+    return list(_sequence_items(f, owner)) if base is list else f.call_unknown(base.copy, (owner,), {})
 
 
 @_method("__len__", of=(*_DICTS, list, tuple, set, frozenset))
@@ -608,10 +645,14 @@ def _sequence_item(f: Calls, owner: Any, key: Any) -> Any:
     if type(owner) in (list, tuple):
         return f.get_item(owner, key)
     base: Any = list if isinstance(owner, list) else tuple
-    key = f.for_python(key)
+    key = f.as_index(key)
     if isinstance(key, slice):
         return base(_sequence_items(f, owner))[key]
-    found = base.__getitem__(owner, key)
+    try:
+        found = base.__getitem__(owner, key)
+    except IndexError:
+        _container_len(f, owner)  # guards it
+        raise
     return f.record.read_item(owner, _template(owner, base), key, found)
 
 
@@ -652,13 +693,13 @@ def _occurrences(f: Calls, owner: Any, item: Any) -> int:
 @_method("pop", of=(list,))
 def _pop(f: Calls, owner: list[Any], *position: Any) -> Any:
     f.changes(owner, "items")
-    return owner.pop(*map(f.as_index, position))
+    return list.pop(owner, *map(f.as_index, position))
 
 
 @_method("extend", of=(list,))
 def _extend(f: Calls, owner: list[Any], values: Any) -> None:
     f.changes(owner, "items")
-    owner.extend(f.kept_by(owner, f.iterated(values)))
+    list.extend(owner, f.kept_by(owner, f.iterated(values)))
 
 
 @_method("append", of=(list,))
@@ -670,13 +711,13 @@ def _append(f: Calls, owner: list[Any], value: Any) -> None:
 @_method("sort", of=(list,))
 def _sort(f: Calls, owner: list[Any], *, key: Any = None, reverse: Any = False) -> None:
     f.changes(owner, "items")
-    owner[:] = f.kept_by(owner, _sorted(f, owner, key=key, reverse=reverse))
+    list.__setitem__(owner, slice(None), f.kept_by(owner, _sorted(f, owner, key=key, reverse=reverse)))
 
 
 @_method("insert", of=(list,))
 def _insert(f: Calls, owner: list[Any], position: Any, value: Any) -> None:
     f.changes(owner, "items")
-    owner.insert(f.for_python(position), f.kept_by(owner, value))
+    list.insert(owner, f.as_index(position), f.kept_by(owner, value))
 
 
 @_method("remove", of=(list,))
@@ -684,24 +725,26 @@ def _remove(f: Calls, owner: list[Any], value: Any) -> None:
     f.changes(owner, "items")
     for i, item in enumerate(owner):
         if f.is_equal(item, value):
-            del owner[i]
+            list.__delitem__(owner, i)
             return
     raise ValueError("list.remove(x): x not in list")
 
 
 @_method("setdefault", of=_DICTS)
 def _setdefault(f: Calls, owner: dict[Any, Any], key: Any, default: Any = None) -> Any:
-    if not f.contains(owner, key):
+    try:
+        return f.item_of_dict(owner, key, _template(owner, dict))
+    except KeyError:
         f.changes(owner, "an item")
-    return owner.setdefault(f.for_python(key), f.kept_by(owner, default))
+    return _base(owner).setdefault(owner, f.own_key(owner, key), f.kept_by(owner, default))
 
 
 @_method("update", of=_DICTS)
-def _update(f: Calls, owner: dict[Any, Any], *others: Any, **items: Any) -> None:
+def _update(f: Calls, owner: dict[Any, Any], /, *others: Any, **items: Any) -> None:
     f.changes(owner, "items")
     for other in others:
-        owner.update(f.kept_by(owner, _dict(f, other)))
-    owner.update(f.kept_by(owner, items))
+        _base(owner).update(owner, f.kept_by(owner, _dict(f, other)))
+    _base(owner).update(owner, f.kept_by(owner, items))
 
 
 @_method("join", of=(str,))
@@ -715,7 +758,7 @@ def _getter(f: Calls, owner: Any, value: Any) -> Any:
     kind, given = owner.__reduce__()[:2]
     if kind is not type(owner) or not f.is_data(given):  # a methodcaller with keywords, or keys that are objects
         return f.call_unknown(owner, (value,), {})
-    f.record.check(owner, "{}.__reduce__()[1] == {}", given)
+    f.record.check(owner, "repr({}.__reduce__()[1]) == {}", repr(given))  # 1 and 1.0 may be two keys
     if kind is operator.methodcaller:
         return f.call(f.get_attribute(value, given[0]), given[1:])
     get = f.get_item if kind is operator.itemgetter else lambda x, names: functools.reduce(
@@ -734,8 +777,17 @@ def _context_variable(f: Calls, owner: Any, *default: Any) -> Any:
     return f.record.read(owner, "{}.get()", owner.get()) if not default else f.call_unknown(owner.get, default, {})
 
 
+def _of_generator(name: str) -> Callable[..., Any]:
+    def method(f: Calls, owner: Any, *args: Any) -> Any:
+        if f.record.has(owner):
+            f.unguarded("it runs a captured generator")
+        return getattr(owner, name)(*args)
+
+    return method
+
+
 for _name in ("__next__", "send", "throw", "close"):
-    _METHODS[types.GeneratorType, _name] = lambda f, owner, *args, _name=_name: getattr(owner, _name)(*args)
+    _METHODS[types.GeneratorType, _name] = _of_generator(_name)
 
 # Torch functions that inspect Python objects.
 

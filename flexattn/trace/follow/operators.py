@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexattn.trace.follow.attributes import BUILTIN_CONTAINERS, MISSING, Attributes, Refusal
 from flexattn.trace.follow.lifted import LIFTED, calculate, compare, is_python_int, literal, symbolic
-from flexattn.trace.follow.record import ENDS, MOST_LIFTED
+from flexattn.trace.follow.record import ENDS, MOST_LIFTED, RECORD
 
 # Symbol in the source -> function, method, reflected method.
 BINARY: dict[str, tuple[Callable[..., Any], str, str]] = {
@@ -51,6 +51,17 @@ _PLAIN: frozenset[type] = frozenset((
     int, float, bool, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice, torch.dtype,
     torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo,
 ))  # fmt: skip
+_DERIVED = (int, float, str, bytes)  # a guard checks the value of an instance of a class derived from these
+# Types of which equal values may be several objects: their guards check values, not identities.
+_BY_VALUE: frozenset[type] = frozenset((
+    int, float, complex, str, bytes, range, torch.Size, torch.device, torch.finfo, torch.iinfo,
+))  # fmt: skip
+_SMALL_INTS = range(-5, 257)  # of which Python has one object each
+_PROTOCOL_OF_SEQUENCES = ("__len__", "__getitem__", "__iter__")
+_TEXT_OF_TENSOR = (
+    "formats a tensor as text. The mod runs once for all positions, on tensors without values: capture the text, or a "
+    "Python number (n = t.item() outside of the mod). print(tensor) shows its shape and dtype."
+)
 # How a guard recomputes a number.
 _TEMPLATES: dict[Callable[..., Any], str] = {
     **{function: f"({{}}) {symbol} ({{}})" for symbol, (function, _, _) in BINARY.items()},
@@ -61,7 +72,41 @@ _TEMPLATES: dict[Callable[..., Any], str] = {
 
 def is_plain(value: Any) -> bool:
     """Return whether C code can read only the value itself from it: numbers, strings, torch constants."""
-    return type(value) in _PLAIN or isinstance(value, (*LIFTED, np.generic))
+    if type(value) is slice:
+        return all(is_plain(getattr(value, name)) for name in ENDS)
+    return type(value) in _PLAIN or isinstance(value, LIFTED) or (isinstance(value, np.generic) and not is_array(value))
+
+
+def is_array(value: Any) -> bool:
+    """Return whether a value is numpy's array, or a record, which is a view of an array."""
+    return isinstance(value, np.ndarray) or (isinstance(value, np.generic) and value.dtype.char == RECORD)
+
+
+class _InText:
+    """An object in a text that C code formats. The methods that C code calls are called by `f`, under guard."""
+
+    def __init__(self, f: Operators, value: Any) -> None:
+        self.f = f
+        self.value = value
+
+    def __str__(self) -> str:
+        return self.f.format(self.value, str, "")
+
+    def __repr__(self) -> str:
+        return self.f.format(self.value, repr, "")
+
+    def __bytes__(self) -> bytes:
+        self.f.unguarded(f"it formats an object of {type(self.value).__name__} as bytes")
+        return bytes(self.value)
+
+    def __int__(self) -> int:
+        return literal(self.f.call(int, (self.value,)))
+
+    def __index__(self) -> int:
+        return self.f.as_index(self.value)
+
+    def __float__(self) -> float:
+        return literal(self.f.call(float, (self.value,)))
 
 
 class Operators(Attributes):
@@ -79,11 +124,7 @@ class Operators(Attributes):
         if kind not in BUILTIN_CONTAINERS or not self.record.has(value):
             return value
         if kind in (set, frozenset):
-            if all(map(is_plain, value)):
-                self.record.check(value, "{} == {}", kind(value))
-                self._check_types(value, "sorted(map(repr, {})) == {}", sorted(map(repr, value)))
-            elif value:
-                self.unguarded("it reads a set of objects")
+            self.keys(value)
             return kind(value)
         if len(value) > MOST_LIFTED and self.record.snapshot(value, value):
             return kind(value)
@@ -95,27 +136,31 @@ class Operators(Attributes):
         self.record.check(value, "len({}) == {}", len(value))
         return kind([self.record.read_item(value, "{}[{}]", i, v, "captured") for i, v in enumerate(value)])
 
-    def keys(self, value: dict[Any, Any]) -> list[Any]:
-        """Return the keys of a dict, and guard them and their order."""
+    def keys(self, value: Any) -> list[Any]:
+        """Return the keys of a dict, or the elements of a set, and guard them and their order."""
         keys = list(value)
-        if self.record.has(value):
-            if all(is_plain(k) for k in keys):
-                self.record.check(value, "list({}) == {}", keys)
-                self._check_types(value, "list(map(type, {})) == {}", list(map(type, keys)))
-            else:
-                self.unguarded("it reads the keys of a dict that are objects")
+        if not self.record.has(value):
+            return keys
+        if not all(map(is_plain, keys)):
+            what = "the keys of a dict that are" if type(value) is dict else "a set of"
+            self.unguarded(f"it reads {what} objects")
+            return keys
+        self.record.check(value, "list({}) == {}", keys)
+        types_of_keys = list(map(type, keys))
+        if not {str, bytes, type(None)}.issuperset(types_of_keys):  # 1, 1.0 and True are the same key
+            self.record.check(value, "list(map(type, {})) == {}", types_of_keys)
+        if any(isinstance(key, (float, complex, np.generic)) for key in keys):  # 0.0 and -0.0 are the same key
+            self.record.check(value, "list(map(repr, {})) == {}", list(map(repr, keys)))
         return keys
-
-    def _check_types(self, value: Any, template: str, found: list[Any]) -> None:
-        """Guard the types of equal keys: 1, 1.0 and True are the same key."""
-        if not all(type(key) in (str, bytes, type(None)) for key in value):
-            self.record.check(value, template, found)
 
     def deep_contents(self, value: Any) -> Any:
         """Return a value with all nested containers replaced by their contents."""
-        value = self.contents(value)
         kind = type(value)
-        if kind in (list, tuple, set, frozenset):
+        if kind in (set, frozenset):  # the set itself: a copy may have another order
+            self.keys(value)
+            return value
+        value = self.contents(value)
+        if kind in (list, tuple):
             return kind([self.deep_contents(v) for v in value])
         if kind is dict:
             return {k: self.deep_contents(v) for k, v in value.items()}
@@ -129,7 +174,7 @@ class Operators(Attributes):
 
     def as_index(self, value: Any) -> Any:
         """Return what `operator.index` does for an object of the user; other values as Python's C code takes them."""
-        if isinstance(value, np.ndarray):
+        if is_array(value):
             self.unguarded("it reads a numpy array")
         elif not isinstance(value, (*LIFTED, Tensor, int)) and not is_plain(value):
             method = self.special(value, "__index__")
@@ -159,18 +204,43 @@ class Operators(Attributes):
         return self._converted(self.deep_contents(value), self._symbolic)
 
     def _symbolic(self, value: Any) -> Any:
-        is_object = not isinstance(value, (*LIFTED, Tensor)) and not is_plain(value) and not callable(value)
-        return symbolic(self.as_index(value) if is_object else value)
+        """Return what a torch function receives for a part of its arguments."""
+        kind = type(value)
+        if is_plain(value) or isinstance(value, Tensor) or kind in (slice, set, frozenset):
+            return symbolic(value)
+        if is_array(value):
+            self.unguarded("it reads a numpy array")
+            with self.record.symbols.outside():
+                return torch.as_tensor(value)
+        overloads = self.class_attribute(kind, "__torch_function__") is not MISSING
+        if isinstance(value, (list, tuple)) and not overloads and self._is_sequence_of_python(kind):
+            return self.for_torch(self._sequence(value))
+        if not overloads and (index := self.as_index(value)) is not value:
+            return index
+        is_torchs = kind.__module__.partition(".")[0] == "torch"
+        if overloads or not (isinstance(value, _DERIVED) or callable(value) or is_torchs):
+            self.unguarded(f"it passes an object of {kind.__name__} to torch")
+        return value
+
+    def _is_sequence_of_python(self, cls: type) -> bool:
+        """Return whether a class derived from list or tuple is read by C code like its base."""
+        return not any(isinstance(self.class_attribute(cls, n), types.FunctionType) for n in _PROTOCOL_OF_SEQUENCES)
+
+    def _sequence(self, value: Any) -> Any:
+        """Return the items of an instance of a class derived from list or tuple, as a list or a tuple."""
+        base: Any = list if isinstance(value, list) else tuple
+        return base(self.call(base.__iter__, (value,)))
 
     def _converted(self, value: Any, convert: Callable[[Any], Any]) -> Any:
         kind = type(value)
-        if kind in (list, tuple, set, frozenset):
+        if kind in (list, tuple):
             return kind([self._converted(v, convert) for v in value])
         if kind is dict:
             return {self._converted(k, convert): self._converted(v, convert) for k, v in value.items()}
         if kind is torch.Size:
-            return tuple(map(convert, value))
-        return convert(value)
+            sizes = tuple(map(convert, value))
+            return torch.Size(sizes) if all(type(n) is int for n in sizes) else sizes
+        return convert(value)  # elements of a set are literal
 
     def is_data(self, value: Any) -> bool:
         """Return whether a value is plain data or tensors, including the contents of containers created or read."""
@@ -185,14 +255,28 @@ class Operators(Attributes):
 
     def binary(self, symbol: str, x: Any, y: Any) -> Any:
         """Return `x <symbol> y`."""
+        if symbol == "%" and type(x) in (str, bytes):
+            return self._formatted(x, y)
         function, method, reflected = BINARY[symbol]
         native = self._native(function, x, y)
         if native is not MISSING:
             return native
         found = self._by_methods(x, y, method, reflected)
+        if found is NotImplemented and symbol in ("+", "*"):
+            found = self._of_sequences(symbol, x, y)
         if found is NotImplemented:
             raise TypeError(f"unsupported operand type(s) for {symbol}: {type(x).__name__!r} and {type(y).__name__!r}")
         return found
+
+    def _of_sequences(self, symbol: str, x: Any, y: Any) -> Any:
+        """Return a sequence plus one of a derived class, or times an object with `__index__`, or NotImplemented."""
+        if symbol == "+":
+            is_derived = type(x) in (list, tuple) and isinstance(y, type(x)) and type(y) is not type(x)
+            return self.binary(symbol, x, self._sequence(y)) if is_derived else NotImplemented
+        for values, count in ((x, y), (y, x)):
+            if type(values) in (str, bytes, list, tuple) and (n := self.as_index(count)) is not count:
+                return self.binary(symbol, values, n)
+        return NotImplemented
 
     def in_place(self, symbol: str, x: Any, y: Any) -> Any:
         """Return the new value of x after `x <symbol>= y`."""
@@ -201,7 +285,10 @@ class Operators(Attributes):
             return IN_PLACE[symbol](x, self.for_torch(y))
         if kind in (list, dict, set):
             self.changes(x, "the contents")
-            y = self.iterated(y) if kind is list and symbol == "+" else self.deep_contents(y)
+            read = {"+": self.iterated, "*": self.as_index} if kind is list else {}
+            y = read.get(symbol, self.deep_contents)(y)
+            if self.record.has(y) and type(y) not in BUILTIN_CONTAINERS:
+                self.unguarded(f"it changes a {kind.__name__} by an object of {type(y).__name__}")
             return IN_PLACE[symbol](x, self.kept_by(x, y))
         if not is_plain(x) and kind not in BUILTIN_CONTAINERS:
             function = self.special(x, BINARY[symbol][1].replace("__", "__i", 1))
@@ -228,8 +315,6 @@ class Operators(Attributes):
             self.unguarded("it combines sets of objects")
         containers = [type(v) in BUILTIN_CONTAINERS for v in (x, y)]
         if all(c or is_plain(v) for c, v in zip(containers, (x, y), strict=True)):
-            if type(x) is str:  # a format: `"%d" % (n,)`
-                return function(x, self.for_python(y))
             x, y = self.contents(x), self.contents(y)
             return function(*(literal(v) if isinstance(v, LIFTED) else v for v in (x, y)))
         return MISSING
@@ -293,6 +378,8 @@ class Operators(Attributes):
         function, method, reflected = COMPARE[symbol]
         if (isinstance(x, LIFTED) or isinstance(y, LIFTED)) and self._is_exact(x) and self._is_exact(y):
             return compare(function, x, y)
+        if type(x) is type(y) is slice or torch.Size in (type(x), type(y)):
+            x, y = map(self._as_tuple, (x, y))
         if type(x) in BUILTIN_CONTAINERS and type(y) in BUILTIN_CONTAINERS:
             found = self._compare_containers(symbol, x, y)
         else:
@@ -311,25 +398,36 @@ class Operators(Attributes):
             )
         return found
 
+    def _as_tuple(self, value: Any) -> Any:
+        """Return a slice or a torch.Size as a tuple of the numbers that comparisons read."""
+        if type(value) is slice:
+            return tuple([self.get_attribute(value, name) for name in ENDS])
+        return tuple(value) if type(value) is torch.Size else value
+
     def _compare_containers(self, symbol: str, x: Any, y: Any) -> Any:
-        x, y = self.for_python(x), self.for_python(y)
-        if self.is_data(x) and self.is_data(y):
-            return COMPARE[symbol][0](x, y)
         if symbol in ("==", "!=") and type(x) is type(y) and type(x) in (list, tuple):
-            same = len(x) == len(y) and all(
-                a is b or self.truth(self.compare("==", a, b)) for a, b in zip(x, y, strict=True)
-            )
+            x, y = self.contents(x), self.contents(y)
+            same = len(x) == len(y) and all(map(self.is_equal, x, y))
             return same is (symbol == "==")
-        self.unguarded("it compares containers of objects")
+        x, y = self.for_python(x), self.for_python(y)
+        if not (self.is_data(x) and self.is_data(y)):
+            self.unguarded("it compares containers of objects")
         return COMPARE[symbol][0](x, y)
 
     def identical(self, x: Any, y: Any) -> bool:
         """Return `x is y`, guarded if either is a user's object."""
-        same = x is y or (isinstance(x, LIFTED) and isinstance(y, LIFTED) and x.original is y.original)
+        kind = self.type_of(x)
         if isinstance(x, LIFTED) or isinstance(y, LIFTED):
-            return literal(x) is literal(y)
+            if self.type_of(y) is not kind:
+                return False
+            x, y = literal(x), literal(y)
+        same = x is y
+        if (kind in _BY_VALUE or issubclass(kind, np.generic)) and type(y) is kind:
+            if x == y and not (kind is int and x in _SMALL_INTS):
+                self.unguarded(f"it compares equal values of {kind.__name__} by `is`: write ==")
+            return same
         plain = (type(None), bool, type(...), type(NotImplemented))
-        if type(x) not in plain and type(y) not in plain:
+        if kind not in plain and type(y) not in plain:
             self.record.check_same(x, y, same)
         return same
 
@@ -477,6 +575,8 @@ class Operators(Attributes):
         kind = type(container)
         if isinstance(container, Tensor):
             return self.for_torch(item) in container
+        if kind is torch.Size or (kind is range and not is_plain(item)):
+            return self._is_among(container, item)
         if is_plain(container):
             return self.for_python(item) in container
         if kind is dict:
@@ -503,9 +603,11 @@ class Operators(Attributes):
             return iter([self.from_torch(v) for v in value])
         if is_plain(value):
             return iter(value)
-        if kind is dict:
+        if kind in (dict, set, frozenset) and self.record.has(value):
             return iter(self.keys(value))
         if kind in BUILTIN_CONTAINERS:
+            if kind in (set, frozenset) and len(value) > 1 and not all(map(self._has_a_fixed_hash, value)):
+                self.unguarded("it reads the order of a set of objects")
             return iter(self.contents(value))
         if isinstance(value, types.GeneratorType):
             if self.record.has(value):
@@ -519,6 +621,12 @@ class Operators(Attributes):
         if self.special(value, "__getitem__") is not MISSING:
             return self._by_position(value)
         raise TypeError(f"{kind.__name__!r} object is not iterable")
+
+    def _has_a_fixed_hash(self, value: Any) -> bool:
+        """Return whether an element is placed in a set by what a guard checks: its value, or its identity."""
+        if isinstance(value, (type, enum.Enum)):
+            return self.class_attribute(type(value), "__hash__") in (type.__hash__, *_HASHES)
+        return self.is_data(value) and not any(self._tensors(value))
 
     def _by_position(self, value: Any) -> Iterator[Any]:
         position = 0
@@ -563,16 +671,19 @@ class Operators(Attributes):
         if self.record.has(value):
             self.unguarded(f"it changes {what} of a captured object of {type(value).__name__}", may_end)
 
-    def _holds_computed(self, value: Any) -> bool:
-        if type(value) in (list, tuple, set, dict):
-            return any(map(self._holds_computed, value.values() if type(value) is dict else value))
-        return isinstance(value, Tensor) and not self.record.has(value)
+    def _tensors(self, value: Any) -> Iterator[Tensor]:
+        """Yield the tensors in nested containers."""
+        if type(value) in BUILTIN_CONTAINERS:
+            for item in value.values() if type(value) is dict else value:
+                yield from self._tensors(item)
+        elif isinstance(value, Tensor):
+            yield value
 
     def kept_by(self, owner: Any, value: Any) -> Any:
         """Return the value as an object stores it: captured objects, which outlive the mod, store plain numbers."""
         if not self.record.has(owner):
             return value
-        if self._holds_computed(value):
+        if not all(map(self.record.has, self._tensors(value))):
             raise Refusal(
                 f"keeps a tensor that it computes in a captured object of {type(owner).__name__}. The mod runs once "
                 f"for all positions, on tensors without values: compute the tensor before the call, and capture it."
@@ -625,25 +736,53 @@ class Operators(Attributes):
         """Return the text of a value in an f-string."""
         if conversion is None and type(value) is str and not spec:
             return value
-        if isinstance(value, (*LIFTED, np.generic)) or type(value) in (*_PLAIN, *BUILTIN_CONTAINERS):
-            value = self.for_python(value)
-        if not self.is_data(value) or isinstance(value, Tensor):
+        if not is_plain(value) and type(value) not in BUILTIN_CONTAINERS:
             return self._format_object(value, conversion, spec)
+        value = self._in_text(value)
         return format(conversion(value) if conversion is not None else value, spec)
 
+    def _formatted(self, text: Any, value: Any) -> Any:
+        """Return `text % value`."""
+        given = self._in_text(self._sequence(value) if isinstance(value, tuple) else value)
+        is_object = isinstance(given, _InText) and not isinstance(value, _DERIVED)
+        if is_object and self.class_attribute(type(value), "__getitem__") is not MISSING:  # a mapping
+            self.unguarded(f"it formats an object of {type(value).__name__} as text")
+            given = value
+        return text % given
+
+    def _in_text(self, value: Any) -> Any:
+        """Return a value for C code that formats it: containers are read, objects are formatted under guard."""
+        return self._converted(self.deep_contents(value), self._part_of_text)
+
+    def _part_of_text(self, value: Any) -> Any:
+        if any(True for _ in self._tensors(value)):
+            raise Refusal(_TEXT_OF_TENSOR)
+        if self.is_data(value):
+            return literal(value)
+        if type(value) in (set, frozenset):
+            self.unguarded("it formats a set of objects as text")
+            return value
+        return _InText(self, value)
+
     def _format_object(self, value: Any, conversion: Callable[[Any], str] | None, spec: str) -> str:
-        if isinstance(value, type) or (isinstance(value, BaseException) and not self.record.has(value)):
-            return format(str(value) if conversion is None else conversion(value), spec)
-        names = (
-            ("__repr__",) if conversion is repr else ("__str__", "__repr__") if conversion is str or not spec else ()
-        )
+        if isinstance(value, Tensor):
+            raise Refusal(_TEXT_OF_TENSOR)
         if conversion is None and isinstance(self.class_attribute(type(value), "__format__"), types.FunctionType):
             return self.returned(self.call(self.special(value, "__format__"), (spec,)), "__format__", str)
+        names = ("__str__", "__repr__") if conversion is str or (conversion is None and not spec) else ()
+        names = ("__repr__",) if conversion in (repr, ascii) else names
+        is_known = isinstance(value, type)
         for name in names:
             method = self.class_attribute(type(value), name)
             if isinstance(method, types.FunctionType):
-                return format(self.returned(self.call(method, (value,)), name, str), spec)
+                text = self.returned(self.call(method, (value,)), name, str)
+                text = text.encode("ascii", "backslashreplace").decode() if conversion is ascii else text
+                return format(text, spec)
             if method is not object.__str__:  # object.__str__ calls __repr__
+                is_known |= isinstance(value, _DERIVED) and getattr(method, "__objclass__", None) in _DERIVED
                 break
-        self.unguarded(f"it formats an object of {type(value).__name__} as text")
+        if isinstance(value, BaseException) and not self.record.has(value):
+            is_known |= self.is_data(self._in_text(value.args))
+        if not is_known:
+            self.unguarded(f"it formats an object of {type(value).__name__} as text")
         return format(conversion(value) if conversion is not None else value, spec)

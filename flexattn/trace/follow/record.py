@@ -35,6 +35,8 @@ _VALUES: frozenset[type] = frozenset((
 ))  # fmt: skip
 ENDS = ("start", "stop", "step")  # of a slice
 _TORCH_CONSTANTS: frozenset[type] = frozenset((torch.dtype, torch.device, torch.layout, torch.memory_format))
+_NUMBERS_OF_NUMPY = "bBhHiIlLqQefd"  # characters of the dtypes whose items are Python's ints and floats
+RECORD = "V"  # character of the dtypes of records, which are views of arrays: their contents may change
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
@@ -248,7 +250,7 @@ class ReadLog:
         kind = type(value)
         if kind in (int, float) and not literal and is_liftable(value):
             return self._lift(text, value, value, name)
-        if isinstance(value, np.generic) and isinstance(value, (np.integer, np.floating)) and not literal:
+        if isinstance(value, np.generic) and value.dtype.char in _NUMBERS_OF_NUMPY and not literal:
             return self._lift_numpy(text, value, name)
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
             return self._lift_symbol(text, value, name)
@@ -279,7 +281,7 @@ class ReadLog:
 
     def _differs(self, variable: str, value: Any) -> str:
         # Equal values may differ: 0.0 and -0.0, range(3, 3) and range(0), slice(1) and slice(True).
-        if (type(value) is float and (value != value or value == 0)) or type(value) in (range, slice):
+        if (type(value) is float and (value != value or value == 0)) or type(value) in (complex, range, slice):
             return f"repr({variable}) != {repr(value)!r}"
         return f"{variable} != {self.text_of(value) if type(value) is not float else self.constant(value)}"
 
@@ -333,7 +335,8 @@ class ReadLog:
         self._line(f"if type({variable}) is not {self.identity(type(value))}: return None")
         if isinstance(value, enum.Enum):
             self._line(f"if {variable} is not {self.identity(value)}: return None")
-        elif isinstance(value, np.generic):
+        elif isinstance(value, np.generic) and value.dtype.char != RECORD:
+            self._line(f"if {variable}.dtype != {self.constant(value.dtype)}: return None")  # such as a unit of time
             self._line(f"if {variable}.tobytes() != {self.constant(value.tobytes())}: return None")
         elif isinstance(value, int | float | str | bytes):  # an instance of a derived class
             base = next(b for b in (int, float, str, bytes) if isinstance(value, b))
