@@ -344,8 +344,14 @@ TRIMMED: dict[str, tuple[Mod, Mod | None, Sizes]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", slow_unless(lambda form: form == "fused", ["fused", "pair", "long rows"]))
-@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("runs", "ends of queries"), TRIMMED))
+FORMS_OF_TRIMMED = [
+    *((name, "fused") for name in TRIMMED), ("window", "pair"), ("ends, D 64", "pair"), ("runs", "long rows"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), slow_unless(lambda c: c in (("runs", "fused"), ("ends of queries", "fused")), FORMS_OF_TRIMMED)
+)
 def test_runs_of_partial_blocks_are_trimmed(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mod, score_mod, n = TRIMMED[name]
     if form == "long rows":
