@@ -191,7 +191,7 @@ _ATTRIBUTE = "_flexattn_origin"
 def _are_same(record: CaptureRecord, captures: Sequence[Tensor]) -> bool:
     """Return whether these are the tensors of a record, unchanged. Computed captures are new tensors at each call.
 
-    It runs in each call of an operator: loops take a third of the host time of nested generators.
+    It runs in each call of an operator: for one capture, loops take 1.0 us and nested generators 1.6.
     """
     for before, now in zip(record.captures, captures, strict=True):
         if not is_same(before[0], now) and not any(is_same(seen, now) for seen in before[1:]):
