@@ -78,6 +78,9 @@ def test_shapes(name: str) -> None:
 def test_flags_that_a_trace_does_not_know(name: str) -> None:
     with pytest.raises(ModError, match=f"reads {name} of a tensor"):
         value_of(lambda: getattr(X, name)())
+    if hasattr(torch, name):
+        with pytest.raises(ModError, match=f"reads {name} of a tensor"):
+            value_of(lambda: getattr(torch, name)(X))
 
 
 n, step = 2, 0.5

@@ -101,13 +101,13 @@ class CaptureRecord(NamedTuple):
             raise changed("what mask_mod computes from the tensors that it captures", "has changed")
         if self.prologue[1] and _differ(self.prologue[1], bound.prologue[1]):
             raise changed("a number that mask_mod combines with a captured tensor", "has changed")
-        if all(map(_is_any, self.captures, bound.captures)):
+        if all(map(is_any, self.captures, bound.captures)):
             return
         if len(bound.reached) != len(self.reached):
             raise changed("the tensors that mask_mod captures", "have changed")
         described = zip(bound.reached_names, self.reached, self.contents, bound.reached, strict=True)
         for name, before, contents, now in described:
-            if not _is_any(before, now) and (contents is None or contents != _contents(now)):
+            if not is_any(before, now) and (contents is None or contents != _contents(now)):
                 how = "is another tensor" if contents is None else "has other values"
                 how = "was changed in place" if any(ref() is now for ref, _ in before) else how
                 raise changed(f"mask_mod's captured tensor {name!r}", how)
@@ -135,7 +135,8 @@ def are_unchanged(before: AnyOf) -> bool:
     return not exist or any(map(is_unchanged, exist))
 
 
-def _is_any(before: AnyOf, now: Tensor) -> bool:
+def is_any(before: AnyOf, now: Tensor) -> bool:
+    """Return whether this is the tensor that was seen, or one of its copies, unchanged."""
     return is_same(before[0], now) or any(is_same(seen, now) for seen in before[1:])
 
 

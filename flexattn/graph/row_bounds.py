@@ -115,14 +115,23 @@ def _interval(graph: ModGraph, column: str, position: int, depth: int) -> RowInt
 
 
 def _both_signs(graph: ModGraph, total: Linear, column: str) -> list[Linear]:
-    """Return sums that are all at most 0 if and only if `total` is. abs(x) of the column is replaced by x and by -x."""
-    for n, factor in total.terms:
-        node = graph.nodes[n]
-        if node.op == "abs" and factor == 1 and column in graph.dependence[n] and never_wraps(graph)[n]:
-            inner = linear_forms(graph, frozenset((column,)))[node.args[0]]
-            if inner.exact:
-                return [total.without(n).plus(inner, sign) for sign in (1, -1)]
-    return [total]
+    """Return sums that are all at most 0 if and only if `total` is, one for each sign of an abs of the column."""
+    n = _abs_of(graph, total, column)
+    if n is None or not never_wraps(graph)[n]:
+        return [total]
+    parts = _without_abs(total, n, linear_forms(graph, frozenset((column,)))[graph.nodes[n].args[0]])
+    return parts if all(part.exact for part in parts) else [total]
+
+
+def _abs_of(graph: ModGraph, total: Linear, column: str) -> int | None:
+    """Return the node of an abs that depends on the column and is a term of a sum, with a factor of 1."""
+    terms = (n for n, factor in total.terms if factor == 1 and graph.nodes[n].op == "abs")
+    return next((n for n in terms if column in graph.dependence[n]), None)
+
+
+def _without_abs(total: Linear, n: int, inner: Linear) -> list[Linear]:
+    """Replace abs(x) + rest <= 0 by x + rest <= 0 and -x + rest <= 0. `n`: the node of the abs, `inner`: x."""
+    return [total.without(n).plus(inner, sign) for sign in (1, -1)]
 
 
 def bounded_sides(interval: RowInterval) -> frozenset[str]:
@@ -356,7 +365,7 @@ def _compare(graph: ModGraph, i: int, op: str, assumed: set[int]) -> Interval:
     if op == "ne":
         return Interval(exact=False)
     left, right = (linear_forms(graph)[a] for a in graph.nodes[i].args)
-    totals = [x for total in _totals(op, left.plus(right, -1)) for x in _without_abs(graph, total, assumed)]
+    totals = [x for total in _totals(op, left.plus(right, -1)) for x in _assuming_exact(graph, total, assumed)]
     solved = [_solve(graph, "kv_idx", total) for total in totals]
     low, high = (
         tuple(s.bound.sorted() for s in solved if s is not None and s.side == side) for side in ("low", "high")
@@ -364,12 +373,11 @@ def _compare(graph: ModGraph, i: int, op: str, assumed: set[int]) -> Interval:
     return Interval(low, high, None not in solved)
 
 
-def _without_abs(graph: ModGraph, total: Linear, assumed: set[int]) -> list[Linear]:
-    """Replace abs(x) + rest <= 0 by x + rest <= 0 and -x + rest <= 0."""
-    for n, factor in total.terms:
-        node = graph.nodes[n]
-        if node.op == "abs" and factor == 1 and "kv_idx" in graph.dependence[n]:
-            assumed |= may_wrap(graph, node.args[0])
-            inner = linear_forms(graph)[node.args[0]]
-            return [total.without(n).plus(inner, sign) for sign in (1, -1)]
-    return [total]
+def _assuming_exact(graph: ModGraph, total: Linear, assumed: set[int]) -> list[Linear]:
+    """Return a sum without an abs of kv_idx, and add the sums in it that must not wrap around to `assumed`."""
+    n = _abs_of(graph, total, "kv_idx")
+    if n is None:
+        return [total]
+    x = graph.nodes[n].args[0]
+    assumed |= may_wrap(graph, x)
+    return _without_abs(total, n, linear_forms(graph)[x])

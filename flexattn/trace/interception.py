@@ -434,12 +434,21 @@ _REWRITES: dict[Any, Callable[..., Any]] = {
     torch.detach_: _detach_in_place,
     Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]
 }
+# Questions that the tensors of a trace answer otherwise than the user's.
+_STATE_OF_TENSOR: tuple[Any, ...] = (
+    Tensor.is_inference, torch.is_inference, Tensor._is_view, Tensor.is_shared, Tensor.is_pinned, Tensor.is_neg,
+    torch.is_neg, Tensor.is_conj, torch.is_conj,
+)  # fmt: skip
 EXPORTS = "exports a tensor (from_dlpack). Export it outside of the mod, and capture the tensor that is imported."
 _REFUSED: dict[Any, str] = {  # what an error says of them
     **dict.fromkeys((
         Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.tolist,
         Tensor.is_nonzero, torch.is_nonzero, torch.equal, Tensor.equal, torch.allclose,
     ), DATA_DEPENDENT),
+    **{
+        function: f"reads {function.__name__} of a tensor, which a trace does not know. Read it before, and capture it."
+        for function in _STATE_OF_TENSOR
+    },
     Tensor.__dlpack__: EXPORTS, Tensor.__index__: _AS_INDEX, Tensor.__array__: _IN_ARRAY, Tensor.numpy: _IN_ARRAY,
     **dict.fromkeys((Tensor.grad.__get__, Tensor.grad_fn.__get__), GRADIENT_OF_TENSOR),  # type: ignore[attr-defined]
     Tensor.data.__set__: IN_PLACE.format(what="a tensor through .data"),  # type: ignore[attr-defined]

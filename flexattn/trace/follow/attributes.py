@@ -41,8 +41,6 @@ _FUNCTION_FIELDS = {
     "__closure__": "closure", "__dict__": "attributes",
 }  # fmt: skip
 _LAYOUT_OF_TENSOR = frozenset(("is_leaf", "grad", "grad_fn", "data_ptr", "_version", "_base", "storage_offset"))
-# Questions that the tensors of a trace answer otherwise than the user's.
-_STATE_OF_TENSOR = frozenset(("is_inference", "_is_view", "is_shared", "is_pinned", "is_neg", "is_conj"))
 _DATA = ("__get__", "__set__", "__delete__")
 
 
@@ -337,8 +335,6 @@ class Attributes:
             return self.type_of(value)
         if name == "nbytes":  # torch has no symbolic form of it
             return self.from_torch(value.numel() * value.element_size())
-        if name in _STATE_OF_TENSOR:
-            raise Refusal(f"reads {name} of a tensor, which a trace does not know. Read it before, and capture it.")
         if name in _LAYOUT_OF_TENSOR:
             self.unguarded(f"it reads {name!r} of a tensor")
         try:

@@ -32,6 +32,7 @@ from flexattn.trace.follow.libraries import (
 )
 from flexattn.trace.follow.lifted import literal
 from flexattn.trace.follow.operators import Operators, is_plain
+from flexattn.trace.follow.record import DERIVED
 
 # Modules of torch whose Python functions are operators. Others in torch are followed like the user's own code.
 _OPERATOR_MODULES = (
@@ -327,8 +328,7 @@ class Calls(Operators):
         is_data = self._takes_data(args, kwargs)
         if (is_plain(owner) or isinstance(owner, _IMMUTABLE_OWNERS)) and is_data:
             return method(*map(self.for_python, (owner, *args)), **{k: self.for_python(v) for k, v in kwargs.items()})
-        derived = (int, float, str, bytes)  # a guard has checked their values, as for an enum
-        if isinstance(owner, derived) and all(is_plain(a) or isinstance(a, derived) for a in args) and not kwargs:
+        if isinstance(owner, DERIVED) and all(is_plain(a) or isinstance(a, DERIVED) for a in args) and not kwargs:
             return method(owner, *map(literal, args))
         is_new = not self.record.has(owner) and is_library_class(type(owner)) and is_pure_method(method)
         is_set = isinstance(owner, (set, frozenset))

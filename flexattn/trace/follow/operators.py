@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexattn.trace.follow.attributes import BUILTIN_CONTAINERS, MISSING, Attributes, Refusal
 from flexattn.trace.follow.lifted import LIFTED, calculate, compare, is_python_int, literal, symbolic
-from flexattn.trace.follow.record import ENDS, MOST_LIFTED, RECORD
+from flexattn.trace.follow.record import DERIVED, ENDS, MOST_LIFTED, RECORD
 
 # Symbol in the source -> function, method, reflected method.
 BINARY: dict[str, tuple[Callable[..., Any], str, str]] = {
@@ -51,7 +51,6 @@ _PLAIN: frozenset[type] = frozenset((
     int, float, bool, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice, torch.dtype,
     torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo,
 ))  # fmt: skip
-_DERIVED = (int, float, str, bytes)  # a guard checks the value of an instance of a class derived from these
 # Types of which equal values may be several objects: their guards check values, not identities.
 _BY_VALUE: frozenset[type] = frozenset((
     int, float, complex, str, bytes, range, torch.Size, torch.device, torch.finfo, torch.iinfo,
@@ -218,7 +217,7 @@ class Operators(Attributes):
         if not overloads and (index := self.as_index(value)) is not value:
             return index
         is_torchs = kind.__module__.partition(".")[0] == "torch"
-        if overloads or not (isinstance(value, _DERIVED) or callable(value) or is_torchs):
+        if overloads or not (isinstance(value, DERIVED) or callable(value) or is_torchs):
             self.unguarded(f"it passes an object of {kind.__name__} to torch")
         return value
 
@@ -744,7 +743,7 @@ class Operators(Attributes):
     def _formatted(self, text: Any, value: Any) -> Any:
         """Return `text % value`."""
         given = self._in_text(self._sequence(value) if isinstance(value, tuple) else value)
-        is_object = isinstance(given, _InText) and not isinstance(value, _DERIVED)
+        is_object = isinstance(given, _InText) and not isinstance(value, DERIVED)
         if is_object and self.class_attribute(type(value), "__getitem__") is not MISSING:  # a mapping
             self.unguarded(f"it formats an object of {type(value).__name__} as text")
             given = value
@@ -779,7 +778,7 @@ class Operators(Attributes):
                 text = text.encode("ascii", "backslashreplace").decode() if conversion is ascii else text
                 return format(text, spec)
             if method is not object.__str__:  # object.__str__ calls __repr__
-                is_known |= isinstance(value, _DERIVED) and getattr(method, "__objclass__", None) in _DERIVED
+                is_known |= isinstance(value, DERIVED) and getattr(method, "__objclass__", None) in DERIVED
                 break
         if isinstance(value, BaseException) and not self.record.has(value):
             is_known |= self.is_data(self._in_text(value.args))

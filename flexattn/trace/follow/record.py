@@ -36,6 +36,7 @@ _VALUES: frozenset[type] = frozenset((
 ENDS = ("start", "stop", "step")  # of a slice
 _TORCH_CONSTANTS: frozenset[type] = frozenset((torch.dtype, torch.device, torch.layout, torch.memory_format))
 _NUMBERS_OF_NUMPY = "bBhHiIlLqQefd"  # characters of the dtypes whose items are Python's ints and floats
+DERIVED = (int, float, str, bytes)  # a guard checks the value of an instance of a class derived from these
 RECORD = "V"  # character of the dtypes of records, which are views of arrays: their contents may change
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
@@ -339,7 +340,7 @@ class ReadLog:
             self._line(f"if {variable}.dtype != {self.constant(value.dtype)}: return None")  # such as a unit of time
             self._line(f"if {variable}.tobytes() != {self.constant(value.tobytes())}: return None")
         elif isinstance(value, int | float | str | bytes):  # an instance of a derived class
-            base = next(b for b in (int, float, str, bytes) if isinstance(value, b))
+            base = next(b for b in DERIVED if isinstance(value, b))
             text = f"{base.__name__}.__getnewargs__({variable}) != {self.constant(base.__getnewargs__(value))}"  # type: ignore[attr-defined]
             self._line(f"if {text}: return None")
 
