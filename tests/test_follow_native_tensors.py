@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -104,6 +105,27 @@ def test_numbers_that_an_operator_takes_only_as_values(
     monkeypatch.setitem(globals(), "step", 0.25)
     assert value_of(call) == call() != before
     assert "failed while attempting" not in capfd.readouterr().err
+
+
+GAIN, STEPS = np.float32(2.5), np.linspace(0, 1, 5, dtype=np.float32)
+OF_NUMPY: dict[str, Callable[[], Tensor]] = {
+    "float32": lambda: torch.tensor(np.float32(2.5)),
+    "product": lambda: torch.tensor(GAIN * np.float32(1)),
+    "root": lambda: torch.tensor([np.sqrt(GAIN)])[0],
+    "items": lambda: torch.tensor([STEPS[1], STEPS[2]])[1],
+    "float16": lambda: torch.as_tensor([np.float16(2.5)])[0],
+    "float64": lambda: torch.tensor(np.float64(0.1)),
+    "integers": lambda: torch.tensor([np.int8(3), np.uint8(200)]).sum(),
+    "bool": lambda: torch.tensor(np.bool_(True)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is traced at each call")
+@pytest.mark.parametrize("name", OF_NUMPY)
+def test_tensors_of_numbers_of_numpy(name: str) -> None:
+    make = OF_NUMPY[name]
+    assert value_of(make) == make().item()
+    assert value_of(lambda: make().dtype.itemsize) == make().dtype.itemsize
 
 
 def test_numbers_that_an_operator_takes_as_symbols_stay_arguments() -> None:

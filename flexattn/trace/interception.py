@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.autograd import Function
@@ -334,11 +335,21 @@ def _literal_tensor(data: Any, dtype: Any = None, device: Any = None, **_: Any) 
         for part in parts[1:]:
             common = torch.promote_types(common, part.dtype)
         return torch.stack([p.to(common) for p in parts])
+    if isinstance(data, np.generic):
+        dtype, data = dtype or _dtype_of(data), data.item()
     if dtype is None:
         dtype = torch.bool if isinstance(data, bool) else torch.int64
         if isinstance(data, (float, torch.SymFloat)):
             dtype = torch.get_default_dtype()
     return torch.full((), data, dtype=dtype, device=device)  # type: ignore[arg-type]
+
+
+def _dtype_of(number: np.generic) -> torch.dtype:
+    """Return the dtype of torch.tensor(number)."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        return torch.tensor(number).dtype
 
 
 def _count(data: Any) -> int:
