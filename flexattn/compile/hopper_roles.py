@@ -234,17 +234,22 @@ def _of_keys(plan: KernelPlan) -> _Own:
     q_parts, v_parts = map(columns, plan.widths)
     return _Own(
         [("Q_STAGES", plan.rings.queries), *(_dq_constants(plan) if plan.adds_dq else [])],
-        (*_tiles_of(q_parts, v_parts), *_ROWS, *(_OF_DQ if plan.adds_dq else ())),
+        (*_tiles_of(q_parts, v_parts), *_rows(plan), *(_OF_DQ if plan.adds_dq else ())),
         {
             "parts": q_parts, "v_parts": v_parts,
             "dtype": TRITON_DTYPE[plan.dtype], "packing": _PACKING[plan.dtype], "unpacking": _UNPACKING[plan.dtype],
             # With a derivative there is enough work to hide dk's wait for its own dS (tanh: 4 % faster, D 128). In
             # hopper_dkdv at D 192, the dS of the tile before does not fit in registers.
             "delayed": (not plan.scales_gradient or plan.widths[0] == 64) and plan.widths != (192, 128),
-            "keeps_keys": plan.keeps_keys, "ahead": plan.scores_ahead,
+            "keeps_keys": plan.keeps_keys, "ahead": plan.scores_ahead, "frees_queries": plan.frees_queries,
             **_KEY_ROLES[plan.spec.name],
         },
     )  # fmt: skip
+
+
+def _rows(plan: KernelPlan) -> list[str]:
+    q_empty = ["q_empty"] if plan.frees_queries else []
+    return ["shift_bufs", "delta_bufs", "q_full", *q_empty, "do_full", "do_empty"]
 
 
 def _dq_constants(plan: KernelPlan) -> list[tuple[str, object]]:
@@ -252,7 +257,6 @@ def _dq_constants(plan: KernelPlan) -> list[tuple[str, object]]:
     return [("DQ_BUFFERS", plan.rings.dq), ("DQ_PIECES", pieces_of(plan.D)), ("DQ_COLUMNS", -(-plan.widths[0] // 64))]
 
 
-_ROWS = ("shift_bufs", "delta_bufs", "q_full", "q_empty", "do_full", "do_empty")
 _OF_DQ = ("ds_bufs", "dq_bufs", "ds_full", "ds_empty")
 
 

@@ -302,6 +302,15 @@ class KernelPlan:
         return self.widths == (64, 64) or (self.widths == (192, 128) and self.adds_dq)
 
     @property
+    def frees_queries(self) -> bool:
+        """Whether Hopper's backward releases each buffer of queries by itself.
+
+        With one more of them than of dO, the release of dO follows the last read of the queries before it. One
+        mbarrier.arrive less is one barrier of the warpgroup less in each step.
+        """
+        return self.rings.queries == self.tile.num_stages or self.spec.name == "hopper_backward_wide"
+
+    @property
     def scores_ahead(self) -> bool:
         """Whether hopper_backward computes the scores of the next tile while dS of this one is computed.
 
