@@ -43,8 +43,8 @@ def stripes_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def keys_in_one_buffer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Load the next keys when the current ones are read, as with long rows."""
-    monkeypatch.setattr(hopper, "SHORT_ROWS", {})
+    """Load the next keys when the current ones are read, as with bits at D 128."""
+    monkeypatch.setattr(hopper, "_prefetches_keys", lambda plan, problem: False)
     forget_launches()
     yield
     forget_launches()
@@ -360,7 +360,7 @@ def masks_to_trim(kind: str, S: int, seed: int) -> Callable[..., object]:
 def test_trimmed_runs_give_the_same_bits(kind: str, D: int, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiles that are left out have no pair, so dk and dv are the same sums."""
     if form == "late keys":
-        monkeypatch.setattr(hopper, "SHORT_ROWS", {})
+        monkeypatch.setattr(hopper, "_prefetches_keys", lambda plan, problem: False)
     S = 1400 + 53 * (D // 32)
     inputs = [x.requires_grad_() for x in big(2, 4, 2, S, D)]
     mask = create_block_mask(masks_to_trim(kind, S, D), None, None, S, S, device="cuda")

@@ -91,8 +91,8 @@ LONG = ["plain", "causal", "documents", "rows without a key", "softcap", "D 96",
 
 @pytest.mark.parametrize("name", slow_unless(lambda name: name == "causal", LONG))
 def test_keys_in_one_buffer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with long rows: the next tile of keys is loaded when dq has read the current one."""
-    monkeypatch.setattr(hopper, "SHORT_ROWS", {})
+    """As with bits at D 128: the next tile of keys is loaded when dq has read the current one."""
+    monkeypatch.setattr(hopper, "_prefetches_keys", lambda plan, problem: False)
     sizes, score, mask = CASES[name]
     check(make_call(AT, sizes, score, mask), loose=True)
 
@@ -111,7 +111,7 @@ def test_two_kernels_of_the_backward(name: str) -> None:
 def test_stripes(name: str, prefetches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     choose_stripes(monkeypatch)
     if not prefetches:
-        monkeypatch.setattr(hopper, "SHORT_ROWS", {})
+        monkeypatch.setattr(hopper, "_prefetches_keys", lambda plan, problem: False)
     sizes, score, mask = CASES[name]
     call = make_call(AT, sizes, score, mask)
     inputs = [x.requires_grad_() for x in (call.query, call.key, call.value)]
@@ -345,7 +345,7 @@ TRIMMED: dict[str, tuple[Mod, Mod | None, Sizes]] = {
 
 
 FORMS_OF_TRIMMED = [
-    *((name, "fused") for name in TRIMMED), ("window", "pair"), ("ends, D 64", "pair"), ("runs", "long rows"),
+    *((name, "fused") for name in TRIMMED), ("window", "pair"), ("ends, D 64", "pair"), ("runs", "one buffer"),
 ]  # fmt: skip
 
 
@@ -354,8 +354,8 @@ FORMS_OF_TRIMMED = [
 )
 def test_runs_of_partial_blocks_are_trimmed(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mod, score_mod, n = TRIMMED[name]
-    if form == "long rows":
-        monkeypatch.setattr(hopper, "SHORT_ROWS", {})
+    if form == "one buffer":
+        monkeypatch.setattr(hopper, "_prefetches_keys", lambda plan, problem: False)
     q, k, v, d_out = drawn(n)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     mask = create_block_mask(mod, None, None, n.M, n.N, device="cpu")
@@ -445,7 +445,7 @@ def test_warps_in_any_order(seed: int, D: int, prefetches: bool, monkeypatch: py
     """Two programs take several tiles each. Any of their warps may be far ahead of the others."""
     monkeypatch.setattr(launch, "processors", lambda device: 2)
     if not prefetches:
-        monkeypatch.setattr(hopper, "SHORT_ROWS", {})
+        monkeypatch.setattr(hopper, "_prefetches_keys", lambda plan, problem: False)
     with any_order(seed):
         check(make_call(AT, Sizes(1, 1, 1, 390, 400, D, D), None, "causal"), loose=True)
 

@@ -86,12 +86,11 @@ BACKWARD_TILES: dict[tuple[int, int], Tile] = {
     (96, 96): Tile(64, 128, 4, 3),
     (128, 128): Tile(64, 128, 4, 2),
 }
-# Up to this many queries for a tile of keys, or half as many of a window, the next tile of keys is loaded during the
-# current one. Time relative to that without, causal: D 64, 512 tokens 0.91, 2,048 0.96, 8,192 1.01; D 96, 1,024 0.96,
-# 5,003 0.98; D 128, 1,024 0.97, 2,048 0.98, 8,192 0.99. With bits: block diffusion 1.02.
-_ANY = 1 << 62
-SHORT_ROWS: dict[tuple[int, int], int] = {(64, 64): 2048, (96, 96): _ANY, (128, 128): _ANY}
-SHORT_ROWS_OF_BITS: dict[tuple[int, int], int] = {(64, 64): 2048, (96, 96): 2048, (128, 128): 1024}
+# The next tile of keys is loaded during the current one. Time relative to that without, causal: D 64, 512 tokens 0.91,
+# 2,048 0.96, 8,192 0.98; D 96, 1,024 0.96, 5,003 0.98; D 128, 1,024 0.97, 2,048 0.98, 8,192 0.99. With bits, a
+# neighborhood at D 64 0.92, but block diffusion at D 128 1.01. So with bits, up to this many queries for a tile of keys,
+# or half as many of a window, at D 64 any number.
+SHORT_ROWS_OF_BITS: dict[tuple[int, int], int] = {(96, 96): 2048, (128, 128): 1024}
 WIDE_TILES: dict[tuple[int, int], Tile] = {(192, 128): Tile(64, 64, 4, 2), (256, 256): Tile(64, 64, 4, 2)}
 DKDV_TILES = BACKWARD_TILES | {(192, 128): Tile(64, 128, 4, 2)}  # of dk and dv alone
 KEYS_REGISTERS, QUERIES_REGISTERS = 208, 64
@@ -253,10 +252,11 @@ def _with_tile(form: HopperForm, plan: KernelPlan, problem: Problem) -> KernelPl
 
 def _prefetches_keys(plan: KernelPlan, problem: Problem) -> bool:
     """Return whether a backward loads the next tile of keys during the current one."""
-    known = plan.widths in plan.spec.prefetch_rings and plan.widths in SHORT_ROWS
-    if not known or "early_keys" in settings().without:
+    if plan.widths not in plan.spec.prefetch_rings or "early_keys" in settings().without:
         return False
-    most = (SHORT_ROWS_OF_BITS if BITS.name in plan.features else SHORT_ROWS)[plan.widths]
+    if BITS.name not in plan.features or plan.widths not in SHORT_ROWS_OF_BITS:
+        return True
+    most = SHORT_ROWS_OF_BITS[plan.widths]
     blocks, mask = problem.block_mask, problem.mask
     (B, Hq, M, _), (B_kv, Hkv, _, _) = problem.query.shape, problem.key.shape
     longest = M if blocks is None or blocks.reach is None else blocks.reach
