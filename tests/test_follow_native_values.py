@@ -149,6 +149,11 @@ READS: dict[str, tuple[Callable[[Config], Any], Any, Any]] = {
     "% of a named tuple": (lambda c: len("%s%s" % c.n), Pair(1, At(2)), Pair(1, At(3))),
     "% of an enum": (lambda c: len("%d" % c.n), Sizes.SMALL, Sizes.LARGE),
     "a named tuple as text": (lambda c: len(f"{c.n}"), Pair(1, 2), Pair(10, 2)),
+    "a set of an object and a number": (lambda c: len({c.n, 2}), At(2), At(3)),
+    "a set of a number and an object": (lambda c: len({2, c.n}), At(2), At(3)),
+    "a dict of an object and a number": (lambda c: len({c.n: 1, 2: 2}), At(2), At(3)),
+    "a set of tuples": (lambda c: len({(c.n, 1), (2, 1)}), At(2), At(3)),
+    "a number in a set of an object": (lambda c: 1 if 2 in {c.n} else 2, At(2), At(3)),
     "a unit of time": (lambda c: float(c.n / SECOND), np.timedelta64(5, "m"), np.timedelta64(5, "h")),
     "a unit of nanoseconds": (lambda c: float(c.n / SECOND) * 1e12, np.timedelta64(5, "ns"), np.timedelta64(5, "ps")),
     "a date": (lambda c: float((c.n - EPOCH) / SECOND), np.datetime64(5, "D"), np.datetime64(5, "h")),
@@ -156,6 +161,7 @@ READS: dict[str, tuple[Callable[[Config], Any], Any, Any]] = {
     "whether two numbers are one": (lambda c: 1 if c.n is THREE else 2, 3, 4),
     # Traced at each call.
     "an overridden list": (lambda c: TABLE.flatten()[c.n][0], Shifted([1, 2]), Shifted([7, 2])),
+    "an updated set": (lambda c: len({c.n} | {2}), At(2), At(3)),
     "an overloaded object": (lambda c: torch.ones(()) * c.n, Overloaded(2.0), Overloaded(5.0)),
     "numpy's array as index": (lambda c: TABLE[c.n][0, 1], np.array([1, 2]), np.array([3, 2])),
     "numpy's arrays as index": (lambda c: TABLE[c.n, c.n][0], np.array([1, 2]), np.array([3, 2])),
@@ -194,8 +200,11 @@ def test_a_record_that_changes_in_place() -> None:
     assert compare(mod) != first
 
 
+TWO = "{}, {a}"
 TEXTS: dict[str, Callable[[Any], str]] = {
     "f-string": lambda t: f"{t}", "repr": lambda t: repr(t), "str": lambda t: str([t]), "%": lambda t: "%s" % t,
+    "str.format": lambda t: TWO.format(1, a=[t]), "format_map": lambda t: "{a}".format_map({"a": t}),
+    "__repr__": lambda t: t.__repr__(), "__format__": lambda t: t.__format__(""),
     "error": lambda t: str(ValueError(t)), "computed": lambda t: f"{t + 1}", "named": lambda t: f"{Pair(t, 1)}",
 }  # fmt: skip
 

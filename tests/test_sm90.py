@@ -147,7 +147,7 @@ GLUON = {
     ("causal 256", "hopper_backward_wide"): 100, ("ends 256", "hopper_backward_wide"): 130,
     ("ends 128", "hopper_backward"): 140, ("ends 64", "hopper_backward"): 48,
     ("causal 64", "hopper_backward"): 16, ("causal 96", "hopper_backward"): 16,
-    ("alibi causal 128", "hopper_dkdv"): 160, ("document runs 128", "hopper_dkdv"): 110,
+    ("alibi causal 128", "hopper_dkdv"): 120, ("document runs 128", "hopper_dkdv"): 110,
     ("causal 192/128", "hopper_dq"): 16, ("causal 192/128", "hopper_dkdv"): 320,
     ("softcap causal 192/128", "hopper_dq"): 16, ("softcap causal 192/128", "hopper_dkdv"): 680,
     ("grid 128", "hopper_backward"): 48, ("grid 64", "hopper_forward"): 8, ("grid 64", "hopper_backward"): 24,
@@ -198,12 +198,13 @@ def test_gluon(work: str, kernel: str) -> None:
 
 
 # The backward with one buffer of keys. What is the same in all steps is kept between tiles of keys.
-ONE_BUFFER = {"softcap causal 128": 460, "document 128": 420, "causal 64": 124, "causal 96": 56, "grid 128": 190}
+ONE_BUFFER = {"softcap causal 128": 460, "document 128": 420, "causal 64": 124, "causal 96": 56, "grid 128": 180}
 
 
 @pytest.mark.parametrize("work", slow_unless(("causal 64",).__contains__, ONE_BUFFER))
 def test_backward_with_one_buffer_of_keys(work: str) -> None:
-    plan, source = next(pair for pair in sources(work, "HOPPER", prefetches=False) if pair[0].spec.name == "hopper_backward")
+    made = sources(work, "HOPPER", prefetches=False)
+    plan, source = next(pair for pair in made if pair[0].spec.name == "hopper_backward")
     found = report(source)
     assert not plan.prefetches_keys
     assert found.spill_bytes <= ONE_BUFFER[work]

@@ -87,9 +87,9 @@ BACKWARD_TILES: dict[tuple[int, int], Tile] = {
     (128, 128): Tile(64, 128, 4, 2),
 }
 # The next tile of keys is loaded during the current one. Time relative to that without, causal: D 64, 512 tokens 0.91,
-# 2,048 0.96, 8,192 0.98; D 96, 1,024 0.96, 5,003 0.98; D 128, 1,024 0.97, 2,048 0.98, 8,192 0.99. With bits, a
-# neighborhood at D 64 0.92, but block diffusion at D 128 1.01. So with bits, up to this many queries for a tile of keys,
-# or half as many of a window, at D 64 any number.
+# 2,048 0.96, 8,192 0.98; D 96, 1,024 0.96, 5,003 0.98; D 128, 1,024 0.97, 2,048 0.98, 8,192 0.99. With bits, it is 0.92
+# for neighborhoods at D 64, but 1.01 for block diffusion at D 128. So with bits, a tile of keys may have up to this
+# many queries, or half as many of a window. At D 64 it may have any number.
 SHORT_ROWS_OF_BITS: dict[tuple[int, int], int] = {(96, 96): 2048, (128, 128): 1024}
 WIDE_TILES: dict[tuple[int, int], Tile] = {(192, 128): Tile(64, 64, 4, 2), (256, 256): Tile(64, 64, 4, 2)}
 DKDV_TILES = BACKWARD_TILES | {(192, 128): Tile(64, 128, 4, 2)}  # of dk and dv alone

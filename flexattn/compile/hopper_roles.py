@@ -232,16 +232,16 @@ def _tiles_of(q_parts: Sequence[HeadDimPart], v_parts: Sequence[HeadDimPart]) ->
 def _of_keys(plan: KernelPlan) -> _Own:
     """Return the variables that both kernels for dq, dk and dv have."""
     q_parts, v_parts = map(columns, plan.widths)
+    one_more = plan.rings.queries > plan.tile.num_stages
+    assert one_more or not plan.scores_ahead, "queries of the tile before are read in each step"
     return _Own(
         [("Q_STAGES", plan.rings.queries), *(_dq_constants(plan) if plan.adds_dq else [])],
         (*_tiles_of(q_parts, v_parts), *_rows(plan), *(_OF_DQ if plan.adds_dq else ())),
         {
             "parts": q_parts, "v_parts": v_parts,
             "dtype": TRITON_DTYPE[plan.dtype], "packing": _PACKING[plan.dtype], "unpacking": _UNPACKING[plan.dtype],
-            # With a derivative there is enough work to hide dk's wait for its own dS (tanh: 4 % faster, D 128). In
-            # hopper_dkdv at D 192, the dS of the tile before does not fit in registers.
-            "delayed": (not plan.scales_gradient or plan.widths[0] == 64) and plan.widths != (192, 128),
-            "keeps_keys": plan.keeps_keys, "ahead": plan.scores_ahead, "frees_queries": plan.frees_queries,
+            "delayed": plan.delays_dk, "ahead": plan.scores_ahead, "keeps_keys": plan.keeps_keys,
+            "frees_queries": plan.frees_queries,
             **_KEY_ROLES[plan.spec.name],
         },
     )  # fmt: skip

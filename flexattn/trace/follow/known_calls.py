@@ -317,6 +317,16 @@ def _format(f: Calls, value: Any, spec: str = "") -> str:
     return f.format(value, None, spec)
 
 
+@_function(Tensor.__repr__)
+def _repr_of_tensor(f: Calls, value: Any, **kwargs: Any) -> str:
+    return f.format(value, repr, "")
+
+
+@_function(Tensor.__format__)
+def _format_of_tensor(f: Calls, value: Any, spec: str) -> str:
+    return f.format(value, None, spec)
+
+
 @_function(max)
 def _max(f: Calls, *args: Any, key: Any = None, **kwargs: Any) -> Any:
     return _extreme(f, ">", args, key, kwargs)
@@ -750,6 +760,18 @@ def _update(f: Calls, owner: dict[Any, Any], /, *others: Any, **items: Any) -> N
 @_method("join", of=(str,))
 def _join(f: Calls, owner: str, values: Any) -> str:
     return owner.join(f.for_python(f.iterated(values)))
+
+
+def _of_format(name: str) -> Callable[..., Any]:
+    def method(f: Calls, owner: str, *args: Any, **kwargs: Any) -> str:
+        f.refuse_text_of_tensors([*args, kwargs])
+        return f.call_pure(getattr(owner, name), args, kwargs)
+
+    return method
+
+
+for _name in ("format", "format_map"):
+    _METHODS[str, _name] = _of_format(_name)
 
 
 @_method("__call__", of=(operator.attrgetter, operator.itemgetter, operator.methodcaller))

@@ -503,14 +503,16 @@ class Operators(Attributes):
     def own_key(self, container: Any, key: Any) -> Any:
         """Return the key of a dict, or the element of a set, that is equal to a key; or the key itself if none is.
 
-        In a container that the mod made, comparisons of objects are guarded.
+        In a container that the mod made, hashes and comparisons of objects are guarded.
         """
-        key = self.for_python(key)
-        if self.is_data(key):
-            return key
+        key, is_data = self.for_python(key), self.is_data(key)
         if self.record.has(container):
-            self.check_key(key, container)
+            if not is_data:
+                self.check_key(key, container)
             return key
+        if is_data and all(map(self.is_data, container)):
+            return key
+        self._follow_hash(key)
         if len(container) > _MOST_COMPARED:
             self.unguarded(
                 f"it looks up an object in a {type(container).__name__} of more than {_MOST_COMPARED} objects"
@@ -518,8 +520,24 @@ class Operators(Attributes):
             return key
         return next((own for own in container if self._is_same_key(own, key)), key)
 
+    def _follow_hash(self, key: Any) -> None:
+        """Guard what the hash of a key depends on: that of an object is followed if its method is written in Python."""
+        if isinstance(key, tuple | frozenset):
+            for element in key:
+                self._follow_hash(element)
+            return
+        if self.is_data(key) or isinstance(key, type):
+            return
+        method = self.class_attribute(type(key), "__hash__")
+        if isinstance(method, types.FunctionType):
+            self.returned(self.call(self.special(key, "__hash__"), ()), "__hash__", int)
+        elif method not in _HASHES and method is not None:
+            self.unguarded(f"it hashes an object of {type(key).__name__} by its own __hash__")
+
     def _is_same_key(self, own: Any, key: Any) -> bool:
-        """Return whether two keys, at least one of them an object, are one in a dict: equal, with equal hashes."""
+        """Return whether two keys are one in a dict: equal, with equal hashes."""
+        if self.is_data(own) and self.is_data(key):
+            return own in {key}
         if own is key:
             return self.identical(own, key)
         same_hash = hash(own) == hash(key)
@@ -754,8 +772,7 @@ class Operators(Attributes):
         return self._converted(self.deep_contents(value), self._part_of_text)
 
     def _part_of_text(self, value: Any) -> Any:
-        if any(True for _ in self._tensors(value)):
-            raise Refusal(_TEXT_OF_TENSOR)
+        self.refuse_text_of_tensors(value)
         if self.is_data(value):
             return literal(value)
         if type(value) in (set, frozenset):
@@ -763,9 +780,12 @@ class Operators(Attributes):
             return value
         return _InText(self, value)
 
-    def _format_object(self, value: Any, conversion: Callable[[Any], str] | None, spec: str) -> str:
-        if isinstance(value, Tensor):
+    def refuse_text_of_tensors(self, value: Any) -> None:
+        if any(True for _ in self._tensors(value)):
             raise Refusal(_TEXT_OF_TENSOR)
+
+    def _format_object(self, value: Any, conversion: Callable[[Any], str] | None, spec: str) -> str:
+        self.refuse_text_of_tensors(value)
         if conversion is None and isinstance(self.class_attribute(type(value), "__format__"), types.FunctionType):
             return self.returned(self.call(self.special(value, "__format__"), (spec,)), "__format__", str)
         names = ("__str__", "__repr__") if conversion is str or (conversion is None and not spec) else ()
