@@ -192,6 +192,27 @@ def test_what_c_code_reads(name: str) -> None:
     assert compare(mod) != first
 
 
+def test_a_large_set_with_an_object() -> None:
+    c = Config(At(100))
+    mod = adding(lambda c: len({c.n, *range(200)}), c)
+    first = compare(mod)
+    count = stats()["traces"]
+    compare(mod)
+    assert stats()["traces"] > count
+    c.n = At(500)
+    assert compare(mod) != first
+
+
+def test_a_large_set_of_numbers() -> None:
+    """Its elements are not compared one by one."""
+    c = Config(3)
+    mod = adding(lambda c: len({*range(20_000), c.n}), c)
+    compare(mod)
+    count = stats()["traces"]
+    compare(mod)
+    assert stats()["traces"] == count
+
+
 def test_a_record_that_changes_in_place() -> None:
     c = Config(np.array([([1.0],)], dtype=[("o", "O")])[0])
     mod = adding(lambda c: c.n["o"][0], c)

@@ -510,7 +510,8 @@ class Operators(Attributes):
             if not is_data:
                 self.check_key(key, container)
             return key
-        if is_data and all(map(self.is_data, container)):
+        # A larger container has passed this length, where an object in it makes the trace unguarded.
+        if is_data and (len(container) > _MOST_COMPARED + 1 or all(map(self.is_data, container))):
             return key
         self._follow_hash(key)
         if len(container) > _MOST_COMPARED:
