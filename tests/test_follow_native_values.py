@@ -61,6 +61,14 @@ class At:
         return self.n
 
 
+class Name(str):
+    pass
+
+
+class Raw(bytes):
+    pass
+
+
 class Called(At):
     def __call__(self) -> int:
         return self.n
@@ -143,6 +151,11 @@ READS: dict[str, tuple[Callable[[Config], Any], Any, Any]] = {
     "a repeated list": (repeated, 2, 3),
     "a list repeated by an object": (repeated, At(2), At(3)),
     "a text repeated by an object": (lambda c: len("x" * c.n), At(2), At(3)),
+    "a text repeated by an enum": (lambda c: len("x" * c.n), Sizes.SMALL, Sizes.LARGE),
+    "a new list repeated by an enum": (lambda c: len([0] * c.n), Sizes.SMALL, Sizes.LARGE),
+    "a text plus a derived text": (lambda c: len("x" + c.n), Name("a"), Name("ab")),
+    "a derived text plus a text": (lambda c: len(c.n + "x"), Name("a"), Name("ab")),
+    "bytes plus derived bytes": (lambda c: len(b"x" + c.n), Raw(b"a"), Raw(b"ab")),
     "% of an object": (lambda c: len("%s" % c.n), At(2), At(3)),
     "% of objects": (lambda c: len("%r%s%d" % ("a", c.n, c.n)), At(2), At(3)),
     "% of a dict": (lambda c: len("%(n)s" % {"n": c.n}), At(2), At(3)),

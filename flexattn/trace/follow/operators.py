@@ -270,10 +270,17 @@ class Operators(Attributes):
     def _of_sequences(self, symbol: str, x: Any, y: Any) -> Any:
         """Return a sequence plus one of a derived class, or times an object with `__index__`, or NotImplemented."""
         if symbol == "+":
-            is_derived = type(x) in (list, tuple) and isinstance(y, type(x)) and type(y) is not type(x)
-            return self.binary(symbol, x, self._sequence(y)) if is_derived else NotImplemented
+            if not isinstance(y, type(x)) or type(y) is type(x):
+                return NotImplemented
+            if type(x) in (str, bytes):
+                return type(x).__add__(x, y)
+            return self.binary(symbol, x, self._sequence(y)) if type(x) in (list, tuple) else NotImplemented
         for values, count in ((x, y), (y, x)):
-            if type(values) in (str, bytes, list, tuple) and (n := self.as_index(count)) is not count:
+            if type(values) not in (str, bytes, list, tuple):
+                continue
+            is_derived = isinstance(count, int) and not is_plain(count)  # an IntEnum
+            n = int.__index__(count) if is_derived else self.as_index(count)
+            if n is not count:
                 return self.binary(symbol, values, n)
         return NotImplemented
 
