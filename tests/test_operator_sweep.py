@@ -226,6 +226,8 @@ CASES: dict[str, Mod] = {
     "slice": read(lambda m, n: m[1::2][1] + n[-3:-1][0]),
     "pad": read(lambda m, n: F.pad(m, (1, 2), value=2.0)[3] + F.pad(m, (1, 2))[6] + F.pad(n, (2, 0))[0]),
     "pad indexed": lambda s, b, h, q, k: s + F.pad(f[q], (1, 2), value=2.0)[k % 7],
+    "diag": read(lambda m, n: m.view(2, 2).diag()[1] + torch.diag(m.view(2, 2), 1)[0] + m.diag(-1)[3, 2]),
+    "trace": read(lambda m, n: m.view(2, 2).trace() + torch.trace(m.view(2, 2))),
     "diagonal": read(lambda m, n: m.view(2, 2).diagonal()[1] + m.view(2, 2).diagonal(1)[0]),
     "unfold": read(lambda m, n: m.unfold(0, 2, 1)[2, 1]),
     "clone": read(lambda m, n: m.clone()[1]),

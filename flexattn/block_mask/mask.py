@@ -712,8 +712,8 @@ class BlockMask(upstream.BlockMask):
         They are found in closures, globals, default arguments, partials, and attributes that the mod names. The user's
         own objects do not change: the new mask has a copy of the mod.
 
-        Raises MutationError if a value that mask_mod captured has changed since the mask was built, DeviceError if there
-        is no such device, and UnsupportedError if mask_mod reads a tensor that is an attribute of a class.
+        Raises MutationError if a value that mask_mod captured has changed since the mask was built, DeviceError if
+        there is no such device, and UnsupportedError if mask_mod reads a tensor that is an attribute of a class.
         """
         try:
             device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"

@@ -428,6 +428,10 @@ def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inv
     return ~found if invert else found
 
 
+def _diag(x: Tensor, diagonal: int = 0) -> Tensor:
+    return x.diag_embed(diagonal) if x.dim() == 1 else x.diagonal(diagonal)  # diag reads the offset in the storage
+
+
 _REWRITES: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: gather,
     Tensor.select: _select,
@@ -441,6 +445,8 @@ _REWRITES: dict[Any, Callable[..., Any]] = {
     torch.masked_fill: _masked_fill,
     Tensor.masked_fill: _masked_fill,
     torch.isin: _isin,
+    torch.diag: _diag, Tensor.diag: _diag,
+    torch.trace: lambda x: x.diagonal().sum(), Tensor.trace: lambda x: x.diagonal().sum(),
     Tensor.detach_: _detach_in_place,
     torch.detach_: _detach_in_place,
     Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]
