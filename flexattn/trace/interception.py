@@ -445,8 +445,10 @@ _REWRITES: dict[Any, Callable[..., Any]] = {
     torch.masked_fill: _masked_fill,
     Tensor.masked_fill: _masked_fill,
     torch.isin: _isin,
-    torch.diag: _diag, Tensor.diag: _diag,
-    torch.trace: lambda x: x.diagonal().sum(), Tensor.trace: lambda x: x.diagonal().sum(),
+    torch.diag: _diag,
+    Tensor.diag: _diag,
+    torch.trace: lambda x: x.diagonal().sum(),
+    Tensor.trace: lambda x: x.diagonal().sum(),
     Tensor.detach_: _detach_in_place,
     torch.detach_: _detach_in_place,
     Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]
