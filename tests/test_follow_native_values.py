@@ -9,6 +9,7 @@ import enum
 import math
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +62,31 @@ class At:
         return self.n
 
 
+class Tagged(At):
+    """Its hash is that of a text, to which it is equal for n == 2 alone."""
+
+    def __hash__(self) -> int:
+        return hash("a")
+
+    def __eq__(self, other: object) -> bool:
+        return other == "a" and self.n == 2
+
+
+@dataclass(frozen=True)
+class Of:
+    kind: object
+
+
+class Looped(tuple):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        raise AssertionError("a set does not iterate over its elements")
+
+
+class Loud(str):
+    def format(self, *args: object) -> str:  # type: ignore[override]
+        return super().format(*args) + "!"
+
+
 class Name(str):
     pass
 
@@ -109,6 +135,12 @@ def merged(c: Config) -> int:
     own = {"a": 1}
     own |= c.n
     return own["a"]
+
+
+def updated(c: Config) -> int:
+    own = {c.n: 1}
+    own.update({"a": 2})
+    return len(own)
 
 
 def folded(values: Any) -> float:
@@ -167,6 +199,16 @@ READS: dict[str, tuple[Callable[[Config], Any], Any, Any]] = {
     "a dict of an object and a number": (lambda c: len({c.n: 1, 2: 2}), At(2), At(3)),
     "a set of tuples": (lambda c: len({(c.n, 1), (2, 1)}), At(2), At(3)),
     "a number in a set of an object": (lambda c: 1 if 2 in {c.n} else 2, At(2), At(3)),
+    "a set of an object that becomes equal": (lambda c: len({c.n, 2}), At(3), At(2)),
+    "a number in a set of an object that becomes equal": (lambda c: 1 if 2 in {c.n} else 2, At(3), At(2)),
+    "a set in a set of frozensets": (lambda c: {1, 2} in {frozenset({1, c.n}), At}, 2, 3),
+    "a named tuple next to a tuple": (lambda c: {(1, 2): 5}.get(c.n, 9), Pair(1, 3), Pair(1, 2)),
+    "an object with an enum as key": (lambda c: {Of(Sizes.SMALL): 1, Of(Sizes.LARGE): 2}[c.n], *map(Of, Sizes)),
+    "a C function as key": (lambda c: {torch.relu: 1, torch.tanh: 2}[c.n], torch.relu, torch.tanh),
+    "an updated dict": (updated, Tagged(3), Tagged(2)),
+    "an overridden format": (lambda c: len(c.n.format(1)), Loud("{}"), Loud("a{}")),
+    "a format of an enum": (lambda c: len("{}".format(c.n)), Sizes.SMALL, Sizes.LARGE),  # noqa: UP032
+    "an attribute of a tensor as text": (lambda c: len("{.dtype}".format(c.n)), TABLE, TABLE.int()),  # noqa: UP032
     "a unit of time": (lambda c: float(c.n / SECOND), np.timedelta64(5, "m"), np.timedelta64(5, "h")),
     "a unit of nanoseconds": (lambda c: float(c.n / SECOND) * 1e12, np.timedelta64(5, "ns"), np.timedelta64(5, "ps")),
     "a date": (lambda c: float((c.n - EPOCH) / SECOND), np.datetime64(5, "D"), np.datetime64(5, "h")),
@@ -175,6 +217,9 @@ READS: dict[str, tuple[Callable[[Config], Any], Any, Any]] = {
     # Traced at each call.
     "an overridden list": (lambda c: TABLE.flatten()[c.n][0], Shifted([1, 2]), Shifted([7, 2])),
     "an updated set": (lambda c: len({c.n} | {2}), At(2), At(3)),
+    "a union of sets": (lambda c: len({c.n}.union(["a"])), Tagged(3), Tagged(2)),
+    "a union of dicts": (lambda c: len({c.n: 1} | {"a": 2}), Tagged(3), Tagged(2)),
+    "a tuple with an own __iter__ in a set": (lambda c: len({c.n, (1,)}), Looped((1,)), Looped((2,))),
     "an overloaded object": (lambda c: torch.ones(()) * c.n, Overloaded(2.0), Overloaded(5.0)),
     "numpy's array as index": (lambda c: TABLE[c.n][0, 1], np.array([1, 2]), np.array([3, 2])),
     "numpy's arrays as index": (lambda c: TABLE[c.n, c.n][0], np.array([1, 2]), np.array([3, 2])),
@@ -238,7 +283,7 @@ TWO = "{}, {a}"
 TEXTS: dict[str, Callable[[Any], str]] = {
     "f-string": lambda t: f"{t}", "repr": lambda t: repr(t), "str": lambda t: str([t]), "%": lambda t: "%s" % t,
     "str.format": lambda t: TWO.format(1, a=[t]), "format_map": lambda t: "{a}".format_map({"a": t}),
-    "__repr__": lambda t: t.__repr__(), "__format__": lambda t: t.__format__(""),
+    "__str__": lambda t: t.__str__(), "__repr__": lambda t: t.__repr__(), "__format__": lambda t: t.__format__(""),
     "error": lambda t: str(ValueError(t)), "computed": lambda t: f"{t + 1}", "named": lambda t: f"{Pair(t, 1)}",
 }  # fmt: skip
 

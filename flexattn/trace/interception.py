@@ -428,8 +428,17 @@ def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inv
     return ~found if invert else found
 
 
-def _diag(x: Tensor, diagonal: int = 0) -> Tensor:
-    return x.diag_embed(diagonal) if x.dim() == 1 else x.diagonal(diagonal)  # diag reads the offset in the storage
+# torch.diag and torch.trace read the offset of a tensor in its storage, which is not known.
+def _diag(input: Tensor, diagonal: int = 0) -> Tensor:
+    if input.dim() not in (1, 2):
+        raise RuntimeError(f"diag(): expected a tensor with 1 or 2 dims, found {input.dim()}")
+    return input.diag_embed(diagonal) if input.dim() == 1 else input.diagonal(diagonal).clone()
+
+
+def _trace(input: Tensor) -> Tensor:
+    if input.dim() != 2:
+        raise RuntimeError(f"trace(): expected a matrix, found {input.dim()} dims")
+    return input.diagonal().sum()
 
 
 _REWRITES: dict[Any, Callable[..., Any]] = {
@@ -447,8 +456,8 @@ _REWRITES: dict[Any, Callable[..., Any]] = {
     torch.isin: _isin,
     torch.diag: _diag,
     Tensor.diag: _diag,
-    torch.trace: lambda x: x.diagonal().sum(),
-    Tensor.trace: lambda x: x.diagonal().sum(),
+    torch.trace: _trace,
+    Tensor.trace: _trace,
     Tensor.detach_: _detach_in_place,
     torch.detach_: _detach_in_place,
     Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import string
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -54,7 +55,10 @@ _OF_C = (
     types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
 )  # fmt: skip
 _OPAQUE_LIBRARIES = frozenset(("numpy", "random", "secrets", "uuid", "tempfile"))  # not followed
-_OF_KEYS = frozenset(("add", "discard", "remove", "pop", "get", "setdefault", "__contains__", "__getitem__"))
+_OF_KEYS = frozenset((
+    "add", "discard", "remove", "pop", "get", "setdefault", "__contains__", "__getitem__", "__setitem__",
+))  # fmt: skip
+_TEXTS = ("__str__", "__repr__", "__format__")  # methods of objects
 _OF_SETS = frozenset((
     "update", "union", "intersection", "difference", "symmetric_difference", "intersection_update", "difference_update",
     "symmetric_difference_update", "issubset", "issuperset", "isdisjoint",
@@ -80,6 +84,11 @@ class NativeExit:
 
     def __call__(self, *error: Any) -> Any:
         return type(self.manager).__exit__(self.manager, *error)
+
+
+def _shows_arguments(text: str) -> bool:
+    """Return whether str.format shows an argument itself, and not only attributes of it."""
+    return any("." not in name for _, name, _, _ in string.Formatter().parse(text) if name is not None)
 
 
 class Calls(Operators):
@@ -236,6 +245,8 @@ class Calls(Operators):
         )
 
     def _call_torch(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(function, "__name__", None) in _TEXTS:
+            self.refuse_text_of_tensors([getattr(function, "__self__", None), *args])
         if any(isinstance(a, np.ndarray) for a in args):
             self.unguarded("it reads a numpy array")
             with self.record.symbols.outside():
@@ -325,6 +336,8 @@ class Calls(Operators):
             return known(self, owner, *args, **kwargs)
         if isinstance(owner, Tensor):
             return self._call_torch(method, (owner, *args), kwargs)
+        if method in (str.format, str.format_map) and _shows_arguments(owner):
+            self.refuse_text_of_tensors([*args, kwargs])
         is_data = self._takes_data(args, kwargs)
         if (is_plain(owner) or isinstance(owner, _IMMUTABLE_OWNERS)) and is_data:
             return method(*map(self.for_python, (owner, *args)), **{k: self.for_python(v) for k, v in kwargs.items()})
@@ -336,10 +349,10 @@ class Calls(Operators):
         if is_new and (is_data or (type(owner) in BUILTIN_CONTAINERS and takes_objects)):
             if (is_set or isinstance(owner, dict)) and method.__name__ in _OF_KEYS:
                 args = (self.own_key(owner, args[0]), *args[1:]) if args else args
-            elif is_set:
-                args = tuple(map(self.iterated, args)) if method.__name__ in _OF_SETS else args
-                for item in args:
-                    self.check_key(item, owner)
+            elif is_set and method.__name__ in _OF_SETS:
+                args = tuple(map(self.iterated, args))
+                if not all(map(self.is_data, (owner, *args))):
+                    self.unguarded("it combines sets of objects")
             given = self.for_native if method.__name__ in _STORES else self.for_python
             return method(owner, *map(given, args), **{k: given(v) for k, v in kwargs.items()})
         return self.call_unknown(method, (owner, *args), kwargs)

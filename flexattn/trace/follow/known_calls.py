@@ -147,8 +147,7 @@ def _id(f: Calls, value: Any) -> int:
 @_function(hash)
 def _hash(f: Calls, value: Any) -> int:
     value = f.for_python(value)
-    if not f.is_data(value):
-        f.unguarded("it calls hash() of an object")
+    f.follow_hash(value, may_be_identity=False)
     return hash(value)
 
 
@@ -314,16 +313,6 @@ def _repr(f: Calls, value: Any) -> str:
 
 @_function(format)
 def _format(f: Calls, value: Any, spec: str = "") -> str:
-    return f.format(value, None, spec)
-
-
-@_function(Tensor.__repr__)
-def _repr_of_tensor(f: Calls, value: Any, **kwargs: Any) -> str:
-    return f.format(value, repr, "")
-
-
-@_function(Tensor.__format__)
-def _format_of_tensor(f: Calls, value: Any, spec: str) -> str:
     return f.format(value, None, spec)
 
 
@@ -752,26 +741,14 @@ def _setdefault(f: Calls, owner: dict[Any, Any], key: Any, default: Any = None) 
 @_method("update", of=_DICTS)
 def _update(f: Calls, owner: dict[Any, Any], /, *others: Any, **items: Any) -> None:
     f.changes(owner, "items")
-    for other in others:
-        _base(owner).update(owner, f.kept_by(owner, _dict(f, other)))
-    _base(owner).update(owner, f.kept_by(owner, items))
+    for other in (*others, items):
+        for key, value in f.kept_by(owner, _dict(f, other)).items():
+            _base(owner).__setitem__(owner, f.own_key(owner, key), value)
 
 
 @_method("join", of=(str,))
 def _join(f: Calls, owner: str, values: Any) -> str:
     return owner.join(f.for_python(f.iterated(values)))
-
-
-def _of_format(name: str) -> Callable[..., Any]:
-    def method(f: Calls, owner: str, *args: Any, **kwargs: Any) -> str:
-        f.refuse_text_of_tensors([*args, kwargs])
-        return f.call_pure(getattr(owner, name), args, kwargs)
-
-    return method
-
-
-for _name in ("format", "format_map"):
-    _METHODS[str, _name] = _of_format(_name)
 
 
 @_method("__call__", of=(operator.attrgetter, operator.itemgetter, operator.methodcaller))

@@ -46,7 +46,11 @@ _NUMBERS = (bool, int, float, complex)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _MOST_COMPARED = 32  # elements of a set or dict with which an object is compared under guard
 # Hash methods of objects whose identity, or value of a builtin type, a guard has checked.
-_HASHES = (object.__hash__, enum.Enum.__hash__, str.__hash__, bytes.__hash__, int.__hash__, float.__hash__)
+_HASHES = (
+    object.__hash__, types.BuiltinFunctionType.__hash__, enum.Enum.__hash__, str.__hash__, bytes.__hash__, int.__hash__,
+    float.__hash__,
+)  # fmt: skip
+_KEYED = (set, frozenset, dict)
 _PLAIN: frozenset[type] = frozenset((
     int, float, bool, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice, torch.dtype,
     torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo,
@@ -304,6 +308,9 @@ class Operators(Attributes):
                     return found
         return self.binary(symbol, x, y)
 
+    def _has_data_keys(self, value: Any) -> bool:
+        return type(value) not in _KEYED or all(map(self.is_data, value))
+
     def _native(self, function: Callable[..., Any], x: Any, y: Any) -> Any:
         """Return a function of two operands that C code may see; MISSING for other operands."""
         if isinstance(x, Tensor) or isinstance(y, Tensor):
@@ -317,8 +324,8 @@ class Operators(Attributes):
                 return function(literal(x), literal(y))
         if is_plain(x) and is_plain(y):
             return function(x, y)
-        if type(x) in (set, frozenset) and not all(map(self.is_data, (x, y))):
-            self.unguarded("it combines sets of objects")
+        if type(x) in _KEYED and not (self._has_data_keys(x) and self._has_data_keys(y)):
+            self.unguarded(f"it combines {type(x).__name__}s of objects")
         containers = [type(v) in BUILTIN_CONTAINERS for v in (x, y)]
         if all(c or is_plain(v) for c, v in zip(containers, (x, y), strict=True)):
             x, y = self.contents(x), self.contents(y)
@@ -520,7 +527,7 @@ class Operators(Attributes):
         # A larger container has passed this length, where an object in it makes the trace unguarded.
         if is_data and (len(container) > _MOST_COMPARED + 1 or all(map(self.is_data, container))):
             return key
-        self._follow_hash(key)
+        self.follow_hash(key)
         if len(container) > _MOST_COMPARED:
             self.unguarded(
                 f"it looks up an object in a {type(container).__name__} of more than {_MOST_COMPARED} objects"
@@ -528,22 +535,27 @@ class Operators(Attributes):
             return key
         return next((own for own in container if self._is_same_key(own, key)), key)
 
-    def _follow_hash(self, key: Any) -> None:
-        """Guard what the hash of a key depends on: that of an object is followed if its method is written in Python."""
-        if isinstance(key, tuple | frozenset):
-            for element in key:
-                self._follow_hash(element)
-            return
-        if self.is_data(key) or isinstance(key, type):
+    def follow_hash(self, key: Any, may_be_identity: bool = True) -> None:
+        """Guard the hash of a key. That of an object is followed if its method is written in Python.
+
+        may_be_identity: it may differ between objects that are alike, because only its place in a container matters.
+        """
+        if self.is_data(key) or isinstance(key, (type, enum.Enum)):
             return
         method = self.class_attribute(type(key), "__hash__")
         if isinstance(method, types.FunctionType):
-            self.returned(self.call(self.special(key, "__hash__"), ()), "__hash__", int)
-        elif method not in _HASHES and method is not None:
-            self.unguarded(f"it hashes an object of {type(key).__name__} by its own __hash__")
+            literal(self.returned(self.call(self.special(key, "__hash__"), ()), "__hash__", int))
+        elif method in (tuple.__hash__, frozenset.__hash__):
+            is_derived = isinstance(key, tuple) and type(key) is not tuple
+            elements = self._sequence(key) if is_derived else type(key).__iter__(key)
+            for element in elements:
+                self.follow_hash(literal(element), may_be_identity)
+        elif method is not None and not (may_be_identity and method in _HASHES):
+            self.unguarded(f"it hashes an object of {type(key).__name__}")
 
     def _is_same_key(self, own: Any, key: Any) -> bool:
         """Return whether two keys are one in a dict: equal, with equal hashes."""
+        key = frozenset(key) if type(key) is set else key  # as `in`, `discard` and `remove` do
         if self.is_data(own) and self.is_data(key):
             return own in {key}
         if own is key:
