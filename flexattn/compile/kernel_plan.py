@@ -91,6 +91,7 @@ class KernelSpec:
     splits_keys: bool = False
     persistent: bool = False  # at most one program per SM, which processes several tiles
     owns_dq: bool = False  # programs own stripes of keys, and write dq of the queries whose keys are in one stripe
+    separates_dk: bool = False  # dk and dv are summed by two roles, which read queries at different times
     token_tiles: bool = False  # it can compute the tokens of a grid tile by tile (KernelPlan.token_tile)
     row_ends: bool = False  # it computes the bounds of the mask's rows once per tile, and its loops read them
     tile_options: tuple[str, str] | None = None  # kernel_options for BLOCK_M and BLOCK_N
@@ -319,7 +320,7 @@ class KernelPlan:
         Where queries would be released later for it, at D 128, it takes 0.98 (documents) to 1.01 (ALiBi).
         """
         ends_with_step = self.scores_ahead or not self.delays_dk
-        return not ends_with_step or self.spec.name == "hopper_backward_wide"
+        return not ends_with_step or self.spec.separates_dk
 
     @property
     def scores_ahead(self) -> bool:

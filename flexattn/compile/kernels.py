@@ -464,6 +464,7 @@ HOPPER_BACKWARD_WIDE = replace(
     widths=tuple(_WIDE_RINGS),
     rings=_WIDE_RINGS,
     prefetch_rings={},
+    separates_dk=True,
     token_tiles=False,
 )
 # The last step after HOPPER_BACKWARD: its float32 sums of dq -> dq.

@@ -538,7 +538,7 @@ class Operators(Attributes):
     def follow_hash(self, key: Any, may_be_identity: bool = True) -> None:
         """Guard the hash of a key. That of an object is followed if its method is written in Python.
 
-        may_be_identity: it may differ between objects that are alike, because only its place in a container matters.
+        may_be_identity: a hash of the object's identity is accepted too, because it is only used to find the key.
         """
         if self.is_data(key) or isinstance(key, (type, enum.Enum)):
             return
