@@ -270,7 +270,7 @@ def flex_attention(
     """
     if unknown:
         refuse_unknown(flex_attention, unknown)
-    request = _request(return_lse, return_aux)
+    request = _NOTHING_ELSE if return_aux is None and not return_lse else _request(return_lse, return_aux)
     if getattr(query, "is_nested", False):
         compute = _jagged
     elif torch.compiler.is_dynamo_compiling():
@@ -363,12 +363,15 @@ def _through_all_stages(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]
     return result
 
 
+_NOTHING_ELSE = AuxRequest()
+
+
 def _request(return_lse: bool, return_aux: AuxRequest | upstream.AuxRequest | None) -> AuxRequest:
-    """Return the requested outputs. PyTorch's AuxRequest is accepted too."""
+    """Return the requested outputs, if there are some. PyTorch's AuxRequest is accepted too."""
     if return_aux is None:
-        if return_lse and not torch.compiler.is_dynamo_compiling():  # Dynamo does not trace warnings.warn
+        if not torch.compiler.is_dynamo_compiling():  # Dynamo does not trace warnings.warn
             _warn_return_lse()
-        return AuxRequest(lse=bool(return_lse))
+        return AuxRequest(lse=True)
     if return_lse:
         fix = "Keep return_aux=AuxRequest(lse=True)."
         raise ArgumentError(message("return_lse", "True with return_aux", "one of the two", fix))

@@ -24,6 +24,7 @@ from flexattn.engines.mask_state import MaskState, TraceSettings, memory_form
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.runtime.launch import allows_tf32, is_deterministic
+from flexattn.runtime.tensor_forms import learned, recalled
 from flexattn.torch_state.subclasses import PLAIN
 from flexattn.trace.registered import registrations
 from flexattn.trace.trace import recall
@@ -32,6 +33,7 @@ Key = tuple[object, ...]
 _SCALES = frozenset((float, type(None)))
 _LAYOUT_DTYPES = frozenset((torch.int32, torch.float32))
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_autocasts: Any = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _transforms = torch._C._are_functorch_transforms_active
 
 
@@ -74,27 +76,13 @@ def kind_of(
         state = getattr(block_mask, "_state", None)
         if state is None:
             return None
-    if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN and type(scale) in _SCALES):
+    if type(scale) not in _SCALES or scale == 0.0:  # 0.0 == -0.0
         return None
-    if type(enable_gqa) is not bool or type(max_scores) is not bool or scale == 0.0:  # 0.0 == -0.0
+    if type(enable_gqa) is not bool or type(max_scores) is not bool:
         return None
     settings = trace_settings()
-    try:
-        if query.is_neg() or key.is_neg() or value.is_neg():  # kernels read memory; the engine copies these
-            return None
-        if torch.is_autocast_enabled(query.device.type):
-            query, key, value = autocast(query, key, value)
-        options = frozenset([(name, type(x), x) for name, x in kernel_options.items()]) if kernel_options else None
-        call_key = (
-            query.shape, query.stride(), query.dtype, query.device, query.data_ptr() & 15, query.requires_grad,
-            key.shape, key.stride(), key.dtype, key.device, key.data_ptr() & 15, key.requires_grad,
-            value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15, value.requires_grad,
-            key.data_ptr() == value.data_ptr(), scale, enable_gqa, max_scores, settings, options,
-            torch.is_grad_enabled(), allows_tf32(), is_deterministic(),
-        )  # fmt: skip
-    except (AttributeError, RuntimeError, TypeError):  # a tensor without strides, an unknown option: the stages name it
-        return None
-    tensors, graph, score = (query, key, value), None, None
+    captured: tuple[Tensor, ...] = ()
+    graph, score, of_mod = None, None, ()
     if score_mod is not None:
         known = recall(score_mod, ("score", torch.float32, *settings))
         if known is None:
@@ -102,13 +90,27 @@ def kind_of(
         (_, traced, _), read = known
         captures, numbers = traced.values(*read)
         graph = traced.graph_of(numbers)
-        # 0.0 == -0.0
-        call_key += (traced, tuple(map(repr, numbers)) if 0.0 in numbers else numbers)
+        of_mod = (traced, tuple(map(repr, numbers)) if 0.0 in numbers else numbers)  # 0.0 == -0.0
         if layout is None:
-            call_key += _key_of_captures(captures)
-            tensors += captures
+            captured = captures
         else:
             score = BoundMod(graph, captures, numbers)
+    try:
+        form = None if _autocasts() else recalled(query, key, value, *captured)
+        if form is None:
+            plain = _plain(query, key, value)
+            if plain is None:
+                return None
+            query, key, value = plain
+            form = learned(query, key, value, *captured)
+        options = frozenset([(name, type(x), x) for name, x in kernel_options.items()]) if kernel_options else None
+        call_key: Key = (
+            form, key.data_ptr() == value.data_ptr(), scale, enable_gqa, max_scores, settings, options,
+            torch.is_grad_enabled(), allows_tf32(), is_deterministic(), *of_mod,
+        )  # fmt: skip
+    except (AttributeError, RuntimeError, TypeError):  # a tensor without strides, an unknown option: the stages name it
+        return None
+    tensors = (query, key, value, *captured)
     if layout is not None:
         of_call = call_key, tensors, score
         if type(layout) is PackedArguments:
@@ -120,6 +122,15 @@ def kind_of(
         return None
     call_key += (state.kind, block_mask.seq_lengths, block_mask.BLOCK_SIZE)
     return CallKind(call_key, tensors + state.captures, graph, state)
+
+
+def _plain(query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return query, key and value as a call in an autocast region reads them. None if the engine copies them."""
+    if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
+        return None
+    if query.is_neg() or key.is_neg() or value.is_neg():  # kernels read memory
+        return None
+    return autocast(query, key, value)  # type: ignore[return-value]
 
 
 def _has_fixed_sizes(blocks: BlockMask) -> bool:

@@ -237,10 +237,11 @@ def launcher(compiled: Any, direct: bool = True) -> Launcher:
 def launches_are_watched() -> bool:
     """Return whether a profiler for Triton kernels, such as Proton, is active."""
     runtime: Any = _knobs().runtime
-    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        if hook is not None and getattr(hook, "calls", True):
-            return True
-    return False
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    try:
+        return bool(enter.calls or leave.calls)
+    except AttributeError:  # a function or None, which a user may assign
+        return any(hook is not None and getattr(hook, "calls", True) for hook in (enter, leave))
 
 
 @functools.cache

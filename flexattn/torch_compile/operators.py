@@ -38,7 +38,7 @@ from flexattn.engines.choice import engine_of, form_for, lse_dtype_of
 from flexattn.engines.watched import is_watched
 from flexattn.torch_compile.inductor import lower_to_functions
 from flexattn.torch_compile.lists import equal_runs_of, mask_of_lists
-from flexattn.torch_compile.repeated_operators import Key, SequenceTensors, find, keep, kind_of, memory_form
+from flexattn.torch_compile.repeated_operators import Key, SequenceTensors, find, keep, kind_of
 from flexattn.torch_compile.sequence_form import SequenceForm
 from flexattn.torch_compile.spec import bound_to, loads
 
@@ -105,7 +105,7 @@ def _repeated_forward(
     """Launch the kernels of an equal forward, if there was one."""
     kind, sequences = None, None
     if sink is None and seed is None:
-        kind, sequences = kind_of(query, key, value, captures, lists, layout, ints, floats, scale, spec)
+        kind, sequences = kind_of((query, key, value), captures, lists, layout, ints, floats, scale, spec)
         known = None if kind is None else find(kind, captures, lists, sequences)
         if known is not None:
             run, parts = known
@@ -123,9 +123,10 @@ def _repeated_backward(
     """Launch the kernels of an equal backward, if there was one."""
     kept = None
     if sink is None and seed is None and not (layout and loads(spec).is_layout):
-        kind, sequences = kind_of(query, key, value, captures, lists, layout, ints, floats, scale, spec)
+        tensors = query, key, value, d_out, out
+        kind, sequences = kind_of(tensors, captures, lists, layout, ints, floats, scale, spec)
         assert kind is not None
-        kind += (d_lse is None, *needs, *memory_form(d_out), *memory_form(out))
+        kind += (d_lse is None, *needs)
         kept, known = (kind, sequences), find(kind, captures, lists, sequences)
         if known is not None:
             run, parts = known

@@ -22,6 +22,7 @@ from flexattn.graph.bound_mod import BoundMod
 from flexattn.process.frozen_class import frozen
 from flexattn.runtime.known import Pointer
 from flexattn.runtime.launch import CACHES, allows_tf32, is_deterministic, remember
+from flexattn.runtime.tensor_forms import number_of
 from flexattn.torch_compile.sequence_form import SequenceForm
 from flexattn.torch_compile.spec import loads
 
@@ -51,21 +52,15 @@ CACHES.append(_known)
 
 
 def key_of(
-    query: Tensor, key: Tensor, value: Tensor, captures: list[Tensor], ints: list[int], floats: list[Tensor],
-    scale: float | None, spec: str,
+    tensors: tuple[Tensor, ...], captures: list[Tensor], ints: list[int], floats: list[Tensor], scale: float | None,
+    spec: str,
 ) -> Key:  # fmt: skip
-    """Return the kind of an operator's arguments, without lists. It runs in each call: few functions, no loops."""
+    """Return the kind of an operator's arguments, without lists. `tensors` begin with query, key and value."""
     numbers: tuple[object, ...] = (*ints, *[x.item() for x in floats]) if floats else tuple(ints)
     if 0.0 in numbers:
         numbers = tuple(map(repr, numbers))  # 0.0 == -0.0
-    of_key, of_value = key.data_ptr(), value.data_ptr()
-    found = (
-        spec, scale, numbers, allows_tf32(), is_deterministic(),
-        query.shape, query.stride(), query.dtype, query.device, query.data_ptr() & 15,
-        key.shape, key.stride(), key.dtype, key.device, of_key & 15,
-        value.shape, value.stride(), value.dtype, value.device, of_value & 15, of_key == of_value,
-    )  # fmt: skip
-    return (*found, *map(memory_form, captures)) if captures else found
+    shares = tensors[1].data_ptr() == tensors[2].data_ptr()
+    return spec, scale, numbers, allows_tf32(), is_deterministic(), number_of(*tensors, *captures), shares
 
 
 def memory_form(t: Tensor) -> tuple[object, ...]:
@@ -92,18 +87,20 @@ class SequenceTensors:
 
 
 def kind_of(
-    query: Tensor, key: Tensor, value: Tensor, captures: list[Tensor], lists: list[Tensor], layout: list[Tensor],
-    ints: list[int], floats: list[Tensor], scale: float | None, spec: str,
+    tensors: tuple[Tensor, ...], captures: list[Tensor], lists: list[Tensor], layout: list[Tensor], ints: list[int],
+    floats: list[Tensor], scale: float | None, spec: str,
 ) -> tuple[Key | None, SequenceTensors | None]:  # fmt: skip
     """Return the kind of an operator's arguments, and the tensors of a layout or packed sequences.
 
-    Of the lists, only the columns of a grid are part of it. The kind is None if calls are not repeated.
+    `tensors` are query, key and value, and of a backward also d_out and out. Of the lists, only the columns of a grid
+    are part of it. The kind is None if calls are not repeated.
     """
     if not layout:
-        found = key_of(query, key, value, captures, ints, floats, scale, spec)
+        found = key_of(tensors, captures, ints, floats, scale, spec)
         return (*found, lists[1].size(2)) if len(lists) > 1 else found, None
     form = loads(spec).sequences
     assert form is not None
+    query, key = tensors[:2]
     if form.window is not None:
         # Sizes of the tensors follow from those of query and key, and from what the graph of mask_mod reads.
         reach = reach_of(ints[-1], key.shape[2], query.shape[1])
@@ -112,7 +109,7 @@ def kind_of(
         return None, None
     else:
         forms = tuple(map(memory_form, layout))
-    found = key_of(query, key, value, captures, ints, floats, scale, spec)
+    found = key_of(tensors, captures, ints, floats, scale, spec)
     return found + forms, SequenceTensors.of(form, layout, query.shape[2])
 
 

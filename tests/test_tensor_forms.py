@@ -1,0 +1,157 @@
+"""The numbers of the forms of tensors: equal if and only if kernels see no difference."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import Parameter
+
+from flexattn.runtime import tensor_forms
+from flexattn.runtime.launch import forget_launches
+from flexattn.runtime.tensor_forms import learned, number_of, recalled
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    forget_launches()
+    monkeypatch.setattr(tensor_forms, "_recent", {})
+    yield
+    forget_launches()
+
+
+def at(offset: int, shape: tuple[int, ...] = (2, 3, 8)) -> Tensor:
+    """Return a tensor that begins at a number of bytes, modulo 64."""
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    start = -memory.data_ptr() % 64 + offset
+    count = 4 * torch.Size(shape).numel()
+    return memory[start : start + count].view(torch.float32).view(shape)
+
+
+def negated() -> Tensor:
+    x = torch.zeros(2, 3, 8, dtype=torch.complex64).conj().imag
+    assert x.is_neg()
+    return x
+
+
+def like_negated() -> Tensor:
+    x = torch.zeros(2, 3, 8, dtype=torch.complex64).imag
+    assert not x.is_neg() and x.stride() == negated().stride()
+    return x
+
+
+# Tensors of different forms.
+OTHERS: dict[str, Callable[[], Tensor]] = {
+    "plain": lambda: at(0),
+    "other sizes": lambda: at(0, (2, 8, 3)),
+    "a size of 1": lambda: at(0, (1, 3, 8)),
+    "one dim more": lambda: at(0, (1, 2, 3, 8)),
+    "other strides": lambda: at(0, (2, 8, 3)).mT,
+    "another stride of a size of 1": lambda: at(0, (1, 3, 8)).as_strided((1, 3, 8), (5, 8, 1)),
+    "another dtype": lambda: at(0).view(torch.int32),
+    "another device": lambda: torch.empty(2, 3, 8, device="meta"),
+    "at 4 bytes": lambda: at(4),
+    "at 8 bytes": lambda: at(8),
+    "requires a gradient": lambda: at(0).requires_grad_(),
+    "negated": negated,
+    "like the negated one": like_negated,
+}
+
+
+@pytest.mark.parametrize(("one", "other"), list(product(OTHERS, OTHERS)))
+@pytest.mark.parametrize("place", [0, 2])
+def test_numbers_differ_with_the_form_of_one_tensor(one: str, other: str, place: int) -> None:
+    def tensors(name: str) -> list[Tensor]:
+        found = [at(0), at(0, (4, 4)), at(0)]
+        found[place] = OTHERS[name]()
+        return found
+
+    first = number_of(*tensors(one))
+    assert (number_of(*tensors(other)) == first) == (one == other)
+    assert number_of(*tensors(one)) == first
+
+
+def test_recent_forms_are_recalled() -> None:
+    x, y = at(0), at(0, (4, 4))
+    assert recalled(x, y) is None
+    number = learned(x, y)
+    assert recalled(x, y) == recalled(at(0), at(16, (4, 4))) == number
+    assert recalled(y, x) is recalled(x) is recalled(x, y, y) is recalled(None, 1) is recalled(x, "y") is None
+    assert recalled(x, at(4, (4, 4))) is None
+
+
+def test_forms_that_are_not_recent_keep_their_numbers() -> None:
+    many = [at(0, (n, 2)) for n in range(1, 20)]
+    numbers = [number_of(x) for x in many]
+    assert len({*numbers}) == len(many) > len(tensor_forms._recent[1])
+    assert recalled(many[0]) is None
+    assert [number_of(x) for x in many] == numbers
+    assert recalled(many[-1]) == numbers[-1]
+
+
+def test_a_number_is_never_used_again() -> None:
+    number = number_of(at(0))
+    forget_launches()
+    tensor_forms._recent.clear()
+    assert number_of(at(0)) > number
+
+
+MODES: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+def test_a_parameter_is_a_tensor() -> None:
+    x = at(0).requires_grad_()
+    assert number_of(Parameter(x.detach())) == number_of(x)
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("first", ["in the mode", "outside"])
+def test_modes_do_not_change_a_number(
+    mode: Callable[[], contextlib.AbstractContextManager[object]], first: str
+) -> None:
+    x = at(0)
+
+    def inside() -> int:
+        with mode():
+            return number_of(x)
+
+    steps: tuple[Callable[[], int], ...] = (inside, lambda: number_of(x))
+    for _ in range(2):
+        assert len({step() for step in (steps if first == "in the mode" else steps[::-1])}) == 1
+    assert number_of(x) == recalled(x)
+
+
+def test_without_the_guards_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_forms, "_guards", None)
+    number = number_of(at(0), at(0))
+    assert number_of(at(0), at(0)) == number != number_of(at(0), at(4))
+    assert recalled(at(0), at(0)) is None
+
+
+SIZES = st.tuples(*[st.integers(1, 3)] * 2)
+TENSORS = st.builds(
+    lambda size, offset, moved, dtype: at(offset, size).view(dtype).transpose(0, int(moved)),
+    SIZES, st.sampled_from([0, 0, 4]), st.booleans(), st.sampled_from([torch.float32, torch.int32]),
+)  # fmt: skip
+
+
+@given(st.lists(st.lists(TENSORS, min_size=1, max_size=3), min_size=2, max_size=12))
+def test_numbers_are_equal_if_and_only_if_the_properties_are(several: list[list[Tensor]]) -> None:
+    def properties(tensors: list[Tensor]) -> object:
+        return tuple((t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in tensors)
+
+    numbers: dict[object, int] = {}
+    for tensors in several:
+        number = number_of(*tensors)
+        assert numbers.setdefault(properties(tensors), number) == number
+    assert len({*numbers.values()}) == len(numbers)
