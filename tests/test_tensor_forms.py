@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.nn import Parameter
 
 from flexattn.runtime import tensor_forms
@@ -82,8 +83,34 @@ def test_recent_forms_are_recalled() -> None:
     assert recalled(x, y) is None
     number = learned(x, y)
     assert recalled(x, y) == recalled(at(0), at(16, (4, 4))) == number
-    assert recalled(y, x) is recalled(x) is recalled(x, y, y) is recalled(None, 1) is recalled(x, "y") is None
+    assert recalled(y, x) is recalled(x) is recalled(x, y, y) is None
     assert recalled(x, at(4, (4, 4))) is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
+@pytest.mark.parametrize("place", [0, 1])
+def test_other_kinds_of_tensors_are_not_recalled(place: int) -> None:
+    x = at(0)
+    learned(x, x)
+    nested = [torch.nested.nested_tensor([at(0, (3, 8))] * 2, layout=form) for form in (torch.strided, torch.jagged)]
+    others = [
+        *nested, x.to_sparse(), x.to_sparse_csr(), x.to_mkldnn(), x.to("meta"), torch._efficientzerotensor(2, 3, 8),
+    ]  # fmt: skip
+    with FakeTensorMode():
+        others.append(torch.empty(2, 3, 8))
+    for other in others:
+        pair = (other, x) if place == 0 else (x, other)
+        assert recalled(*pair) is None
+    with pytest.raises(AttributeError):
+        recalled(x, None)
+
+
+def test_transforms_are_not_recalled() -> None:
+    x, found = at(0), []
+    learned(x)
+    torch.func.vmap(lambda t: found.append(recalled(t)) or t)(at(0, (2, 2, 3, 8)))
+    torch.func.grad(lambda t: found.append(recalled(t)) or t.sum())(x)
+    assert found == [None, None] and recalled(x) is not None
 
 
 def test_forms_that_are_not_recent_keep_their_numbers() -> None:

@@ -25,17 +25,21 @@ _RECENT = 4  # forms that are tried in turn
 Check = Callable[..., bool]
 _numbers: OrderedDict[tuple[object, ...], tuple[int, Check | None]] = OrderedDict()
 CACHES.append(_numbers)
-_recent: dict[int, tuple[tuple[int, Check], ...]] = {}  # by the number of tensors
+# By the number of tensors. The classes are kept, because guards compare their addresses.
+_recent: dict[int, tuple[tuple[int, Check, tuple[type, ...]], ...]] = {}
 _count = itertools.count()  # a number is never used again
 
 
 def recalled(*tensors: Any) -> int | None:
-    """Return the number of the form of some tensors; None if they are not tensors or their form is not recent.
+    """Return the number of the form of some tensors; None if it is not recent.
 
-    The class and `requires_grad` are part of the form, and so is what modes and autocast do with operations on them. A
-    form is recent only if all its tensors begin at multiples of 16 bytes.
+    A form is recent only if all its tensors begin at multiples of 16 bytes. The guards also compare classes, and what
+    modes, transforms and autocast do with operations on the tensors. Raises AttributeError if one is not a tensor.
     """
-    for number, check in _recent.get(len(tensors), ()):
+    for t in tensors:
+        if t.is_nested:  # the guards of torch 2.11 and 2.13 abort the process
+            return None
+    for number, check, _ in _recent.get(len(tensors), ()):
         if check(*tensors):
             addresses = 0
             for t in tensors:
@@ -62,7 +66,7 @@ def learned(*tensors: Tensor) -> int:
         check = _guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     remember(_numbers, forms, (number, check))
     others = [entry for entry in _recent.get(len(tensors), ()) if entry[0] != number]
-    _recent[len(tensors)] = ((number, check), *others[: _RECENT - 1])
+    _recent[len(tensors)] = ((number, check, tuple(map(type, tensors))), *others[: _RECENT - 1])
     return number
 
 

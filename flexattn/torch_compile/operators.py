@@ -72,14 +72,14 @@ def forward(*arguments: Any) -> list[Tensor]:
     """Compute flexattn::forward without torch's dispatcher, for code of Inductor."""
     if _function_modes() or is_watched():  # they shall see the operator, and not apply inside of it
         return (OPS.forward.floats if arguments[9] else OPS.forward.default)(*arguments)
-    return _forward(*arguments)
+    return _repeated_forward(*arguments)
 
 
 def backward(*arguments: Any) -> list[Tensor]:
     """Compute flexattn::backward without torch's dispatcher, for code of Inductor."""
     if _function_modes() or is_watched():
         return (OPS.backward.floats if arguments[13] else OPS.backward.default)(*arguments)
-    return _backward(*arguments)
+    return _repeated_backward(*arguments)
 
 
 def _dispatched_forward(*arguments: Any) -> list[Tensor]:

@@ -44,6 +44,7 @@ class _Lists:
 
     addresses: list[int]  # of the tensors of the mask
     pointers: dict[Part, list[Pointer]]
+    all: list[Pointer]  # of all parts, in order
 
 
 Key = tuple[object, ...]
@@ -128,6 +129,8 @@ def find(
             return None
         if not origin.has_passed(captures[known.score_captures :]):
             return None
+        if not captures and sequences is None:
+            return known.run, state.all
         of_lists = state.pointers
     kernels = known.run.kernels
     found: list[Pointer] = []
@@ -182,7 +185,8 @@ def keep(
         kinds = Origin.of(lists[0]).masks
         if len(kinds) >= _MOST_KINDS:
             kinds.clear()
-        kinds[known] = _Lists([t.data_ptr() for t in lists], pointers)
+        everything = [pointer for part in run.kernels.parts for pointer in pointers.get(part, ())]
+        kinds[known] = _Lists([t.data_ptr() for t in lists], pointers, everything)
 
 
 _OF_LISTS = frozenset((*OF_MASK, "mask"))
