@@ -22,7 +22,8 @@ from flexattn.runtime.tensor_forms import learned, number_of, recalled
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget_launches()
-    monkeypatch.setattr(tensor_forms, "_recent", {})
+    monkeypatch.setattr(tensor_forms, "_last", {})
+    monkeypatch.setattr(tensor_forms, "_by_shapes", {})
     yield
     forget_launches()
 
@@ -78,12 +79,13 @@ def test_numbers_differ_with_the_form_of_one_tensor(one: str, other: str, place:
     assert number_of(*tensors(one)) == first
 
 
-def test_recent_forms_are_recalled() -> None:
+def test_known_forms_are_recalled() -> None:
     x, y = at(0), at(0, (4, 4))
     assert recalled(x, y) is None
     number = learned(x, y)
     assert recalled(x, y) == recalled(at(0), at(16, (4, 4))) == number
-    assert recalled(y, x) is recalled(x) is recalled(x, y, y) is None
+    assert recalled(y, x) is recalled(x) is recalled(x, y, at(0)) is None
+    assert recalled(x, y, y) == (number, (0, 1, 1))
     assert recalled(x, at(4, (4, 4))) is None
 
 
@@ -113,20 +115,36 @@ def test_transforms_are_not_recalled() -> None:
     assert found == [None, None] and recalled(x) is not None
 
 
-def test_forms_that_are_not_recent_keep_their_numbers() -> None:
-    many = [at(0, (n, 2)) for n in range(1, 20)]
+def test_tensors_of_many_shapes_are_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = [(at(0, (n, 2)), at(0, (n, 3))) for n in range(1, 9)]
+    numbers = [number_of(*pair) for pair in many]
+    assert [recalled(*pair) for pair in many] == numbers and len({*numbers}) == len(many)
+    monkeypatch.setattr(tensor_forms, "_MOST_SHAPES", len(many))
+    number_of(at(0), at(0))
+    assert len(tensor_forms._by_shapes) == 1 and recalled(*many[0]) is None
+    assert [number_of(*pair) for pair in many] == numbers
+
+
+def test_many_forms_of_the_same_shapes_keep_their_numbers() -> None:
+    many = [at(0, (1, 3, 8)).as_strided((1, 3, 8), (n, 8, 1)) for n in range(1, 9)]
     numbers = [number_of(x) for x in many]
-    assert len({*numbers}) == len(many) > len(tensor_forms._recent[1])
-    assert recalled(many[0]) is None
-    assert [number_of(x) for x in many] == numbers
-    assert recalled(many[-1]) == numbers[-1]
+    assert len({*numbers}) == len(many)
+    for _ in range(2):
+        assert [number_of(x) for x in many] == numbers
+    assert recalled(many[0]) is None and recalled(many[-1]) == numbers[-1]
 
 
-def test_a_number_is_never_used_again() -> None:
-    number = number_of(at(0))
-    forget_launches()
-    tensor_forms._recent.clear()
-    assert number_of(at(0)) > number
+@pytest.mark.parametrize("places", [(0, 0, 0), (0, 0, 1), (0, 1, 1), (0, 1, 0), (0, 1, 1, 2, 0)])
+def test_tensors_that_are_given_twice(places: tuple[int, ...]) -> None:
+    def tensors() -> list[Tensor]:
+        several = [at(0), at(0), at(0)]
+        return [several[i] for i in places]
+
+    distinct = number_of(*[at(0) for _ in places])
+    number = number_of(*tensors())
+    assert number_of(*tensors()) == learned(*tensors()) == number != distinct
+    assert recalled(*tensors()) == (None if places == (0, 1, 0) else number)
+    assert recalled(*[at(0) for _ in places]) == distinct
 
 
 MODES: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
@@ -148,18 +166,20 @@ def test_modes_do_not_change_a_number(
 ) -> None:
     x = at(0)
 
-    def inside() -> int:
+    def inside() -> object:
         with mode():
             return number_of(x)
 
-    steps: tuple[Callable[[], int], ...] = (inside, lambda: number_of(x))
+    steps: tuple[Callable[[], object], ...] = (inside, lambda: number_of(x))
     for _ in range(2):
         assert len({step() for step in (steps if first == "in the mode" else steps[::-1])}) == 1
     assert number_of(x) == recalled(x)
 
 
-def test_without_the_guards_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_forms, "_guards", None)
+@pytest.mark.parametrize("guards", [None, lambda *tensors: None])
+def test_without_the_guards_of_torch(guards: Callable[..., None] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None, or those of another version of torch."""
+    monkeypatch.setattr(tensor_forms, "_guards", guards)
     number = number_of(at(0), at(0))
     assert number_of(at(0), at(0)) == number != number_of(at(0), at(4))
     assert recalled(at(0), at(0)) is None
@@ -177,7 +197,7 @@ def test_numbers_are_equal_if_and_only_if_the_properties_are(several: list[list[
     def properties(tensors: list[Tensor]) -> object:
         return tuple((t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in tensors)
 
-    numbers: dict[object, int] = {}
+    numbers: dict[object, object] = {}
     for tensors in several:
         number = number_of(*tensors)
         assert numbers.setdefault(properties(tensors), number) == number

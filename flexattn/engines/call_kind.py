@@ -24,7 +24,7 @@ from flexattn.engines.mask_state import MaskState, TraceSettings, memory_form
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.runtime.launch import allows_tf32, is_deterministic
-from flexattn.runtime.tensor_forms import learned, recalled
+from flexattn.runtime.tensor_forms import learned, number_of, recalled
 from flexattn.torch_state.subclasses import PLAIN
 from flexattn.trace.registered import registrations
 from flexattn.trace.trace import recall
@@ -96,13 +96,14 @@ def kind_of(
         else:
             score = BoundMod(graph, captures, numbers)
     try:
-        form = None if _autocasts() else recalled(query, key, value, *captured)
+        casts = _autocasts()
+        form = None if casts else recalled(query, key, value, *captured)
         if form is None:
             plain = _plain(query, key, value)
             if plain is None:
                 return None
             query, key, value = plain
-            form = learned(query, key, value, *captured)
+            form = (number_of if casts else learned)(query, key, value, *captured)
         options = frozenset([(name, type(x), x) for name, x in kernel_options.items()]) if kernel_options else None
         call_key: Key = (
             form, key.data_ptr() == value.data_ptr(), scale, enable_gqa, max_scores, settings, options,

@@ -10,64 +10,112 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexattn.process.events import fallback
 from flexattn.runtime.launch import CACHES, remember
 
 _private: Any = torch._C
-_guards = getattr(_private._dynamo.guards, "TensorGuards", None)
+_guards: Any = getattr(_private._dynamo.guards, "TensorGuards", None)
 _ALIGNMENT = 15  # addresses are compared modulo 16 bytes
-_RECENT = 4  # forms that are tried in turn
+_MOST_SHAPES, _MOST_OF_SHAPES = 1024, 4
 
 Check = Callable[..., bool]
+Key = (
+    int | tuple["Key", tuple[int, ...]]
+)  # a number; of tensors that are given twice, that of the others and the places
+
+
+class _Form(NamedTuple):
+    number: int
+    check: Check
+    classes: tuple[type, ...]  # kept, because guards compare their addresses
+
+
 _numbers: OrderedDict[tuple[object, ...], tuple[int, Check | None]] = OrderedDict()
 CACHES.append(_numbers)
-# By the number of tensors. The classes are kept, because guards compare their addresses.
-_recent: dict[int, tuple[tuple[int, Check, tuple[type, ...]], ...]] = {}
+_last: dict[int, _Form] = {}  # by the number of tensors
+_by_shapes: dict[tuple[object, ...], tuple[_Form, ...]] = {}  # the same, and the shapes of the first two
 _count = itertools.count()  # a number is never used again
 
 
-def recalled(*tensors: Any) -> int | None:
-    """Return the number of the form of some tensors; None if it is not recent.
+def recalled(*tensors: Any) -> Key | None:
+    """Return the number of the form of some tensors; None if they are of no form that guards recognize here.
 
-    A form is recent only if all its tensors begin at multiples of 16 bytes. The guards also compare classes, and what
-    modes, transforms and autocast do with operations on the tensors. Raises AttributeError if one is not a tensor.
+    They recognize tensors that begin at multiples of 16 bytes. They also compare classes, and what modes, transforms
+    and autocast do with operations on the tensors. Raises AttributeError if one is not a tensor.
     """
     for t in tensors:
         if t.is_nested:  # the guards of torch 2.11 and 2.13 abort the process
             return None
-    for number, check, _ in _recent.get(len(tensors), ()):
-        if check(*tensors):
-            addresses = 0
-            for t in tensors:
-                addresses |= t.data_ptr()
-            return None if addresses & _ALIGNMENT else number
-    return None
+    count = len(tensors)
+    if count > 2 and (tensors[0] is tensors[1] or tensors[1] is tensors[2]):
+        distinct, places = _distinct(tensors)
+        found = recalled(*distinct)
+        return None if found is None else (found, places)
+    form = _last.get(count)
+    if form is None or not form.check(*tensors):
+        for form in _by_shapes.get((count, *[t.shape for t in tensors[:2]]), ()):
+            if form.check(*tensors):
+                _last[count] = form
+                break
+        else:
+            return None
+    addresses = 0
+    for t in tensors:
+        addresses |= t.data_ptr()
+    return None if addresses & _ALIGNMENT else form.number
 
 
-def number_of(*tensors: Tensor) -> int:
-    """Return the number of the form of some tensors with strides, at most one for each form."""
+def number_of(*tensors: Tensor) -> Key:
+    """Return the number of the form of some tensors with strides. Each form has one number."""
     found = recalled(*tensors)
     return learned(*tensors) if found is None else found
 
 
-def learned(*tensors: Tensor) -> int:
-    """Return the same from their properties, and make their form a recent one."""
+def learned(*tensors: Tensor) -> Key:
+    """Return the same from their properties, and let guards recognize their form."""
+    distinct, places = _distinct(tensors)
+    if len(distinct) < len(tensors):  # guards recognize no tensor that is given twice
+        return learned(*distinct), places
     forms = tuple(map(_form_of, tensors))
     number, check = _numbers.get(forms) or (next(_count), None)
-    if _guards is None or any(t.data_ptr() & _ALIGNMENT for t in tensors):
-        remember(_numbers, forms, (number, None))
-        return number
-    if check is None or not check(*tensors):  # guards also compare what they saw of the thread's modes
-        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-        check = _guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    is_aligned = not any(t.data_ptr() & _ALIGNMENT for t in tensors)
+    if is_aligned and (check is None or not check(*tensors)):
+        check = _check_of(tensors)  # anew for other modes, which guards compare too
+    if check is not None:
+        _keep(_Form(number, check, tuple(map(type, tensors))), tensors)
     remember(_numbers, forms, (number, check))
-    others = [entry for entry in _recent.get(len(tensors), ()) if entry[0] != number]
-    _recent[len(tensors)] = ((number, check, tuple(map(type, tensors))), *others[: _RECENT - 1])
     return number
+
+
+def _distinct(tensors: tuple[Tensor, ...]) -> tuple[list[Tensor], tuple[int, ...]]:
+    """Return the tensors without repetitions, and where each of `tensors` is given first."""
+    ids = list(map(id, tensors))
+    places = tuple(map(ids.index, ids))
+    return [t for i, t in enumerate(tensors) if places[i] == i], places
+
+
+def _keep(form: _Form, tensors: tuple[Tensor, ...]) -> None:
+    shapes = (len(tensors), *[t.shape for t in tensors[:2]])
+    others = [other for other in _by_shapes.get(shapes, ()) if other.number != form.number]
+    if shapes not in _by_shapes and len(_by_shapes) >= _MOST_SHAPES:
+        _by_shapes.clear()
+    _by_shapes[shapes] = form, *others[: _MOST_OF_SHAPES - 1]
+    _last[len(tensors)] = form
+
+
+def _check_of(tensors: tuple[Tensor, ...]) -> Check | None:
+    """Return a function that recognizes tensors of the form of these."""
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    try:
+        return _guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    except (TypeError, RuntimeError) as error:  # another version of torch, or None
+        fallback("known calls", f"tensors are compared in Python, because torch changed its guards: {error}")
+        return None
 
 
 def _form_of(t: Tensor) -> tuple[object, ...]:
