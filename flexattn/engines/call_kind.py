@@ -24,7 +24,7 @@ from flexattn.engines.mask_state import MaskState, TraceSettings, memory_form
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.graph.mod_graph import ModGraph
 from flexattn.runtime.launch import allows_tf32, is_deterministic
-from flexattn.runtime.tensor_forms import learned, number_of, recalled
+from flexattn.runtime.tensor_forms import key_of, learned, recalled
 from flexattn.torch_state.subclasses import PLAIN
 from flexattn.trace.registered import registrations
 from flexattn.trace.trace import recall
@@ -103,7 +103,7 @@ def kind_of(
             if plain is None:
                 return None
             query, key, value = plain
-            form = (number_of if casts else learned)(query, key, value, *captured)
+            form = (key_of if casts else learned)(query, key, value, *captured)
         options = frozenset([(name, type(x), x) for name, x in kernel_options.items()]) if kernel_options else None
         call_key: Key = (
             form, key.data_ptr() == value.data_ptr(), scale, enable_gqa, max_scores, settings, options,

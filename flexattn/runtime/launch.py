@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -222,7 +222,7 @@ def scheduled_backward(problems: KernelProblems, tensors: Tensors) -> Schedule:
     return schedule
 
 
-CACHES: list[OrderedDict[tuple[object, ...], Any]] = [_launches, _backward_schedules]
+CACHES: list[MutableMapping[Any, Any]] = [_launches, _backward_schedules]
 
 
 def _filler(argument: Argument, shared: bool) -> Filler:

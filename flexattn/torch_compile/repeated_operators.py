@@ -20,9 +20,9 @@ from flexattn.compile.arguments import OF_MASK, PARTS, Part
 from flexattn.engines.triton import KnownBackward, KnownForward
 from flexattn.graph.bound_mod import BoundMod
 from flexattn.process.frozen_class import frozen
+from flexattn.runtime import tensor_forms
 from flexattn.runtime.known import Pointer
 from flexattn.runtime.launch import CACHES, allows_tf32, is_deterministic, remember
-from flexattn.runtime.tensor_forms import number_of
 from flexattn.torch_compile.sequence_form import SequenceForm
 from flexattn.torch_compile.spec import loads
 
@@ -61,7 +61,7 @@ def key_of(
     if 0.0 in numbers:
         numbers = tuple(map(repr, numbers))  # 0.0 == -0.0
     shares = tensors[1].data_ptr() == tensors[2].data_ptr()
-    return spec, scale, numbers, allows_tf32(), is_deterministic(), number_of(*tensors, *captures), shares
+    return spec, scale, numbers, allows_tf32(), is_deterministic(), tensor_forms.key_of(*tensors, *captures), shares
 
 
 def memory_form(t: Tensor) -> tuple[object, ...]:
