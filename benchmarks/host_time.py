@@ -1,4 +1,8 @@
-"""Host time of small calls, without waiting for the device: called from Python, and as part of a compiled function."""
+"""Host time of small calls, without waiting for the device: called from Python, and as part of a compiled function.
+
+The peer "nothing" is an autograd Function that allocates the tensors of a call and launches nothing. No call with a
+backward can take less.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from benchmarks.harness import Config, Result, Run, host_sample, measure
 from benchmarks.masks import documents, failure
@@ -20,6 +25,7 @@ FEW, MANY = 2, 10  # calls of the compiled functions
 # Peers by the function that a graph of torch.compile contains.
 IN_GRAPH = {"flexattn": "flexattn", "torch_flex": "torch_flex_eager", "sdpa": "sdpa"}
 SEEDS = itertools.count()  # for document masks, so that no two are equal
+ONE_THREAD = "forward + backward, one thread"  # autograd calls the backward in the thread of the forward
 
 
 def works(length: int, device: torch.device) -> dict[str, tuple[Work, Mods]]:
@@ -35,19 +41,55 @@ def works(length: int, device: torch.device) -> dict[str, tuple[Work, Mods]]:
     }
 
 
+class _Nothing(Function):
+    """Allocates what attention returns and saves what it saves."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor, _: None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, _, _ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return _Nothing.apply(q, k, v)[0]
+
+
 def calls(peers: Sequence[str], length: int, device: torch.device, dtype: torch.dtype, rounds: int) -> list[Result]:
-    """Time calls from Python, forward and with a backward."""
+    """Time calls from Python: forward, with a backward, and with a backward in the same thread."""
     runs: dict[Config, Run] = {}
     notes: list[Result] = []
     for name, (work, mods) in works(length, device).items():
         inputs = make_inputs(work, device, dtype)
+        if name == "plain":
+            runs |= _with_one_thread(_directions(Config(f"call, {name}", "nothing", "forward"), _nothing, inputs))
         for peer in peers:
             config = Config(f"call, {name}", peer, "forward")
             try:
-                runs |= _directions(config, PEERS[peer](work, mods, device), inputs)
+                runs |= _with_one_thread(_directions(config, PEERS[peer](work, mods, device), inputs))
             except Exception as error:
                 notes.append(Result(config, note=failure(peer, error)))
     return [*_measured(runs, device, rounds), *notes]
+
+
+def _with_one_thread(runs: dict[Config, Run]) -> dict[Config, Run]:
+    """Return the runs, and those with a backward also without autograd's threads."""
+
+    def alone(run: Run) -> Run:
+        def run_alone() -> object:
+            with torch.autograd.set_multithreading_enabled(False):
+                return run()
+
+        return run_alone
+
+    with_backward = {config: run for config, run in runs.items() if config.direction != "forward"}
+    return runs | {replace(config, direction=ONE_THREAD): alone(run) for config, run in with_backward.items()}
 
 
 def compiled_calls(
@@ -63,7 +105,7 @@ def compiled_calls(
             try:
                 attend = PEERS[IN_GRAPH[peer]](work, mods, device)
                 for count, found in runs.items():
-                    found |= _directions(config, torch.compile(_chain(attend, count), fullgraph=True), inputs)
+                    found |= _chained(config, torch.compile(_chain(attend), fullgraph=True), inputs, count)
             except Exception as error:
                 notes.append(Result(config, note=failure(peer, error)))
     every = {replace(c, work=f"{count} {c.work}"): run for count, found in runs.items() for c, run in found.items()}
@@ -71,23 +113,36 @@ def compiled_calls(
     return [*(_difference(config, samples) for config in runs[MANY]), *notes]
 
 
-def _chain(attend: Attend, count: int) -> Attend:
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        for _ in range(count):
+def _chain(attend: Attend) -> Callable[..., Tensor]:
+    def function(q: Tensor, *stored: Tensor) -> Tensor:
+        """Compute one call for each key and value: two calls with the same ones would also sum their gradients."""
+        for k, v in zip(stored[::2], stored[1::2], strict=True):
             q = attend(q, k, v)
         return q
 
     return function
 
 
+def _chained(config: Config, function: Callable[..., Any], inputs: Inputs, count: int) -> dict[Config, Run]:
+    query, *stored = inputs.qkv
+    copies = [x.detach().clone().requires_grad_(x.requires_grad) for _ in range(count) for x in stored]
+    return _of_tensors(config, function, (query, *copies), inputs.d_out)
+
+
 def _directions(config: Config, attend: Callable[..., Any], inputs: Inputs) -> dict[Config, Run]:
+    return _of_tensors(config, attend, inputs.qkv, inputs.d_out)
+
+
+def _of_tensors(
+    config: Config, function: Callable[..., Any], tensors: Sequence[Tensor], d_out: Tensor
+) -> dict[Config, Run]:
     """Call once in each direction, and return the functions to time."""
 
     def forward() -> Tensor:
-        return attend(*inputs.qkv)
+        return function(*tensors)
 
     def both() -> object:
-        return torch.autograd.grad(forward(), inputs.qkv, inputs.d_out)
+        return torch.autograd.grad(forward(), tensors, d_out)
 
     runs: dict[Config, Run] = {config: forward}
     if forward().requires_grad:

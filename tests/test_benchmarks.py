@@ -22,6 +22,7 @@ from benchmarks import (
     context_parallel_model,
     decode,
     first,
+    host_time,
     masks,
     numerics,
     overhead,
@@ -198,6 +199,8 @@ def test_host_time_of_compiled_calls(tmp_path: Path, capsys: pytest.CaptureFixtu
     for peer, work in (("flexattn", "alibi + causal"), ("sdpa", "causal")):
         for what in ("call", "one more call in a compiled function"):
             assert len(found[f"{what}, {work}", peer, "forward + backward"]["milliseconds"]) == 2
+    for peer, work in (("nothing", "plain"), ("flexattn", "alibi + causal"), ("sdpa", "causal")):
+        assert len(found[f"call, {work}", peer, host_time.ONE_THREAD]["milliseconds"]) == 2
     assert "needs a mod" in found["one more call in a compiled function, alibi + causal", "sdpa", "forward"]["note"]
     assert {peer for what, peer, _ in found if "compiled" in what} == {"flexattn", "sdpa"}
 
