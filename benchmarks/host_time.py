@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from benchmarks.harness import Config, Result, Run, host_sample, measure
 from benchmarks.masks import documents, failure
 from benchmarks.peers import PEERS, Attend
 from benchmarks.works import WORKS, Inputs, Mods, Work, make_inputs
+from flexattn.torch_compile import operators
 
 MOST_LAUNCHES = 100  # between two waits for the device, so that its queue is never full
 FEW, MANY = 2, 10  # calls of the compiled functions
@@ -111,6 +113,54 @@ def compiled_calls(
     every = {replace(c, work=f"{count} {c.work}"): run for count, found in runs.items() for c, run in found.items()}
     samples = {result.config: result for result in _measured(every, device, rounds)}
     return [*(_difference(config, samples) for config in runs[MANY]), *notes]
+
+
+def operator_calls(
+    peers: Sequence[str], length: int, device: torch.device, dtype: torch.dtype, rounds: int
+) -> list[Result]:
+    """Time what Inductor's code calls for one attention, and for its backward."""
+    runs: dict[Config, Run] = {}
+    for name, (work, mods) in works(length, device).items():
+        inputs = make_inputs(work, device, dtype)
+        config = Config(f"operator in a compiled function, {name}", "flexattn", "forward")
+        if "flexattn" in peers:
+            runs |= _operators(config, PEERS["flexattn"](work, mods, device), inputs)
+        if "sdpa" in peers and device.type == "cuda" and (name == "plain" or name == "causal"):
+            runs |= _flash_operators(replace(config, peer="sdpa"), name == "causal", inputs)
+    return _measured(runs, device, rounds)
+
+
+def _operators(config: Config, attend: Attend, inputs: Inputs) -> dict[Config, Run]:
+    """Return the calls of flexattn's functions that a compiled function makes."""
+    runs: dict[Config, Run] = {}
+    function = torch.compile(attend, fullgraph=True)
+    torch.autograd.grad(function(*inputs.qkv), inputs.qkv, inputs.d_out)
+    for direction, operator, name in (
+        ("forward", operators.forward, "_repeated_forward"),
+        ("backward", operators.backward, "_repeated_backward"),
+    ):
+        with patch.object(operators, name, wraps=getattr(operators, name)) as called:
+            torch.autograd.grad(function(*inputs.qkv), inputs.qkv, inputs.d_out)
+        given = called.call_args.args
+        runs[replace(config, direction=direction)] = lambda operator=operator, given=given: operator(*given)
+    return runs
+
+
+def _flash_operators(config: Config, causal: bool, inputs: Inputs) -> dict[Config, Run]:
+    """Return calls of the operators of SDPA's flash backend."""
+    aten: Any = torch.ops.aten
+    q, k, v, d_out = (x.detach() for x in (*inputs.qkv, inputs.d_out))
+
+    def forward() -> tuple[Any, ...]:
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+
+    out, lse, starts_q, starts_k, longest_q, longest_k, seed, offset, _ = forward()
+    state = starts_q, starts_k, longest_q, longest_k, 0.0, causal, seed, offset
+
+    def backward() -> object:
+        return aten._scaled_dot_product_flash_attention_backward(d_out, q, k, v, out, lse, *state)
+
+    return {config: forward, replace(config, direction="backward"): backward}
 
 
 def _chain(attend: Attend) -> Callable[..., Tensor]:

@@ -135,8 +135,9 @@ def host(settings: Settings) -> list[Result]:
 
 
 def compiled(settings: Settings) -> list[Result]:
-    """Time one more call in a compiled function on the host."""
-    return host_time.compiled_calls(settings.peers, settings.length, settings.device, settings.dtype, settings.rounds)
+    """Time one more call in a compiled function on the host, and the operators that it contains."""
+    given = settings.peers, settings.length, settings.device, settings.dtype, settings.rounds
+    return [*host_time.compiled_calls(*given), *host_time.operator_calls(*given)]
 
 
 def stubs(settings: Settings) -> list[Result]:

@@ -203,6 +203,9 @@ def test_host_time_of_compiled_calls(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert len(found[f"call, {work}", peer, host_time.ONE_THREAD]["milliseconds"]) == 2
     assert "needs a mod" in found["one more call in a compiled function, alibi + causal", "sdpa", "forward"]["note"]
     assert {peer for what, peer, _ in found if "compiled" in what} == {"flexattn", "sdpa"}
+    for direction in ("forward", "backward"):
+        operator = found["operator in a compiled function, alibi + documents", "flexattn", direction]
+        assert len(operator["milliseconds"]) == 2
 
 
 @pytest.mark.slow
