@@ -32,6 +32,10 @@ with paused():
     from flexattn.trace.registered import register_operator as register_operator
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import _DEFAULT_SPARSE_BLOCK_SIZE as _DEFAULT_SPARSE_BLOCK_SIZE
+    from torch.nn.attention.flex_attention import _mask_mod_signature as _mask_mod_signature
+    from torch.nn.attention.flex_attention import _score_mod_signature as _score_mod_signature
+
     from flexattn import distributed as distributed
     from flexattn import reference as reference
     from flexattn import sdpa as sdpa
@@ -130,8 +134,13 @@ _ON_FIRST_USE = {
     "verify": "flexattn.verification",
 }
 
+# Types of mods and a number that programs import from PyTorch, although they are private there.
+_OF_TORCH = ("_DEFAULT_SPARSE_BLOCK_SIZE", "_mask_mod_signature", "_score_mod_signature")
+
 
 def __getattr__(name: str) -> Any:
+    if name in _OF_TORCH:
+        return getattr(import_module("torch.nn.attention.flex_attention"), name)
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_ON_FIRST_USE[name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from flexattn import AuxRequest, create_block_mask, flex_attention, reference
 from flexattn.engines import cpu
 from flexattn.errors import MutationError
+from flexattn.trace.trace import trace
 
 
 def inputs(dtype: torch.dtype = torch.float64, grad: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -174,6 +176,32 @@ def test_gradient_flows_through_the_prologue_and_sums_uses() -> None:
     flex_attention(q, k, v, mod(raw)).square().sum().backward()
     reference.attention(q, k, v, mod(raw_r))[0].square().sum().backward()
     torch.testing.assert_close(raw.grad, raw_r.grad)
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda t: torch.nn.functional.logsigmoid(t).cumsum(-1),  # the gates of a Forgetting Transformer
+        lambda t: t.sort(-1)[0].cumsum(-1),
+        lambda t: torch.cat([part.cumsum(-1) for part in t.chunk(2, -1)], -1),
+        lambda t: torch.nn.functional.layer_norm(t, t.shape[-1:]).cumprod(-1),
+        lambda t: t * (1 + t.topk(70)[0].argmax(-1, keepdim=True)),
+    ],
+)
+def test_operators_with_several_results_in_the_prologue(derive: Callable[[Tensor], Tensor]) -> None:
+    """Scans of more elements than a kernel unrolls."""
+    q, k, v = (torch.randn(1, 2, 70, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    t = torch.randn(2, 70, dtype=torch.float64, requires_grad=True)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        gates = derive(t)
+        return score + gates[h, q_idx] - gates[h, kv_idx]
+
+    assert len(trace(mod, "score").graph.captures) == 1
+    got, want = (f(q, k, v, mod) for f in (flex_attention, lambda *x: reference.attention(*x)[0]))
+    torch.testing.assert_close(got, want)
+    grads = [torch.autograd.grad(out.square().sum(), (q, t)) for out in (got, want)]
+    torch.testing.assert_close(*grads)
 
 
 def test_gradient_of_a_capture_has_its_dtype() -> None:

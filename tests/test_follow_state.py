@@ -402,6 +402,28 @@ def test_what_is_set_up_once_is_not_warned_of() -> None:
     agrees(mod, "mask")
 
 
+def test_what_is_set_in_each_run_is_warned_of() -> None:
+    class Holder:
+        last: int | None = None
+
+    holder, memory = Holder(), dict[str, int]()
+
+    def sets_an_attribute(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        holder.last = 0
+        return s
+
+    def sets_an_item(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        memory["last"] = 0
+        return s
+
+    for mod, what in ((sets_an_attribute, "the attribute 'last'"), (sets_an_item, "an item")):
+        trace(mod, "score")
+        with pytest.warns(RetraceWarning, match=f"it changes {what} of a captured object") as caught:
+            for _ in range(3):
+                trace(mod, "score")
+        assert len(caught) == 1
+
+
 def test_a_cached_property_is_computed_by_python() -> None:
     class Slopes:
         def __init__(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.nn.attention.flex_attention
 
 import flexattn
 
@@ -148,11 +149,18 @@ def test_the_door_holds_names_only() -> None:
 def test_type_checkers_see_the_names_that_are_loaded_on_first_use() -> None:
     (block,) = (s for s in _tree(Path("__init__.py")).body if isinstance(s, ast.If))
     seen = {a.name: f"{s.module}" for s in block.body if isinstance(s, ast.ImportFrom) for a in s.names}
+    of_torch = dict.fromkeys(flexattn._OF_TORCH, "torch.nn.attention.flex_attention")
     assert seen == {
         **flexattn._ON_FIRST_USE,
         **dict.fromkeys(("distributed", "reference", "sdpa"), "flexattn"),
+        **of_torch,
     }
-    assert set(seen) <= set(flexattn.__all__)
+    assert set(seen) - set(of_torch) <= set(flexattn.__all__)
+
+
+@pytest.mark.parametrize("name", flexattn._OF_TORCH)
+def test_names_that_programs_import_from_torch(name: str) -> None:
+    assert getattr(flexattn, name) is getattr(torch.nn.attention.flex_attention, name)
 
 
 def test_no_module_hides_a_name_that_is_loaded_on_first_use() -> None:

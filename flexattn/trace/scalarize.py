@@ -350,10 +350,12 @@ def _dependence(recorded: RecordedGraph) -> tuple[set[fx.Node], dict[fx.Node, st
         sources = node.all_input_nodes
         if any(s in moving for s in sources):
             moving.add(node)
-        elif not isinstance(node.meta.get("val"), Tensor):
+        elif not isinstance(node.meta.get("val"), (Tensor, tuple, list)):
             continue
         elif (base := next((s for s in sources if s in captured), None)) is not None:
-            captured[node] = f"{captured[base]}_{operator_name(node).rpartition('.')[2].strip('_')}"
+            is_one_of_several = node.target is operator.getitem
+            suffix = "" if is_one_of_several else f"_{operator_name(node).rpartition('.')[2].strip('_')}"
+            captured[node] = captured[base] + suffix
     return moving, captured
 
 

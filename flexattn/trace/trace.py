@@ -49,6 +49,7 @@ _stats = {"traces": 0, "hits": 0}
 _failed_guards: dict[str, int] = {}  # mod and reason -> number of traces
 _MOST_REASONS = 1000
 _retraced: dict[tuple[str, str], int] = {}  # (location, reason) -> number of retraces
+_warned: set[tuple[str, str]] = set()  # those of them that a RetraceWarning has told
 _MOST_RETRACED = 1000
 
 
@@ -133,7 +134,9 @@ def _warn(kind: Kind, traced: Traced, record: ReadLog) -> None:
     count = _retraced.get(key, 0) + 1
     if len(_retraced) < _MOST_RETRACED:
         _retraced[key] = count
-    if count == (2 if record.may_end else 1):
+    if key not in _warned and (count > 1 or not record.may_end):
+        if len(_warned) < _MOST_RETRACED:
+            _warned.add(key)
         called = mod_in_messages(kind, traced.graph.name)
         where = f" ({traced.graph.location})" if traced.graph.location else ""
         warnings.warn(
