@@ -84,6 +84,8 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
         if lse.shape != out.shape[:-1]:
             expected = f"that of outs[{i}] without its last dim, {tuple(out.shape[:-1])}"
             raise ArgumentError(message(f"lses[{i}]", f"shape {tuple(lse.shape)}", expected, _LSES))
+        if not out.is_floating_point():
+            raise DtypeError(message(f"outs[{i}]", out.dtype, "a floating-point dtype", _OUTS))
         if out.dtype != outs[0].dtype:
             raise DtypeError(message(f"outs[{i}]", out.dtype, f"that of outs[0], {outs[0].dtype}", "Cast it."))
         if lse.dtype not in (torch.float32, torch.float64) or lse.dtype != lses[0].dtype:

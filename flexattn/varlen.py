@@ -230,6 +230,9 @@ def _check_ranks(given: _Given) -> None:
     if pages and not isinstance(given.block_table, Tensor):
         found, fix = f"a {type(given.block_table).__name__}", "Pass an int32 tensor [sequences, pages]."
         raise DtypeError(message("block_table", found, "a torch.Tensor", fix))
+    if isinstance(given.block_table, Tensor) and given.block_table.dim() != 2:
+        found = f"shape {list(given.block_table.shape)}"
+        raise ArgumentError(message("block_table", found, "[sequences, pages]", "Reshape it."))
     dims = 3 if given.cu_seq_k is not None and not pages else 4
     what = "[T_k, Hkv, D]" if dims == 3 else "pages of 4 dims" if pages else "[sequences, N, Hkv, D]"
     for name, x, rank, expected in (

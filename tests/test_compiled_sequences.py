@@ -494,6 +494,20 @@ def test_float8(by_page):
     assert compilations(f, steps) == [1] * 3
 
 
+@pytest.mark.parametrize("learned", [("query", "descale"), ("descale",)])
+def test_descales_that_require_a_gradient_are_errors(learned):
+    q, k, v = query(1, 0).requires_grad_("query" in learned), *pages("NHD", torch.float8_e4m3fn)
+    table, used = torch.tensor([[0, 1, 2], [3, 4, 5], [0, 6, 7]]).int(), integers(48, 17, 1)
+
+    def f(q, descale):
+        scales = {"k_descale": descale * 1.0, "v_descale": torch.ones(2)}
+        return flex_attention(q, k, v, enable_gqa=True, seqused_k=used, block_table=table, **scales)
+
+    for call in (f, torch.compile(f, fullgraph=True, backend="aot_eager")):
+        with pytest.raises(Exception, match="k_descale: found a tensor that requires a gradient"):
+            call(q, torch.ones(2, requires_grad=True))
+
+
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_backends_of_layouts(backend):
     module, used = Decoding(window_mask(), mods.alibi(H)), integers(50, 10, 30)

@@ -649,7 +649,7 @@ def test_a_factory_that_was_not_called(make: Callable[..., object]) -> None:
 
 def test_lists_and_arrays_in_mods() -> None:
     values, array = [0.5, 1.0, 1.5, 2.0], np.array([0.5, 1.0, 1.5, 2.0])
-    with pytest.raises(errors.ModError, match=r"test_errors\.py:\d+ uses a position as a Python index.*torch.tensor"):
+    with pytest.raises(errors.ModError, match=r"test_errors\.py:\d+ uses a tensor as a Python index.*torch.tensor"):
         flex_attention(Q, K, V, lambda score, b, h, q_idx, kv_idx: score * values[h])
     with pytest.raises(errors.ModError, match=r"test_errors\.py:\d+ uses a position or score with a numpy array"):
         flex_attention(Q, K, V, lambda score, b, h, q_idx, kv_idx: score * array[h])

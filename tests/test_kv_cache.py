@@ -224,6 +224,8 @@ COS, SIN = tables(60, 4)
         ({"rotary_cos": COS}, TypeError, "rotary_sin: found None"),
         ({"rotary_cos": COS, "rotary_sin": SIN[:4]}, ValueError, "rotary_sin: found shape"),
         ({"rotary_cos": torch.ones(60, 5), "rotary_sin": SIN}, ValueError, "rotary_cos: found shape"),
+        ({"rotary_cos": COS.clone().requires_grad_(), "rotary_sin": SIN}, NotImplementedError, "rotary_cos: found a"),
+        ({"rotary_cos": COS, "rotary_sin": SIN, "rotary_interleaved": "no"}, TypeError, "rotary_interleaved: found"),
     ],
 )  # fmt: skip
 def test_errors_of_append(changes: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -271,6 +273,8 @@ def test_wrong_types_and_lengths_name_the_argument_and_change_nothing() -> None:
         ("targets", lambda: model.cache.fork(0, 1)),  # type: ignore[arg-type]
         ("tokens", lambda: model.cache.reserve(1.5)),  # type: ignore[arg-type]
         ("keep", lambda: model.cache.erase([0], 1.5)),  # type: ignore[arg-type]
+        ("tokens", lambda: model.cache.reserve(torch.tensor(2))),  # type: ignore[arg-type]
+        ("keep", lambda: model.cache.erase([0], torch.tensor(0))),  # type: ignore[arg-type]
     ]
     for name, call in calls:
         with pytest.raises(flexattn.errors.ArgumentError, match=f"^{name}: found"):

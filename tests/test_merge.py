@@ -92,6 +92,7 @@ def test_errors_name_the_argument() -> None:
         ([out, out[..., :2]], [lse, lse], ArgumentError, r"outs\[1\]: found shape"),
         ([out, out], [lse, lse[..., :2]], ArgumentError, r"lses\[1\]: found shape"),
         ([out, out.half()], [lse, lse], DtypeError, r"outs\[1\]: found torch.float16"),
+        ([out.int(), out.int()], [lse, lse], DtypeError, r"outs\[0\]: found torch.int32"),
         ([out, out], [lse, lse.half()], DtypeError, r"lses\[1\]: found torch.float16"),
     ):
         with pytest.raises(error, match=text):

@@ -98,6 +98,11 @@ ERRORS: dict[str, tuple[dict[str, object], type[Exception], str]] = {
     "layout without pages": ({"kv_layout": "HND"}, ValueError, "kv_layout: found 'HND', expected a block_table"),
 }
 PAGED_ERRORS: dict[str, tuple[dict[str, object], type[Exception], str]] = {
+    "type of the layout": (
+        {"kv_layout": ["NHD"], "block_table": torch.zeros(2, 4, dtype=torch.int32)},
+        ValueError,
+        r"kv_layout: found \['NHD'\], expected 'NHD' or 'HND'",
+    ),
     "name of the layout": ({"kv_layout": "DNH"}, ValueError, "kv_layout: found 'DNH', expected 'NHD' or 'HND'"),
     "rows of the table": ({"block_table": TABLE[:1]}, ValueError, "block_table: found 1 rows"),
     "dtype of the table": ({"block_table": TABLE.long()}, TypeError, "block_table: found i64"),

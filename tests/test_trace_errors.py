@@ -59,8 +59,32 @@ def test_data_dependent_control_flow() -> None:
     refuse(branch, "score", r"torch\.where\(condition", offset=1)
     refuse(chained, "mask", r"`&`", offset=1)
     refuse(negation, "mask", r"`~`", offset=1)
-    for mod in (item, as_int, ranged):
+    for mod in (item, as_int):
         refuse(mod, "score", "reads the value of a tensor", offset=1)
+    refuse(ranged, "score", r"uses a tensor as a Python index or length .*in a slice", offset=1)
+
+
+def test_operators_whose_result_depends_on_values() -> None:
+    flags = torch.arange(N) % 2 == 1
+    count = torch.ones(N, dtype=torch.long)
+    mods: dict[str, Callable[..., Tensor]] = {
+        "aten.bincount.default": lambda s, b, h, q, k: s + torch.bincount(count)[count[k]],
+        "aten._unique2.default": lambda s, b, h, q, k: s + torch.unique(count)[0],
+        "aten.index.Tensor": lambda s, b, h, q, k: s + SCALE[flags].sum(),
+        "aten.nonzero.default": lambda s, b, h, q, k: s + flags.nonzero()[0, 0],
+        "aten.repeat_interleave.Tensor": lambda s, b, h, q, k: s + torch.repeat_interleave(SCALE, count)[k],
+    }
+    for operator, mod in mods.items():
+        refuse(mod, "score", rf"depends on the values of a tensor \({operator}\). Call it outside of the mod")
+
+
+def test_an_element_is_read_with_the_indices_that_the_mod_has() -> None:
+    table = torch.rand(2, N)
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + table[h]
+
+    refuse(mod, "score", r"for example table\[h, kv_idx\]")
 
 
 def test_mutation_and_randomness() -> None:
@@ -209,7 +233,8 @@ def test_results_that_are_no_scores() -> None:
     refused(lambda s, b, h, q, k: s.unsqueeze(0), mine + r"shape \[1\]")
     refused(lambda s, b, h, q, k: s * q.item(), "score_mod mod at .* reads the value of a tensor")
     refused(lambda s, b, h, q, k: s * torch.rand(()), "score_mod mod at .* draws random numbers")
-    refused(lambda s, b, h, q, k: torch.nonzero(s).sum(), "score_mod mod at .* reads the value of a tensor")
+    refused(lambda s, b, h, q, k: torch.nonzero(s).sum(), r"score_mod mod at .* \(aten.nonzero.default\)")
+    refused(lambda s, b, h, q, k: None, "score_mod mod: .* NoneType.* It has no return statement")
 
 
 def test_messages_name_the_kind_of_mod() -> None:

@@ -50,6 +50,28 @@ def test_gradients(name: str, options: dict[str, object]) -> None:
         torch.testing.assert_close(x, y.to(x.dtype))
 
 
+@pytest.mark.parametrize("options", [{}, {"window_size": (2, 0)}, {"seqused_k": integers(3, 6)}])
+def test_training_after_inference_with_the_same_sequences(options: dict[str, Any]) -> None:
+    """What is kept for these sequences was made in inference mode."""
+    cu, x = integers(0, 4, 10), torch.randn(10, 2, 16)
+
+    def gradient(cu: Tensor) -> Tensor:
+        query = x.clone().requires_grad_()
+        return torch.autograd.grad(varlen_attn(query, x, x, cu, cu, 6, 6, **options).square().sum(), query)[0]
+
+    nested = torch.nested.nested_tensor_from_jagged(x, cu).transpose(1, 2)
+    with torch.inference_mode():
+        varlen_attn(x, x, x, cu, cu, 6, 6, **options)
+        flex_attention(nested, nested, nested)
+    torch.testing.assert_close(gradient(cu), gradient(cu.clone()), rtol=0, atol=0)
+
+
+def test_a_block_table_of_another_rank() -> None:
+    q, key, cu = torch.randn(4, 2, 16), torch.randn(2, 8, 2, 16), integers(0, 4)
+    with pytest.raises(flexattn.errors.ArgumentError, match=r"block_table: found shape \[2\]"):
+        varlen_attn(q, key, key, cu, None, 4, 16, seqused_k=integers(5), block_table=integers(0, 1))
+
+
 def test_second_derivatives() -> None:
     case = PackedCase((3, 4), (3, 5), window_size=(-1, 0), D=4, Dv=4, dtype=torch.float64)
     assert torch.autograd.gradgradcheck(lambda *tensors: case.run(*tensors)[0], case.tensors())

@@ -172,7 +172,8 @@ def changed(what: str, how: str) -> MutationError:
     """Return the error for a value that is not what a mask was built from."""
     return MutationError(
         f"block_mask: {what} {how}, expected the values that the mask was built from. "
-        "Build the mask again with create_block_mask, or assign block_mask.mask_mod to keep its blocks."
+        "Build the mask again with create_block_mask. A mod made in a loop must bind what it reads, as in "
+        "lambda b, h, q_idx, kv_idx, w=w: ... To keep the blocks for another mod, assign block_mask.mask_mod."
     )
 
 

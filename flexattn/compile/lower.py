@@ -14,6 +14,7 @@ masked by the bounds of the captured tensor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -217,7 +218,7 @@ class Writer:
             case NumberRef(number):
                 return self.mod.number_name(number)
             case Const(value):
-                return literal(value)
+                return self._constant(value, node.dtype)
             case Load():
                 return self._load(node, position)
         match node.op:
@@ -234,6 +235,11 @@ class Writer:
             case "pow" if not node.dtype.is_floating_point:
                 return self._call(node, "power_int", int(self.limits[node.args[1]][1]).bit_length())
         return self.assign(self._text(node).format(*(self.value(a) for a in node.args)))
+
+    def _constant(self, value: Scalar, dtype: torch.dtype) -> str:
+        if isinstance(value, float) and value == 0 and math.copysign(1, value) < 0 and dtype in _SIGN_BIT:
+            return self.assign(_SIGN_BIT[dtype])
+        return literal(value)
 
     def _call(self, node: Node, function: str, *constants: int) -> str:
         return self.assign(f"{function}({', '.join([*map(self.value, node.args), *map(str, constants)])})")
@@ -259,7 +265,7 @@ class Writer:
         if node.dtype == torch.float32 and not source.dtype.is_floating_point and self._in_float32(node.args[0]):
             return self._float_value(node.args[0])
         if isinstance(source, Const):
-            return literal(source.value)
+            return self._constant(source.value, node.dtype)
         if node.dtype == torch.bool:
             return self.assign(f"{self.value(node.args[0])} != 0")
         value = self.value(node.args[0])
@@ -493,6 +499,13 @@ def _times(factor: int, text: str) -> str:
 
 def _is_literal(text: str) -> bool:
     return text[0] in "-0123456789" or text in ("True", "False") or text.startswith('float("')
+
+
+# Triton makes 0.0 of the literal -0.0.
+_SIGN_BIT = {
+    torch.float32: "tl.cast(-0x80000000, tl.int32).to(tl.float32, bitcast=True)",
+    torch.float64: "tl.cast(-0x8000000000000000, tl.int64).to(tl.float64, bitcast=True)",
+}
 
 
 def literal(value: Scalar) -> str:

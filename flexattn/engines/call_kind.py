@@ -149,7 +149,7 @@ def _kind_with_layout(
 ) -> CallKind | None:  # fmt: skip
     """Return the kind of a call with seqused_k, q_offsets or pages. `tensors` are query, key and value."""
     layout = _layout_of(given)
-    if layout is None:
+    if layout is None or type(given.kv_layout) is not str:
         return None
     graph = None
     if score is not None:

@@ -216,6 +216,8 @@ class PagedKVCache:
         rows = self._checked(sequences)
         self._check_tokens(key, value, query, len(rows))
         cos, sin = self._check_rotary(rotary_cos, rotary_sin)
+        if not isinstance(rotary_interleaved, bool):
+            raise DtypeError(message("rotary_interleaved", repr(rotary_interleaved), "a bool", "Pass True or False."))
         M = key.size(2)
         counts, on_device = self._counts(lengths, len(rows), M)
         self._reserve(rows, counts)
@@ -406,8 +408,7 @@ class PagedKVCache:
                     fix = f"{fix[:-1]}, or make the cache with PagedKVCache(..., dtype={x.dtype})."
                 raise DtypeError(message(name, found, f"{expected_dtype}, for this cache", fix))
             if x.requires_grad and torch.is_grad_enabled():
-                fix = "Call append under torch.no_grad(), or detach it."
-                raise UnsupportedError(message(name, "a tensor that requires a gradient", "one that does not", fix))
+                raise _learned(name)
 
     def _check_rotary(self, cos: object, sin: object) -> tuple[Tensor | None, Tensor | None]:
         if cos is None and sin is None:
@@ -423,6 +424,8 @@ class PagedKVCache:
             if x.device != self.key.device:
                 fix = f"Move it: {name}.to(cache.key.device)."
                 raise DeviceError(message(name, f"device {x.device}", f"that of the cache, {self.key.device}", fix))
+            if x.requires_grad and torch.is_grad_enabled():
+                raise _learned(name)
         assert isinstance(cos, Tensor) and isinstance(sin, Tensor)
         if cos.shape != sin.shape:
             fix = "Give both the same shape."
@@ -451,11 +454,17 @@ class PagedKVCache:
 
 def _numbers(name: str, given: int | Sequence[int], count: int) -> list[int]:
     """Return one number for each sequence."""
-    numbers = [given] * count if not isinstance(given, Iterable) else list(given)
+    is_one = not isinstance(given, Iterable) or (isinstance(given, Tensor) and given.dim() == 0)
+    numbers = [given] * count if is_one else list(given)
     if len(numbers) != count or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers):
         fix = "Pass Python ints."
         raise ArgumentError(message(name, repr(given), f"an int from 0 on, or one for each of {count}", fix))
     return numbers
+
+
+def _learned(name: str) -> UnsupportedError:
+    fix = "Call append under torch.no_grad(), or detach it."
+    return UnsupportedError(message(name, "a tensor that requires a gradient", "one that does not", fix))
 
 
 def _checked_scale(name: str, scale: object, key: Tensor, heads: int) -> Tensor | None:

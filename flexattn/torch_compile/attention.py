@@ -16,6 +16,7 @@ from flexattn.call.wide_dtype import wide_dtype
 from flexattn.errors import UnsupportedError, message
 from flexattn.process.frozen_class import frozen
 from flexattn.torch_compile.operators import LIBRARY, OPS, with_lists
+from flexattn.torch_compile.spec import loads
 from flexattn.torch_state.transforms import refuse_in_graphs
 
 Symbolic = Any  # an int or a float, or a symbol for one
@@ -47,9 +48,20 @@ class Operands:
 def call_operators(operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return out, lse as the user sees it and, if requested, the row maxima."""
     refuse_in_graphs(*operands.differentiable)
+    _refuse_learned(operands)
     out, lse, *largest = _Attention.apply(operands, *operands.differentiable)
     wide = wide_dtype(operands.query)
     return out, lse.to(wide), largest[0] if largest else None
+
+
+def _refuse_learned(operands: Operands) -> None:
+    """Raise UnsupportedError for a tensor of a layout that requires a gradient, which the operators do not have."""
+    form = loads(operands.spec).sequences
+    for name, x in zip(() if form is None else form.names, operands.layout, strict=False):
+        if x.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedError(
+                message(name, "a tensor that requires a gradient", "one that does not", "Detach it.")
+            )
 
 
 class _Attention(Function):

@@ -33,17 +33,24 @@ from flexattn.trace.registered import meaning_of
 from flexattn.trace.scalar_tape import NotScalar, ScalarTape
 
 DATA_DEPENDENT = (
-    "reads the value of a tensor in Python (if, and, or, not, int(), float(), .item(), range). The mod runs once for "
-    "all positions: write torch.where(condition, x, y) for `if`, `&`, `|`, `~` for and, or, not; capture numbers as "
-    "Python numbers (n = int(t) outside of the mod)."
+    "reads the value of a tensor in Python (if, and, or, not, int(), float(), .item(), range, max(), math.exp()). The "
+    "mod runs once for all positions: write torch.where(condition, x, y) for `if`, `&`, `|`, `~` for and, or, not, "
+    "torch.maximum and torch.exp for max and math.exp; capture numbers as Python numbers (n = int(t) outside of the "
+    "mod)."
+)
+UNKNOWN_SIZE = (
+    "calls an operator whose result, or the size of it, depends on the values of a tensor ({what}). Call it outside of "
+    "the mod, and capture what it returns."
 )
 _IN_ARRAY = (
     "uses a position or score with a numpy array. Capture a tensor instead: table = torch.from_numpy(array), outside "
     "of the mod."
 )
 _AS_INDEX = (
-    "uses a position as a Python index or length (a list, a tuple, range, a slice). Capture a tensor instead of a "
-    "list: table = torch.tensor(values), outside of the mod, then table[q_idx]. The mod runs once for all positions."
+    "uses a tensor as a Python index or length (of a list, a tuple, range, or in a slice). The mod runs once for all "
+    "positions. Capture a tensor instead of a list: table = torch.tensor(values), outside of the mod, then "
+    "table[q_idx]; single elements instead of a slice: x[q_idx] + x[q_idx + 1]; a length as a Python number "
+    "(n = int(t) outside of the mod)."
 )
 _AS_KEY = (
     "uses a position as the key of a dict. b, h, q_idx and kv_idx are tensors. Capture a tensor instead of the dict: "
@@ -77,7 +84,10 @@ _ASKS_FOR_GRADIENTS = {
 }
 CONSTANT = "constant"  # key in a node's meta: the constant tensor that the node represents
 MOST_SHOWN = 16  # literal tensors with more numbers than this become one constant node
-RANDOM = "draws random numbers ({what}). Draw them before the call and capture the tensor."
+RANDOM = (
+    "draws random numbers ({what}). Draw them before the call and capture the tensor. For dropout of the weights, pass "
+    "dropout_p to flex_attention."
+)
 
 
 class Interception(TorchFunctionMode):
@@ -578,8 +588,11 @@ def explain_failure(error: Exception, kind: str, name: str, captured: Sequence[t
     """
     where = _line_of(error.__traceback__)
     text = str(error)
-    if "value out of a tracing tensor" in text or type(error).__name__.startswith(("DataDependent", "GuardOnData")):
+    if "value out of a tracing tensor" in text:
         return ModError(f"{name} at {where} {DATA_DEPENDENT}")
+    if type(error).__name__.startswith(("DataDependent", "DynamicOutput", "GuardOnData")):
+        what = getattr(error, "func", "nonzero, unique, bincount, repeat_interleave, x[mask]")
+        return ModError(f"{name} at {where} {UNKNOWN_SIZE.format(what=what)}")
     if isinstance(error, TooManyIndices):
         shape = [example(size) for size in error.source.shape]
         called = next((f"the captured tensor `{its}`" for its, t in captured if t is error.source), "a tensor")

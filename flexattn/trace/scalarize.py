@@ -32,11 +32,11 @@ from flexattn.trace.elements import Elements, Index
 from flexattn.trace.elementwise import CREATION
 from flexattn.trace.interception import (
     CONSTANT,
-    DATA_DEPENDENT,
     IN_PLACE,
     MOST_SHOWN,
     NO_GRAD,
     RANDOM,
+    UNKNOWN_SIZE,
     WITHOUT_GRADIENT,
     line_of_node,
 )
@@ -132,7 +132,7 @@ def scalarize(recorded: RecordedGraph, kind: Kind, name: str, score_dtype: torch
     leaves = _Leaves(recorded, score_dtype)
     elements = Elements(TABLES, leaves.builder, leaves.load, leaves.number, leaves.inside)
     dtype = score_dtype if kind == "score" else torch.bool
-    out = _output(elements, recorded.result, kind, called, dtype, recorded.names)
+    out = _output(elements, recorded, kind, called, dtype)
     graph = leaves.builder.build(
         name, SCORE_INPUTS if kind == "score" else MASK_INPUTS, tuple(leaves.captures), tuple(leaves.numbers), [out],
         location=location,
@@ -155,20 +155,16 @@ def scalarize(recorded: RecordedGraph, kind: Kind, name: str, score_dtype: torch
     )
 
 
-def _output(
-    elements: Elements, result: Any, kind: Kind, name: str, dtype: torch.dtype, captured: dict[fx.Node, str]
-) -> Expr:  # fmt: skip
-    """Return the result of the mod as an expression of the dtype required for its kind.
-
-    `captured` has the user's names of captured tensors.
-    """
+def _output(elements: Elements, recorded: RecordedGraph, kind: Kind, name: str, dtype: torch.dtype) -> Expr:
+    """Return the result of the mod as an expression of the dtype required for its kind."""
+    result = recorded.result
     if isinstance(result, fx.Node):
         value = result.meta["val"]
         if value.ndim > 0:
             shape = [example(size) for size in value.shape]
             raise ModError(
                 f"{name}, line {line_of_node(result)}: found a result of shape {shape}, expected a scalar (a 0-d "
-                f"tensor). Read one element of each captured tensor, for example {_example_of_read(captured)}."
+                f"tensor). Read one element of each captured tensor, for example {_example_of_read(recorded)}."
             )
         if kind == "score" and (value.is_complex() or value.dtype == torch.bool):
             raise ModError(
@@ -188,18 +184,27 @@ def _output(
     boolean = isinstance(result, (bool, torch.SymBool))
     if kind == "score" and not boolean and isinstance(result, (int, float, torch.SymInt, torch.SymFloat)):
         return elements.scalar(result, dtype)
-    fix = _BOOL_SCORE if boolean else _COMPLEX_SCORE if isinstance(result, complex) else "Return one."
+    fix = _BOOL_SCORE if boolean else _COMPLEX_SCORE if isinstance(result, complex) else ""
     raise wrong_result(name, kind, _NUMBERS.get(type(result), type(result)).__name__, fix)
 
 
-def wrong_result(name: str, kind: Kind, found: str, fix: str = "Return one.") -> ModError:
+def wrong_result(name: str, kind: Kind, found: str, fix: str = "") -> ModError:
     """Return the error for a mod whose result has a type that is neither a tensor's nor a number's."""
     wanted = "a bool tensor" if kind == "mask" else "a scalar tensor"
+    fix = fix or ("It has no return statement, or one without a value." if found == "NoneType" else "Return one.")
     return ModError(f"{name}: found a result of type {found}, expected {wanted}. {fix}")
 
 
-def _example_of_read(captured: dict[fx.Node, str]) -> str:
-    """Return how a mod reads an element of the captured tensor with the most dimensions."""
+def _example_of_read(recorded: RecordedGraph) -> str:
+    """Return how a mod reads an element: of a tensor that it indexes with too few, or of the one with the most dims."""
+    captured = recorded.names
+    for node in recorded.graph.nodes:
+        source: Any = node.args[0] if operator_name(node) == "index" else None
+        if source in captured and node.meta["val"].ndim in (1, 2):
+            given = [recorded.inputs.get(n, "") for n in node.all_input_nodes if n is not source]
+            if all(given):
+                others = ("q_idx", "kv_idx")[-node.meta["val"].ndim :]
+                return f"{captured[source]}[{', '.join([*given, *others])}]"
     ranks = {name: node.meta["val"].ndim for node, name in captured.items()}
     largest = max(ranks, key=lambda name: ranks[name], default="")
     indices = {1: "h", 2: "q_idx, kv_idx", 3: "h, q_idx, kv_idx", 4: "b, h, q_idx, kv_idx"}.get(ranks.get(largest, 0))
@@ -416,7 +421,8 @@ def _refuse_unknown_values(recorded: RecordedGraph, name: str) -> None:
     for node in recorded.graph.nodes:
         found = node.meta.get("val")
         if node.op == "call_function" and found is not None and _is_unknown(found):
-            raise ModError(f"{name} at {line_of_node(node)} {DATA_DEPENDENT}")
+            called: Any = node.args[0] if node.target is operator.getitem else node  # getitem: one of several results
+            raise ModError(f"{name} at {line_of_node(node)} {UNKNOWN_SIZE.format(what=called.target)}")
 
 
 def _is_unknown(value: Any) -> bool:

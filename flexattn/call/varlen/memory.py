@@ -55,9 +55,11 @@ class Memory:
         known = self.known(key, tensors)
         if known is not None:
             return known[0]
-        made, key = make(), (key, *map(id, tensors))
         if any(t.is_inference() or (t.is_cpu and t.numel() > _COMPARED) for t in tensors):
-            return made
+            return make()
+        with torch.inference_mode(False):  # a call with gradients may find it
+            made = make()
+        key = (key, *map(id, tensors))
         with self.lock:
             for other in [k for k, (at, _) in self.found.items() if any(x.seen[0]() is None for x in at)]:
                 del self.found[other]

@@ -171,7 +171,7 @@ class Operators(Attributes):
             parts = [self.get_attribute(value, name) for name in ENDS]
             for part in parts:
                 if isinstance(part, Tensor):
-                    part.item()  # raises a ModError, where torch would read the value
+                    operator.index(part)  # raises a ModError, where torch would read the value
             return slice(*map(self.as_index, parts))
         return value
 
