@@ -257,7 +257,7 @@ def test_captured_numbers(numbers):
 
 
 def test_floats_that_are_read_before_the_call():
-    """An item of Dynamo's tensor stays symbolic. A float that is computed from it compiles for each value."""
+    """An item of Dynamo's tensor stays symbolic. So does what is computed from it for a mod."""
 
     def before(q, k, v, n):
         return flex_attention(q * n, k, v, lambda s, b, h, i, j: s * n + (i - j) * n, scale=n)
@@ -266,8 +266,13 @@ def test_floats_that_are_read_before_the_call():
         m = 2 * n + 1
         return flex_attention(q * m, k, v, lambda s, b, h, i, j: s * m)
 
+    def for_a_mod(q, k, v, n):
+        m = 2 * n + 1
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s * m)
+
     given = [((*x, n), x) for n in (0.3, 0.4, 0.5, 0.3) for x in [qkv(3)]]
     assert compilations(before, given) == [1, 2, 2, 2]
+    assert compilations(for_a_mod, given) == [3, 4, 4, 4]  # after the two of `before`
     assert compilations(computed, given)[-1] <= 6
 
 
