@@ -452,10 +452,9 @@ class PagedKVCache:
         return counts, None if all(n == M for n in counts) else self._on_device(counts).int()
 
 
-def _numbers(name: str, given: int | Sequence[int], count: int) -> list[int]:
+def _numbers(name: str, given: Any, count: int) -> list[int]:
     """Return one number for each sequence."""
-    is_one = not isinstance(given, Iterable) or (isinstance(given, Tensor) and given.dim() == 0)
-    numbers = [given] * count if is_one else list(given)
+    numbers = list(given) if isinstance(given, Iterable) and not isinstance(given, Tensor) else [given] * count
     if len(numbers) != count or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers):
         fix = "Pass Python ints."
         raise ArgumentError(message(name, repr(given), f"an int from 0 on, or one for each of {count}", fix))
