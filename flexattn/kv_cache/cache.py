@@ -454,7 +454,8 @@ class PagedKVCache:
 
 def _numbers(name: str, given: Any, count: int) -> list[int]:
     """Return one number for each sequence."""
-    numbers = list(given) if isinstance(given, Iterable) and not isinstance(given, Tensor) else [given] * count
+    is_one = isinstance(given, Tensor) or not isinstance(given, Iterable)
+    numbers: list[Any] = [given] * count if is_one else list(given)
     if len(numbers) != count or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers):
         fix = "Pass Python ints."
         raise ArgumentError(message(name, repr(given), f"an int from 0 on, or one for each of {count}", fix))
