@@ -583,6 +583,22 @@ def test_a_prologue():
     ) == [1, 1]
 
 
+def test_a_long_prologue():
+    """Names of what it computes contain those of its operators."""
+    weight = torch.randn(T, T)
+
+    def f(q, k, v):
+        def mod(s, b, h, i, j):
+            table = weight
+            for _ in range(30):
+                table = torch.nn.functional.layer_norm(table, (T,)).cumsum(0)
+            return s + table[i, j]
+
+        return flex_attention(q, k, v, mod)
+
+    assert compilations(f, steps(2)) == [1, 1]
+
+
 def test_a_prologue_with_a_changing_float():
     def f(q, k, v, table, n):
         return flex_attention(q, k, v, lambda s, b, h, i, j: s + (table * n)[h] + (i - j) * n)

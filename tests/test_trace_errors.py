@@ -128,8 +128,14 @@ def test_changes_without_gradient() -> None:
             z += s
         return s + z
 
+    def of_one_of_several_results(s, b, h, q, k):
+        z = table.sort()[0]
+        with torch.no_grad():
+            z.mul_(2)
+        return s + z[q]
+
     table = values(N)
-    for mod in (doubled, of_table):
+    for mod in (doubled, of_table, of_one_of_several_results):
         refuse(mod, "score", "in place under torch.no_grad", offset=3)
 
 

@@ -360,8 +360,12 @@ def _dependence(recorded: RecordedGraph) -> tuple[set[fx.Node], dict[fx.Node, st
         elif (base := next((s for s in sources if s in captured), None)) is not None:
             is_one_of_several = node.target is operator.getitem
             suffix = "" if is_one_of_several else f"_{operator_name(node).rpartition('.')[2].strip('_')}"
-            captured[node] = captured[base] + suffix
+            name = captured[base] + suffix
+            captured[node] = name if len(name) <= _LONGEST_NAME else captured[base]
     return moving, captured
+
+
+_LONGEST_NAME = 100  # of what is computed from captured tensors; graphs have names of up to 200 characters
 
 
 def _refuse_mutation_and_randomness(recorded: RecordedGraph, name: str) -> None:
@@ -407,13 +411,18 @@ def _refuse_changes_without_gradient(recorded: RecordedGraph, name: str) -> None
     """Raise for operations in place under torch.no_grad on tensors that have a gradient."""
     learned = {n for n in (*recorded.inputs, *recorded.tensors) if n.meta["val"].is_floating_point()}
     for node in recorded.graph.nodes:
-        value, sources = node.meta.get("val"), node.all_input_nodes
-        if node.op != "call_function" or not isinstance(value, Tensor) or learned.isdisjoint(sources):
+        if node.op != "call_function" or learned.isdisjoint(node.all_input_nodes):
             continue
         if NO_GRAD in node.meta and node.args[0] in learned:
             raise ModError(f"{name} at {line_of_node(node)} {WITHOUT_GRADIENT}")
-        if value.is_floating_point() and operator_name(node) not in ("detach", *CREATION):
+        if _has_floats(node.meta.get("val")) and operator_name(node) not in ("detach", *CREATION):
             learned.add(node)
+
+
+def _has_floats(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):  # an operator with several results
+        return any(map(_has_floats, value))
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _refuse_unknown_values(recorded: RecordedGraph, name: str) -> None:
