@@ -199,7 +199,8 @@ def _example_of_read(recorded: RecordedGraph) -> str:
     """Return how a mod reads an element: of a tensor that it indexes with too few, or of the one with the most dims."""
     captured = recorded.names
     for node in recorded.graph.nodes:
-        source: Any = node.args[0] if operator_name(node) == "index" else None
+        is_index = node.op == "call_function" and operator_name(node) == "index"
+        source: Any = node.args[0] if is_index else None
         if source in captured and node.meta["val"].ndim in (1, 2):
             given = [recorded.inputs.get(n, "") for n in node.all_input_nodes if n is not source]
             if all(given):
