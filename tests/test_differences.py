@@ -135,6 +135,7 @@ CASES: dict[str, Call] = {
     "a sum over more than 64": attend(lambda s, b, h, i, j: s + (TABLE * s).sum()),
     "complex numbers": attend(lambda s, b, h, i, j: s + TABLE.to(torch.complex64)[j].real),
     "operators without": attend(lambda s, b, h, i, j: s + torch.gcd(i, j)),
+    "operators on captured tensors": attend(lambda s, b, h, i, j: s + torch.unique(TABLE).sum()),
     "the bits of": attend(lambda s, b, h, i, j: s + (TABLE[i].view(torch.int32) & 1)),
     "a number that the dtype": masked(lambda b, h, i, j: BYTES[i] != -1),
 }
