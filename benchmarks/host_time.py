@@ -65,12 +65,11 @@ def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def calls(peers: Sequence[str], length: int, device: torch.device, dtype: torch.dtype, rounds: int) -> list[Result]:
     """Time calls from Python: forward, with a backward, and with a backward in the same thread."""
-    runs: dict[Config, Run] = {}
-    notes: list[Result] = []
-    for name, (work, mods) in works(length, device).items():
+    every, notes = works(length, device), list[Result]()
+    plain = make_inputs(every["plain"][0], device, dtype)
+    runs = _with_one_thread(_directions(Config("call, plain", "nothing", "forward"), _nothing, plain))
+    for name, (work, mods) in every.items():
         inputs = make_inputs(work, device, dtype)
-        if name == "plain":
-            runs |= _with_one_thread(_directions(Config(f"call, {name}", "nothing", "forward"), _nothing, inputs))
         for peer in peers:
             config = Config(f"call, {name}", peer, "forward")
             try:
@@ -125,8 +124,9 @@ def operator_calls(
         config = Config(f"operator in a compiled function, {name}", "flexattn", "forward")
         if "flexattn" in peers:
             runs |= _operators(config, PEERS["flexattn"](work, mods, device), inputs)
-        if "sdpa" in peers and device.type == "cuda" and (name == "plain" or name == "causal"):
-            runs |= _flash_operators(replace(config, peer="sdpa"), name == "causal", inputs)
+        native = work.native(work)
+        if "sdpa" in peers and device.type == "cuda" and native is not None:
+            runs |= _flash_operators(replace(config, peer="sdpa"), native.causal, inputs)
     return _measured(runs, device, rounds)
 
 

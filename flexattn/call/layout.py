@@ -281,9 +281,14 @@ def _check_descale(name: str, x: object, key: Tensor, paged: bool) -> Tensor | N
     if tuple(x.shape) != (Hkv,) and not (paged and tuple(x.shape) == (pages, Hkv)):
         expected = f"[{Hkv}]" + (f" or [{pages}, {Hkv}]" if paged else "")
         raise ArgumentError(message(name, f"shape {list(x.shape)}", expected, fix))
-    if x.requires_grad and torch.is_grad_enabled():
-        raise UnsupportedError(message(name, "a tensor that requires a gradient", "one that does not", "Detach it."))
+    refuse_learned(name, x)
     return x.contiguous()
+
+
+def refuse_learned(name: str, x: Tensor, fix: str = "Detach it.") -> None:
+    """Raise UnsupportedError for a tensor that would need a gradient, which the call does not compute."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(message(name, "a tensor that requires a gradient", "one that does not", fix))
 
 
 def _check_rows(name: str, x: Tensor, shape: tuple[int, ...], what: str) -> None:

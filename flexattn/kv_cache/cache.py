@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from flexattn.call.arguments import as_int, fix_of_int
-from flexattn.call.layout import SMALLEST_PAGE, KVLayout
+from flexattn.call.layout import SMALLEST_PAGE, KVLayout, refuse_learned
 from flexattn.call.unknown_arguments import refuse_unknown, refuses_unknown
-from flexattn.errors import ArgumentError, CacheFullError, DeviceError, DtypeError, UnsupportedError, message
+from flexattn.errors import ArgumentError, CacheFullError, DeviceError, DtypeError, message
 from flexattn.graph.nodes import short_dtype
 from flexattn.graph.ranges import INDEX_LIMIT
 from flexattn.kv_cache.append import FLOAT8, Pages, Tokens, append
@@ -23,6 +23,7 @@ from flexattn.torch_state.transforms import outside
 from flexattn.torch_state.uncompiled import uncompiled
 
 _ORDER = "It is [B, heads, tokens, head_dim]: from [B, tokens, heads, head_dim] write {name}.transpose(1, 2)."
+_NO_GRAD = "Call append under torch.no_grad(), or detach it."
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, FLOAT8)
 
 
@@ -407,8 +408,7 @@ class PagedKVCache:
                 if x.dtype in _DTYPES and self.key.dtype != FLOAT8:
                     fix = f"{fix[:-1]}, or make the cache with PagedKVCache(..., dtype={x.dtype})."
                 raise DtypeError(message(name, found, f"{expected_dtype}, for this cache", fix))
-            if x.requires_grad and torch.is_grad_enabled():
-                raise _learned(name)
+            refuse_learned(name, x, _NO_GRAD)
 
     def _check_rotary(self, cos: object, sin: object) -> tuple[Tensor | None, Tensor | None]:
         if cos is None and sin is None:
@@ -424,8 +424,7 @@ class PagedKVCache:
             if x.device != self.key.device:
                 fix = f"Move it: {name}.to(cache.key.device)."
                 raise DeviceError(message(name, f"device {x.device}", f"that of the cache, {self.key.device}", fix))
-            if x.requires_grad and torch.is_grad_enabled():
-                raise _learned(name)
+            refuse_learned(name, x, _NO_GRAD)
         assert isinstance(cos, Tensor) and isinstance(sin, Tensor)
         if cos.shape != sin.shape:
             fix = "Give both the same shape."
@@ -460,11 +459,6 @@ def _numbers(name: str, given: Any, count: int) -> list[int]:
         fix = "Pass Python ints."
         raise ArgumentError(message(name, repr(given), f"an int from 0 on, or one for each of {count}", fix))
     return numbers
-
-
-def _learned(name: str) -> UnsupportedError:
-    fix = "Call append under torch.no_grad(), or detach it."
-    return UnsupportedError(message(name, "a tensor that requires a gradient", "one that does not", fix))
 
 
 def _checked_scale(name: str, scale: object, key: Tensor, heads: int) -> Tensor | None:

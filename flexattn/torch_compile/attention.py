@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
+from flexattn.call.layout import refuse_learned
 from flexattn.call.wide_dtype import wide_dtype
 from flexattn.errors import UnsupportedError, message
 from flexattn.process.frozen_class import frozen
@@ -48,20 +49,13 @@ class Operands:
 def call_operators(operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return out, lse as the user sees it and, if requested, the row maxima."""
     refuse_in_graphs(*operands.differentiable)
-    _refuse_learned(operands)
+    form = loads(operands.spec).sequences
+    if form is not None:  # the operators check again, where autograd has hidden what requires a gradient
+        for name, x in zip(form.names, operands.layout, strict=False):
+            refuse_learned(name, x)
     out, lse, *largest = _Attention.apply(operands, *operands.differentiable)
     wide = wide_dtype(operands.query)
     return out, lse.to(wide), largest[0] if largest else None
-
-
-def _refuse_learned(operands: Operands) -> None:
-    """Raise UnsupportedError for a tensor of a layout that requires a gradient, which the operators do not have."""
-    form = loads(operands.spec).sequences
-    for name, x in zip(() if form is None else form.names, operands.layout, strict=False):
-        if x.requires_grad and torch.is_grad_enabled():
-            raise UnsupportedError(
-                message(name, "a tensor that requires a gradient", "one that does not", "Detach it.")
-            )
 
 
 class _Attention(Function):

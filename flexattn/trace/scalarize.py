@@ -204,7 +204,7 @@ def _example_of_read(recorded: RecordedGraph) -> str:
         if source in captured and node.meta["val"].ndim in (1, 2):
             given = [recorded.inputs.get(n, "") for n in node.all_input_nodes if n is not source]
             if all(given):
-                others = ("q_idx", "kv_idx")[-node.meta["val"].ndim :]
+                others = [name for name in MASK_INPUTS if name not in given][-node.meta["val"].ndim :]
                 return f"{captured[source]}[{', '.join([*given, *others])}]"
     ranks = {name: node.meta["val"].ndim for node, name in captured.items()}
     largest = max(ranks, key=lambda name: ranks[name], default="")
@@ -346,6 +346,9 @@ def _is_constant(node: fx.Node) -> bool:
     return has_row(node)
 
 
+_LONG_NAME = 100  # each operator on captured tensors makes names longer, and graphs have up to 200 characters
+
+
 def _dependence(recorded: RecordedGraph) -> tuple[set[fx.Node], dict[fx.Node, str]]:
     """Return the nodes that depend on the mod's inputs, and names for other nodes that read a captured tensor."""
     moving = set(recorded.inputs)
@@ -359,14 +362,19 @@ def _dependence(recorded: RecordedGraph) -> tuple[set[fx.Node], dict[fx.Node, st
         elif not isinstance(node.meta.get("val"), (Tensor, tuple, list)):
             continue
         elif (base := next((s for s in sources if s in captured), None)) is not None:
-            is_one_of_several = node.target is operator.getitem
-            suffix = "" if is_one_of_several else f"_{operator_name(node).rpartition('.')[2].strip('_')}"
-            name = captured[base] + suffix
-            captured[node] = name if len(name) <= _LONGEST_NAME else captured[base]
+            name = captured[base]
+            if _call_of(node) is node and len(name) < _LONG_NAME:
+                name += f"_{operator_name(node).rpartition('.')[2].strip('_')}"
+            captured[node] = name
     return moving, captured
 
 
-_LONGEST_NAME = 100  # of what is computed from captured tensors; graphs have names of up to 200 characters
+def _call_of(node: fx.Node) -> Any:
+    """Return the node of the operator that computes a value, which may be one of several results."""
+    found: Any = node
+    while found.target is operator.getitem:
+        found = found.args[0]
+    return found
 
 
 def _refuse_mutation_and_randomness(recorded: RecordedGraph, name: str) -> None:
@@ -431,8 +439,7 @@ def _refuse_unknown_values(recorded: RecordedGraph, name: str) -> None:
     for node in recorded.graph.nodes:
         found = node.meta.get("val")
         if node.op == "call_function" and found is not None and _is_unknown(found):
-            called: Any = node.args[0] if node.target is operator.getitem else node  # getitem: one of several results
-            raise ModError(f"{name} at {line_of_node(node)} {UNKNOWN_SIZE.format(what=called.target)}")
+            raise ModError(f"{name} at {line_of_node(node)} {UNKNOWN_SIZE.format(what=_call_of(node).target)}")
 
 
 def _is_unknown(value: Any) -> bool:
@@ -446,9 +453,8 @@ def _is_unknown(value: Any) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
+    node = _call_of(node)
     target = node.target
-    if target is operator.getitem:  # one of several results
-        return _is_view(node.args[0])  # type: ignore[arg-type]
     if not isinstance(target, torch._ops.OpOverload) or not target.is_view:
         return False
     if operator_name(node) != "detach":
